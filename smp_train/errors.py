@@ -1,0 +1,33 @@
+"""What can go wrong by the user's or the machine's doing, and the exit code each kind ends in.
+
+Anything else that is raised is a defect of ours and ends in exit code 1.
+"""
+
+
+class SmpTrainError(Exception):
+    """A failure with a one-line message that says what, where, and what to do about it."""
+
+    exit_code = 1
+
+
+class ConfigError(SmpTrainError):
+    """Bad arguments, a bad combination of them, or an environment that does not fit them."""
+
+    exit_code = 2
+
+
+class DataError(SmpTrainError):
+    """Data that is missing, unreadable, or not what it must be; names file and line."""
+
+    exit_code = 3
+
+
+class CheckpointError(SmpTrainError):
+    """A checkpoint that is missing, damaged, unwritable, or of another model."""
+
+    exit_code = 4
+
+
+EXIT_CODES: dict[int, type[SmpTrainError]] = {
+    cls.exit_code: cls for cls in (SmpTrainError, ConfigError, DataError, CheckpointError)
+}

@@ -1,0 +1,115 @@
+"""Runs a function on N processes, as a launcher would start them, and hands back what each returned.
+
+The processes are forked from a server that has already imported torch and transformers, so a case costs
+milliseconds to start rather than seconds. Each gets the environment that torchrun would set.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers"]
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died, or was still running when its time was up."""
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _body(function: Callable[..., Any], rank: int, world: int, port: int, out: str, args: tuple, kwargs: dict) -> None:
+    os.setpgid(0, 0)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="test",
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    try:
+        result = ("ok", function(*args, **kwargs))
+    except BaseException as failure:
+        result = ("error", f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}")
+    path = Path(out) / f"{rank}.pkl"
+    scratch = path.with_suffix(".tmp")
+    scratch.write_bytes(pickle.dumps(result))
+    scratch.rename(path)
+    # Exit code 1 for a failed rank lets the parent stop waiting for its peers.
+    os._exit(0 if result[0] == "ok" else 1)
+
+
+def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on ``world`` processes and return their results, by rank.
+
+    ``function`` must be defined at the top of a module. Raises `RankFailed` with the traceback of the first
+    rank that failed; a rank that outlives ``timeout`` seconds is killed, its stacks printed.
+    """
+    with tempfile.TemporaryDirectory() as out:
+        port = free_port()
+        context = _context()
+        ranks = [
+            context.Process(target=_body, args=(function, rank, world, port, out, args, kwargs), daemon=True)
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + timeout
+        # A failed rank leaves its peers inside a collective: give them a moment to report, then end them.
+        while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+            if any(process.exitcode not in (None, 0) for process in ranks):
+                deadline = min(deadline, time.monotonic() + 5)
+            for process in ranks:
+                process.join(0.02)
+        late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        for rank in late:
+            os.kill(ranks[rank].pid, signal.SIGUSR2)
+            ranks[rank].join(0.5)
+            ranks[rank].kill()
+            ranks[rank].join()
+        results: list[Any] = [None] * world
+        problems = []
+        for rank in range(world):
+            path = Path(out) / f"{rank}.pkl"
+            if not path.exists():
+                problems.append(f"rank {rank}: no result (exit code {ranks[rank].exitcode}, late: {rank in late})")
+                continue
+            status, value = pickle.loads(path.read_bytes())
+            if status == "ok":
+                results[rank] = value
+            else:
+                problems.insert(0, f"rank {rank}: {value}")
+        if problems:
+            raise RankFailed("\n".join(problems))
+        return results
