@@ -1,0 +1,77 @@
+"""The seam: all that the training program may ask of whatever spreads the model over devices.
+
+`train_lib` never asks which backend it has. What a backend cannot do, it refuses in its constructor, by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from smp_train.models import ModelSpec
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this rank stands: which share of the data it reads, and with whom it shares the model."""
+
+    device: torch.device
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    cp_rank: int
+    cp_size: int
+    mesh: dict[str, int]
+    """Name and size of every dimension of the mesh, outermost first, for the log and `run.json`."""
+
+
+class Backend(ABC):
+    """One way of spreading a model over the ranks of the initialised process group."""
+
+    name: str
+    topology: Topology
+
+    @abstractmethod
+    def build(self, spec: ModelSpec, *, seed: int) -> nn.Module:
+        """Return the model ready to train: spread over the ranks, its weights initialised or loaded."""
+
+    @abstractmethod
+    def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Run the forward pass and return this rank's summed loss over its counted tokens, a float32 scalar.
+
+        Args:
+            model: What `build` returned.
+            input_ids: int64 ``[batch, seq]`` on the device.
+            labels: int64 ``[batch, seq]``, not shifted, -100 where a token is not counted.
+            attention_mask: int64 ``[batch, seq]``, or None when every token is attended to.
+        """
+
+    @abstractmethod
+    def accumulation(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch's forward and backward pass; ``last`` closes the global batch."""
+
+    @abstractmethod
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale gradients to a global 2-norm of at most ``max_norm`` (0: leave them) and return the norm before."""
+
+    @abstractmethod
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """Return ``values``, on the device, summed over all ranks that hold different tokens; collective."""
+
+    @abstractmethod
+    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return parameters and optimizer state, sharded, under Hugging Face parameter names; collective."""
+
+    @abstractmethod
+    def load_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Restore model and optimizer from what ``read`` fills into a dictionary like `state_dict`'s; collective."""

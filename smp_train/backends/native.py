@@ -1,0 +1,120 @@
+"""The backend for stock PyTorch: FSDP2 on a device mesh, on GPUs or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smp_train import losses, models
+from smp_train.backends.base import Backend, Topology
+from smp_train.checkpoints.state import gather_state
+from smp_train.errors import ConfigError
+from smp_train.parallel import activations, mesh, sharding
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
+    from smp_train.models import ModelSpec
+    from smp_train.runtime import Runtime
+
+OLDEST_TORCH = (2, 6)
+
+
+class NativeBackend(Backend):
+    """FSDP2 and DTensor."""
+
+    name = "native"
+
+    def __init__(self, args: Arguments, runtime: Runtime, device: torch.device) -> None:
+        """Lay out the ranks; collective. Raises `ConfigError` for what this backend or this torch cannot do."""
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        if version < OLDEST_TORCH:
+            raise ConfigError(
+                f"the native backend needs torch 2.6 or newer, this is {torch.__version__}; upgrade torch, or use "
+                "--backend smp inside the SMP container"
+            )
+        self.args = args
+        degrees = mesh.plan(
+            world_size=runtime.world_size,
+            local_world_size=runtime.local_world_size,
+            sharding_strategy=args.sharding_strategy,
+            hybrid_shard_degree=args.hybrid_shard_degree,
+            tensor=args.tensor_parallel_degree,
+            context=args.context_parallel_degree,
+        )
+        self.mesh = mesh.Mesh(degrees, device.type)
+        self._loss_group = self.mesh.loss_group()
+        self.topology = Topology(
+            device=device,
+            dp_rank=self.mesh.data_rank,
+            dp_size=self.mesh.data_size,
+            tp_rank=self.mesh.tensor.get_local_rank(),
+            tp_size=degrees.tensor,
+            cp_rank=self.mesh.context.get_local_rank(),
+            cp_size=degrees.context,
+            mesh=dict(zip(self.mesh.root.mesh_dim_names or (), self.mesh.root.shape, strict=True)),
+        )
+
+    def build(self, spec: ModelSpec, *, seed: int) -> nn.Module:
+        """Build on the meta device, apply parallelism, and only then give each rank memory for its own part.
+
+        The order is the contract of this backend: activation checkpointing, then sharding, then weights.
+        """
+        args = self.args
+        model = models.build_meta(spec, attn_implementation=args.attn_implementation)
+        layers = models.decoder_layers(model)
+        if args.activation_checkpointing:
+            activations.checkpoint_layers(model, layers)
+        sharding.shard(
+            model,
+            [model.get_submodule(name) for name, _ in layers],
+            self.mesh.parameters,
+            param_dtype=torch.bfloat16 if args.bf16 else None,
+            reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
+        )
+        models.materialise(model, self.topology.device)
+        if spec.pretrained is None:
+            models.initialise(model, seed)
+        else:
+            models.load_pretrained(model, spec.pretrained)
+        return model
+
+    def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """See `Backend.loss_sum`."""
+        output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return losses.cross_entropy_sum(output.logits, labels)
+
+    @contextmanager
+    def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """See `Backend.accumulation`."""
+        sharding.accumulate(model, last=last)
+        yield
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """See `Backend.clip_grad_norm`."""
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        if isinstance(norm, torch.distributed.tensor.DTensor):
+            norm = norm.full_tensor()
+        if max_norm > 0:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """See `Backend.sum_over_data`."""
+        dist.all_reduce(values, group=self._loss_group)
+        return values
+
+    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """See `Backend.state_dict`."""
+        return gather_state(model, optimizer)
+
+    def load_state(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """See `Backend.load_state`; the tensors read into are those of the model and the optimizer themselves."""
+        read(gather_state(model, optimizer))

@@ -1,0 +1,23 @@
+"""`smp-train bench`: what this package costs or saves, measured beside its alternative in one run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from smp_train.errors import ConfigError
+
+BENCHMARKS = {"step": "the train step against a bare FSDP2 loop"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark that the first argument names."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: smp-train bench NAME [options]\n")
+        for name, about in BENCHMARKS.items():
+            print(f"  {name:<12}{about}")
+        return 0
+    if argv[0] not in BENCHMARKS:
+        raise ConfigError(f"bench {argv[0]}: no such benchmark; choose from {', '.join(BENCHMARKS)}")
+    module = importlib.import_module(f"smp_train.bench.{argv[0]}")
+    return int(module.main(argv[1:]))

@@ -1,0 +1,124 @@
+"""The train step of this package against the same model in a bare FSDP2 loop, alternating, in one run.
+
+The bare loop has no data, no logging and no stop request: it trains on one batch that is already on the device. What
+is left is what the loop of this package adds: order and prefetch of the data, the vote of the ranks, the seed of the
+step, the loss as a sum over the global batch, the log line and the metrics file at every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from smp_train import arguments, models, runtime, train_lib
+from smp_train.telemetry.logging_utils import get_logger
+
+log = get_logger()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print the ratio on rank 0; run it under torchrun for several processes."""
+    parser = argparse.ArgumentParser(prog="smp-train bench step", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of each kind, alternating (default 9)")
+    parser.add_argument("--steps", type=int, default=10, help="steps per round (default 10)")
+    options, flags = parser.parse_known_args(argv)
+
+    ranks = runtime.detect()
+    with tempfile.TemporaryDirectory() as scratch:
+        resolved = arguments.parse([*defaults(Path(scratch)), *flags])
+        arguments.validate(resolved.args, ranks.world_size)
+        device = runtime.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
+        run = train_lib.set_up(resolved, ranks, device)
+        ours = our_steps(run)
+        bare = bare_steps(run)
+        ratios, seconds = [], []
+        for kind in (ours, bare):  # warm up: allocator, caches, compilation
+            kind(options.steps)
+        for _ in range(options.rounds):
+            pair = ours(options.steps), bare(options.steps)
+            ratios.append(pair[0] / pair[1])
+            seconds.append(pair)
+        log.info(
+            "bench step: %d ranks, %s: bare FSDP2 loop %.1f ms, this package %.1f ms, ratio of the same round: "
+            "median %.3f (lowest %.3f, highest %.3f) over %d rounds of %d steps",
+            ranks.world_size,
+            run.spec.name,
+            1000 * statistics.median(s[1] for s in seconds),
+            1000 * statistics.median(s[0] for s in seconds),
+            statistics.median(ratios),
+            min(ratios),
+            max(ratios),
+            options.rounds,
+            options.steps,
+        )
+        run.close()
+    return 0
+
+
+def defaults(scratch: Path) -> list[str]:
+    """Return a model of about 10 M parameters on synthetic data, whose step takes 100 ms or more on one core."""
+    return [
+        *("--model_type", "llama_v2", "--vocab_size", "4096", "--hidden_width", "256", "--num_layers", "4"),
+        *("--num_heads", "4", "--intermediate_size", "768", "--max_context_width", "256", "--bf16", "0"),
+        *("--use_synthetic_data", "1", "--train_batch_size", "2", "--max_steps", "1000000", "--logging_freq", "1"),
+        *("--run_dir", str(scratch / "run"), "--checkpoint_dir", str(scratch / "checkpoints")),
+    ]
+
+
+def our_steps(run: train_lib.Run) -> Callable[[int], float]:
+    """Return a function that makes n steps as `train_lib` does and returns the seconds of one."""
+    batches = run.train_data.batches(0)
+
+    def steps() -> None:
+        train_lib.step(run, batches)
+
+    return timed(steps, run.backend.topology.device)
+
+
+def bare_steps(run: train_lib.Run) -> Callable[[int], float]:
+    """Return the same for the shortest FSDP2 loop that trains the same model, averaging over ranks as FSDP2 does."""
+    args, device = run.args, run.backend.topology.device
+    model = models.build_meta(run.spec, attn_implementation=args.attn_implementation)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.bf16 else None, reduce_dtype=torch.float32)
+    for _, layer in models.decoder_layers(model):
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    models.materialise(model, device)
+    models.initialise(model, args.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(args.beta1, args.beta2), weight_decay=args.weight_decay, fused=True
+    )
+    shape = (args.train_batch_size, args.max_context_width)
+    ids = torch.randint(models.vocab_size(run.spec.config), shape, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(input_ids=ids, use_cache=False).logits
+        F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        optimizer.step()
+
+    return timed(step, device)
+
+
+def timed(step: Callable[[], None], device: torch.device) -> Callable[[int], float]:
+    """Return a function that makes n steps and returns the mean seconds of one, the device's work included."""
+
+    def measure(count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / count
+
+    return measure

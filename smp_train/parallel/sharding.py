@@ -1,0 +1,63 @@
+"""FSDP2: each decoder layer is a unit of communication, the rest belongs to the root."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def shard(
+    model: nn.Module,
+    layers: list[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+) -> None:
+    """Shard ``model`` in place over ``mesh``, 1-D, or 2-D as (replicate, shard).
+
+    Gradients are *summed* over ranks, in float32: the loss is already divided by the number of counted tokens of the
+    global batch, so an average here would be wrong by the number of ranks.
+
+    Args:
+        model: The whole model, parameters on the meta device or real.
+        layers: Its decoder layers, in order.
+        mesh: The ranks that hold the parameters.
+        param_dtype: Type of the parameters in computation; None computes in the type they are stored in.
+        reshard_after_forward: Free a layer's gathered parameters after its forward pass, and gather again for its
+            backward pass (ZeRO-3); False keeps them between the two (ZeRO-2).
+    """
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    last = layers[-1]
+    for layer in layers:
+        # The last layer's backward pass follows its forward pass at once: freeing it would only buy a second gather.
+        fully_shard(
+            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward and layer is not last
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _sum_gradients(module)
+
+
+def _sum_gradients(module: FSDPModule) -> None:
+    if hasattr(module, "set_gradient_divide_factor"):
+        module.set_gradient_divide_factor(1.0)
+    else:  # torch 2.6 and 2.7
+        module.set_reduce_scatter_divide_factor(1.0)
+    # A divide factor makes FSDP2 ask for a pre-multiplied sum, which gloo does not have.
+    if hasattr(module, "set_force_sum_reduction_for_comms"):
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def accumulate(model: nn.Module, *, last: bool) -> None:
+    """Prepare the backward pass of one micro-batch.
+
+    Every micro-batch reduces its gradient to this rank's shard, so that no rank ever holds a whole one; the sum over
+    replicas waits for the last micro-batch.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(last)
+    model.set_is_last_backward(last)

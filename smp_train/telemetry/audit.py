@@ -1,0 +1,33 @@
+"""Which sample went into which step, on which rank: the proof behind "each sample exactly once"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from smp_train.errors import ConfigError
+
+
+class DataAudit:
+    """Appends to ``data_audit-rank<r>.jsonl``: per step, the identities of the samples that this rank consumed.
+
+    One line per optimizer step, ``{"step": 12, "samples": ["train-00003.json.gz:17", ...]}``, in the order of use. A run that
+    resumes from an earlier step writes that stretch again: as in `metrics.jsonl`, the last record of a step counts.
+    """
+
+    def __init__(self, run_dir: str | Path, rank: int) -> None:
+        path = Path(run_dir) / f"data_audit-rank{rank}.jsonl"
+        try:
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as failure:
+            raise ConfigError(f"{path}: cannot write the audit there ({failure.strerror}); set --run_dir") from None
+
+    def step(self, step: int, samples: Sequence[str]) -> None:
+        """Record the samples of one finished update."""
+        self._file.write(json.dumps({"step": step, "samples": list(samples)}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,430 @@
+"""The story of a training run: set up, build, resume, loop, finish."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+import smp_train
+from smp_train import arguments, backends, data, models, runtime, train_utils
+from smp_train.arguments import Arguments, Resolved
+from smp_train.backends.base import Backend, Topology
+from smp_train.checkpoints import CheckpointManager, find, policies
+from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.learning_rates import Schedule, schedule
+from smp_train.runtime import Runtime
+from smp_train.stop import StopRequest
+from smp_train.telemetry.logging_utils import batch_line, get_logger, setup_logging, validation_line
+from smp_train.telemetry.memory_tracker import memory_gib, memory_report
+from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
+from smp_train.telemetry.audit import DataAudit
+from smp_train.telemetry.run_folder import RunFolder, versions
+
+log = get_logger()
+
+
+@dataclass
+class Progress:
+    """How far the run is; with the weights and the optimizer, all that a resume needs."""
+
+    step: int = 0
+    consumed: int = 0
+    """Samples of the global order that have gone into an update."""
+    tokens: int = 0
+    """Counted tokens that have gone into an update."""
+
+
+@dataclass
+class Run:
+    """Everything a run consists of, put together once by `set_up`."""
+
+    args: Arguments
+    runtime: Runtime
+    backend: Backend
+    spec: models.ModelSpec
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    train_data: data.TrainingData
+    validation: data.ValidationData | None
+    schedule: Schedule
+    total_steps: int
+    checkpoints: CheckpointManager
+    folder: RunFolder
+    metrics: MetricsWriter
+    throughput: Throughput
+    stop: StopRequest
+    audit: DataAudit | None
+    progress: Progress = field(default_factory=Progress)
+    saved_step: int = 0
+    """Step of the newest checkpoint that this run wrote or resumed from; there is nothing to save at step 0."""
+
+    def close(self) -> None:
+        """Flush and close what was opened, give signals back, and leave the process group."""
+        self.metrics.close()
+        if self.audit is not None:
+            self.audit.close()
+        self.stop.close()
+        runtime.stop()
+
+
+def main(resolved: Resolved, ranks: Runtime) -> int:
+    """Train as the arguments say and return the exit code; raises `SmpTrainError` for what the user can mend."""
+    device = runtime.start(
+        ranks,
+        distributed_backend=resolved.args.distributed_backend,
+        timeout_seconds=60 * resolved.args.distributed_timeout_minutes,
+    )
+    run = set_up(resolved, ranks, device)
+    try:
+        resume(run)
+        if run.args.evaluate_only:
+            validate(run)
+            return 0
+        stopped = fit(run)
+        finish(run, stopped=stopped)
+    finally:
+        run.close()
+    return 0
+
+
+def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
+    """Open the run folder and the data, build the model, and put the run together; collective."""
+    args = resolved.args
+    folder = RunFolder(args.run_dir)
+    with runtime.together("opening the run folder"):
+        if ranks.is_main:
+            folder.create()
+    with runtime.together("opening the log"):
+        setup_logging(ranks.rank, log_dir=folder.logs, level="DEBUG" if args.debug else "INFO")
+        metrics = MetricsWriter(folder.path, is_main=ranks.is_main, tensorboard_dir=args.tensorboard_dir)
+        audit = DataAudit(folder.path, ranks.rank) if args.data_audit else None
+    stop = StopRequest(folder.stop)
+    log.info("smp-train %s, torch %s, %s", smp_train.__version__, torch.__version__, describe(ranks, device))
+    for line in arguments.ineffective(resolved):
+        log.info(line)
+
+    backend, why = backends.select(args, ranks, device)
+    topology = backend.topology
+    layout = " x ".join(f"{name} {size}" for name, size in topology.mesh.items())
+    log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout)
+
+    with runtime.together("choosing the model"):
+        spec = models.resolve(args)
+    checkpoints = CheckpointManager(
+        policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints), model_type=spec.model_type
+    )
+    with runtime.together("looking at the checkpoint folders"):
+        checkpoints.check_writable()
+    checkpoints.check_shared()
+    seq_len = args.max_context_width or models.default_context(spec.config)
+    train_data, validation = open_data(args, models.vocab_size(spec.config), seq_len, ranks, topology)
+    total_steps = count_steps(args, train_data)
+
+    model = backend.build(spec, seed=args.seed)
+    parameters = models.count_parameters(spec.config)
+    log.info("Model: %s with total parameters: %d (%.2f B)", spec.name, parameters, parameters / 1e9)
+    if spec.pretrained is None:
+        log.info("Initial weights: drawn from seed %d", args.seed)
+    else:
+        log.info("Initial weights: read from %s", spec.pretrained)
+    optimizer = train_utils.build_optimizer(
+        model,
+        lr=args.lr,
+        betas=(args.beta1, args.beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+    )
+    run = Run(
+        args=args,
+        runtime=ranks,
+        backend=backend,
+        spec=spec,
+        model=model,
+        optimizer=optimizer,
+        train_data=train_data,
+        validation=validation,
+        schedule=schedule(
+            args.lr_decay_style,
+            lr=args.lr,
+            min_lr=args.min_lr,
+            max_steps=total_steps,
+            decay_iters=args.lr_decay_iters,
+            warmup=args.warmup,
+            plateau=args.plateau,
+        ),
+        total_steps=total_steps,
+        checkpoints=checkpoints,
+        folder=folder,
+        metrics=metrics,
+        throughput=Throughput(
+            devices=ranks.world_size,
+            flops_per_token=models.flops_per_token(spec.config, seq_len),
+            peak=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+            synchronize=torch.cuda.synchronize if device.type == "cuda" else None,
+        ),
+        stop=stop,
+        audit=audit,
+    )
+    with runtime.together("writing run.json"):
+        if ranks.is_main:
+            folder.write_run(
+                config=asdict(args),
+                sources=resolved.sources,
+                mesh=dict(topology.mesh),
+                backend=backend.name,
+                model=spec.name,
+                parameters=parameters,
+                total_steps=total_steps,
+            )
+    if args.enable_memory_profiling:
+        log.info(memory_report(device, "model and optimizer built"))
+    return run
+
+
+def open_data(
+    args: Arguments, vocab_size: int, seq_len: int, ranks: Runtime, topology: Topology
+) -> tuple[data.TrainingData, data.ValidationData | None]:
+    """Open the training and the validation data as this rank sees them; collective."""
+
+    def open_folder(folder: str) -> data.Source:
+        options: dict[str, Any] = {
+            "vocab_size": vocab_size, "cache_dir": args.data_cache_dir, "zipped": args.zipped_data,
+        }  # fmt: skip
+        with runtime.together(f"reading {folder}"):
+            data.convert(folder, rank=ranks.rank, world=ranks.world_size, **options)
+        with runtime.together(f"opening {folder}"):
+            return data.open_source(folder, rank=ranks.local_rank, world=ranks.local_world_size, **options)
+
+    source: data.Source
+    held_out: data.Source | None = None
+    if args.use_synthetic_data:
+        source = data.Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
+        # Another seed, not another part: synthetic rows have no end.
+        held_out = data.Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
+    else:
+        assert args.training_dir is not None, "checked by arguments.validate"
+        source = open_folder(args.training_dir)
+        if args.test_dir is not None:
+            held_out = open_folder(args.test_dir)
+    share: dict[str, Any] = {
+        "seq_len": seq_len, "dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "long": args.long,
+        "pin_memory": topology.device.type == "cuda",
+    }  # fmt: skip
+    with runtime.together("preparing the data"):
+        training = data.TrainingData(
+            source,
+            data.Order(len(source), args.seed, args.shuffle),
+            micro_batch=args.train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            **share,
+        )
+        if held_out is None:
+            return training, None
+        return training, data.ValidationData(
+            held_out,
+            micro_batch=args.val_batch_size,
+            max_batches=args.validation_batches,
+            fast=args.fast_validation,
+            **share,
+        )
+
+
+def count_steps(args: Arguments, training: data.TrainingData) -> int:
+    """Return the optimizer steps of the whole run: --max_steps, or fewer where --epochs ends first.
+
+    Samples of the last epoch that do not fill a global batch are not trained on; between epochs nothing is left out.
+    """
+    steps = args.max_steps
+    if args.epochs is not None:
+        rows = len(training.source)
+        of_epochs = args.epochs * rows // training.global_batch
+        if args.steps_per_epoch is not None:
+            of_epochs = min(of_epochs, args.epochs * args.steps_per_epoch)
+        if of_epochs < 1:
+            raise ConfigError(
+                f"--epochs {args.epochs} of {rows} samples do not fill one global batch of {training.global_batch}; "
+                "lower --train_batch_size or --gradient_accumulation_steps"
+            )
+        steps = min(steps, of_epochs)
+    return steps
+
+
+def describe(ranks: Runtime, device: torch.device) -> str:
+    """Say in a few words on what this run runs."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    return f"{ranks.world_size} x {name} on {ranks.num_nodes} node(s), started by {ranks.launcher}"
+
+
+def resume(run: Run) -> None:
+    """Continue from the newest committed checkpoint, if the run asks for one and there is one; collective."""
+    location = run.args.resume_from_checkpoint
+    if location is None:
+        log.info("Starting at step 0")
+        return
+    found = find(location)
+    if found is None:
+        log.info("No committed checkpoint in %s yet: starting at step 0", location)
+        return
+    run.backend.load_state(run.model, run.optimizer, found.load)
+    with runtime.together(f"resuming from {found.path}"):
+        consumed = run.train_data.check_state(found.meta["data"])
+    run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
+    run.saved_step = found.step
+    log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
+    run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
+
+
+def fit(run: Run) -> bool:
+    """Train to the last step, or until asked to stop; return whether it was the latter; collective."""
+    args, progress = run.args, run.progress
+    if progress.step >= run.total_steps:
+        log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
+        return False
+    if run.runtime.is_main:
+        run.folder.clear_done()
+    run.metrics.event("start", step=progress.step, total_steps=run.total_steps, consumed=progress.consumed)
+    log.info(
+        "Training from step %d to %d, %d samples per step; to stop and save: kill -TERM %d, or touch %s",
+        progress.step, run.total_steps, run.train_data.global_batch, os.getpid(), run.folder.stop,
+    )  # fmt: skip
+    batches = run.train_data.batches(progress.consumed)
+    stopped = False
+    while progress.step < run.total_steps and not stopped:
+        stopped = step(run, batches)
+        last = stopped or progress.step == run.total_steps
+        if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
+            validate(run)
+        if last or run.checkpoints.due(progress.step):
+            save(run, force=last)
+    batches.close()
+    return stopped
+
+
+def step(run: Run, batches: Generator[list[data.Batch], None, None]) -> bool:
+    """Make one update and log it; return whether any rank was asked to stop; collective."""
+    args, progress, topology = run.args, run.progress, run.backend.topology
+    failure: SmpTrainError | None = None
+    with run.throughput.data_wait():
+        try:
+            micro_batches = next(batches)
+        except SmpTrainError as error:
+            # The others are about to enter this step's collectives: take part with nothing, then stop together.
+            failure = error
+            micro_batches = [data.Batch.blank(args.train_batch_size, run.train_data.seq_len)]
+            micro_batches *= args.gradient_accumulation_steps
+    vote = train_utils.Vote(
+        run.backend,
+        tokens=sum(batch.counted_tokens() for batch in micro_batches),
+        stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
+        failed=failure is not None,
+    )
+    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else topology.dp_rank)
+    result = train_utils.train_step(
+        run.backend,
+        run.model,
+        run.optimizer,
+        micro_batches,
+        tokens=vote.tokens,
+        lr=run.schedule(progress.step),
+        max_grad_norm=args.grad_clip,
+    )
+    tokens, stopped, failed = vote.outcome()
+    if failed:
+        with runtime.together("reading the training data"):
+            if failure is not None:
+                raise failure
+    progress.step += 1
+    progress.consumed += run.train_data.global_batch
+    progress.tokens += tokens
+    run.throughput.add(samples=run.train_data.global_batch, tokens=run.train_data.global_batch * run.train_data.seq_len)
+    if run.audit is not None:
+        run.audit.step(progress.step, [name for batch in micro_batches for name in batch.samples])
+    last = stopped or progress.step == run.total_steps
+    # Before a save too: weights that are not numbers must not push good ones out.
+    if last or progress.step % args.logging_freq == 0 or run.checkpoints.due(progress.step):
+        log_step(run, result)
+    return stopped
+
+
+def log_step(run: Run, result: train_utils.StepResult) -> None:
+    """Bring the step's numbers to the host, write them, and refuse to go on from a loss that is not a number."""
+    progress = run.progress
+    loss = run.backend.sum_over_data(result.loss.clone()).item()
+    grad_norm = result.grad_norm.item()
+    record = {
+        "step": progress.step,
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": run.schedule(progress.step - 1),
+        **run.throughput.window(),
+        "memory_gib": memory_gib(run.backend.topology.device),
+        "tokens": progress.tokens,
+        "consumed": progress.consumed,
+    }
+    log.info(batch_line(record))
+    run.metrics.step(record)
+    if run.args.enable_memory_profiling:
+        log.info(memory_report(run.backend.topology.device, f"step {progress.step}"))
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise SmpTrainError(
+            f"step {progress.step}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved of it. Resume "
+            "from the last checkpoint with a lower --lr or a lower --grad_clip, and look at the data of this step"
+        )
+
+
+def validate(run: Run) -> None:
+    """Measure the loss on the validation data and write it; collective."""
+    if run.validation is None:
+        raise ConfigError("there is no validation data; give --test_dir")
+    with run.throughput.pause():
+        loss = train_utils.evaluate(run.backend, run.model, run.validation.batches())
+    log.info(validation_line(run.progress.step, loss))
+    run.metrics.event("evaluate", step=run.progress.step, loss=loss)
+
+
+def save(run: Run, *, force: bool) -> None:
+    """Write a checkpoint of this step and commit it, unless it is there already; collective."""
+    progress = run.progress
+    if run.saved_step == progress.step:
+        return
+    meta = {
+        "tokens": progress.tokens,
+        "lr": run.schedule(progress.step - 1),
+        "data": run.train_data.state(progress.consumed),
+        "model_config": run.spec.config.to_dict(),
+        "arguments": asdict(run.args),
+        "mesh": run.backend.topology.mesh,
+        "versions": versions(),
+    }
+    began = time.perf_counter()
+    with run.throughput.pause():
+        paths = run.checkpoints.save(
+            progress.step, run.backend.state_dict(run.model, run.optimizer), meta, force=force
+        )
+    seconds = time.perf_counter() - began
+    run.saved_step = progress.step
+    for path in paths:
+        log.info("Saved %s in %.1f s", path, seconds)
+        run.metrics.event("save", step=progress.step, checkpoint=path, seconds=seconds)
+
+
+def finish(run: Run, *, stopped: bool) -> None:
+    """Leave the marker that tells a launcher how the run ended."""
+    at = run.progress.step
+    if run.runtime.is_main:
+        if stopped:
+            run.folder.mark_stopped(at)
+        else:
+            run.folder.mark_done(at)
+    run.metrics.event("stop" if stopped else "finish", step=at)
+    if stopped:
+        log.info("Stopped at step %d of %d on request; run the same command again to go on", at, run.total_steps)
+    else:
+        log.info("Finished: step %d of %d", at, run.total_steps)

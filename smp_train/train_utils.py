@@ -1,0 +1,167 @@
+"""The pieces of the loop: optimizer groups, the seed of a step, one training step, one evaluation.
+
+Nothing here waits for the device except where its docstring says so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from smp_train.backends.base import Backend
+from smp_train.data import Batch
+
+
+def build_optimizer(
+    model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices only: norms and biases, of fewer than two dimensions, have none.
+
+    The kernel is fused: one per group instead of thousands.
+    """
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (decay if parameter.ndim >= 2 else no_decay).append(parameter)
+    groups = [
+        {"params": decay, "weight_decay": weight_decay},
+        {"params": no_decay, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
+    )
+
+
+def seed_step(seed: int, step: int, stream: int) -> None:
+    """Seed every generator as a pure function of the run's seed, the step, and the rank's ``stream``.
+
+    What is drawn in a step (dropout) hence needs no saved state to be the same after a resume. ``stream`` is the
+    data-parallel rank: peers that share rows must draw the same numbers.
+    """
+    mixed = _mix(_mix(_mix(seed) ^ step) ^ stream)
+    random.seed(mixed)
+    torch.manual_seed(mixed & (2**63 - 1))
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood, 2014): near inputs give unrelated seeds."""
+    mask = 2**64 - 1
+    value = (value + 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
+
+
+class Vote:
+    """One small sum over all ranks per step: how many tokens count, who was asked to stop, who has failed.
+
+    A stop or a failure on one rank thus reaches every rank within the step, and none is left behind in a collective.
+    The tokens stay on the device; the rest is copied to the host behind the work already queued, and read when the
+    whole step is queued, so that the device never runs dry.
+    """
+
+    def __init__(self, backend: Backend, *, tokens: int, stop: bool, failed: bool) -> None:
+        """Cast this rank's vote; collective."""
+        device = backend.topology.device
+        values = torch.tensor([tokens, int(stop), int(failed)], dtype=torch.int64)
+        if device.type == "cuda":
+            values = backend.sum_over_data(values.pin_memory().to(device, non_blocking=True))
+            self.tokens = values[0]
+            self._host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(values, non_blocking=True)
+            self._copied: torch.cuda.Event | None = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._host = backend.sum_over_data(values)
+            self.tokens = self._host[0]
+            self._copied = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the outcome can be read without waiting."""
+        return self._copied is None or self._copied.query()
+
+    def outcome(self) -> tuple[int, bool, bool]:
+        """Return (counted tokens of the global batch, stop, failed); waits for the sum, not for the step."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, stop, failed = self._host.tolist()
+        return int(tokens), stop > 0, failed > 0
+
+
+@dataclass
+class StepResult:
+    """What a step leaves on the device, to be read only when it is logged."""
+
+    loss: Tensor
+    """This rank's share of the global mean loss, in nats per token: the shares of all ranks add up to the loss."""
+    grad_norm: Tensor
+    """Global 2-norm of the gradient before clipping."""
+
+
+def train_step(
+    backend: Backend,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Sequence[Batch],
+    *,
+    tokens: Tensor,
+    lr: float,
+    max_grad_norm: float,
+) -> StepResult:
+    """Make one update from this rank's micro-batches of one global batch.
+
+    Args:
+        backend: Where the model lives.
+        model: What the backend built.
+        optimizer: Over the model's parameters.
+        micro_batches: This rank's part of the global batch, the same number on every rank.
+        tokens: Number of counted tokens of the *global* batch, a scalar on the device.
+        lr: Learning rate of this update.
+        max_grad_norm: Clip the global gradient norm to this; 0 does not clip.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+    total: Tensor | None = None
+    for index, batch in enumerate(micro_batches):
+        with backend.accumulation(model, last=index == len(micro_batches) - 1):
+            loss = _loss_sum(backend, model, batch) / tokens
+            loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None, "a step has at least one micro-batch"
+    grad_norm = backend.clip_grad_norm(model, max_grad_norm)
+    optimizer.step()
+    return StepResult(loss=total, grad_norm=grad_norm)
+
+
+@torch.no_grad()
+def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> float:
+    """Return the mean loss, in nats per counted token, over the batches of all ranks; collective, waits.
+
+    Every rank must bring the same number of batches; those with nothing counted add nothing.
+    """
+    was_training = model.training
+    model.eval()
+    device = backend.topology.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in batches:
+        sums[0] += _loss_sum(backend, model, batch).double()
+        sums[1] += batch.counted_tokens()
+    model.train(was_training)
+    loss, tokens = backend.sum_over_data(sums).tolist()
+    return loss / tokens
+
+
+def _loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
+    device = backend.topology.device
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    mask = None if batch.attention_mask is None else move(batch.attention_mask)
+    return backend.loss_sum(model, move(batch.input_ids), move(batch.labels), mask)

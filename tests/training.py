@@ -1,0 +1,76 @@
+"""Tiny training runs for tests: the real program, in this process, as one rank of a harness run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SAMPLE = Path(__file__).parent.parent / "data" / "sample"
+
+TINY: dict[str, Any] = {
+    "model_type": "llama_v2",
+    "vocab_size": 256,
+    "hidden_width": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_context_width": 16,
+    "bf16": 0,
+    "use_synthetic_data": 1,
+    "train_batch_size": 1,
+    "max_steps": 3,
+    "lr": 1e-3,
+    "warmup": 0,
+}
+
+
+def flags(folder: Path, **changes: Any) -> list[str]:
+    """Return the command line of a tiny run whose output is all below ``folder``; a change to None drops a flag."""
+    values = {**TINY, "run_dir": folder / "run", "checkpoint_dir": folder / "checkpoints", **changes}
+    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+
+
+def train(command_line: list[str]) -> int:
+    """Run the training program on this rank and return its exit code; failures are raised, not printed."""
+    from smp_train import arguments, runtime, train_lib
+
+    ranks = runtime.detect()
+    resolved = arguments.parse(command_line)
+    arguments.validate(resolved.args, ranks.world_size)
+    return train_lib.main(resolved, ranks)
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """Return the step records that a run below ``folder`` wrote."""
+    return [record for record in records(folder) if "event" not in record]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Return all records that a run below ``folder`` wrote."""
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return every entry of a checkpoint's DCP tree, whole, by its flat name."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state, storage_reader=dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    return flatten(state)
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dictionaries and lists under dotted names."""
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
+    else:
+        return {prefix: tree}
+    return {name: leaf for key, value in items for name, leaf in flatten(value, f"{prefix}.{key}" if prefix else str(key)).items()}

@@ -1,0 +1,61 @@
+"""Imports run down the floors only, and what must launch without torch does not import it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "smp_train"
+
+# Top to bottom. Rooms on one floor do not know each other, but for those named in NEIGHBOURS.
+FLOORS = [
+    {"cli", "__main__", "launch", "bench"},
+    {"train_lib"},
+    {"train_utils"},
+    {"backends", "data", "checkpoints", "telemetry", "stop"},
+    {"parallel", "models", "losses", "learning_rates"},
+    {"arguments", "runtime", "errors", "__init__"},
+]
+NEIGHBOURS = {("cli", "bench"), ("cli", "launch"), ("__main__", "cli"), ("backends", "checkpoints")}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "smp_train":
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("smp_train.")}
+    return found - {"__version__"}
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {room(path) for path in PACKAGE.rglob("*.py")}
+    assert rooms - set().union(*FLOORS) == set()
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_down(path: Path) -> None:
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    ours = room(path)
+    for theirs in imported_rooms(path) - {ours}:
+        lower = floor[theirs] > floor[ours]
+        same_ground = floor[theirs] == floor[ours] == len(FLOORS) - 1
+        assert lower or same_ground or (ours, theirs) in NEIGHBOURS, f"{ours} imports {theirs}"
+
+
+@pytest.mark.parametrize(
+    "module", ["smp_train", "smp_train.cli", "smp_train.arguments", "smp_train.runtime", "smp_train.errors"]
+)
+def test_imports_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
