@@ -6,6 +6,8 @@ loss and its gradient do not depend on how that batch is split over ranks and mi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,3 +45,80 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
+
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits held at a time by `linear_cross_entropy_sum`: 128 MiB in float32, whatever the sequence or vocabulary."""
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, chunk: int | None = None
+) -> Tensor:
+    """Return what `cross_entropy_sum` returns for ``hidden @ weight.T + bias``, without ever holding all logits.
+
+    Tokens go through the head in chunks, and the gradients of a chunk are taken while its logits are at hand: no logits
+    are kept for the backward pass, and none is computed twice. Extra memory is one chunk of logits and one gradient of
+    the weight in float32.
+
+    Args:
+        hidden: ``[batch, seq, width]``, the last hidden states.
+        weight: ``[vocab, width]``, in the type the product is to be computed in.
+        labels: int64 ``[batch, seq]``, not shifted, `IGNORE_INDEX` where a token is not counted.
+        bias: ``[vocab]`` or None.
+        chunk: Tokens at a time; by default as many as `CHUNK_ELEMENTS` logits allow.
+
+    Returns:
+        A scalar float32 tensor.
+    """
+    targets = torch.full_like(labels, IGNORE_INDEX)
+    targets[:, :-1] = labels[:, 1:]
+    size = chunk or max(64, CHUNK_ELEMENTS // weight.shape[0])
+    loss: Tensor = _ChunkedHead.apply(hidden.flatten(0, 1), weight, bias, targets.flatten(), size)
+    return loss
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
+    ) -> Tensor:
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants_bias else None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk):
+            part = hidden[start : start + chunk]
+            target = targets[start : start + chunk]
+            logits = torch.nn.functional.linear(part, weight, bias).float()
+            counted = target != IGNORE_INDEX
+            index = target.clamp(min=0).unsqueeze(1)
+            normalizer = logits.logsumexp(dim=1)
+            total += ((normalizer - logits.gather(1, index).squeeze(1)) * counted).sum()
+            if not (wants_hidden or wants_weight or wants_bias):
+                continue
+            # d loss / d logits = softmax - one-hot, and zero for a token that is not counted.
+            slope = logits.sub_(normalizer.unsqueeze(1)).exp_()
+            slope.scatter_add_(1, index, torch.full_like(index, -1, dtype=slope.dtype))
+            slope *= counted.unsqueeze(1)
+            if grad_bias is not None:
+                grad_bias += slope.sum(dim=0)
+            slope = slope.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[start : start + chunk] = slope @ weight
+            if grad_weight is not None:
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(slope.T, part)
+                else:
+                    grad_weight += slope.T @ part
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (
+            None if value is None else value.mul_(grad).to(dtype)
+            for value, dtype in zip(ctx.gradients, ctx.types, strict=True)
+        )
+        return (*scaled, None, None)
