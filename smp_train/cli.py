@@ -1,4 +1,5 @@
-"""The command ``smp-train <verb>``: which verbs there are, and the one place where failures become exit codes.
+"""The command ``smp-train <verb>``: which verbs there are, and the one place where failures become exit
+codes.
 
 Exit codes: 0 done, or stopped on request; 2 bad arguments or configuration; 3 bad data; 4 bad checkpoint; 130
 interrupted; 1 anything else. A failure is one line on stderr; ``--debug`` adds the traceback.

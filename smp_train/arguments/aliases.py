@@ -1,8 +1,9 @@
 """The flags of the systems smp-train replaces, and SMP's own configuration keys: one table.
 
 An alias names one or more of our flags. Its value is read as our flag's type would read it, unless ``read``
-translates it first. Names that several systems share (``--batch_size``, ``--sharding_strategy``, ``--vocab_size``,
-...) mean one thing in all of them. Two names that set one flag to different values are refused, naming both.
+translates it first. Names that several systems share (``--batch_size``, ``--sharding_strategy``,
+``--vocab_size``, ...) mean one thing in all of them. Two names that set one flag to different values are
+refused, naming both.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ SMP_TOLERATED = frozenset({"placement_strategy"})
 SMP_V1_KEYS = frozenset(
     {
         "active_microbatches", "auto_partition", "bf16", "checkpoint_attentions", "ddp", "ddp_dist_backend",
-        "default_partition", "delayed_parameter_initialization", "fp16", "fp16_params", "memory_weight", "microbatches",
+        "default_partition", "delayed_parameter_initialization", "fp16", "fp16_params", "memory_weight",
+        "microbatches",
         "offload_activations", "optimize", "partitions", "pipeline", "pipeline_parallel_degree",
         "prescaled_batch", "sdp_gradient_clipping", "sdp_hierarchical_allgather", "sdp_max_live_parameters",
         "sdp_param_persistence_threshold", "sdp_reduce_bucket_size", "sharded_data_parallel_degree",
@@ -181,7 +183,6 @@ def read_mp_parameters(value: Any, spelling: str) -> tuple[dict[str, Any], list[
                 f"the parameters are {', '.join(SMP_KEYS)}"
             )
         else:
-            raise ConfigError(
-                f"{spelling}: unknown SMP parameter {key!r}{nearest(key, SMP_KEYS) or '; known: ' + ', '.join(SMP_KEYS)}"
-            )
+            hint = nearest(key, SMP_KEYS) or f"; known: {', '.join(SMP_KEYS)}"
+            raise ConfigError(f"{spelling}: unknown SMP parameter {key!r}{hint}")
     return settings, tolerated

@@ -1,7 +1,7 @@
 """What this version does not do, as data: delete a row when its capability lands.
 
-`REFUSED`: flags that are accepted at their off values only. `INEFFECTIVE`: flags that are accepted at any value,
-change nothing on the native backend, and are answered with one line when given.
+`REFUSED`: flags that are accepted at their off values only. `INEFFECTIVE`: flags that are accepted at any
+value, change nothing on the native backend, and are answered with one line when given.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "backward_fetch_policy": (("backward_pre",), "another policy is not available in this version"),
     "moe": (
         (False,),
-        "SMP's expert implementation is not available in this version; --model_type mixtral trains without it",
+        "SMP's expert implementation is not available in this version; --model_type mixtral trains "
+        "without it",
     ),
     "checkpoint_type": (("sharded",), "only sharded checkpoints are available in this version"),
     "save_final_model": ((False,), "exporting the final model is not available in this version"),
@@ -58,7 +59,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "tokenizing while training is not available in this version; use `smp-train prepare` first",
     ),
     "dataset_type": (("gpt_jsonl",), "only JSON-lines shards are available in this version"),
-    "evaluate_only": ((False,), "evaluation without training is not available in this version"),
     "finetune": ((False,), "fine-tuning is not available in this version"),
     "pretrained_model_name": ((None,), "fine-tuning is not available in this version"),
     "pretrained_checkpoint_file": ((None,), "fine-tuning is not available in this version"),

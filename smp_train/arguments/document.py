@@ -1,6 +1,7 @@
 """What is said of the flags: ``--help``, ``--print_config`` and the reference table ``docs/flags.md``.
 
-All three are made from the flags themselves. ``python -m smp_train.arguments.document > docs/flags.md`` makes the table.
+All three are made from the flags themselves. ``python -m smp_train.arguments.document > docs/flags.md``
+makes the table.
 """
 
 from __future__ import annotations
@@ -127,9 +128,11 @@ def markdown() -> str:
         "",
         "Made from the program by `python -m smp_train.arguments.document > docs/flags.md`; do not edit.",
         "",
-        "`-` and `_` are alike. `--flag value`, `--flag=value`; a switch also stands alone, and `--no-flag` is 0.",
+        "`-` and `_` are alike. `--flag value`, `--flag=value`; a switch also stands alone, and `--no-flag` "
+        "is 0.",
         'SageMaker\'s forms are read: `"1"`, `"True"`, `"None"`, `""`, `"[1, 2]"`.',
-        "Precedence: command line, `SM_HP_*`, `--config` file, preset, default. Two names of one flag in one source must",
+        "Precedence: command line, `SM_HP_*`, `--config` file, preset, default. Two names of one flag in one "
+        "source must",
         "agree; the same name twice on a command line takes the last value and says so.",
     ]
     for group in GROUPS:

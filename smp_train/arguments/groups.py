@@ -1,9 +1,11 @@
 """Every training flag, in typed groups, combined in one flat `Arguments`.
 
 A field's name is the flag's name; its type says how text is read; its metadata carry what `--help`,
-``docs/flags.md`` and the check of values need. ``None`` means "not given": for a model's shape that leaves the
-value to the preset, or to the architecture's own default.
+``docs/flags.md`` and the check of values need. ``None`` means "not given": for a model's shape that leaves
+the value to the preset, or to the architecture's own default.
 """
+
+# ruff: noqa: RUF009 - flag() makes a dataclasses.field, lists included
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class ModelArguments:
     model_type: str | None = flag(
         None,
         "Model family: gpt_neox, gpt2, llama_v2, llama_v3, mistral, mixtral, falcon, phi, codellama, ...",
-        shown="gpt_neox",
+        shown="gpt_neox; scratch with --model_size",
         values={"mingpt": "gpt2"},
     )
     model_size: str | None = flag(None, "Size of the preset within the family, such as 7b", shown="no preset")
@@ -124,8 +126,9 @@ class ParallelArguments:
     )
     sharding_strategy: str = flag(
         "full_shard",
-        "What is sharded over which processes: everything over all (full_shard) or within groups that are copies of "
-        "one another (hybrid_shard); gradients and optimizer only (shard_grad_op, _hybrid_shard_zero2); nothing "
+        "What is sharded over which processes: everything over all (full_shard) or within groups that are "
+        "copies of one another (hybrid_shard); gradients and optimizer only (shard_grad_op, "
+        "_hybrid_shard_zero2); nothing "
         "(no_shard). Groups have --hybrid_shard_degree processes, else one node's",
         choices=STRATEGIES,
         shown="full_shard; hybrid_shard with --hybrid_shard_degree",
@@ -371,7 +374,8 @@ class Arguments(
     def _model_label(self) -> str:
         if self.hf_pretrained_model_name_or_dir:
             return PurePosixPath(self.hf_pretrained_model_name_or_dir).name or "model"
-        return "-".join(part for part in (self.model_type or "gpt_neox", self.model_size) if part)
+        family = self.model_type or ("scratch" if self.model_size else "gpt_neox")
+        return "-".join(part for part in (family, self.model_size) if part)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """From a command line, SageMaker's environment and a configuration file to `Arguments`.
 
-Precedence: command line > ``SM_HP_*`` > ``--config`` file > (preset, applied where the model is built) > default.
-Within one source a setting may be given under several names only if they agree; the same name given
-twice on a command line takes its last value, as launch scripts that append ``"$@"`` rely on, and a note says so.
+Precedence: command line > ``SM_HP_*`` > ``--config`` file > (preset, applied where the model is built) >
+default. Within one source a setting may be given under several names only if they agree; the same name given
+twice on a command line takes its last value, as launch scripts that append ``"$@"`` rely on, and a note
+says so.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def read_config(path: str) -> list[Given]:
 
 
 def _settings(given: Given, notes: list[str]) -> Iterator[tuple[str, Any, str]]:
-    """Yield (our flag, its value, source) for a setting under any name; None values of no meaning are dropped."""
+    """Yield (our flag, its value, source) for a setting under any name; empty ones are dropped."""
     if given.name == "mp_parameters":
         pairs, tolerated = aliases.read_mp_parameters(given.value, given.spelling)
         notes.extend(f"{given.spelling}: {key} has no effect" for key in tolerated)
@@ -274,6 +275,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
             sources[name] = source
     args = Arguments(**values)
     _explain_settled(args, values, sources, notes)
+    _drop_idle_validation(args, sources, notes)
     return Resolved(args, sources, list(dict.fromkeys(notes)))
 
 
@@ -295,3 +297,15 @@ def _explain_settled(
                 f"{cause} {args.hybrid_shard_degree} turns --sharding_strategy {asked} into {settled}"
             )
         sources[name] = f"follows from {cause}"
+
+
+def _drop_idle_validation(args: Arguments, sources: dict[str, str], notes: list[str]) -> None:
+    """Do not ask for validation data on behalf of a validation that never comes due."""
+    idle = args.validation_freq is not None and args.validation_freq > args.max_steps
+    if idle and not (args.test_dir or args.use_synthetic_data):
+        notes.append(
+            f"--validation_freq {args.validation_freq} is not reached in {args.max_steps} steps and there is no "
+            "--test_dir: no validation"
+        )
+        args.validation_freq = None
+        sources["validation_freq"] = "follows from --max_steps"

@@ -16,10 +16,12 @@ from smp_train.arguments.parse import Resolved
 from smp_train.errors import ConfigError
 
 AT_LEAST_ONE = (
-    "train_batch_size", "gradient_accumulation_steps", "max_steps", "epochs", "steps_per_epoch", "lr_decay_iters",
+    "train_batch_size", "gradient_accumulation_steps", "max_steps", "epochs", "steps_per_epoch",
+    "lr_decay_iters",
     "logging_freq", "logging_freq_for_avg", "validation_freq", "validation_batches", "val_batch_size",
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
-    "sliding_window", "num_local_experts", "num_experts_per_tok", "rope_scaling_original_max_position_embeddings",
+    "sliding_window", "num_local_experts", "num_experts_per_tok",
+    "rope_scaling_original_max_position_embeddings",
     "activation_loading_horizon", "fp8_amax_history_len", "tensor_parallel_degree", "context_parallel_degree",
     "expert_parallel_degree", "checkpoint_freq", "num_kept_checkpoints", "num_tokens",
 )  # fmt: skip
@@ -96,7 +98,7 @@ def _listed(numbers: list[int]) -> str:
 
 
 def _check_degrees(args: Arguments, world_size: int) -> None:
-    """World must be a multiple of shard x tensor x expert degree; context parallelism divides the shard group."""
+    """The world is a multiple of shard x tensor x expert degree; context parallelism divides shard groups."""
     tensor, expert, context = (
         args.tensor_parallel_degree,
         args.expert_parallel_degree,
@@ -113,24 +115,27 @@ def _check_degrees(args: Arguments, world_size: int) -> None:
         degree = getattr(args, name)
         if degree and world_size % degree:
             raise ConfigError(
-                f"--{name} {degree} does not divide {processes} of this run; {_listed(divisors(world_size))} would"
+                f"--{name} {degree} does not divide {processes} of this run; "
+                f"{_listed(divisors(world_size))} would"
             )
     if tensor > 1 and expert > 1:
         raise ConfigError("--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1")
     if world_size % (tensor * expert * (shard or 1)):
         rest = world_size // (tensor * expert)
         raise ConfigError(
-            f"--hybrid_shard_degree {shard} times tensor {tensor} times expert {expert} does not divide {processes}; "
-            f"with these, a shard degree of {_listed(divisors(rest))} would"
+            f"--hybrid_shard_degree {shard} times tensor {tensor} times expert {expert} does not divide "
+            f"{processes}; with these, a shard degree of {_listed(divisors(rest))} would"
         )
     if shard and context > shard:
         possible = [d for d in divisors(world_size) if d <= shard]
         raise ConfigError(
-            f"--context_parallel_degree {context} is above --hybrid_shard_degree {shard}; {_listed(possible)} would do"
+            f"--context_parallel_degree {context} is above --hybrid_shard_degree {shard}; "
+            f"{_listed(possible)} would do"
         )
     if args.sharding_strategy == "no_shard" and shard and shard > 1:
         raise ConfigError(
-            f"--sharding_strategy no_shard and --hybrid_shard_degree {shard} contradict each other; give one of them"
+            f"--sharding_strategy no_shard and --hybrid_shard_degree {shard} contradict each other; "
+            "give one of them"
         )
 
 
@@ -138,14 +143,16 @@ def _check_model(args: Arguments) -> None:
     if args.hf_pretrained_model_name_or_dir and (args.from_scratch or args.model_size):
         other = "--from_scratch" if args.from_scratch else f"--model_size {args.model_size}"
         raise ConfigError(
-            f"--hf_pretrained_model_name_or_dir (--hf_model) and {other} both choose the model; give one of them"
+            f"--hf_pretrained_model_name_or_dir (--hf_model) and {other} both choose the model; "
+            "give one of them"
         )
     width, heads, kv = args.hidden_width, args.num_heads, args.num_key_value_heads
     if width and heads and width % heads:
         raise ConfigError(f"--hidden_width {width} is not a multiple of --num_heads {heads}")
     if heads and kv and heads % kv:
         raise ConfigError(
-            f"--num_key_value_heads {kv} does not divide --num_heads {heads}; {_listed(divisors(heads))} would"
+            f"--num_key_value_heads {kv} does not divide --num_heads {heads}; "
+            f"{_listed(divisors(heads))} would"
         )
     experts, used = args.num_local_experts, args.num_experts_per_tok
     if experts and used and used > experts:
@@ -176,7 +183,8 @@ def _check_checkpoints(args: Arguments) -> None:
         length = len(getattr(args, name))
         if length != folders:
             raise ConfigError(
-                f"--checkpoint_dir has {folders} {'entry' if folders == 1 else 'entries'} and --{name} {length}: "
+                f"--checkpoint_dir has {folders} {'entry' if folders == 1 else 'entries'} "
+                f"and --{name} {length}: "
                 "give one value per folder"
             )
     if len(set(args.checkpoint_dir)) != folders:
@@ -188,13 +196,12 @@ def _check_data(args: Arguments) -> None:
         return
     if not args.training_dir:
         raise ConfigError(
-            "no training data: give --training_dir (or the SageMaker channel train), or --use_synthetic_data 1"
+            "no training data: give --training_dir (or the SageMaker channel train), "
+            "or --use_synthetic_data 1"
         )
-    # A validation that would never come due in this run needs no data.
-    if args.validation_freq and args.validation_freq <= args.max_steps and not args.test_dir:
-        raise ConfigError(
-            f"--validation_freq {args.validation_freq} needs --test_dir (or the SageMaker channel test) to validate on"
-        )
+    if (args.validation_freq or args.evaluate_only) and not args.test_dir:
+        cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
+        raise ConfigError(f"{cause} needs --test_dir (or the SageMaker channel test) to validate on")
 
 
 def ineffective(resolved: Resolved) -> list[str]:

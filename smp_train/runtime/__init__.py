@@ -1,7 +1,7 @@
 """Where am I: which launcher started this process, which rank it is, and how the ranks meet.
 
-`detect` reads the environment and imports no torch; `start` and `stop` make and end the process group; `together`
-turns a failure of one rank into the same failure of all.
+`detect` reads the environment and imports no torch; `start` and `stop` make and end the process group;
+`together` turns a failure of one rank into the same failure of all.
 """
 
 from smp_train.runtime.group import is_main, rank, start, start_attempted, stop, together, world_size

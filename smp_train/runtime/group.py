@@ -35,7 +35,8 @@ def start(
     """Choose this process's device and form the process group, also in a world of one.
 
     Ranks have ``rendezvous_seconds`` to find each other (at most ``timeout_seconds``); collectives have
-    ``timeout_seconds`` from then on. Raises `ConfigError` when the device does not exist or the ranks do not meet.
+    ``timeout_seconds`` from then on. Raises `ConfigError` when the device does not exist or the ranks do
+    not meet.
     """
     import torch
     import torch.distributed as dist
@@ -59,8 +60,10 @@ def start(
     except (RuntimeError, ValueError, OSError) as problem:
         first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise ConfigError(
-            f"rank {runtime.rank} of {runtime.world_size} on {runtime.hostname} could not form the process group at {where} "
-            f"within {waited:g} s: {first_line[:200]}; check that all ranks were started, that {runtime.master_addr} is "
+            f"rank {runtime.rank} of {runtime.world_size} on {runtime.hostname} could not form the "
+            f"process group at {where} "
+            f"within {waited:g} s: {first_line[:200]}; check that all ranks were started, that "
+            f"{runtime.master_addr} is "
             "reachable from here, and that the port is free there"
         ) from problem
     return torch.device(device)
@@ -74,8 +77,8 @@ def start_attempted() -> bool:
 def _meet(runtime: Runtime, seconds: float) -> Any:
     """Return the store at master_addr:master_port once this rank has reached it.
 
-    Under torchrun the agent already serves the store; otherwise rank 0 does. The wait in which every rank reports
-    happens here, with the short time-out, so that a rank that never started is found in minutes.
+    Under torchrun the agent already serves the store; otherwise rank 0 does. The wait in which every rank
+    reports happens here, with the short time-out, so that a rank that never started is found in minutes.
     """
     import torch.distributed as dist
 
@@ -116,7 +119,8 @@ def _device(runtime: Runtime, distributed_backend: str) -> torch.device:
     if distributed_backend == "gloo" or not torch.cuda.is_available():
         if distributed_backend in ("nccl", "smddp"):
             raise ConfigError(
-                f"--distributed_backend {distributed_backend} needs a GPU and none is visible on {runtime.hostname}; "
+                f"--distributed_backend {distributed_backend} needs a GPU and none is visible on "
+                f"{runtime.hostname}; "
                 "use auto, or gloo to train on the CPU"
             )
         return torch.device("cpu")
@@ -125,7 +129,8 @@ def _device(runtime: Runtime, distributed_backend: str) -> torch.device:
     index = 0 if runtime.launcher == "srun" and count == 1 else runtime.local_rank
     if index >= count or (runtime.local_world_size > count and runtime.launcher != "srun"):
         raise ConfigError(
-            f"{runtime.local_world_size} processes on {runtime.hostname} but {count} visible GPU{'s' if count > 1 else ''}: "
+            f"{runtime.local_world_size} processes on {runtime.hostname} but {count} visible "
+            f"GPU{'s' if count > 1 else ''}: "
             f"start {count} per node, or train on the CPU with --distributed_backend gloo"
         )
     device = torch.device("cuda", index)
@@ -141,7 +146,8 @@ def _group_backend(device: torch.device, distributed_backend: str) -> str:
             import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
         except ImportError:
             raise ConfigError(
-                "--distributed_backend smddp: smdistributed.dataparallel cannot be imported here; it comes with "
+                "--distributed_backend smddp: smdistributed.dataparallel cannot be imported here; it "
+                "comes with "
                 "SageMaker's images; use nccl"
             ) from None
         return "cpu:gloo,cuda:smddp"
@@ -186,9 +192,10 @@ def is_main() -> bool:
 def together(what: str) -> Iterator[None]:
     """Let a failure of one rank in the body be the failure of all, at the end of the body.
 
-    The body must contain no collective. If it raised on any rank, every rank raises the class of the lowest failing
-    rank's error with its message, elsewhere prefixed with ``rank R on HOST:``; an error that is not ours
-    becomes `SmpTrainError`, "while ``what``". Costs one gather of two integers per rank when nothing failed.
+    The body must contain no collective. If it raised on any rank, every rank raises the class of the
+    lowest failing rank's error with its message, elsewhere prefixed with ``rank R on HOST:``; an error
+    that is not ours becomes `SmpTrainError`, "while ``what``". Costs one gather of two integers per rank
+    when nothing failed.
     """
     failure: Exception | None = None
     try:

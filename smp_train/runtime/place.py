@@ -1,4 +1,4 @@
-"""Which launcher started this process, which rank it is, and where the ranks meet; read from the environment alone."""
+"""Which launcher started this process, which rank it is, where ranks meet; from the environment alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process among the processes of the run.
+    """Where a process stands among the processes of the run.
 
     ``launcher`` is torchrun, python, openmpi, mpich, pals or srun. ``master_port`` is 0 in a world of one.
     """
@@ -54,7 +54,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Runtime:
     """Return this process's place from the variables its launcher set.
 
     Launchers nest (torchrun inside srun, mpiexec inside a Slurm job), so the innermost is asked first. Raises
-    `ConfigError` that names variables that are missing or contradict each other, and who should have set them.
+    `ConfigError` that names variables that are missing or contradict each other, and who should have set
+    them.
     """
     environ = os.environ if environ is None else environ
     if _torch_variables(environ):
@@ -88,8 +89,10 @@ def _checked(place: Runtime) -> Runtime:
     ):
         if not 0 <= value < limit:
             raise ConfigError(
-                f"{place.launcher} contradicts itself: {what} does not fit (rank {place.rank} of {place.world_size}, "
-                f"local rank {place.local_rank} of {place.local_world_size}, node {place.node_rank} of {place.num_nodes}); "
+                f"{place.launcher} contradicts itself: {what} does not fit (rank {place.rank} of "
+                f"{place.world_size}, "
+                f"local rank {place.local_rank} of {place.local_world_size}, node {place.node_rank} of "
+                f"{place.num_nodes}); "
                 "unset leftover variables of another launcher, or start all processes with one launcher"
             )
     return place
@@ -117,14 +120,14 @@ def _first_integer(environ: Mapping[str, str], names: tuple[str, ...], launcher:
     )
 
 
-# --- torchrun, and anything else that sets its variables --------------------------------------------------------
+# --- torchrun, and anything else that sets its variables ------------------------------------------
 
 
 def _torch_variables(environ: Mapping[str, str]) -> bool:
     """Say whether RANK and its like are set, by torchrun or by hand.
 
-    Container hooks (enroot's for PyTorch images) copy srun's numbers into RANK, LOCAL_RANK and WORLD_SIZE without
-    the rest: inside a step that agrees with them, srun is the launcher.
+    Container hooks (enroot's for PyTorch images) copy srun's numbers into RANK, LOCAL_RANK and WORLD_SIZE
+    without the rest: inside a step that agrees with them, srun is the launcher.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         return True
@@ -139,7 +142,8 @@ def _from_torchrun(environ: Mapping[str, str]) -> Runtime:
     if missing:
         present = [name for name in TORCHRUN_VARIABLES if environ.get(name)]
         raise ConfigError(
-            f"{', '.join(present) or 'TORCHELASTIC_RUN_ID'} set but not {', '.join(missing)}: torchrun sets all of them; "
+            f"{', '.join(present) or 'TORCHELASTIC_RUN_ID'} set but not {', '.join(missing)}: torchrun "
+            f"sets all of them; "
             "start with torchrun, or unset what is set for a run of one process"
         )
     number = {
@@ -167,7 +171,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Runtime:
     )
 
 
-# --- MPI --------------------------------------------------------------------------------------------------------
+# --- MPI ------------------------------------------------------------------------------------------
 
 
 def _hydra(environ: Mapping[str, str]) -> bool:
@@ -241,19 +245,21 @@ def _mpi_master(environ: Mapping[str, str], nodes: int, world: int) -> str:
         if hosts:
             return hosts[0]
     raise ConfigError(
-        f"MASTER_ADDR is not set: mpiexec does not say on which of the {nodes} nodes rank 0 of {world} runs; export "
+        f"MASTER_ADDR is not set: mpiexec does not say on which of the {nodes} nodes rank 0 of {world} "
+        f"runs; export "
         "MASTER_ADDR=<first host> and pass it on (mpiexec -x MASTER_ADDR, or -env)"
     )
 
 
-# --- srun without torchrun --------------------------------------------------------------------------------------
+# --- srun without torchrun ------------------------------------------------------------------------
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Say whether srun started this very process as a task.
 
-    The shell of a batch script has SLURM_PROCID=0 and the job's SLURM_NTASKS as well, but no step of its own (or one of
-    the reserved numbers from 0xfffffff0 on: batch, extern, interactive): waiting for peers there would be for ever.
+    The shell of a batch script has SLURM_PROCID=0 and the job's SLURM_NTASKS as well, but no step of its
+    own (or one of the reserved numbers from 0xfffffff0 on: batch, extern, interactive): waiting for peers
+    there would be for ever.
     """
     if "SLURM_PROCID" not in environ:
         return False
@@ -347,7 +353,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     return parts
 
 
-# --- one process, or one per SageMaker host ---------------------------------------------------------------------
+# --- one process, or one per SageMaker host -------------------------------------------------------
 
 
 def _from_python(environ: Mapping[str, str]) -> Runtime:
