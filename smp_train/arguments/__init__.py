@@ -1,0 +1,40 @@
+"""The settings of a training run: flags, aliases, parsing and validation. Imports no torch.
+
+`parse` reads a command line, SageMaker's environment and a configuration file; `validate` refuses what cannot
+work before anything starts; `ineffective` says what was given without effect.
+"""
+
+from smp_train.arguments.document import help_text, print_config
+from smp_train.arguments.groups import (
+    Arguments,
+    CheckpointArguments,
+    DataArguments,
+    FinetuneArguments,
+    LegacyArguments,
+    LoggingArguments,
+    ModelArguments,
+    OptimizerArguments,
+    ParallelArguments,
+    RuntimeArguments,
+)
+from smp_train.arguments.parse import Resolved, parse
+from smp_train.arguments.validation import ineffective, validate
+
+__all__ = [
+    "Arguments",
+    "CheckpointArguments",
+    "DataArguments",
+    "FinetuneArguments",
+    "LegacyArguments",
+    "LoggingArguments",
+    "ModelArguments",
+    "OptimizerArguments",
+    "ParallelArguments",
+    "Resolved",
+    "RuntimeArguments",
+    "help_text",
+    "ineffective",
+    "parse",
+    "print_config",
+    "validate",
+]

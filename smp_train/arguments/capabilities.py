@@ -1,0 +1,108 @@
+"""What this version does not do, as data: delete a row when its capability lands.
+
+`REFUSED`: flags that are accepted at their off values only. `INEFFECTIVE`: flags that are accepted at any
+value, change nothing on the native backend, and are answered with one line when given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "backend": (("auto", "native"), "the SMP backend is not available in this version; use native"),
+    "tensor_parallel_degree": (
+        (1,),
+        "tensor parallelism is not available in this version; shard with --hybrid_shard_degree",
+    ),
+    "context_parallel_degree": (
+        (1,),
+        "context parallelism is not available in this version; shorten --max_context_width",
+    ),
+    "expert_parallel_degree": (
+        (1,),
+        "expert parallelism is not available in this version; shard with --hybrid_shard_degree",
+    ),
+    "sm_activation_offloading": (
+        (False,),
+        "activation offloading is not available in this version; use --activation_checkpointing 1",
+    ),
+    "selective_checkpointing": (
+        (1.0, 0.0),
+        "checkpointing a part of the layers is not available in this version; use 1, every layer",
+    ),
+    "use_torch_compile": ((False,), "compilation is not available in this version"),
+    "fp8": ((False,), "FP8 is not available in this version; use --bf16 1"),
+    "cpu_offload": (
+        (False,),
+        "offloading to host memory is not available in this version; raise --hybrid_shard_degree",
+    ),
+    "limit_all_gathers": ((True,), "unbounded all-gathers are not available in this version"),
+    "forward_prefetch": ((True,), "switching prefetch off is not available in this version"),
+    "backward_fetch_policy": (("backward_pre",), "another policy is not available in this version"),
+    "moe": (
+        (False,),
+        "SMP's expert implementation is not available in this version; --model_type mixtral trains "
+        "without it",
+    ),
+    "checkpoint_type": (("sharded",), "only sharded checkpoints are available in this version"),
+    "save_final_model": ((False,), "exporting the final model is not available in this version"),
+    "dataset": (
+        (None,),
+        "streaming a data set is not available in this version; give shards by --training_dir",
+    ),
+    "dataset_config_name": (
+        (None,),
+        "streaming a data set is not available in this version; give shards by --training_dir",
+    ),
+    "tokenizer": (
+        (None,),
+        "tokenizing while training is not available in this version; use `smp-train prepare` first",
+    ),
+    "dataset_type": (("gpt_jsonl",), "only JSON-lines shards are available in this version"),
+    "finetune": ((False,), "fine-tuning is not available in this version"),
+    "pretrained_model_name": ((None,), "fine-tuning is not available in this version"),
+    "pretrained_checkpoint_file": ((None,), "fine-tuning is not available in this version"),
+    "finetune_checkpoint_load_dir": ((None,), "fine-tuning is not available in this version"),
+    "use_profiler": ((False,), "profiling is not available in this version"),
+    "profile_nsys": ((False,), "profiling is not available in this version"),
+    "data_type": (("gpt",), "only decoder-only models are trained"),
+    "prompt": ((None,), "training generates nothing"),
+    "num_tokens": ((None,), "training generates nothing"),
+}
+
+# Flags that name a place, which may not be in S3 yet.
+LOCATIONS = (
+    "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
+    "data_cache_dir", "hf_pretrained_model_name_or_dir",
+)  # fmt: skip
+LOCATION_PREFIXES = ("s3://",)
+LOCATION_REASON = "places in S3 are not available in this version; use a folder"
+
+INEFFECTIVE: dict[str, str] = {
+    "delayed_param": "parameters are always created after sharding",
+    "use_orig_params": "FSDP2 always keeps the original parameters",
+    "auto_wrap_policy": "every decoder layer is sharded by itself",
+    "patch_neox_rope": "current transformers needs no patch",
+    "framework": "there is one",
+    "use_smp_flash_attn": "the attention kernel is chosen by --attn_implementation",
+    "use_smp_implementation": "the model is transformers' own",
+    "log_reduced_training_loss": "the logged loss is always that of the global batch",
+    "preserve_np_state": "numpy's random state is not used",
+    "clean_cache": "the allocator needs no emptying",
+    "nccl_test_log": "it is not read",
+    "environment": "the launcher is found out",
+    "fsdp_cache_flush_warnings": "it is SMP's",
+    "allow_empty_shards": "uneven shards are always allowed",
+    "random_seed": "initial weights depend on --seed alone",
+    "summary_first_pdrop": "a language model has no classification head",
+    "fp8_amax_history_len": "it needs --fp8 1",
+    "fp8_amax_compute_algo": "it needs --fp8 1",
+    "activation_loading_horizon": "it needs --sm_activation_offloading 1",
+    "cp_comm_type": "it needs --context_parallel_degree above 1",
+    "moe_load_balancing": "it needs --moe 1",
+    "global_token_shuffle": "it needs --moe 1",
+    "moe_all_to_all_dispatcher": "it needs --moe 1",
+    "moe_fp8_checkpoint_attn": "it needs --moe 1",
+    "moe_fp8_checkpoint_moe": "it needs --moe 1",
+    "model_dir": "it needs --save_final_model 1",
+}

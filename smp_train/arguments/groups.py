@@ -1,0 +1,450 @@
+"""Every training flag, in typed groups, combined in one flat `Arguments`.
+
+A field's name is the flag's name; its type says how text is read; its metadata carry what `--help`,
+``docs/flags.md`` and the check of values need. ``None`` means "not given": for a model's shape that leaves
+the value to the preset, or to the architecture's own default.
+"""
+
+# ruff: noqa: RUF009 - flag() makes a dataclasses.field, lists included
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "_hybrid_shard_zero2", "no_shard")
+LR_STYLES = ("constant", "linear", "cosine", "exponential", "plateau", "wsd")
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] = (),
+    unit: str = "",
+    shown: str = "",
+    values: dict[str, Any] | None = None,
+) -> Any:
+    """Declare one flag.
+
+    ``unit`` is what a value counts; ``shown`` replaces the default in help texts where the default is found
+    out at start; ``values`` maps other systems' spellings of a value to ours.
+    """
+    metadata = {"help": help, "choices": choices, "unit": unit, "shown": shown, "values": values or {}}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+PRESET = "the preset's"
+
+
+@dataclass
+class ModelArguments:
+    """Model: what is trained. A preset, a Hugging Face model, or widths given one by one on top of either."""
+
+    model_type: str | None = flag(
+        None,
+        "Model family: gpt_neox, gpt2, llama_v2, llama_v3, mistral, mixtral, falcon, phi, codellama, ...",
+        shown="gpt_neox; scratch with --model_size",
+        values={"mingpt": "gpt2"},
+    )
+    model_size: str | None = flag(None, "Size of the preset within the family, such as 7b", shown="no preset")
+    hf_pretrained_model_name_or_dir: str | None = flag(
+        None,
+        "Folder of a Hugging Face model, or its name: its configuration, and its weights where it has any",
+    )
+    from_scratch: bool = flag(
+        False, "Train a preset of the from-scratch ladder (350m to 70b; --model_size, or 7b)"
+    )
+    max_context_width: int | None = flag(
+        None, "Sequence length of training", unit="tokens", shown="the preset's, else 2048"
+    )
+    vocab_size: int | None = flag(
+        None, "Size of the vocabulary", shown="the preset's, else the architecture's"
+    )
+    hidden_width: int | None = flag(None, "Width of the hidden states", shown="the preset's, else 768")
+    num_layers: int | None = flag(None, "Number of decoder layers", shown="the preset's, else 12")
+    num_heads: int | None = flag(None, "Number of attention heads", shown="the preset's, else 12")
+    num_key_value_heads: int | None = flag(
+        None, "Number of key-value heads (grouped-query attention)", shown=PRESET
+    )
+    intermediate_size: int | None = flag(None, "Width of the feed-forward layer", shown=PRESET)
+    rotary_pct: float | None = flag(None, "Share of a head's width that is rotated (GPT-NeoX)", shown=PRESET)
+    rotary_emb_base: float | None = flag(None, "Base of the rotary position embedding", shown=PRESET)
+    rope_scaling_type: str | None = flag(
+        None, "Scaling of the rotary embedding for long contexts", choices=("default", "llama3"), shown=PRESET
+    )
+    rope_scaling_factor: float | None = flag(None, "Factor of the rotary scaling", shown=PRESET)
+    rope_scaling_high_freq_factor: float | None = flag(None, "High-frequency factor of it", shown=PRESET)
+    rope_scaling_low_freq_factor: float | None = flag(None, "Low-frequency factor of it", shown=PRESET)
+    rope_scaling_original_max_position_embeddings: int | None = flag(
+        None, "Context the model had before scaling", unit="tokens", shown=PRESET
+    )
+    resid_pdrop: float | None = flag(None, "Dropout after each residual branch", shown=PRESET)
+    embd_pdrop: float | None = flag(None, "Dropout of the embeddings", shown=PRESET)
+    attn_pdrop: float | None = flag(None, "Dropout of the attention weights", shown=PRESET)
+    initializer_range: float | None = flag(None, "Standard deviation of the initial weights", shown=PRESET)
+    tie_word_embeddings: bool | None = flag(None, "Share input and output embeddings", shown=PRESET)
+    sliding_window: int | None = flag(
+        None, "Width of windowed attention (Mistral)", unit="tokens", shown=PRESET
+    )
+    num_local_experts: int | None = flag(None, "Number of experts per layer (Mixtral)", shown=PRESET)
+    num_experts_per_tok: int | None = flag(None, "Experts that each token is sent to (Mixtral)", shown=PRESET)
+    attn_implementation: str = flag(
+        "sdpa",
+        "Attention kernel",
+        choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"),
+    )
+
+
+@dataclass
+class FinetuneArguments:
+    """Fine-tuning: start from weights instead of random numbers."""
+
+    finetune: bool = flag(False, "Start from pretrained weights")
+    pretrained_model_name: str | None = flag(None, "Name of the pretrained model whose configuration is used")
+    pretrained_checkpoint_file: str | None = flag(None, "Checkpoint with the pretrained weights")
+    finetune_checkpoint_load_dir: str | None = flag(
+        None, "Folder that the pretrained weights lie in, where --pretrained_model_name is given"
+    )
+
+
+@dataclass
+class ParallelArguments:
+    """Parallelism and memory: how the model is spread over the processes, and what memory is traded for."""
+
+    backend: str = flag(
+        "auto",
+        "What spreads the model: SMP (torch.sagemaker) where it can be imported, else FSDP2",
+        choices=("auto", "smp", "native"),
+    )
+    sharding_strategy: str = flag(
+        "full_shard",
+        "What is sharded over which processes: everything over all (full_shard) or within groups that are "
+        "copies of one another (hybrid_shard); gradients and optimizer only (shard_grad_op, "
+        "_hybrid_shard_zero2); nothing "
+        "(no_shard). Groups have --hybrid_shard_degree processes, else one node's",
+        choices=STRATEGIES,
+        shown="full_shard; hybrid_shard with --hybrid_shard_degree",
+        values={
+            "full": "full_shard", "hybrid": "hybrid_shard", "fsdp": "full_shard", "hsdp": "hybrid_shard",
+            "ddp": "no_shard", "grad_shard": "shard_grad_op", "hybrid_full_shard": "hybrid_shard",
+            "hybrid_grad_shard": "_hybrid_shard_zero2", "hybrid_shard_zero2": "_hybrid_shard_zero2",
+        },
+    )  # fmt: skip
+    hybrid_shard_degree: int | None = flag(
+        None,
+        "Processes that share one copy of the model. 0: as the strategy says; 1: no sharding",
+        unit="processes",
+        shown="the strategy's",
+    )
+    tensor_parallel_degree: int = flag(1, "Processes that share each matrix", unit="processes")
+    context_parallel_degree: int = flag(1, "Processes that share each sequence", unit="processes")
+    expert_parallel_degree: int = flag(1, "Processes that share the experts of a layer", unit="processes")
+    bf16: bool = flag(True, "Compute in bfloat16 (weights and optimizer stay in float32); 0: float32")
+    fp8: bool = flag(False, "Compute linear layers in 8-bit floating point")
+    fp8_amax_history_len: int = flag(1024, "Steps of history that FP8 scales are taken from", unit="steps")
+    fp8_amax_compute_algo: str = flag(
+        "max", "How an FP8 scale follows from its history", choices=("max", "most_recent")
+    )
+    activation_checkpointing: bool = flag(True, "Recompute each layer's activations in the backward pass")
+    selective_checkpointing: float = flag(
+        1.0, "Checkpoint every N-th layer only, or a share of the layers when below 1 (0.5, 1/3)"
+    )
+    sm_activation_offloading: bool = flag(False, "Keep checkpointed activations in host memory until needed")
+    activation_loading_horizon: int = flag(
+        2, "Layers ahead that offloaded activations are loaded", unit="layers"
+    )
+    cpu_offload: bool = flag(False, "Keep parameters and optimizer states in host memory")
+    use_torch_compile: bool = flag(False, "Compile each decoder layer")
+    limit_all_gathers: bool = flag(True, "Bound the all-gathers in flight")
+    forward_prefetch: bool = flag(True, "Gather the next layer during this one's forward pass")
+    backward_fetch_policy: str = flag(
+        "backward_pre",
+        "When the backward pass gathers the next layer",
+        choices=("backward_pre", "backward_post"),
+    )
+    cp_comm_type: str = flag("p2p", "Exchange of context parallelism", choices=("p2p", "all_gather"))
+    moe: bool = flag(False, "Use SMP's mixture-of-experts implementation")
+    moe_load_balancing: str = flag(
+        "sinkhorn", "Load balancing of SMP's experts", choices=("sinkhorn", "balanced", "aux_loss", "none")
+    )
+    global_token_shuffle: bool = flag(False, "Shuffle tokens over ranks before SMP's experts")
+    moe_all_to_all_dispatcher: bool = flag(True, "Send tokens to SMP's experts by all-to-all")
+    moe_fp8_checkpoint_attn: bool = flag(True, "Checkpoint attention of FP8 expert layers")
+    moe_fp8_checkpoint_moe: bool = flag(True, "Checkpoint the experts of FP8 expert layers")
+
+
+@dataclass
+class OptimizerArguments:
+    """Training: batch, length, optimizer and schedule."""
+
+    train_batch_size: int = flag(2, "Sequences per data-parallel rank and micro-step", unit="sequences")
+    gradient_accumulation_steps: int = flag(1, "Micro-steps per optimizer step")
+    max_steps: int = flag(5000, "Optimizer steps of the whole run", unit="steps")
+    epochs: int | None = flag(
+        None, "Passes over the data; the run ends at max_steps or here, whichever is first"
+    )
+    steps_per_epoch: int | None = flag(None, "Steps at most in one epoch", unit="steps", shown="the data's")
+    lr: float = flag(1e-4, "Peak learning rate")
+    min_lr: float = flag(1e-5, "Learning rate at the end of the decay")
+    lr_decay_style: str = flag("cosine", "Shape of the schedule after warm-up", choices=LR_STYLES)
+    lr_decay_iters: int | None = flag(
+        None, "Steps the schedule is stretched over", unit="steps", shown="the run's"
+    )
+    warmup: float = flag(
+        0.0032, "Linear warm-up: a fraction of lr_decay_iters below 1, a number of steps from 1 on"
+    )
+    plateau: float = flag(
+        0.0, "Fraction of lr_decay_iters held at the peak (styles plateau, wsd) before the decay"
+    )
+    weight_decay: float = flag(0.2, "Decay of matrices; biases and norms are not decayed")
+    beta1: float = flag(0.9, "AdamW: decay of the first moment")
+    beta2: float = flag(0.95, "AdamW: decay of the second moment")
+    adam_epsilon: float = flag(1e-8, "AdamW: term that keeps the denominator from zero")
+    grad_clip: float = flag(1.0, "Largest norm of the whole gradient; 0: no clipping")
+    seed: int = flag(12345, "Fixes initial weights, order of the data, and dropout")
+    same_seed: bool = flag(False, "Draw the same dropout on every data-parallel rank")
+
+
+@dataclass
+class DataArguments:
+    """Data: what is read, in which order, and what is validated on."""
+
+    training_dir: str | None = flag(None, "Folder of the training shards", shown="SM_CHANNEL_TRAIN")
+    test_dir: str | None = flag(None, "Folder of the validation shards", shown="SM_CHANNEL_TEST")
+    use_synthetic_data: bool = flag(
+        False, "Train on random tokens that depend on the seed and position alone"
+    )
+    dataset_type: str = flag(
+        "gpt_jsonl", "Kind of the shards: JSON lines, or Hugging Face", choices=("gpt_jsonl", "hf")
+    )
+    data_type: str = flag("gpt", "Kind of model the data is for", choices=("gpt", "bert"))
+    zipped_data: bool | None = flag(None, "Insist on .gz shards (1) or on plain ones (0)", shown="found out")
+    data_num_workers: int = flag(
+        0, "Extra processes that read data; 0: a thread reads ahead", unit="processes"
+    )
+    shuffle: str = flag(
+        "global", "Order of each epoch: a permutation of the whole, or as stored", choices=("global", "none")
+    )
+    long: str = flag(
+        "truncate", "A row longer than the context is cut, or stops the run", choices=("truncate", "error")
+    )
+    data_cache_dir: str | None = flag(None, "Folder for the index of the shards", shown="beside the data")
+    data_audit: bool = flag(False, "Write every consumed sample's identity to data_audit-rank<r>.jsonl")
+    dataset: str | None = flag(None, "Hugging Face data set to stream, such as allenai/c4")
+    dataset_config_name: str | None = flag(None, "Its configuration, such as en")
+    tokenizer: str | None = flag(None, "Tokenizer for streamed text")
+    validation_freq: int | None = flag(None, "Steps between validations", unit="steps", shown="never")
+    validation_batches: int = flag(10, "Batches of one validation", unit="batches")
+    val_batch_size: int = flag(4, "Sequences per data-parallel rank and validation batch", unit="sequences")
+    fast_validation: bool = flag(True, "Validate on the last shard only")
+    evaluate_only: bool = flag(False, "Validate once and train nothing")
+
+
+@dataclass
+class CheckpointArguments:
+    """Checkpoints: where, how often, how many are kept. Lists of equal length make one policy per folder."""
+
+    checkpoint_dir: list[str] = flag(
+        ["checkpoints"],
+        "Folders checkpoints are written to",
+        shown="checkpoints; on SageMaker /opt/ml/checkpoints",
+    )
+    checkpoint_freq: list[int] = flag([1000], "Steps between checkpoints, per folder", unit="steps")
+    num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints kept, per folder")
+    checkpoint_type: str = flag(
+        "sharded",
+        "How checkpoints are written",
+        choices=("sharded", "local", "use_pg_with_util", "async_sharded", "async_local"),
+    )
+    resume_from_checkpoint: str | None = flag(
+        None, "A checkpoint, or a folder of them of which the newest complete one is taken"
+    )
+    save_final_model: bool = flag(False, "Write the model in Hugging Face format at the end")
+    model_dir: str | None = flag(None, "Folder the final model is written to")
+
+
+@dataclass
+class LoggingArguments:
+    """Logging and profiling: what a run tells, and where it writes it."""
+
+    run_name: str = flag("", "Name of the run", shown="the model's type and size")
+    run_dir: str = flag(
+        "", "Folder for run.json, metrics.jsonl, logs and report", shown="runs/<run_name>; SM_OUTPUT_DATA_DIR"
+    )
+    logging_freq: int = flag(1, "Steps between log lines", unit="steps")
+    logging_freq_for_avg: int = flag(50, "Steps that averaged speeds are taken over", unit="steps")
+    tensorboard_dir: list[str] | None = flag(None, "Folders for TensorBoard files", shown="none")
+    enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
+    use_profiler: bool = flag(False, "Record the PyTorch profiler")
+    profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
+
+
+@dataclass
+class RuntimeArguments:
+    """Running: configuration files, communication and debugging."""
+
+    config: str | None = flag(None, "YAML or JSON file of flags; flags given elsewhere win over it")
+    print_config: bool = flag(False, "Print every setting with where its value came from, and exit")
+    debug: bool = flag(False, "Print tracebacks")
+    distributed_backend: str = flag(
+        "auto", "Communication: nccl on GPUs, else gloo; gloo trains on the CPU",
+        choices=("auto", "nccl", "smddp", "gloo"),
+    )  # fmt: skip
+    distributed_timeout_minutes: float = flag(30.0, "Longest wait inside a collective", unit="minutes")
+    prompt: str | None = flag(None, "Text to continue: belongs to generation")
+    num_tokens: int | None = flag(None, "Tokens to generate: belongs to generation")
+
+
+@dataclass
+class LegacyArguments:
+    """Accepted for old command lines: these have no effect here, and a run that is given one says so."""
+
+    delayed_param: bool = flag(True, "Create parameters only once they are sharded")
+    use_orig_params: bool = flag(False, "FSDP1: keep original parameters")
+    auto_wrap_policy: str = flag("transformer_auto_wrap_policy", "FSDP1: which modules are wrapped")
+    patch_neox_rope: bool = flag(True, "Patch of an old transformers release")
+    framework: str = flag("fsdp", "Training framework")
+    use_smp_flash_attn: bool = flag(True, "SMP's own flash attention")
+    use_smp_implementation: bool = flag(False, "SMP's own model implementation")
+    log_reduced_training_loss: bool = flag(False, "Log the loss averaged over ranks")
+    preserve_np_state: bool = flag(False, "Restore numpy's random state after validation")
+    clean_cache: bool = flag(False, "Empty the CUDA cache every step")
+    summary_first_pdrop: float = flag(0.1, "Dropout of GPT-2's classification head")
+    nccl_test_log: str = flag("", "Output of an NCCL test, logged with the metrics", shown="none")
+    environment: str | None = flag(None, "Kind of machine", choices=("pbs", "local"))
+    fsdp_cache_flush_warnings: bool = flag(True, "SMP: warn when the CUDA cache is flushed")
+    allow_empty_shards: bool = flag(False, "SMP: allow shards without elements")
+    random_seed: int | None = flag(None, "SMP: seed of tensor-parallel modules")
+
+
+GROUPS: tuple[type, ...] = (
+    ModelArguments,
+    ParallelArguments,
+    OptimizerArguments,
+    DataArguments,
+    CheckpointArguments,
+    FinetuneArguments,
+    LoggingArguments,
+    RuntimeArguments,
+    LegacyArguments,
+)
+
+
+@dataclass
+class Arguments(
+    LegacyArguments,
+    RuntimeArguments,
+    LoggingArguments,
+    FinetuneArguments,
+    CheckpointArguments,
+    DataArguments,
+    OptimizerArguments,
+    ParallelArguments,
+    ModelArguments,
+):
+    """All settings of a training run, flat. `smp_train.arguments.parse` makes one from a command line."""
+
+    def __post_init__(self) -> None:
+        """Settle what follows from other settings; idempotent, so `dataclasses.replace` is safe."""
+        if self.from_scratch:
+            self.model_type = self.model_type or "scratch"
+            self.model_size = self.model_size or "7b"
+        self.model_size = self.model_size.lower() if self.model_size else None
+        # 0 is SMP's and SageMaker's way to say "not given".
+        self.hybrid_shard_degree = self.hybrid_shard_degree or None
+        self.validation_freq = self.validation_freq or None
+        # SMP's rule (its reference, hybrid_shard_degree): 1 is no sharding; from 2 on, a strategy that is not
+        # hybrid becomes hybrid_shard. A contradiction with an explicit no_shard is refused by `validate`.
+        if self.hybrid_shard_degree == 1:
+            self.sharding_strategy = "no_shard"
+        elif self.hybrid_shard_degree and self.sharding_strategy in ("full_shard", "shard_grad_op"):
+            self.sharding_strategy = "hybrid_shard"
+        # From the model alone, so that every rank and every restart finds the same folder.
+        self.run_name = self.run_name or self._model_label()
+        self.run_dir = self.run_dir or f"runs/{self.run_name}"
+
+    def _model_label(self) -> str:
+        if self.hf_pretrained_model_name_or_dir:
+            return PurePosixPath(self.hf_pretrained_model_name_or_dir).name or "model"
+        family = self.model_type or ("scratch" if self.model_size else "gpt_neox")
+        return "-".join(part for part in (family, self.model_size) if part)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What is known of one flag: how its text is read, and what help says of it."""
+
+    name: str
+    group: type
+    kind: type
+    many: bool
+    optional: bool
+    default: Any
+    metadata: typing.Mapping[str, Any]
+
+    @property
+    def help(self) -> str:
+        """One line that says what the flag does."""
+        return str(self.metadata["help"])
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The only values it takes; empty for any."""
+        return tuple(self.metadata["choices"])
+
+    @property
+    def unit(self) -> str:
+        """What a value counts; empty where that goes without saying."""
+        return str(self.metadata["unit"])
+
+    @property
+    def shown_default(self) -> str:
+        """The default as a reader of help wants it."""
+        if self.metadata["shown"]:
+            return str(self.metadata["shown"])
+        return show(self.default)
+
+
+def show(value: Any) -> str:
+    """Return a value as it would be typed on a command line; ``-`` for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, list):
+        return " ".join(show(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value)
+
+
+def _read_type(hint: Any) -> tuple[type, bool, bool]:
+    """Take ``list[int] | None`` apart into (int, many, optional)."""
+    optional = False
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        optional = True
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0], True, optional
+    return hint, False, optional
+
+
+@functools.cache
+def flags() -> dict[str, Flag]:
+    """Return every flag by name, in the order of the groups."""
+    found: dict[str, Flag] = {}
+    for group in GROUPS:
+        hints = typing.get_type_hints(group)
+        for item in dataclasses.fields(group):
+            kind, many, optional = _read_type(hints[item.name])
+            default = item.default_factory() if callable(item.default_factory) else item.default
+            found[item.name] = Flag(item.name, group, kind, many, optional, default, item.metadata)
+    return found

@@ -1,0 +1,311 @@
+"""From a command line, SageMaker's environment and a configuration file to `Arguments`.
+
+Precedence: command line > ``SM_HP_*`` > ``--config`` file > (preset, applied where the model is built) >
+default. Within one source a setting may be given under several names only if they agree; the same name given
+twice on a command line takes its last value, as launch scripts that append ``"$@"`` rely on, and a note
+says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smp_train.arguments import aliases
+from smp_train.arguments.groups import Arguments, flags, show
+from smp_train.arguments.values import NOT_GIVEN, convert, is_bool, nearest
+from smp_train.errors import ConfigError
+from smp_train.runtime import is_sagemaker
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+NUMBER = re.compile(r"-(\d|\.\d)")
+
+
+@dataclass
+class Resolved:
+    """Arguments, where each value came from, and what the user should be told about them."""
+
+    args: Arguments
+    sources: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    def given(self, name: str) -> bool:
+        """Say whether the user set ``name`` (rather than a default, the platform, or another setting)."""
+        return self.sources[name].startswith((COMMAND_LINE, "SM_HP_", "config file"))
+
+
+@dataclass(frozen=True)
+class Given:
+    """One setting as a source gives it: the name it was given under, and its value as written."""
+
+    name: str
+    value: Any
+    spelling: str  # how a message names it: --lr, SM_HP_LR, lr in run.yaml
+    source: str
+
+
+def canonical(name: str) -> str:
+    """Return a flag's name with underscores."""
+    return name.replace("-", "_")
+
+
+def known_names() -> list[str]:
+    """Return every name that may be given, aliases included."""
+    return [*flags(), *aliases.BY_NAME, "mp_parameters"]
+
+
+def _unknown(name: str, spelling: str) -> ConfigError:
+    hint = nearest(canonical(name), known_names()).replace(
+        "mean ", "mean --" if spelling.startswith("-") else "mean "
+    )
+    return ConfigError(f"unknown flag {spelling}{hint or '; `smp-train train --help` lists all'}")
+
+
+def _is_switch(name: str) -> bool:
+    alias = aliases.BY_NAME.get(name)
+    if alias:
+        return alias.switch or (alias.read is None and all(flags()[ours].kind is bool for ours in alias.ours))
+    return name in flags() and flags()[name].kind is bool
+
+
+def _takes_many(name: str) -> bool:
+    alias = aliases.BY_NAME.get(name)
+    name = alias.ours[0] if alias and alias.read is None else name
+    return name in flags() and flags()[name].many
+
+
+def _is_flag(token: str) -> bool:
+    return token.startswith("-") and token != "-" and not NUMBER.match(token)
+
+
+def _words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag as written with the words after it."""
+    current: tuple[str, list[str]] | None = None
+    for token in map(str, argv):
+        if _is_flag(token):
+            if current:
+                yield current
+            current = (token, [])
+        elif current is None:
+            raise ConfigError(f"unexpected argument {token!r}: values follow a flag, as in --lr 1e-4")
+        else:
+            current[1].append(token)
+    if current:
+        yield current
+
+
+def _one_flag(token: str, words: list[str]) -> Given:
+    written, equals, attached = token.partition("=")
+    if not written.startswith("--"):
+        raise ConfigError(f"unknown flag {written}: flags begin with two dashes, as in --lr 1e-4")
+    name = canonical(written[2:])
+    source = COMMAND_LINE
+    if name not in flags() and name not in aliases.BY_NAME and name != "mp_parameters":
+        if not (name.startswith("no_") and _is_switch(name[3:])):
+            raise _unknown(name, written)
+        if equals or words:
+            raise ConfigError(f"{written} takes no value; write --{name[3:]} {attached or words[0]}")
+        return Given(name[3:], "0", written, source)
+    values = [attached, *words] if equals else words
+    if not values:
+        if not _is_switch(name):
+            raise ConfigError(f"{written} expects a value")
+        values = ["1"]
+    if _takes_many(name):
+        return Given(name, values, written, source)
+    if len(values) > 1:
+        extra = values[1] if not _is_switch(name) or is_bool(values[0]) else values[0]
+        raise ConfigError(f"unexpected argument {extra!r} after {written}")
+    return Given(name, values[0], written, source)
+
+
+def read_command_line(argv: Sequence[str], notes: list[str]) -> list[Given]:
+    """Read flags in order; of a name given twice the last one stays, and ``notes`` says so."""
+    found: dict[str, Given] = {}
+    for token, words in _words(argv):
+        one = _one_flag(token, words)
+        if one.name in found and found[one.name].value != one.value:
+            notes.append(f"{one.spelling} is given more than once on the command line; the last one counts")
+        found.pop(one.name, None)
+        found[one.name] = one
+    return list(found.values())
+
+
+def read_environment(environ: Mapping[str, str]) -> list[Given]:
+    """Read SageMaker's hyperparameters; its own (``SM_HP_SAGEMAKER_*``) are not ours to judge."""
+    found = []
+    for variable in sorted(environ):
+        if not variable.startswith("SM_HP_"):
+            continue
+        name = canonical(variable[len("SM_HP_") :].lower())
+        if name.startswith("sagemaker_"):
+            continue
+        if name not in known_names():
+            raise _unknown(name, variable)
+        found.append(Given(name, environ[variable], variable, variable))
+    return found
+
+
+def read_config(path: str) -> list[Given]:
+    """Read a YAML or JSON mapping of flag to value."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"--config {path}: {problem.strerror or problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+        line = getattr(getattr(problem, "problem_mark", None), "line", None)
+        where = f" line {line + 1}" if line is not None else ""
+        raise ConfigError(
+            f"--config {path}{where}: not YAML: {' '.join(str(problem).split())[:160]}"
+        ) from None
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"--config {path}: expected a mapping of flag: value, found {type(content).__name__}"
+        )
+    found = []
+    for key, value in content.items():
+        name = canonical(str(key))
+        if name not in known_names():
+            raise _unknown(name, f"{key} in {path}")
+        if name == "config":
+            raise ConfigError(f"--config {path}: a configuration file cannot name another")
+        if isinstance(value, dict) and name != "mp_parameters":
+            raise ConfigError(f"--config {path}: {key} holds a mapping; write its flags at the top level")
+        found.append(Given(name, value, f"{key} in {path}", f"config file {path}"))
+    return found
+
+
+def _settings(given: Given, notes: list[str]) -> Iterator[tuple[str, Any, str]]:
+    """Yield (our flag, its value, source) for a setting under any name; empty ones are dropped."""
+    if given.name == "mp_parameters":
+        pairs, tolerated = aliases.read_mp_parameters(given.value, given.spelling)
+        notes.extend(f"{given.spelling}: {key} has no effect" for key in tolerated)
+        for key, value in pairs.items():
+            converted = convert(flags()[key], value, f"{given.spelling} {key}")
+            if converted is not NOT_GIVEN:
+                yield key, converted, _via(given)
+        return
+    alias = aliases.BY_NAME.get(given.name)
+    if alias is None:
+        converted = convert(flags()[given.name], given.value, given.spelling)
+        if converted is not NOT_GIVEN:
+            yield given.name, converted, given.source
+        return
+    if alias.read is None:
+        values = dict.fromkeys(alias.ours, given.value)
+    elif given.value in (None, "", "None"):
+        return
+    else:
+        try:
+            values = alias.read(str(given.value))
+        except ValueError as problem:
+            raise ConfigError(f"{given.spelling} {given.value!r}: {problem}") from None
+    for ours, value in values.items():
+        converted = convert(flags()[ours], value, given.spelling)
+        if converted is not NOT_GIVEN:
+            yield ours, converted, _via(given)
+
+
+def _via(given: Given) -> str:
+    return f"{COMMAND_LINE}, {given.spelling}" if given.source == COMMAND_LINE else given.source
+
+
+def _merge(layer: list[Given], notes: list[str]) -> dict[str, tuple[Any, str]]:
+    """Return value and source by our flag's name; two names that disagree are refused, naming both."""
+    merged: dict[str, tuple[Any, str]] = {}
+    spellings: dict[str, Given] = {}
+    for given in layer:
+        for name, value, source in _settings(given, notes):
+            if name in merged and merged[name][0] != value:
+                first = spellings[name]
+                raise ConfigError(
+                    f"{first.spelling} and {given.spelling} both set {name}, to {show(merged[name][0])} "
+                    f"and {show(value)}; give one of them"
+                )
+            # Our own name is the better source to show when an alias says the same.
+            if name not in merged or given.name == name:
+                merged[name] = (value, source)
+                spellings[name] = given
+    return merged
+
+
+def _platform_defaults(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Defaults that SageMaker's environment gives."""
+    found: dict[str, tuple[Any, str]] = {}
+    for name, variable in (("training_dir", "SM_CHANNEL_TRAIN"), ("test_dir", "SM_CHANNEL_TEST")):
+        if environ.get(variable):
+            found[name] = (environ[variable], variable)
+    if is_sagemaker(environ):
+        found["checkpoint_dir"] = (["/opt/ml/checkpoints"], "SageMaker")
+    if environ.get("SM_OUTPUT_DATA_DIR"):
+        found["run_dir"] = (environ["SM_OUTPUT_DATA_DIR"], "SM_OUTPUT_DATA_DIR")
+    return found
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Resolved:
+    """Read a command line, ``SM_HP_*`` and ``--config`` into `Arguments`.
+
+    ``environ`` defaults to ``os.environ``. Raises `ConfigError` for unknown flags (with the nearest
+    known one), values of the wrong kind, and names that contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    notes: list[str] = []
+    layers = [
+        _merge(read_command_line(argv, notes), notes),
+        _merge(read_environment(environ), notes),
+    ]
+    config = next((layer["config"][0] for layer in layers if "config" in layer), None)
+    if config:
+        layers.append(_merge(read_config(config), notes))
+    layers.append(_platform_defaults(environ))
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(flags(), DEFAULT)
+    for layer in reversed(layers):
+        for name, (value, source) in layer.items():
+            values[name] = value
+            sources[name] = source
+    args = Arguments(**values)
+    _explain_settled(args, values, sources, notes)
+    _drop_idle_validation(args, sources, notes)
+    return Resolved(args, sources, list(dict.fromkeys(notes)))
+
+
+def _explain_settled(
+    args: Arguments, values: dict[str, Any], sources: dict[str, str], notes: list[str]
+) -> None:
+    """Give what `Arguments` settled by itself its source, and a note where it overrode the user."""
+    causes = {
+        "model_type": "--from_scratch", "model_size": "--from_scratch",
+        "sharding_strategy": "--hybrid_shard_degree", "run_name": "the model's name", "run_dir": "--run_name",
+    }  # fmt: skip
+    table = flags()
+    for name, cause in causes.items():
+        settled, asked = getattr(args, name), values.get(name, table[name].default)
+        if settled == asked or (isinstance(asked, str) and asked.lower() == settled):
+            continue
+        if name == "sharding_strategy" and name in values:
+            notes.append(
+                f"{cause} {args.hybrid_shard_degree} turns --sharding_strategy {asked} into {settled}"
+            )
+        sources[name] = f"follows from {cause}"
+
+
+def _drop_idle_validation(args: Arguments, sources: dict[str, str], notes: list[str]) -> None:
+    """Do not ask for validation data on behalf of a validation that never comes due."""
+    idle = args.validation_freq is not None and args.validation_freq > args.max_steps
+    if idle and not (args.test_dir or args.use_synthetic_data):
+        notes.append(
+            f"--validation_freq {args.validation_freq} is not reached in {args.max_steps} steps and there is no "
+            "--test_dir: no validation"
+        )
+        args.validation_freq = None
+        sources["validation_freq"] = "follows from --max_steps"

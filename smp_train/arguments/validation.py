@@ -1,0 +1,214 @@
+"""Refusal, before anything starts, of settings that cannot work alone or together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smp_train.arguments.capabilities import (
+    INEFFECTIVE,
+    LOCATION_PREFIXES,
+    LOCATION_REASON,
+    LOCATIONS,
+    REFUSED,
+)
+from smp_train.arguments.groups import STRATEGIES, Arguments, flags, show
+from smp_train.arguments.parse import Resolved
+from smp_train.errors import ConfigError
+
+AT_LEAST_ONE = (
+    "train_batch_size", "gradient_accumulation_steps", "max_steps", "epochs", "steps_per_epoch",
+    "lr_decay_iters",
+    "logging_freq", "logging_freq_for_avg", "validation_freq", "validation_batches", "val_batch_size",
+    "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
+    "sliding_window", "num_local_experts", "num_experts_per_tok",
+    "rope_scaling_original_max_position_embeddings",
+    "activation_loading_horizon", "fp8_amax_history_len", "tensor_parallel_degree", "context_parallel_degree",
+    "expert_parallel_degree", "checkpoint_freq", "num_kept_checkpoints", "num_tokens",
+)  # fmt: skip
+AT_LEAST_ZERO = (
+    "lr", "min_lr", "warmup", "plateau", "weight_decay", "grad_clip", "seed", "data_num_workers",
+    "hybrid_shard_degree", "selective_checkpointing",
+)  # fmt: skip
+ABOVE_ZERO = (
+    "adam_epsilon", "initializer_range", "rotary_emb_base", "rotary_pct", "distributed_timeout_minutes",
+    "rope_scaling_factor", "rope_scaling_high_freq_factor", "rope_scaling_low_freq_factor",
+)  # fmt: skip
+BELOW_ONE = ("beta1", "beta2", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop")
+
+
+def validate(args: Arguments, world_size: int) -> None:
+    """Raise `ConfigError`, in one line with the way out, for what cannot work on ``world_size`` processes."""
+    _check_ranges(args)
+    _check_not_available(args)
+    _check_degrees(args, world_size)
+    _check_model(args)
+    _check_schedule(args)
+    _check_checkpoints(args)
+    _check_data(args)
+
+
+def _numbers(args: Arguments, name: str) -> list[Any]:
+    value = getattr(args, name)
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _check_ranges(args: Arguments) -> None:
+    for names, holds, expected in (
+        (AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
+        (AT_LEAST_ZERO, lambda number: number >= 0, "at least 0"),
+        (ABOVE_ZERO, lambda number: number > 0, "above 0"),
+        (BELOW_ONE, lambda number: 0 <= number < 1, "from 0 up to, not including, 1"),
+    ):
+        for name in names:
+            for number in _numbers(args, name):
+                if not holds(number):
+                    raise ConfigError(f"--{name} {show(number)}: must be {expected}")
+    if args.max_context_width is not None and args.max_context_width < 2:
+        raise ConfigError(
+            f"--max_context_width {args.max_context_width}: must be at least 2, to have a next token"
+        )
+    if args.rotary_pct is not None and args.rotary_pct > 1:
+        raise ConfigError(f"--rotary_pct {show(args.rotary_pct)}: must be at most 1")
+    if args.sharding_strategy not in STRATEGIES:
+        raise ConfigError(
+            f"--sharding_strategy {args.sharding_strategy}: is not one of {', '.join(STRATEGIES)}"
+        )
+
+
+def _check_not_available(args: Arguments) -> None:
+    for name, (off, reason) in REFUSED.items():
+        if getattr(args, name) not in off:
+            raise ConfigError(f"--{name} {show(getattr(args, name))}: {reason}")
+    for name in LOCATIONS:
+        for place in _numbers(args, name):
+            if str(place).startswith(LOCATION_PREFIXES):
+                raise ConfigError(f"--{name} {place}: {LOCATION_REASON}")
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors in ascending order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) if numbers else "none"
+
+
+def _check_degrees(args: Arguments, world_size: int) -> None:
+    """The world is a multiple of shard x tensor x expert degree; context parallelism divides shard groups."""
+    tensor, expert, context = (
+        args.tensor_parallel_degree,
+        args.expert_parallel_degree,
+        args.context_parallel_degree,
+    )
+    shard = args.hybrid_shard_degree
+    processes = "the 1 process" if world_size == 1 else f"the {world_size} processes"
+    for name in (
+        "tensor_parallel_degree",
+        "expert_parallel_degree",
+        "context_parallel_degree",
+        "hybrid_shard_degree",
+    ):
+        degree = getattr(args, name)
+        if degree and world_size % degree:
+            raise ConfigError(
+                f"--{name} {degree} does not divide {processes} of this run; "
+                f"{_listed(divisors(world_size))} would"
+            )
+    if tensor > 1 and expert > 1:
+        raise ConfigError("--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1")
+    if world_size % (tensor * expert * (shard or 1)):
+        rest = world_size // (tensor * expert)
+        raise ConfigError(
+            f"--hybrid_shard_degree {shard} times tensor {tensor} times expert {expert} does not divide "
+            f"{processes}; with these, a shard degree of {_listed(divisors(rest))} would"
+        )
+    if shard and context > shard:
+        possible = [d for d in divisors(world_size) if d <= shard]
+        raise ConfigError(
+            f"--context_parallel_degree {context} is above --hybrid_shard_degree {shard}; "
+            f"{_listed(possible)} would do"
+        )
+    if args.sharding_strategy == "no_shard" and shard and shard > 1:
+        raise ConfigError(
+            f"--sharding_strategy no_shard and --hybrid_shard_degree {shard} contradict each other; "
+            "give one of them"
+        )
+
+
+def _check_model(args: Arguments) -> None:
+    if args.hf_pretrained_model_name_or_dir and (args.from_scratch or args.model_size):
+        other = "--from_scratch" if args.from_scratch else f"--model_size {args.model_size}"
+        raise ConfigError(
+            f"--hf_pretrained_model_name_or_dir (--hf_model) and {other} both choose the model; "
+            "give one of them"
+        )
+    width, heads, kv = args.hidden_width, args.num_heads, args.num_key_value_heads
+    if width and heads and width % heads:
+        raise ConfigError(f"--hidden_width {width} is not a multiple of --num_heads {heads}")
+    if heads and kv and heads % kv:
+        raise ConfigError(
+            f"--num_key_value_heads {kv} does not divide --num_heads {heads}; "
+            f"{_listed(divisors(heads))} would"
+        )
+    experts, used = args.num_local_experts, args.num_experts_per_tok
+    if experts and used and used > experts:
+        raise ConfigError(f"--num_experts_per_tok {used} is above --num_local_experts {experts}")
+
+
+def _check_schedule(args: Arguments) -> None:
+    if args.min_lr > args.lr and args.lr_decay_style != "constant":
+        raise ConfigError(
+            f"--min_lr {show(args.min_lr)} is above --lr {show(args.lr)}; give a lower --min_lr"
+        )
+    if args.warmup >= 1 and args.warmup != int(args.warmup):
+        raise ConfigError(
+            f"--warmup {show(args.warmup)}: a fraction is below 1, and from 1 on it counts whole steps"
+        )
+    if args.plateau > 1:
+        raise ConfigError(f"--plateau {show(args.plateau)}: must be a fraction, at most 1")
+    if args.warmup < 1 and args.warmup + args.plateau > 1:
+        raise ConfigError(
+            f"--warmup {show(args.warmup)} and --plateau {show(args.plateau)} are fractions of one run: "
+            "together at most 1"
+        )
+
+
+def _check_checkpoints(args: Arguments) -> None:
+    folders = len(args.checkpoint_dir)
+    for name in ("checkpoint_freq", "num_kept_checkpoints"):
+        length = len(getattr(args, name))
+        if length != folders:
+            raise ConfigError(
+                f"--checkpoint_dir has {folders} {'entry' if folders == 1 else 'entries'} "
+                f"and --{name} {length}: "
+                "give one value per folder"
+            )
+    if len(set(args.checkpoint_dir)) != folders:
+        raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
+
+
+def _check_data(args: Arguments) -> None:
+    if args.use_synthetic_data:
+        return
+    if not args.training_dir:
+        raise ConfigError(
+            "no training data: give --training_dir (or the SageMaker channel train), "
+            "or --use_synthetic_data 1"
+        )
+    if (args.validation_freq or args.evaluate_only) and not args.test_dir:
+        cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
+        raise ConfigError(f"{cause} needs --test_dir (or the SageMaker channel test) to validate on")
+
+
+def ineffective(resolved: Resolved) -> list[str]:
+    """Return one line per setting that was given and changes nothing, and the notes of parsing."""
+    lines = list(resolved.notes)
+    for name, why in INEFFECTIVE.items():
+        if resolved.given(name) and name in flags():
+            value = show(getattr(resolved.args, name))
+            lines.append(f"--{name} {value} has no effect: {why}")
+    return lines

@@ -1,0 +1,198 @@
+"""The command ``smp-train <verb>``: which verbs there are, and the one place where failures become exit
+codes.
+
+Exit codes: 0 done, or stopped on request; 2 bad arguments or configuration; 3 bad data; 4 bad checkpoint; 130
+interrupted; 1 anything else. A failure is one line on stderr; ``--debug`` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from smp_train import __version__
+from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.runtime import start_attempted
+
+if TYPE_CHECKING:
+    from smp_train.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A verb: what help says of it and where its ``main`` is; imported only when it is used."""
+
+    help: str
+    module: str
+
+
+VERBS: dict[str, Verb] = {
+    "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
+    "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
+    "bench": Verb("measure speed", "smp_train.bench"),
+    "report": Verb("draw report.png from a run folder", "smp_train.telemetry.report"),
+}
+
+HELP_FLAGS = {"-h", "--help"}
+
+
+@dataclass
+class Failing:
+    """What the report of a failure needs to know, filled in as it becomes known."""
+
+    debug: bool = False
+    runtime: Runtime | None = None
+
+
+def usage() -> str:
+    """Return what ``smp-train --help`` prints."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items())
+    return f"""\
+usage: smp-train <verb> [--flag value ...]
+
+{verbs}
+
+`smp-train <verb> --help` lists a verb's flags; --debug prints tracebacks; --version prints the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``smp-train`` with ``argv`` (default: the process's own) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    failing = Failing(debug=_debug_asked(words))
+    try:
+        return _run(words, failing)
+    except KeyboardInterrupt:
+        code = 130
+    except SmpTrainError as error:
+        code = error.exit_code
+        _report(error, f"error: {error}", failing)
+    except Exception as error:
+        code = 1
+        _report(error, _internal(error), failing)
+    _leave(code)
+    return code
+
+
+def _run(words: list[str], failing: Failing) -> int:
+    while words and words[0].partition("=")[0] == "--debug":
+        words = _without_debug(words)
+    if not words or words[0] in {*HELP_FLAGS, "help"}:
+        print(usage(), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"smp-train {__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in VERBS:
+        from smp_train.arguments.values import nearest
+
+        hint = nearest(name, VERBS) or f"; the verbs are {', '.join(VERBS)}"
+        raise ConfigError(f"unknown verb {name!r}{hint}")
+    if name == "train":
+        return _train(rest, failing)
+    return int(_import(name).main(_without_debug(rest)))
+
+
+def _train(words: list[str], failing: Failing) -> int:
+    from smp_train import runtime as runtimes
+    from smp_train.arguments import help_text, parse, print_config, validate
+    from smp_train.arguments.validation import ineffective
+
+    if HELP_FLAGS & set(words):
+        print(help_text(), end="")
+        return 0
+    failing.runtime = runtimes.detect()
+    resolved = parse(words)
+    failing.debug = failing.debug or resolved.args.debug
+    if resolved.args.print_config:
+        if failing.runtime.is_main:
+            print(print_config(resolved), end="")
+            print("".join(f"# {line}\n" for line in ineffective(resolved)), end="")
+        return 0
+    validate(resolved.args, failing.runtime.world_size)
+    return int(_import("train").main(resolved, failing.runtime))
+
+
+def _import(name: str) -> ModuleType:
+    """Import a verb's module; a missing third-party package is the user's to install."""
+    try:
+        return importlib.import_module(VERBS[name].module)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package in ("", "smp_train"):
+            raise
+        raise ConfigError(
+            f"`smp-train {name}` needs the package {package}, which is not installed here; "
+            "pip install 'smp-train[train,report]'"
+        ) from missing
+
+
+def _debug_asked(words: Sequence[str]) -> bool:
+    """Say whether --debug is on, before anything is parsed that could fail."""
+    asked = False
+    for index, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag == "--debug":
+            following = words[index + 1] if index + 1 < len(words) else ""
+            asked = (value if equals else following).lower() not in {"0", "false", "no", "off"}
+    return asked
+
+
+def _without_debug(words: Sequence[str]) -> list[str]:
+    """Drop --debug and its value, for verbs whose own parsers do not know it."""
+    from smp_train.arguments.values import is_bool
+
+    kept: list[str] = []
+    dropped = False
+    for word in words:
+        if word.partition("=")[0] == "--debug":
+            dropped = "=" not in word
+        elif not (dropped and is_bool(word)):
+            kept.append(word)
+            dropped = False
+        else:
+            dropped = False
+    return kept
+
+
+def _internal(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"internal error: {type(error).__name__}: {text} (run again with --debug 1 for the traceback)"
+
+
+def _report(error: Exception, text: str, failing: Failing) -> None:
+    """Print the one line, from the ranks that have something to say."""
+    if failing.debug:
+        traceback.print_exception(error)
+    runtime = failing.runtime
+    if getattr(error, "quiet", False):
+        return
+    where = ""
+    if runtime is not None and runtime.world_size > 1:
+        # Until the ranks try to meet, all processes of a node fail alike: one of them says so.
+        if runtime.local_rank > 0 and not start_attempted():
+            return
+        where = f"[rank {runtime.rank} on {runtime.hostname}] "
+    print(f"smp-train: {where}{' '.join(text.split())}", file=sys.stderr)
+
+
+def _leave(code: int) -> None:
+    """End the process at once where peers may wait in a collective that this rank will never enter.
+
+    Leaving in order would wait for them: destroying the group, and threads of its backends.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if distributed.get_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

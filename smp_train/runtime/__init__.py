@@ -1,0 +1,22 @@
+"""Where am I: which launcher started this process, which rank it is, and how the ranks meet.
+
+`detect` reads the environment and imports no torch; `start` and `stop` make and end the process group;
+`together` turns a failure of one rank into the same failure of all.
+"""
+
+from smp_train.runtime.group import is_main, rank, start, start_attempted, stop, together, world_size
+from smp_train.runtime.place import Runtime, detect, expand_hostlist, is_sagemaker
+
+__all__ = [
+    "Runtime",
+    "detect",
+    "expand_hostlist",
+    "is_main",
+    "is_sagemaker",
+    "rank",
+    "start",
+    "start_attempted",
+    "stop",
+    "together",
+    "world_size",
+]

@@ -1,0 +1,243 @@
+"""The process group: how ranks meet, what device each has, and how one rank's failure becomes that of all.
+
+torch is imported when a group is started, not before.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from smp_train.errors import EXIT_CODES, ConfigError, SmpTrainError
+from smp_train.runtime.place import Runtime
+
+if TYPE_CHECKING:
+    import torch
+
+# How long ranks may take to find each other; a container being unpacked on a slow node counts.
+RENDEZVOUS_SECONDS = 600.0
+
+_attempted = False
+
+
+def start(
+    runtime: Runtime,
+    *,
+    distributed_backend: str = "auto",
+    timeout_seconds: float,
+    rendezvous_seconds: float = RENDEZVOUS_SECONDS,
+) -> torch.device:
+    """Choose this process's device and form the process group, also in a world of one.
+
+    Ranks have ``rendezvous_seconds`` to find each other (at most ``timeout_seconds``); collectives have
+    ``timeout_seconds`` from then on. Raises `ConfigError` when the device does not exist or the ranks do
+    not meet.
+    """
+    import torch
+    import torch.distributed as dist
+
+    global _attempted
+    _attempted = True
+    device = _device(runtime, distributed_backend)
+    backend = _group_backend(device, distributed_backend)
+    where = f"{runtime.master_addr}:{runtime.master_port}"
+    waited = min(rendezvous_seconds, timeout_seconds)
+    try:
+        store = dist.HashStore() if runtime.world_size == 1 else _meet(runtime, waited)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=runtime.rank,
+            world_size=runtime.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError, OSError) as problem:
+        first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        raise ConfigError(
+            f"rank {runtime.rank} of {runtime.world_size} on {runtime.hostname} could not form the "
+            f"process group at {where} "
+            f"within {waited:g} s: {first_line[:200]}; check that all ranks were started, that "
+            f"{runtime.master_addr} is "
+            "reachable from here, and that the port is free there"
+        ) from problem
+    return torch.device(device)
+
+
+def start_attempted() -> bool:
+    """Say whether this process has tried to meet its peers; before that, all ranks do the same."""
+    return _attempted
+
+
+def _meet(runtime: Runtime, seconds: float) -> Any:
+    """Return the store at master_addr:master_port once this rank has reached it.
+
+    Under torchrun the agent already serves the store; otherwise rank 0 does. The wait in which every rank
+    reports happens here, with the short time-out, so that a rank that never started is found in minutes.
+    """
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=seconds)
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: Any = dist.TCPStore(
+        runtime.master_addr,
+        runtime.master_port,
+        None if agent_serves else runtime.world_size,
+        is_master=runtime.is_main and not agent_serves,
+        timeout=limit,
+        wait_for_workers=False,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"smp_train/{attempt}", store)
+    store.set(f"here/{runtime.rank}", runtime.hostname)
+    absent = _absent(store, runtime.world_size, limit)
+    if absent:
+        raise RuntimeError(
+            f"no word from rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:8]))}"
+        )
+    return store
+
+
+def _absent(store: Any, world_size: int, limit: Any) -> list[int]:
+    """Wait until every rank has reported; return those that have not when the time is up."""
+    keys = [f"here/{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, limit)
+    except RuntimeError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _device(runtime: Runtime, distributed_backend: str) -> torch.device:
+    import torch
+
+    if distributed_backend == "gloo" or not torch.cuda.is_available():
+        if distributed_backend in ("nccl", "smddp"):
+            raise ConfigError(
+                f"--distributed_backend {distributed_backend} needs a GPU and none is visible on "
+                f"{runtime.hostname}; "
+                "use auto, or gloo to train on the CPU"
+            )
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    # Slurm may show each task its own GPU only (--gpus-per-task).
+    index = 0 if runtime.launcher == "srun" and count == 1 else runtime.local_rank
+    if index >= count or (runtime.local_world_size > count and runtime.launcher != "srun"):
+        raise ConfigError(
+            f"{runtime.local_world_size} processes on {runtime.hostname} but {count} visible "
+            f"GPU{'s' if count > 1 else ''}: "
+            f"start {count} per node, or train on the CPU with --distributed_backend gloo"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _group_backend(device: torch.device, distributed_backend: str) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    if distributed_backend == "smddp":
+        try:
+            import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+        except ImportError:
+            raise ConfigError(
+                "--distributed_backend smddp: smdistributed.dataparallel cannot be imported here; it "
+                "comes with "
+                "SageMaker's images; use nccl"
+            ) from None
+        return "cpu:gloo,cuda:smddp"
+    return "cpu:gloo,cuda:nccl"
+
+
+def _group() -> Any:
+    """Return torch.distributed when a group is up; torch is not imported for asking."""
+    dist = sys.modules.get("torch.distributed")
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def stop() -> None:
+    """End the process group if there is one; never raises."""
+    dist = _group()
+    if dist is None:
+        return
+    try:
+        dist.destroy_process_group()
+    except Exception:  # at the end of a run there is nobody left to tell
+        return
+
+
+def rank() -> int:
+    """Return this process's rank in the process group, 0 without one."""
+    dist = _group()
+    return int(dist.get_rank()) if dist else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks in the process group, 1 without one."""
+    dist = _group()
+    return int(dist.get_world_size()) if dist else 1
+
+
+def is_main() -> bool:
+    """Return True on rank 0, and without a process group."""
+    return rank() == 0
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Let a failure of one rank in the body be the failure of all, at the end of the body.
+
+    The body must contain no collective. If it raised on any rank, every rank raises the class of the
+    lowest failing rank's error with its message, elsewhere prefixed with ``rank R on HOST:``; an error
+    that is not ours becomes `SmpTrainError`, "while ``what``". Costs one gather of two integers per rank
+    when nothing failed.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as problem:
+        if _group() is None:
+            raise
+        failure = problem
+    if _group() is not None:
+        _agree(what, failure)
+
+
+def _agree(what: str, failure: Exception | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    message, code = b"", 0
+    if failure is not None:
+        message, code = _message(what, failure).encode(), getattr(failure, "exit_code", 1)
+    mine = torch.tensor([code, len(message)], dtype=torch.int64)
+    statuses = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(statuses, mine)
+    failing = [index for index, status in enumerate(statuses) if int(status[0])]
+    if not failing:
+        return
+    lowest = failing[0]
+    code, length = (int(number) for number in statuses[lowest])
+    text = torch.zeros(length, dtype=torch.uint8)
+    if dist.get_rank() == lowest:
+        text.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    dist.broadcast(text, src=lowest)
+    host, _, line = bytes(text.tolist()).decode().partition("\n")
+    here = dist.get_rank() == lowest
+    error = EXIT_CODES.get(code, SmpTrainError)(line if here else f"rank {lowest} on {host}: {line}")
+    # Rank 0 and the rank itself report it; the others would only repeat it.
+    error.quiet = not here and dist.get_rank() != 0  # type: ignore[attr-defined]
+    raise error from failure
+
+
+def _message(what: str, failure: Exception) -> str:
+    """Return this host's name and, on the next line, what failed."""
+    line = " ".join(str(failure).split())
+    if not isinstance(failure, SmpTrainError):
+        line = f"while {what}: {type(failure).__name__}: {line}"
+    return f"{socket.gethostname()}\n{line}"
