@@ -1,1 +1,1 @@
-"""Models: presets, building without memory, seeded initial weights, Hugging Face weights, counts and FLOPs."""
+"""Models: presets, building on meta, seeded initial weights, Hugging Face weights, counts and FLOPs."""

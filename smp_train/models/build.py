@@ -13,11 +13,14 @@ from smp_train.models.recording import parameters_on_meta
 from smp_train.models.resolve import ModelSpec
 
 
-def build_meta(spec: ModelSpec, *, dtype: torch.dtype = torch.float32, attn_implementation: str = "sdpa") -> nn.Module:
-    """Return the Hugging Face causal LM of ``spec`` in training mode, parameters on meta, buffers real on the CPU.
+def build_meta(
+    spec: ModelSpec, *, dtype: torch.dtype = torch.float32, attn_implementation: str = "sdpa"
+) -> nn.Module:
+    """Return the Hugging Face causal LM of ``spec`` in training mode, parameters on meta, buffers real on
+    the CPU.
 
-    Takes no memory for parameters and seconds for 400 B of them. What the constructor and ``_init_weights`` would
-    have put in the parameters is noted on the model, for `initialise`.
+    Takes no memory for parameters and seconds for 400 B of them. What the constructor and ``_init_weights``
+    would have put in the parameters is noted on the model, for `initialise`.
 
     Raises:
         ConfigError: transformers refuses the configuration or the attention implementation.
@@ -42,7 +45,7 @@ def build_meta(spec: ModelSpec, *, dtype: torch.dtype = torch.float32, attn_impl
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the decoder layers of any Hugging Face causal LM as (qualified name, module), first layer first."""
+    """Return the decoder layers of any Hugging Face causal LM as (qualified name, module), in order."""
     lists = [
         (name, module)
         for name, module in model.named_modules()

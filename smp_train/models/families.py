@@ -78,10 +78,15 @@ _LLAMA3 = _LLAMA | {
     "vocab_size": 128256, "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
 _GPT2_FIELDS = COMMON | {
-    "hidden_width": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "max_context_width": "n_positions",
-    "intermediate_size": "n_inner", "resid_pdrop": "resid_pdrop", "embd_pdrop": "embd_pdrop",
+    "hidden_width": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "max_context_width": "n_positions",
+    "intermediate_size": "n_inner",
+    "resid_pdrop": "resid_pdrop",
+    "embd_pdrop": "embd_pdrop",
     "attn_pdrop": "attn_pdrop",
-}  # fmt: skip
+}
 
 FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(
@@ -94,14 +99,26 @@ FAMILIES: dict[str, Family] = {
             "resid_pdrop": "hidden_dropout",
             "attn_pdrop": "attention_dropout",
         },
-        {"vocab_size": 50432, "rotary_pct": 0.25, "rotary_emb_base": 10000, "bos_token_id": 0, "eos_token_id": 0},
+        {
+            "vocab_size": 50432,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 10000,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
     ),
     "llama_v2": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32000}, llama_width),
     "llama_v3": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA3, wide_width),
-    "codellama": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32016, "rope_theta": 1e6}, llama_width),
+    "codellama": Family(
+        "llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32016, "rope_theta": 1e6}, llama_width
+    ),
     "scratch": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32000}, llama_width),
-    "mistral": Family("mistral", LLAMA_LIKE | WINDOW, _LLAMA | {"vocab_size": 32000, "sliding_window": None}, wide_width),
-    "mathstral": Family("mistral", LLAMA_LIKE | WINDOW, _LLAMA | {"vocab_size": 32768, "sliding_window": None}, wide_width),
+    "mistral": Family(
+        "mistral", LLAMA_LIKE | WINDOW, _LLAMA | {"vocab_size": 32000, "sliding_window": None}, wide_width
+    ),
+    "mathstral": Family(
+        "mistral", LLAMA_LIKE | WINDOW, _LLAMA | {"vocab_size": 32768, "sliding_window": None}, wide_width
+    ),
     "mixtral": Family(
         "mixtral",
         LLAMA_LIKE | WINDOW | EXPERTS,
@@ -119,13 +136,31 @@ FAMILIES: dict[str, Family] = {
             "resid_pdrop": "hidden_dropout",
             "attn_pdrop": "attention_dropout",
         },
-        {"vocab_size": 65024, "tie_word_embeddings": True, "bias": False, "bos_token_id": 11, "eos_token_id": 11},
+        {
+            "vocab_size": 65024,
+            "tie_word_embeddings": True,
+            "bias": False,
+            "bos_token_id": 11,
+            "eos_token_id": 11,
+        },
     ),
     "phi": Family(
         "phi",
-        LLAMA_LIKE | {"rotary_pct": "partial_rotary_factor", "resid_pdrop": "resid_pdrop", "embd_pdrop": "embd_pdrop"},
-        {"vocab_size": 51200, "partial_rotary_factor": 0.4, "hidden_act": "gelu_new", "tie_word_embeddings": False},
+        LLAMA_LIKE
+        | {"rotary_pct": "partial_rotary_factor", "resid_pdrop": "resid_pdrop", "embd_pdrop": "embd_pdrop"},
+        {
+            "vocab_size": 51200,
+            "partial_rotary_factor": 0.4,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": False,
+        },
     ),
-}  # fmt: skip
+}
 # Names of transformers for what has a name of ours.
-SYNONYMS = {"llama": "llama_v2", "llama2": "llama_v2", "llama3": "llama_v3", "llama_v3_1": "llama_v3", "phi2": "phi"}
+SYNONYMS = {
+    "llama": "llama_v2",
+    "llama2": "llama_v2",
+    "llama3": "llama_v3",
+    "llama_v3_1": "llama_v3",
+    "phi2": "phi",
+}

@@ -1,8 +1,8 @@
 """Initial weights: each rank draws its own part, and the parts are the same on every mesh and world size.
 
-The value of an element depends on the seed, the parameter's Hugging Face name and the element's index in the whole
-parameter, on nothing else; the distribution is what the model's own constructor and ``_init_weights`` prescribe
-(`smp_train.models.recording`).
+The value of an element depends on the seed, the parameter's Hugging Face name and the element's index in the
+whole parameter, on nothing else; the distribution is what the model's own constructor and ``_init_weights``
+prescribe (`smp_train.models.recording`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from smp_train.models.recording import OVERWRITES, REPLAYABLE, Program, Step
 
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 PROGRAMS = "_smp_train_initial_weights"
-# Elements at a time: about ten float64 temporaries of this size fit a core's cache; a device wants large kernels.
+# Elements at a time: about ten float64 temporaries of this size fit a core's cache; a device wants large
+# kernels.
 CPU_CHUNK = 1 << 14
 DEVICE_CHUNK = 1 << 24
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's or module's Hugging Face name: without what compile, checkpointing and FSDP1 put in."""
+    """Return a parameter's or module's Hugging Face name: without what wrappers put in."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
@@ -52,7 +53,7 @@ class Part:
         return tuple(len(index) for index in self.indices)
 
     def runs(self) -> tuple[Tensor, Tensor]:
-        """Return (starts, offsets): local row o, column j is element starts[o] + offsets[j] of the flat parameter."""
+        """Return (starts, offsets): row o, column j is flat element starts[o] + offsets[j]."""
         stride, strides = 1, []
         for size in reversed(self.shape):
             strides.append(stride)
@@ -68,7 +69,8 @@ class Part:
 def part_of(param: Tensor) -> Part:
     """Return which elements of ``param`` this rank holds (all of a plain tensor's).
 
-    Splitting the indices with the placements' own code follows every layout there is, `_StridedShard` included.
+    Splitting the indices with the placements' own code follows every layout there is, `_StridedShard`
+    included.
     """
     indices = [torch.arange(size) for size in param.shape]
     if isinstance(param, DTensor):
@@ -82,20 +84,22 @@ def part_of(param: Tensor) -> Part:
                 if placement.is_partial():
                     raise SmpTrainError("a parameter with a Partial placement cannot be initialised")
                 count = param.device_mesh.size(mesh_dim)
-                indices[placement.dim] = _piece(placement, indices[placement.dim], count, coordinate[mesh_dim])
+                dim = placement.dim  # type: ignore[attr-defined]
+                indices[dim] = _piece(placement, indices[dim], count, coordinate[mesh_dim])
     return Part(tuple(param.shape), tuple(indices))
 
 
 def _piece(placement: object, index: Tensor, count: int, position: int) -> Tensor:
     factor = getattr(placement, "split_factor", 1)
-    # Shard: torch.chunk. _StridedShard: each of the `split_factor` later pieces is chunked, and ours are joined.
+    # Shard is torch.chunk. _StridedShard chunks each of the pieces that a later mesh dimension will take.
     blocks = torch.chunk(index, factor)
     pieces = [torch.chunk(block, count) for block in blocks]
     return torch.cat([piece[position] for piece in pieces if position < len(piece)] or [index[:0]])
 
 
 def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
-    """Fill every parameter of a model made by `build_meta` and materialised; return how many numbers were drawn.
+    """Fill every parameter of a model made by `build_meta` and materialised; return how many numbers were
+    drawn.
 
     Args:
         model: its parameters plain tensors or DTensors (Shard, Replicate, _StridedShard); wrapped or not.
@@ -124,7 +128,7 @@ def programs_of(model: nn.Module) -> dict[str, Program]:
     for module in model.modules():
         if PROGRAMS in module.__dict__:
             return module.__dict__[PROGRAMS]
-    raise SmpTrainError("this model was not made by smp_train.models.build.build_meta: its initial weights are unknown")
+    raise SmpTrainError("this model was not made by build_meta: how to initialise it is not known")
 
 
 def _check(name: str, program: Program | None) -> None:
@@ -133,12 +137,16 @@ def _check(name: str, program: Program | None) -> None:
     bad = [step.op for step in program if step.op not in REPLAYABLE]
     if bad or program[0].op not in OVERWRITES or program[0].view is not None:
         what = bad[0] if bad else f"{program[0].op} on unset memory"
-        raise SmpTrainError(f"parameter {name}: its initialization ({what}) cannot be drawn in parts; load weights instead")
+        raise SmpTrainError(
+            f"parameter {name}: its initialization ({what}) cannot be drawn in parts; start from weights"
+        )
 
 
 def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chunk: int | None) -> int:
     if tuple(local.shape) != part.local_shape:
-        raise SmpTrainError(f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}")
+        raise SmpTrainError(
+            f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}"
+        )
     if local.numel() == 0:
         return 0
     if len(program) == 1 and program[0].op == "fill_":
@@ -162,7 +170,7 @@ def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chu
 
 
 def _chunks(rows: Tensor, part: Part, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (part of the local matrix, its flat indices in the whole parameter), about ``chunk`` elements each."""
+    """Yield (part of the local matrix, its flat indices in the whole parameter), ``chunk`` or so each."""
     starts, offsets = (x.to(rows.device) for x in part.runs())
     width = min(len(offsets), chunk)
     height = max(1, chunk // width)
@@ -199,22 +207,24 @@ def _truncated(step: Step, key: int, index: Tensor) -> Tensor:
     low, high = (statistics.NormalDist().cdf((end - mean) / std) for end in (a, b))
     q = counter_random.uniform(key, index).mul_(high - low).add_(low - 0.5)
     # The far ends of an all but untruncated normal round to probability 0 or 1.
-    return counter_random.quantile(q.clamp_(-0.5 + 2.0**-54, 0.5 - 2.0**-54)).mul_(std).add_(mean).clamp_(a, b)
+    return (
+        counter_random.quantile(q.clamp_(-0.5 + 2.0**-54, 0.5 - 2.0**-54)).mul_(std).add_(mean).clamp_(a, b)
+    )
 
 
 def _constant(step: Step, index: Tensor) -> Tensor:
     values: Tensor = step.args[0].flatten()
     if step.view is not None:
         offset, sizes, strides = step.view
-        index = sum(
-            (((index - offset) // stride) % size * math.prod(sizes[d + 1 :]) for d, (size, stride) in enumerate(zip(sizes, strides, strict=True))),
-            torch.zeros_like(index),
-        ).clamp_(0, len(values) - 1)
+        position = torch.zeros_like(index)
+        for d, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+            position += ((index - offset) // stride) % size * math.prod(sizes[d + 1 :])
+        index = position
     return values.to(index.device)[index]
 
 
 def _inside(index: Tensor, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Return which flat indices lie in a view of a contiguous tensor (a box in it, as narrow and select make)."""
+    """Return which flat indices lie in a view of a contiguous tensor (a box, as narrow and select make)."""
     rest = index - offset
     ok = rest >= 0
     for stride, size in sorted(zip(strides, sizes, strict=True), reverse=True):

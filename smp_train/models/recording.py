@@ -1,8 +1,9 @@
-"""Builds a model with its parameters on the meta device and notes what its constructor would have put in them.
+"""Builds a model with its parameters on the meta device and notes what its constructor would have put in
+them.
 
 Parameters are moved to meta the moment they are registered, so no model is too large to build, while buffers
-stay real. Every factory call and every in-place operation on a parameter (the constructor's own and those of the
-model's ``_init_weights``) is noted, not executed: the notes are a parameter's `Program`, which
+stay real. Every factory call and every in-place operation on a parameter (the constructor's own and those of
+the model's ``_init_weights``) is noted, not executed: the notes are a parameter's `Program`, which
 `smp_train.models.initialization` later replays on the part of the parameter that a rank holds.
 """
 
@@ -73,7 +74,7 @@ def _view(tensor: Tensor, whole: int) -> tuple[int, tuple[int, ...], tuple[int, 
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the program of every storage created while it is active; skips the work where the tensor is on meta."""
+    """Notes the program of every storage created while active; skips the work where the tensor is on meta."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,9 @@ class Recorder(TorchDispatchMode):
         """Say what the storage of ``tensor`` holds."""
         self._programs[_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), program)
 
-    def write(self, tensor: Tensor, op: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
+    def write(
+        self, tensor: Tensor, op: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> bool:
         """Note an in-place operation; False when the storage's history is not known."""
         program = self.program(tensor)
         if program is None:
@@ -105,7 +108,9 @@ class Recorder(TorchDispatchMode):
                 op, args = "constant", (values.clone(),)
         elif op in ("normal_", "uniform_"):
             args = args + (0.0, 1.0)[len(args) :]
-        args = tuple(a.item() if isinstance(a, Tensor) and a.dim() == 0 and not a.is_meta else a for a in args)
+        args = tuple(
+            a.item() if isinstance(a, Tensor) and a.dim() == 0 and not a.is_meta else a for a in args
+        )
         kept = {k: v for k, v in (kwargs or {}).items() if k != "generator"}
         whole = tensor.untyped_storage().nbytes() // tensor.element_size()
         step = Step(op, args, kept, _view(tensor, whole))
@@ -134,7 +139,9 @@ def _to_meta(recorder: Recorder, param: nn.Parameter) -> nn.Parameter:
     if known is None or not alone or any(step.op not in REPLAYABLE for step in known):
         # Computed by the constructor: small in every model there is, so the values themselves are kept.
         known = [Step("constant", (param.detach().to("cpu", torch.float64, copy=True),))]
-    meta = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
+    meta = nn.Parameter(
+        torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+    )
     meta.__dict__.update(param.__dict__)
     recorder.assign(meta, known)
     return meta
@@ -142,10 +149,10 @@ def _to_meta(recorder: Recorder, param: nn.Parameter) -> nn.Parameter:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[Recorder]:
-    """Within it every registered parameter goes to meta and its program is noted; buffers stay as they are."""
+    """Within it every registered parameter goes to meta, its program noted; buffers stay as they are."""
     recorder = Recorder()
     register = nn.Module.register_parameter
-    truncated = nn.init._no_grad_trunc_normal_  # type: ignore[attr-defined]
+    truncated = nn.init._no_grad_trunc_normal_
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
@@ -155,18 +162,17 @@ def parameters_on_meta() -> Iterator[Recorder]:
     def note_truncated(
         tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> Tensor:
-        # torch draws it by rejection, which no rank can do for a part alone, and skips it on meta without a trace.
+        # torch draws it by rejection, which no rank can do for a part alone, and skips it on meta without a
+        # trace.
         if tensor.is_meta and recorder.write(tensor, "trunc_normal_", (mean, std, a, b)):
             return tensor
         return truncated(tensor, mean, std, a, b, generator=generator)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    nn.init._no_grad_trunc_normal_ = note_truncated  # type: ignore[attr-defined]
+    nn.Module.register_parameter = register_on_meta  # type: ignore
+    nn.init._no_grad_trunc_normal_ = note_truncated
     try:
         with recorder:
             yield recorder
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-        nn.init._no_grad_trunc_normal_ = truncated  # type: ignore[attr-defined]
-
-
+        nn.init._no_grad_trunc_normal_ = truncated

@@ -1,4 +1,4 @@
-"""From flags to a model specification: a preset, widths alone, or a Hugging Face model, with flags laid over it."""
+"""From flags to a model: a preset, widths alone, or a Hugging Face model, with flags laid over it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ class Preset:
 @cache
 def presets() -> dict[tuple[str, str], Preset]:
     """Return all presets by (model_type, model_size)."""
-    found = [Preset(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(PRESETS.glob("*.json"))]
+    found = [
+        Preset(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(PRESETS.glob("*.json"))
+    ]
     return {(preset.model_type, preset.model_size): preset for preset in found}
 
 
@@ -84,11 +86,13 @@ def resolve(args: Any) -> ModelSpec:
 
     ``args`` has the model flags as attributes; None stands for not given. In order of what decides:
     ``hf_pretrained_model_name_or_dir`` (folder, config.json or hub name), ``model_type`` and ``model_size``
-    (preset), ``model_type`` and widths (missing widths: 768 wide, 12 layers, 12 heads; ``model_type`` missing:
-    gpt_neox, or the from-scratch ladder when a size is given). Other flags that are given are laid over it.
+    (preset), ``model_type`` and widths (missing widths: 768 wide, 12 layers, 12 heads; ``model_type``
+    missing: gpt_neox, or the from-scratch ladder when a size is given). Other flags that are given are laid
+    over it.
 
     Raises:
-        ConfigError: unknown family or preset (nearest named), a flag the family has no use for, widths that do not
+        ConfigError: unknown family or preset (nearest named), a flag the family has no use for, widths that
+        do not
             fit together, or a folder without a usable configuration.
     """
     given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
@@ -115,7 +119,7 @@ def resolve(args: Any) -> ModelSpec:
 
 def _suggest(word: str, known: list[str]) -> str:
     near = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {near[0]}?" if near else "."
 
 
 def _family_name(model_type: str) -> str:
@@ -128,9 +132,9 @@ def _family_name(model_type: str) -> str:
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return model_type
     known = sorted(FAMILIES)
-    hint = _suggest(name, known + sorted(SYNONYMS))
     raise ConfigError(
-        f"--model_type {model_type} is not known{hint} Ours: {', '.join(known)}; or any causal LM type of transformers"
+        f"--model_type {model_type} is not known{_suggest(name, known)} "
+        f"Known: {', '.join(known)}, or any causal LM type of transformers"
     )
 
 
@@ -141,7 +145,11 @@ def _fields_of(hf_model_type: str) -> dict[str, str]:
     config = CONFIG_MAPPING[hf_model_type]()
     usual = FAMILIES["mixtral"].fields | FAMILIES["phi"].fields
     renamed = getattr(config, "attribute_map", {})
-    return {flag: renamed.get(name, name) for flag, name in usual.items() if hasattr(config, name) or name == "rope_theta"}
+    return {
+        flag: renamed.get(name, name)
+        for flag, name in usual.items()
+        if hasattr(config, name) or name == "rope_theta"
+    }
 
 
 def _preset(family: str, size: str) -> Preset:
@@ -151,19 +159,24 @@ def _preset(family: str, size: str) -> Preset:
         return preset
     sizes = [known for name, known in presets() if name == family]
     if not sizes:
-        raise ConfigError(f"--model_type {family} has no presets; give --hidden_width, --num_layers, --num_heads")
-    raise ConfigError(f"--model_size {size} is not known for {family}{_suggest(wanted, sizes)} Sizes: {', '.join(sizes)}")
+        raise ConfigError(
+            f"--model_type {family} has no presets; give --hidden_width, --num_layers, --num_heads"
+        )
+    hint = _suggest(wanted, sizes)
+    raise ConfigError(f"--model_size {size} is not known for {family}{hint} Sizes: {', '.join(sizes)}")
 
 
 def _overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, Any]) -> None:
-    """Write the given flags into the configuration fields; a flag without a field must not be dropped in silence."""
+    """Write the given flags into the configuration fields; none is dropped in silence."""
     heads = given.get("num_heads", fields.get(family.fields.get("num_heads", "")))
     for flag, value in given.items():
         target = family.fields.get(flag)
         if flag in ROPE_SCALING and target:
             continue
         if target is None:
-            harmless = (flag.endswith("_pdrop") and value == 0) or (flag == "num_key_value_heads" and value == heads)
+            harmless = (flag.endswith("_pdrop") and value == 0) or (
+                flag == "num_key_value_heads" and value == heads
+            )
             if not harmless:
                 raise ConfigError(f"--{flag} {value}: {name} has no such setting; leave it out")
         elif flag == "max_context_width":
@@ -210,7 +223,9 @@ def _configuration(hf_model_type: str, fields: dict[str, Any], name: str) -> Pre
     try:
         return CONFIG_MAPPING[hf_model_type](**fields)
     except Exception as failure:  # transformers' validation raises classes of several libraries.
-        raise ConfigError(f"{name}: transformers refuses the configuration: {_one_line(failure)}") from failure
+        raise ConfigError(
+            f"{name}: transformers refuses the configuration: {_one_line(failure)}"
+        ) from failure
 
 
 def _one_line(failure: BaseException) -> str:
@@ -246,7 +261,9 @@ def _check_widths(hf_model_type: str, fields: dict[str, Any], name: str) -> None
     if hidden is None or heads is None:
         return
     if kv_heads and heads % kv_heads:
-        raise ConfigError(f"{name}: --num_heads {heads} is not a multiple of --num_key_value_heads {kv_heads}")
+        raise ConfigError(
+            f"{name}: --num_heads {heads} is not a multiple of --num_key_value_heads {kv_heads}"
+        )
     if fields.get("head_dim"):
         return
     if hidden % heads:
@@ -255,29 +272,31 @@ def _check_widths(hf_model_type: str, fields: dict[str, Any], name: str) -> None
     rotary = int(hidden // heads * (1.0 if share is None else share))
     if hf_model_type != "gpt2" and not fields.get("alibi") and (rotary % 2 or rotary == 0):
         raise ConfigError(
-            f"{name}: rotary embeddings turn pairs, but --hidden_width {hidden} / --num_heads {heads} leaves {rotary} "
-            "dimensions a head to turn"
+            f"{name}: rotary embeddings turn pairs of dimensions, but --hidden_width {hidden} with "
+            f"--num_heads {heads} leaves {rotary} a head to turn"
         )
 
 
 def _from_hugging_face(location: str, given: dict[str, Any]) -> ModelSpec:
     """Return the specification of a folder, of one config.json (random weights), or of a model on the hub."""
     path = Path(location).expanduser()
+    weights: str | None = None
     if path.is_file():
-        config, weights = _load_config(path), None
+        config = _load_config(path)
     elif path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} has no config.json; --hf_pretrained_model_name_or_dir takes a Hugging Face folder")
+            raise ConfigError(f"{path} (--hf_pretrained_model_name_or_dir) has no config.json")
         config = _load_config(path / "config.json")
         weights = str(path) if _has_weights(path) else None
-    elif location.startswith((".", "/", "~")) or location.count("/") != 1 and "/" in location:
+    elif location.startswith((".", "/", "~")) or (location.count("/") != 1 and "/" in location):
         raise ConfigError(f"{location} does not exist (--hf_pretrained_model_name_or_dir)")
     else:
         folder = _download(location)
-        config, weights = _load_config(folder / "config.json"), str(folder)
-    config = _lay_over(config, given, weights, location)
+        config = _load_config(folder / "config.json")
+        weights = str(folder) if _has_weights(folder) else None
+    laid = _lay_over(config, given, weights, location)
     name = location if not path.exists() else (path.parent.name if path.is_file() else path.name)
-    return ModelSpec(name or config.model_type, _our_name(config), config, weights)
+    return ModelSpec(name or config.model_type, _our_name(config), laid, weights)
 
 
 def _has_weights(folder: Path) -> bool:
@@ -290,7 +309,7 @@ def _load_config(path: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(str(path))
     except Exception as failure:  # Anything a file of unknown origin may lead to.
-        raise ConfigError(f"{path} is not a configuration that transformers can read: {_one_line(failure)}") from failure
+        raise ConfigError(f"transformers cannot read {path}: {_one_line(failure)}") from failure
 
 
 def _download(name: str) -> Path:
@@ -300,55 +319,58 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as failure:  # No network, no such model, no access: each has its own class.
         raise ConfigError(
-            f"{name} is no local folder and cannot be had from the Hugging Face hub ({type(failure).__name__}); "
-            "download it and give the folder"
+            f"{name} is no local folder, and the Hugging Face hub does not give it "
+            f"({type(failure).__name__}); download it and give the folder"
         ) from failure
 
 
-def _lay_over(config: PretrainedConfig, given: dict[str, Any], weights: str | None, location: str) -> PretrainedConfig:
+def _lay_over(
+    config: PretrainedConfig, given: dict[str, Any], weights: str | None, location: str
+) -> PretrainedConfig:
     if not given:
         return config
-    family = next((f for f in FAMILIES.values() if f.hf_model_type == config.model_type), None)
-    family = family or Family(config.model_type, _fields_of(config.model_type))
-    fields = config.to_dict()
-    before = dict(fields)
-    for key, old_name in (("rope_theta", "rope_theta"), ("rotary_emb_base", "rope_theta")):
-        if key in family.fields.values():
-            fields.setdefault(key, (fields.get("rope_parameters") or {}).get(old_name))
+    known = next((family for family in FAMILIES.values() if family.hf_model_type == config.model_type), None)
+    family = known or Family(config.model_type, _fields_of(config.model_type))
+    before = _transformers4_names(config.to_dict(), config.model_type)
+    fields = dict(before)
     _overlay(fields, family, location, given)
-    if weights:
-        shapes = {family.fields.get(flag): flag for flag in SHAPES}
-        if family.hf_model_type == "gpt2":
-            shapes["n_positions"] = "max_context_width"
-        for key, flag in shapes.items():
-            if key in given or key is None or fields.get(key) == before.get(key):
-                continue
-            raise ConfigError(f"--{flag} {fields[key]} does not fit the weights in {location}, made with {before.get(key)}")
-    return _merge(config, before, fields, location)
-
-
-def _merge(config: PretrainedConfig, before: dict[str, Any], after: dict[str, Any], name: str) -> PretrainedConfig:
-    changed = {key: value for key, value in after.items() if value != before.get(key)}
-    rope = before.get("rope_parameters")
-    if isinstance(rope, dict):  # transformers 5 keeps base, share and scaling in one place.
-        rope = dict(rope)
-        for old, new in (
-            ("rope_theta", "rope_theta"),
-            ("rotary_emb_base", "rope_theta"),
-            ("rotary_pct", "partial_rotary_factor"),
-            ("partial_rotary_factor", "partial_rotary_factor"),
-        ):
-            if (value := changed.pop(old, None)) is not None:
-                rope[new] = value
-        rope |= changed.pop("rope_scaling", None) or {}
-        changed["rope_parameters"] = rope
-    fields = before | changed
+    if {"hidden_width", "num_heads"} & given.keys() and not weights:
+        fields.pop("head_dim", None)  # It was written out for the widths of before.
+    shapes = {target: flag for flag in SHAPES if (target := family.fields.get(flag))}
+    if family.hf_model_type == "gpt2":  # Its positions are weights.
+        shapes["n_positions"] = "max_context_width"
+    for target, flag in shapes.items():
+        if weights and fields.get(target) != before.get(target):
+            raise ConfigError(
+                f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}"
+            )
     _drop_outside_tokens(fields)
-    _check_widths(config.model_type, fields, name)
+    _check_widths(config.model_type, fields, location)
     try:
         return type(config).from_dict(fields)
     except Exception as failure:
-        raise ConfigError(f"{name}: transformers refuses the configuration: {_one_line(failure)}") from failure
+        raise ConfigError(
+            f"{location}: transformers refuses the configuration: {_one_line(failure)}"
+        ) from failure
+
+
+def _transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str, Any]:
+    """Return configuration fields with the ``rope_parameters`` of transformers 5 under their former names."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return dict(fields)
+    fields, rope = dict(fields), dict(rope)
+    del fields["rope_parameters"]
+    neox = hf_model_type == "gpt_neox"
+    for new, old in (
+        ("rope_theta", "rotary_emb_base" if neox else "rope_theta"),
+        ("partial_rotary_factor", "rotary_pct" if neox else "partial_rotary_factor"),
+    ):
+        if new in rope:
+            fields[old] = rope.pop(new)
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = rope
+    return fields
 
 
 def _our_name(config: PretrainedConfig) -> str:
