@@ -1,0 +1,84 @@
+"""From a configuration to a model: built on the meta device, sharded by others, then given memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp_train.errors import ConfigError
+from smp_train.models.initialization import PROGRAMS, canonical_name
+from smp_train.models.recording import parameters_on_meta
+from smp_train.models.resolve import ModelSpec
+
+
+def build_meta(
+    spec: ModelSpec, *, dtype: torch.dtype = torch.float32, attn_implementation: str = "sdpa"
+) -> nn.Module:
+    """Return the Hugging Face causal LM of ``spec`` in training mode, parameters on meta, buffers real on
+    the CPU.
+
+    Takes no memory for parameters and seconds for 400 B of them. What the constructor and ``_init_weights``
+    would have put in the parameters is noted on the model, for `initialise`.
+
+    Raises:
+        ConfigError: transformers refuses the configuration or the attention implementation.
+    """
+    from transformers import AutoModelForCausalLM
+
+    spec.config.use_cache = False
+    try:
+        with parameters_on_meta() as recorder:
+            model = AutoModelForCausalLM.from_config(
+                spec.config, attn_implementation=attn_implementation, torch_dtype=dtype
+            )
+    except (ValueError, ImportError, KeyError) as failure:
+        raise ConfigError(f"cannot build {spec.name}: {str(failure).splitlines()[0]}") from failure
+    model.__dict__[PROGRAMS] = {
+        canonical_name(name): list(recorder.program(param) or []) for name, param in model.named_parameters()
+    }
+    stray = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if stray:
+        raise ConfigError(f"cannot build {spec.name}: its buffer {stray[0]} is computed from parameters")
+    return model.train()
+
+
+def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the decoder layers of any Hugging Face causal LM as (qualified name, module), in order."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and any(True for _ in module.parameters())
+    ]
+    config: Any = getattr(model, "config", None)
+    depth = getattr(config, "num_hidden_layers", None)
+    # A mixture's experts are a list too, within each layer: the outermost list holds the most parameters.
+    candidates = [entry for entry in lists if len(entry[1]) == depth] or lists
+    if not candidates:
+        raise ConfigError(f"{type(model).__name__} has no list of decoder layers")
+    name, layers = max(candidates, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+    return [(f"{name}.{key}" if name else key, layer) for key, layer in layers.named_children()]
+
+
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Give every meta parameter (plain or DTensor) memory on ``device``, unset, and move all else there.
+
+    Tied parameters stay tied. Call it after sharding: only this rank's part is allocated.
+    """
+    device = torch.device(device)
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(id(param), []).append((module, key))
+    tied = [places for places in owners.values() if len(places) > 1]
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    model._apply(allocate)
+    # _apply replaces a plain meta parameter at each place anew.
+    for (first, key), *others in tied:
+        for module, name in others:
+            module._parameters[name] = first._parameters[key]

@@ -1,0 +1,166 @@
+"""What each model family calls the flags' fields, and what it takes where neither flag nor preset says.
+
+Configurations are written with the names of transformers 4 (``rope_theta``, ``rope_scaling``, ``rotary_pct``,
+``partial_rotary_factor``): transformers 5 turns them into its ``rope_parameters`` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+# Flag -> configuration field, where a family has it under the usual name.
+COMMON = {
+    "vocab_size": "vocab_size",
+    "hidden_width": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_context_width": "max_position_embeddings",
+    "initializer_range": "initializer_range",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+LLAMA_LIKE = COMMON | {
+    "num_key_value_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "attn_pdrop": "attention_dropout",
+    "rotary_emb_base": "rope_theta",
+}
+ROPE_SCALING = {
+    "rope_scaling_type": "rope_type",
+    "rope_scaling_factor": "factor",
+    "rope_scaling_high_freq_factor": "high_freq_factor",
+    "rope_scaling_low_freq_factor": "low_freq_factor",
+    "rope_scaling_original_max_position_embeddings": "original_max_position_embeddings",
+}
+EXPERTS = {"num_experts_per_tok": "num_experts_per_tok", "num_local_experts": "num_local_experts"}
+WINDOW = {"sliding_window": "sliding_window"}
+# Every flag that says something of the model; each must reach the configuration or be refused.
+MODEL_FLAGS = (
+    *LLAMA_LIKE, "rotary_pct", "resid_pdrop", "embd_pdrop", *WINDOW, *EXPERTS, *ROPE_SCALING,
+)  # fmt: skip
+
+
+def llama_width(hidden: int) -> int:
+    """Return Llama's SwiGLU width: 8/3 of the hidden size, up to a multiple of 256 (11008 at 4096)."""
+    return -(-8 * hidden // (3 * 256)) * 256
+
+
+def wide_width(hidden: int) -> int:
+    """Return the SwiGLU width of Llama 3 8B, Mistral and Mixtral: 3.5 of the hidden size (14336 at 4096)."""
+    return 7 * hidden // 2
+
+
+def four_width(hidden: int) -> int:
+    """Return the classic width of a feed-forward layer: 4 of the hidden size."""
+    return 4 * hidden
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: the transformers type behind it, its field names, and its defaults when built from widths.
+
+    Attributes:
+        hf_model_type: ``model_type`` of the transformers configuration.
+        fields: flag -> configuration field.
+        defaults: fields of a model built from widths alone.
+        width: feed-forward width for a hidden size.
+    """
+
+    hf_model_type: str
+    fields: dict[str, str]
+    defaults: dict[str, Any] = field(default_factory=dict)
+    width: Callable[[int], int] = four_width
+
+
+_LLAMA = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA3 = _LLAMA | {
+    "vocab_size": 128256, "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+_GPT2_FIELDS = COMMON | {
+    "hidden_width": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "max_context_width": "n_positions",
+    "intermediate_size": "n_inner",
+    "resid_pdrop": "resid_pdrop",
+    "embd_pdrop": "embd_pdrop",
+    "attn_pdrop": "attn_pdrop",
+}
+
+FAMILIES: dict[str, Family] = {
+    "gpt_neox": Family(
+        "gpt_neox",
+        COMMON
+        | {
+            "intermediate_size": "intermediate_size",
+            "rotary_pct": "rotary_pct",
+            "rotary_emb_base": "rotary_emb_base",
+            "resid_pdrop": "hidden_dropout",
+            "attn_pdrop": "attention_dropout",
+        },
+        {
+            "vocab_size": 50432,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 10000,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
+    "llama_v2": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32000}, llama_width),
+    "llama_v3": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA3, wide_width),
+    "codellama": Family(
+        "llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32016, "rope_theta": 1e6}, llama_width
+    ),
+    "scratch": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32000}, llama_width),
+    "mistral": Family(
+        "mistral", LLAMA_LIKE | WINDOW, _LLAMA | {"vocab_size": 32000, "sliding_window": None}, wide_width
+    ),
+    "mathstral": Family(
+        "mistral", LLAMA_LIKE | WINDOW, _LLAMA | {"vocab_size": 32768, "sliding_window": None}, wide_width
+    ),
+    "mixtral": Family(
+        "mixtral",
+        LLAMA_LIKE | WINDOW | EXPERTS,
+        _LLAMA | {"vocab_size": 32000, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        wide_width,
+    ),
+    "gpt2": Family("gpt2", _GPT2_FIELDS, {"vocab_size": 50257, "tie_word_embeddings": True}),
+    "falcon": Family(
+        "falcon",
+        COMMON
+        | {
+            "num_key_value_heads": "num_kv_heads",
+            "intermediate_size": "ffn_hidden_size",
+            "rotary_emb_base": "rope_theta",
+            "resid_pdrop": "hidden_dropout",
+            "attn_pdrop": "attention_dropout",
+        },
+        {
+            "vocab_size": 65024,
+            "tie_word_embeddings": True,
+            "bias": False,
+            "bos_token_id": 11,
+            "eos_token_id": 11,
+        },
+    ),
+    "phi": Family(
+        "phi",
+        LLAMA_LIKE
+        | {"rotary_pct": "partial_rotary_factor", "resid_pdrop": "resid_pdrop", "embd_pdrop": "embd_pdrop"},
+        {
+            "vocab_size": 51200,
+            "partial_rotary_factor": 0.4,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+# Names of transformers for what has a name of ours.
+SYNONYMS = {
+    "llama": "llama_v2",
+    "llama2": "llama_v2",
+    "llama3": "llama_v3",
+    "llama_v3_1": "llama_v3",
+    "phi2": "phi",
+}

@@ -1,0 +1,82 @@
+"""How many parameters a model has and how many floating-point operations a token costs."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+EXPERT = re.compile(r"\.experts\.")
+
+
+class Counts(NamedTuple):
+    """Parameters of a model: all, those one token uses, and those of them that a token is multiplied with."""
+
+    total: int
+    active: int
+    active_matmul: int
+
+
+def count_parameters(config: PretrainedConfig) -> int:
+    """Return the number of parameters, tied ones counted once."""
+    return _counts(config).total
+
+
+def count_active_parameters(config: PretrainedConfig) -> int:
+    """Return the number of parameters that one token uses: of a mixture's experts only those it is sent to."""
+    return _counts(config).active
+
+
+def flops_per_token(config: PretrainedConfig, seq_len: int, *, causal: bool = False) -> float:
+    """Return the model FLOPs of forward and backward for one token: ``6 N + 12 L H d S``.
+
+    N: active parameters in matrix multiplications (the output head counts, an embedding look-up, norms and
+    biases do not); L layers, H heads, d head size, S ``seq_len``. Recomputation under activation
+    checkpointing does not count. The formula is that of PaLM (Chowdhery et al. 2022, appendix B), also
+    used by nanoGPT: attention counts the full S x S matrix, sliding window or not. ``causal`` counts half
+    of it, as torchtitan does, so figures made with one must not be compared with figures made with the other.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
+    return float(6 * _counts(config).active_matmul + (attention // 2 if causal else attention))
+
+
+def _active_share(config: PretrainedConfig) -> float:
+    """Return which share of the experts a token goes through (1 without experts)."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := getattr(config, name, None))), None)
+    used = getattr(config, "num_experts_per_tok", None)
+    return used / experts if experts and used else 1.0
+
+
+def _counts(config: PretrainedConfig) -> Counts:
+    return _count_built(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=64)
+def _count_built(kind: Any, config_json: str) -> Counts:
+    # Built on meta rather than by a formula per family: exact for every model that transformers has.
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    config = kind.from_dict(json.loads(config_json))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if head is not None:
+        looked_up.discard(id(head.weight))
+    share = _active_share(config)
+    total = active = matmul = 0.0
+    for name, param in model.named_parameters():
+        used = param.numel() * (share if EXPERT.search(name) else 1.0)
+        total += param.numel()
+        active += used
+        if param.dim() > 1 and id(param) not in looked_up:
+            matmul += used
+    return Counts(round(total), round(active), round(matmul))

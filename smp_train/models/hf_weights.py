@@ -1,0 +1,233 @@
+"""Reads Hugging Face weights (safetensors) straight into the parts of the parameters that a rank holds."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from smp_train.errors import CheckpointError
+from smp_train.models.initialization import canonical_name, part_of
+
+INDEX = "model.safetensors.index.json"
+# Experts as transformers 5 holds them; files have them one by one, under the names of transformers 4.
+FUSED = re.compile(r"^(?P<prefix>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)$")
+# Buffers that former versions of transformers stored among the weights.
+NOT_WEIGHTS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stored tensor and where in a parameter it belongs.
+
+    Attributes:
+        stored: its name.
+        expert: index along the parameter's first dimension, which the stored tensor lacks; None if it has
+        all. row: where its own first dimension starts in the parameter.
+    """
+
+    stored: str
+    expert: int | None = None
+    row: int = 0
+
+
+class Shards:
+    """The safetensors files of a folder, opened as needed; reads any block of any stored tensor."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._open: dict[str, Any] = {}
+        self.files = _files_of(folder, self._keys)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                handle = safe_open(str(self._folder / file), framework="pt", device="cpu")
+            except (OSError, SafetensorError) as failure:
+                raise CheckpointError(f"{self._folder / file} cannot be read: {failure}") from failure
+            self._open[file] = self._stack.enter_context(handle)
+        return self._open[file]
+
+    def _keys(self, file: str) -> list[str]:
+        return list(self._handle(file).keys())
+
+    def tensor(self, name: str) -> Any:
+        """Return the stored tensor ``name`` as a slice: nothing is read until it is indexed."""
+        return self._handle(self.files[name]).get_slice(name)
+
+
+def _files_of(folder: Path, keys: Callable[[str], list[str]]) -> dict[str, str]:
+    """Return which file holds each stored tensor."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError) as failure:
+            raise CheckpointError(f"{index} is not an index of safetensors files: {failure}") from failure
+        missing = sorted(name for name in set(files.values()) if not (folder / name).is_file())
+        if missing:
+            raise CheckpointError(f"{folder}: the index names {missing[0]}, which is not there")
+        return files
+    found = sorted(folder.glob("*.safetensors"))
+    if found:
+        return {key: path.name for path in found for key in keys(path.name)}
+    if any(folder.glob("*.bin")):
+        raise CheckpointError(
+            f"{folder} has its weights as .bin (pickle), which is not read; convert them once with "
+            f"transformers: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(<new folder>)"
+        )
+    raise CheckpointError(f"{folder} has no weights (*.safetensors)")
+
+
+def load_pretrained(model: nn.Module, folder: str | Path) -> None:
+    """Fill every parameter of a materialised model from the safetensors of ``folder``, cast to its own dtype.
+
+    Each rank reads only the rows and columns it holds; no collective is entered, so a failure on one rank
+    must be made known to the others by the caller. Names are those of the Hugging Face state dict, with or
+    without the base model's prefix; experts that this transformers fuses and the folder stores one by one
+    are put together.
+
+    Raises:
+        CheckpointError: files missing or unreadable; parameters that the folder does not have, or stored
+            tensors that the model does not have (the first few are named); shapes that differ.
+    """
+    folder = Path(folder)
+    params = {canonical_name(name): param for name, param in model.named_parameters()}
+    with ExitStack() as stack, torch.no_grad():
+        shards = Shards(folder, stack)
+        plan, missing, left = _plan(model, params, set(shards.files))
+        if missing or left:
+            raise CheckpointError(f"{folder} does not fit the model: {_names('lacks', missing, left)}")
+        for name, pieces in plan.items():
+            _fill(name, params[name], pieces, shards)
+
+
+def _names(verb: str, missing: list[str], left: list[str]) -> str:
+    def few(names: list[str]) -> str:
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    said = [f"it {verb} {few(missing)}"] if missing else []
+    said += [f"it has {few(left)}, which the model does not"] if left else []
+    return "; ".join(said)
+
+
+def _plan(
+    model: nn.Module, params: Mapping[str, Tensor], stored: set[str]
+) -> tuple[dict[str, list[Piece]], list[str], list[str]]:
+    """Return (pieces by parameter, parameters without a source, stored tensors without a use)."""
+    base = getattr(model, "base_model_prefix", "")
+    aliases = _tied_names(model)
+    plan: dict[str, list[Piece]] = {}
+    missing: list[str] = []
+    used: set[str] = set()
+    for name, param in params.items():
+        names = [name, *aliases.get(name, [])]
+        names += [n.replace(".mlp.gate.", ".block_sparse_moe.gate.") for n in names]
+        spellings = [*names, *(n.removeprefix(f"{base}.") for n in names)]
+        found = next((spelling for spelling in spellings if spelling in stored), None)
+        if found:
+            plan[name] = [Piece(found)]
+            # A tied weight may be stored under all its names.
+            used.update(spelling for spelling in spellings if spelling in stored)
+        elif experts := _expert_pieces(name, param, stored):
+            plan[name] = experts
+            used.update(piece.stored for piece in experts)
+        else:
+            missing.append(name)
+    left = sorted(name for name in stored - used if not NOT_WEIGHTS.search(name))
+    return plan, missing, left
+
+
+def _tied_names(model: nn.Module) -> dict[str, list[str]]:
+    first: dict[int, str] = {}
+    others: dict[str, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        name = canonical_name(name)
+        known = first.setdefault(id(param), name)
+        if known != name:
+            others.setdefault(known, []).append(name)
+    return others
+
+
+def _expert_pieces(name: str, param: Tensor, stored: set[str]) -> list[Piece]:
+    """Return where a fused Mixtral parameter lies in a folder that stores experts one by one ([] if it
+    does not).
+
+    ``gate_up_proj`` [experts, 2 I, hidden] is w1 above w3, ``down_proj`` [experts, hidden, I] is w2.
+    """
+    match = FUSED.match(name)
+    if not match:
+        return []
+    parts = ("w1", "w3") if match["kind"] == "gate_up_proj" else ("w2",)
+    height = param.shape[1] // len(parts)
+    pieces = [
+        Piece(f"{match['prefix']}.block_sparse_moe.experts.{expert}.{part}.weight", expert, k * height)
+        for expert in range(param.shape[0])
+        for k, part in enumerate(parts)
+    ]
+    return pieces if all(piece.stored in stored for piece in pieces) else []
+
+
+def _fill(name: str, param: Tensor, pieces: list[Piece], shards: Shards) -> None:
+    part = part_of(param)
+    whole = param.to_local() if isinstance(param, DTensor) else param
+    if whole.is_meta:
+        raise CheckpointError(f"parameter {name} is still on the meta device; materialise the model first")
+    for piece in pieces:
+        source = shards.tensor(piece.stored)
+        shape = tuple(source.get_shape())
+        local, indices, room = whole, list(part.indices), part.shape
+        if piece.expert is not None:
+            held = (indices[0] == piece.expert).nonzero()
+            if not len(held):
+                continue
+            local, indices, room = local[int(held[0])], indices[1:], room[1:]
+        fits = shape[1:] == room[1:] and (shape == room or piece.expert is not None)
+        if not fits:
+            raise CheckpointError(
+                f"{piece.stored} is {list(shape)} in the folder, {name} is {list(part.shape)} here"
+            )
+        _copy(local, source, indices, shape, piece.row)
+
+
+def _copy(local: Tensor, source: Any, indices: list[Tensor], shape: tuple[int, ...], row: int) -> None:
+    """Copy what of ``source`` (whose rows start at ``row`` of the parameter) lies at the held ``indices``."""
+    starts = [row, *[0] * (len(shape) - 1)][: len(shape)]
+    blocks = [
+        _intervals(index, start, start + size)
+        for index, start, size in zip(indices, starts, shape, strict=True)
+    ]
+    for block in itertools.product(*blocks):
+        target = tuple(slice(at, at + length) for at, _, length in block)
+        wanted = tuple(
+            slice(first - start, first - start + length)
+            for (_, first, length), start in zip(block, starts, strict=True)
+        )
+        local[target].copy_(source[wanted] if wanted else source[...])
+
+
+def _intervals(index: Tensor, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Return the runs of indices within [start, stop) as (position in ``index``, first index, length)."""
+    if not len(index):
+        return []
+    breaks = (index[1:] - index[:-1] != 1).nonzero().flatten() + 1
+    edges = [0, *breaks.tolist(), len(index)]
+    runs = []
+    for left, right in itertools.pairwise(edges):
+        first, last = int(index[left]), int(index[right - 1]) + 1
+        low, high = max(first, start), min(last, stop)
+        if low < high:
+            runs.append((left + low - first, low, high - low))
+    return runs

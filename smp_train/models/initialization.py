@@ -1,0 +1,234 @@
+"""Initial weights: each rank draws its own part, and the parts are the same on every mesh and world size.
+
+The value of an element depends on the seed, the parameter's Hugging Face name and the element's index in the
+whole parameter, on nothing else; the distribution is what the model's own constructor and ``_init_weights``
+prescribe (`smp_train.models.recording`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from smp_train.errors import SmpTrainError
+from smp_train.models import counter_random
+from smp_train.models.recording import OVERWRITES, REPLAYABLE, Program, Step
+
+WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+PROGRAMS = "_smp_train_initial_weights"
+# Elements at a time: about ten float64 temporaries of this size fit a core's cache; a device wants large
+# kernels.
+CPU_CHUNK = 1 << 14
+DEVICE_CHUNK = 1 << 24
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's or module's Hugging Face name: without what wrappers put in."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which elements of a parameter a rank holds: those at the given indices of each dimension.
+
+    Attributes:
+        shape: shape of the whole parameter.
+        indices: for each dimension the indices held, int64, ascending.
+    """
+
+    shape: tuple[int, ...]
+    indices: tuple[Tensor, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the rank's tensor."""
+        return tuple(len(index) for index in self.indices)
+
+    def runs(self) -> tuple[Tensor, Tensor]:
+        """Return (starts, offsets): row o, column j is flat element starts[o] + offsets[j]."""
+        stride, strides = 1, []
+        for size in reversed(self.shape):
+            strides.append(stride)
+            stride *= size
+        strides.reverse()
+        starts = torch.zeros(1, dtype=torch.int64)
+        for index, step in zip(self.indices[:-1], strides[:-1], strict=True):
+            starts = (starts[:, None] + index[None, :] * step).flatten()
+        offsets = self.indices[-1] if self.indices else torch.zeros(1, dtype=torch.int64)
+        return starts, offsets
+
+
+def part_of(param: Tensor) -> Part:
+    """Return which elements of ``param`` this rank holds (all of a plain tensor's).
+
+    Splitting the indices with the placements' own code follows every layout there is, `_StridedShard`
+    included.
+    """
+    indices = [torch.arange(size) for size in param.shape]
+    if isinstance(param, DTensor):
+        coordinate = param.device_mesh.get_coordinate()
+        if coordinate is None:
+            indices = [index[:0] for index in indices]
+        else:
+            for mesh_dim, placement in enumerate(param.placements):
+                if placement.is_replicate():
+                    continue
+                if placement.is_partial():
+                    raise SmpTrainError("a parameter with a Partial placement cannot be initialised")
+                count = param.device_mesh.size(mesh_dim)
+                dim = placement.dim  # type: ignore[attr-defined]
+                indices[dim] = _piece(placement, indices[dim], count, coordinate[mesh_dim])
+    return Part(tuple(param.shape), tuple(indices))
+
+
+def _piece(placement: object, index: Tensor, count: int, position: int) -> Tensor:
+    factor = getattr(placement, "split_factor", 1)
+    # Shard is torch.chunk. _StridedShard chunks each of the pieces that a later mesh dimension will take.
+    blocks = torch.chunk(index, factor)
+    pieces = [torch.chunk(block, count) for block in blocks]
+    return torch.cat([piece[position] for piece in pieces if position < len(piece)] or [index[:0]])
+
+
+def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
+    """Fill every parameter of a model made by `build_meta` and materialised; return how many numbers were
+    drawn.
+
+    Args:
+        model: its parameters plain tensors or DTensors (Shard, Replicate, _StridedShard); wrapped or not.
+        seed: with the parameter's name the only thing the values depend on.
+        chunk: elements computed at a time (affects speed and memory only).
+
+    Raises:
+        SmpTrainError: a parameter whose initial values are not known, or that cannot be drawn in parts.
+    """
+    programs = programs_of(model)
+    drawn = 0
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            name = canonical_name(name)
+            program = programs.get(name)
+            _check(name, program)
+            local = param.to_local() if isinstance(param, DTensor) else param
+            if local.is_meta:
+                raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
+            drawn += _fill(local, part_of(param), program or [], seed, name, chunk)
+    return drawn
+
+
+def programs_of(model: nn.Module) -> dict[str, Program]:
+    """Return the notes that `build_meta` left on the model, by canonical parameter name."""
+    for module in model.modules():
+        if PROGRAMS in module.__dict__:
+            return module.__dict__[PROGRAMS]
+    raise SmpTrainError("this model was not made by build_meta: how to initialise it is not known")
+
+
+def _check(name: str, program: Program | None) -> None:
+    if not program:
+        raise SmpTrainError(f"nothing in the model's code initialises parameter {name}")
+    bad = [step.op for step in program if step.op not in REPLAYABLE]
+    if bad or program[0].op not in OVERWRITES or program[0].view is not None:
+        what = bad[0] if bad else f"{program[0].op} on unset memory"
+        raise SmpTrainError(
+            f"parameter {name}: its initialization ({what}) cannot be drawn in parts; start from weights"
+        )
+
+
+def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chunk: int | None) -> int:
+    if tuple(local.shape) != part.local_shape:
+        raise SmpTrainError(
+            f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}"
+        )
+    if local.numel() == 0:
+        return 0
+    if len(program) == 1 and program[0].op == "fill_":
+        local.fill_(program[0].args[0])
+        return 0
+    device = local.device
+    chunk = chunk or (CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK)
+    drawn = 0
+    rows = local.view(-1, local.shape[-1]) if local.dim() else local.view(1, 1)
+    for target, index in _chunks(rows, part, chunk):
+        values = torch.empty(index.numel(), dtype=torch.float64, device=device)
+        ordinal = 0
+        for step in program:
+            key = counter_random.stream_key(seed, name, ordinal)
+            random = step.op in ("normal_", "uniform_", "trunc_normal_")
+            _apply(step, values, index.view(-1), key)
+            ordinal += random
+            drawn += index.numel() * random
+        target.copy_(values.view(index.shape))
+    return drawn
+
+
+def _chunks(rows: Tensor, part: Part, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (part of the local matrix, its flat indices in the whole parameter), ``chunk`` or so each."""
+    starts, offsets = (x.to(rows.device) for x in part.runs())
+    width = min(len(offsets), chunk)
+    height = max(1, chunk // width)
+    for top in range(0, len(starts), height):
+        for left in range(0, len(offsets), width):
+            index = starts[top : top + height, None] + offsets[None, left : left + width]
+            yield rows[top : top + height, left : left + width], index
+
+
+def _apply(step: Step, values: Tensor, index: Tensor, key: int) -> None:
+    inside = None if step.view is None else _inside(index, *step.view)
+    if inside is not None and not bool(inside.any()):
+        return
+    if step.op == "normal_":
+        mean, std = step.args
+        new = counter_random.normal(key, index).mul_(std).add_(mean)
+    elif step.op == "uniform_":
+        low, high = step.args
+        new = counter_random.uniform(key, index).mul_(high - low).add_(low)
+    elif step.op == "trunc_normal_":
+        new = _truncated(step, key, index)
+    elif step.op == "fill_":
+        new = torch.full_like(values, step.args[0])
+    elif step.op == "constant":
+        new = _constant(step, index)
+    else:
+        new = getattr(values.clone(), step.op)(*step.args, **step.kwargs)
+    values.copy_(new if inside is None else torch.where(inside, new, values))
+
+
+def _truncated(step: Step, key: int, index: Tensor) -> Tensor:
+    """Draw a normal number kept to [a, b], by inversion between the two ends' probabilities."""
+    mean, std, a, b = step.args
+    low, high = (statistics.NormalDist().cdf((end - mean) / std) for end in (a, b))
+    q = counter_random.uniform(key, index).mul_(high - low).add_(low - 0.5)
+    # The far ends of an all but untruncated normal round to probability 0 or 1.
+    return (
+        counter_random.quantile(q.clamp_(-0.5 + 2.0**-54, 0.5 - 2.0**-54)).mul_(std).add_(mean).clamp_(a, b)
+    )
+
+
+def _constant(step: Step, index: Tensor) -> Tensor:
+    values: Tensor = step.args[0].flatten()
+    if step.view is not None:
+        offset, sizes, strides = step.view
+        position = torch.zeros_like(index)
+        for d, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+            position += ((index - offset) // stride) % size * math.prod(sizes[d + 1 :])
+        index = position
+    return values.to(index.device)[index]
+
+
+def _inside(index: Tensor, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Return which flat indices lie in a view of a contiguous tensor (a box, as narrow and select make)."""
+    rest = index - offset
+    ok = rest >= 0
+    for stride, size in sorted(zip(strides, sizes, strict=True), reverse=True):
+        position = rest // stride
+        ok &= position < size
+        rest = rest - position * stride
+    return ok & (rest == 0)

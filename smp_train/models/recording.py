@@ -1,0 +1,178 @@
+"""Builds a model with its parameters on the meta device and notes what its constructor would have put in
+them.
+
+Parameters are moved to meta the moment they are registered, so no model is too large to build, while buffers
+stay real. Every factory call and every in-place operation on a parameter (the constructor's own and those of
+the model's ``_init_weights``) is noted, not executed: the notes are a parameter's `Program`, which
+`smp_train.models.initialization` later replays on the part of the parameter that a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on a parameter, or on a view of it.
+
+    Attributes:
+        op: name of the in-place operation ("normal_", "fill_", "mul_", ...) or "constant" for given values.
+        args: its arguments after the tensor, by position.
+        kwargs: its named arguments.
+        view: (offset, sizes, strides) within the parameter, None for the whole of it.
+    """
+
+    op: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    view: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
+
+
+Program = list[Step]
+
+# What a factory function leaves in a tensor. Memory that nothing was written to has an empty program.
+FACTORIES: dict[str, Callable[..., Program]] = {
+    "empty": lambda *_: [],
+    "empty_like": lambda *_: [],
+    "empty_strided": lambda *_: [],
+    "new_empty": lambda *_: [],
+    "zeros": lambda *_: [Step("fill_", (0.0,))],
+    "zeros_like": lambda *_: [Step("fill_", (0.0,))],
+    "new_zeros": lambda *_: [Step("fill_", (0.0,))],
+    "ones": lambda *_: [Step("fill_", (1.0,))],
+    "ones_like": lambda *_: [Step("fill_", (1.0,))],
+    "new_ones": lambda *_: [Step("fill_", (1.0,))],
+    "full": lambda size, value, *_: [Step("fill_", (value,))],
+    "full_like": lambda tensor, value, *_: [Step("fill_", (value,))],
+    "rand": lambda *_: [Step("uniform_", (0.0, 1.0))],
+    "randn": lambda *_: [Step("normal_", (0.0, 1.0))],
+}
+# Operations after which what was in the tensor before no longer matters.
+OVERWRITES = {"normal_", "uniform_", "trunc_normal_", "fill_", "constant"}
+# Pointwise operations that give the same bits on every device and for every part of a tensor.
+POINTWISE = {"mul_", "add_", "sub_", "div_", "neg_", "abs_", "clamp_", "clamp_min_", "clamp_max_", "sqrt_"}
+REPLAYABLE = OVERWRITES | POINTWISE
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _view(tensor: Tensor, whole: int) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    if tensor.numel() == whole:
+        return None
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the program of every storage created while active; skips the work where the tensor is on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The weak reference keeps a storage's address from being used again, not its memory.
+        self._programs: dict[int, tuple[StorageWeakRef, Program]] = {}
+
+    def program(self, tensor: Tensor) -> Program | None:
+        """Return the program of the storage that ``tensor`` lies in, or None when it is not known."""
+        known = self._programs.get(_key(tensor))
+        return known[1] if known else None
+
+    def assign(self, tensor: Tensor, program: Program) -> None:
+        """Say what the storage of ``tensor`` holds."""
+        self._programs[_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), program)
+
+    def write(
+        self, tensor: Tensor, op: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> bool:
+        """Note an in-place operation; False when the storage's history is not known."""
+        program = self.program(tensor)
+        if program is None:
+            return False
+        if op == "zero_":
+            op, args = "fill_", (0.0,)
+        elif op == "copy_":
+            source = args[0]
+            if source.is_meta:
+                op, args = "unknown copy", ()
+            else:
+                values = source.detach().to("cpu", torch.float64).expand(tensor.shape).contiguous()
+                op, args = "constant", (values.clone(),)
+        elif op in ("normal_", "uniform_"):
+            args = args + (0.0, 1.0)[len(args) :]
+        args = tuple(
+            a.item() if isinstance(a, Tensor) and a.dim() == 0 and not a.is_meta else a for a in args
+        )
+        kept = {k: v for k, v in (kwargs or {}).items() if k != "generator"}
+        whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+        step = Step(op, args, kept, _view(tensor, whole))
+        if step.view is None and step.op in OVERWRITES:
+            program.clear()
+        program.append(step)
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        mutates = name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor)
+        if mutates and func._schema.arguments[0].alias_info is not None:
+            noted = self.write(args[0], name, tuple(args[1:]), kwargs)
+            if noted and args[0].is_meta:
+                return args[0]
+        out = func(*args, **kwargs)
+        if name in FACTORIES and isinstance(out, Tensor):
+            self.assign(out, FACTORIES[name](*args))
+        return out
+
+
+def _to_meta(recorder: Recorder, param: nn.Parameter) -> nn.Parameter:
+    known = recorder.program(param)
+    alone = param.untyped_storage().nbytes() == param.numel() * param.element_size() and param.is_contiguous()
+    if known is None or not alone or any(step.op not in REPLAYABLE for step in known):
+        # Computed by the constructor: small in every model there is, so the values themselves are kept.
+        known = [Step("constant", (param.detach().to("cpu", torch.float64, copy=True),))]
+    meta = nn.Parameter(
+        torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
+    )
+    meta.__dict__.update(param.__dict__)
+    recorder.assign(meta, known)
+    return meta
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[Recorder]:
+    """Within it every registered parameter goes to meta, its program noted; buffers stay as they are."""
+    recorder = Recorder()
+    register = nn.Module.register_parameter
+    truncated = nn.init._no_grad_trunc_normal_
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = _to_meta(recorder, param)
+        register(module, name, param)
+
+    def note_truncated(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        # torch draws it by rejection, which no rank can do for a part alone, and skips it on meta without a
+        # trace.
+        if tensor.is_meta and recorder.write(tensor, "trunc_normal_", (mean, std, a, b)):
+            return tensor
+        return truncated(tensor, mean, std, a, b, generator=generator)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore
+    nn.init._no_grad_trunc_normal_ = note_truncated
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.init._no_grad_trunc_normal_ = truncated

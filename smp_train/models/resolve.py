@@ -1,0 +1,380 @@
+"""From flags to a model: a preset, widths alone, or a Hugging Face model, with flags laid over it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from smp_train.errors import ConfigError
+from smp_train.models.families import FAMILIES, MODEL_FLAGS, ROPE_SCALING, SYNONYMS, Family
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+PRESETS = Path(__file__).parent / "presets"
+# Widths of the original system where only some are given.
+DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_context_width": 2048}
+# Flags that change the shape of a weight: with weights given they may only confirm what these say.
+SHAPES = (
+    "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
+    "num_local_experts", "tie_word_embeddings",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What to build and what to start it from.
+
+    Attributes:
+        name: "llama_v2-7b", "llama_v2" when built from widths, or the Hugging Face name.
+        model_type: family name, used in the names of checkpoint folders.
+        config: transformers configuration.
+        pretrained: folder with weights to start from, or None for random initial weights.
+    """
+
+    name: str
+    model_type: str
+    config: PretrainedConfig
+    pretrained: str | None = None
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One published (or ladder) model: a data file under ``presets/``.
+
+    Attributes:
+        model_type: family, a key of `FAMILIES`.
+        model_size: size within the family, lower case.
+        hf_model_type: transformers configuration type.
+        hub_name: name on the Hugging Face hub, None for models of ours.
+        parameters: number of parameters (tied ones once).
+        source: where the number is published.
+        note: what the name does not say.
+        config: configuration fields, in the names of transformers 4.
+    """
+
+    model_type: str
+    model_size: str
+    hf_model_type: str
+    hub_name: str | None
+    parameters: int
+    source: str
+    config: dict[str, Any]
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """Family and size."""
+        return f"{self.model_type}-{self.model_size}"
+
+
+@cache
+def presets() -> dict[tuple[str, str], Preset]:
+    """Return all presets by (model_type, model_size)."""
+    found = [
+        Preset(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(PRESETS.glob("*.json"))
+    ]
+    return {(preset.model_type, preset.model_size): preset for preset in found}
+
+
+def resolve(args: Any) -> ModelSpec:
+    """Return the model that the flags describe.
+
+    ``args`` has the model flags as attributes; None stands for not given. In order of what decides:
+    ``hf_pretrained_model_name_or_dir`` (folder, config.json or hub name), ``model_type`` and ``model_size``
+    (preset), ``model_type`` and widths (missing widths: 768 wide, 12 layers, 12 heads; ``model_type``
+    missing: gpt_neox, or the from-scratch ladder when a size is given). Other flags that are given are laid
+    over it.
+
+    Raises:
+        ConfigError: unknown family or preset (nearest named), a flag the family has no use for, widths that
+        do not
+            fit together, or a folder without a usable configuration.
+    """
+    given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
+    location = getattr(args, "hf_pretrained_model_name_or_dir", None)
+    if location:
+        return _from_hugging_face(str(location), given)
+    size = getattr(args, "model_size", None)
+    family_name = _family_name(getattr(args, "model_type", None) or ("scratch" if size else "gpt_neox"))
+    family = FAMILIES.get(family_name) or Family(family_name, _fields_of(family_name))
+    if size:
+        preset = _preset(family_name, str(size))
+        fields, name = dict(preset.config), preset.name
+    else:
+        given = DEFAULT_WIDTHS | given
+        fields, name = dict(family.defaults), family_name
+        if "intermediate_size" in family.fields:
+            given.setdefault("intermediate_size", family.width(given["hidden_width"]))
+        if "num_key_value_heads" in family.fields and family.hf_model_type != "falcon":
+            given.setdefault("num_key_value_heads", given["num_heads"])
+    _overlay(fields, family, family_name, given)
+    _drop_outside_tokens(fields)
+    return ModelSpec(name, family_name, _configuration(family.hf_model_type, fields, name))
+
+
+def _suggest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else "."
+
+
+def _family_name(model_type: str) -> str:
+    name = model_type.lower().replace("-", "_")
+    name = SYNONYMS.get(name, name)
+    if name in FAMILIES:
+        return name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return model_type
+    known = sorted(FAMILIES)
+    raise ConfigError(
+        f"--model_type {model_type} is not known{_suggest(name, known)} "
+        f"Known: {', '.join(known)}, or any causal LM type of transformers"
+    )
+
+
+def _fields_of(hf_model_type: str) -> dict[str, str]:
+    """Return which flags a transformers configuration has a field for, under the usual names."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[hf_model_type]()
+    usual = FAMILIES["mixtral"].fields | FAMILIES["phi"].fields
+    renamed = getattr(config, "attribute_map", {})
+    return {
+        flag: renamed.get(name, name)
+        for flag, name in usual.items()
+        if hasattr(config, name) or name == "rope_theta"
+    }
+
+
+def _preset(family: str, size: str) -> Preset:
+    wanted = size.lower().removeprefix(f"{family}-")
+    preset = presets().get((family, wanted))
+    if preset:
+        return preset
+    sizes = [known for name, known in presets() if name == family]
+    if not sizes:
+        raise ConfigError(
+            f"--model_type {family} has no presets; give --hidden_width, --num_layers, --num_heads"
+        )
+    hint = _suggest(wanted, sizes)
+    raise ConfigError(f"--model_size {size} is not known for {family}{hint} Sizes: {', '.join(sizes)}")
+
+
+def _overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, Any]) -> None:
+    """Write the given flags into the configuration fields; none is dropped in silence."""
+    heads = given.get("num_heads", fields.get(family.fields.get("num_heads", "")))
+    for flag, value in given.items():
+        target = family.fields.get(flag)
+        if flag in ROPE_SCALING and target:
+            continue
+        if target is None:
+            harmless = (flag.endswith("_pdrop") and value == 0) or (
+                flag == "num_key_value_heads" and value == heads
+            )
+            if not harmless:
+                raise ConfigError(f"--{flag} {value}: {name} has no such setting; leave it out")
+        elif flag == "max_context_width":
+            fields[target] = max(int(value), fields.get(target) or 0)
+        else:
+            fields[target] = bool(value) if flag == "tie_word_embeddings" else value
+    _overlay_rope(fields, family, given)
+    if family.hf_model_type == "falcon" and "num_key_value_heads" in given:
+        # One key-value head is Falcon 7B's layer, several are Falcon 40B's.
+        fields["new_decoder_architecture"] = given["num_key_value_heads"] > 1
+
+
+def _overlay_rope(fields: dict[str, Any], family: Family, given: dict[str, Any]) -> None:
+    scaling = {ROPE_SCALING[flag]: value for flag, value in given.items() if flag in ROPE_SCALING}
+    if not scaling or "rope_scaling_type" not in family.fields:
+        return
+    kind = scaling.get("rope_type", (fields.get("rope_scaling") or {}).get("rope_type", "default"))
+    if kind == "default":
+        fields.pop("rope_scaling", None)
+    elif kind == "llama3":
+        base = {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        fields["rope_scaling"] = base | (fields.get("rope_scaling") or {}) | scaling | {"rope_type": kind}
+    else:
+        raise ConfigError(f"--rope_scaling_type {kind} is not known; known: default, llama3")
+
+
+def _drop_outside_tokens(fields: dict[str, Any]) -> None:
+    # A vocabulary cut down by --vocab_size no longer holds the family's special tokens.
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = fields.get(key)
+        if isinstance(value, int) and value >= fields.get("vocab_size", value + 1):
+            fields[key] = None
+
+
+def _configuration(hf_model_type: str, fields: dict[str, Any], name: str) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    _check_widths(hf_model_type, fields, name)
+    try:
+        return CONFIG_MAPPING[hf_model_type](**fields)
+    except Exception as failure:  # transformers' validation raises classes of several libraries.
+        raise ConfigError(
+            f"{name}: transformers refuses the configuration: {_one_line(failure)}"
+        ) from failure
+
+
+def _one_line(failure: BaseException) -> str:
+    return " ".join(str(failure).split()) or type(failure).__name__
+
+
+def _check_widths(hf_model_type: str, fields: dict[str, Any], name: str) -> None:
+    """Raise `ConfigError` for widths that do not fit together, named by their flags."""
+
+    def value(*names: str) -> int | None:
+        return next((fields[key] for key in names if fields.get(key) is not None), None)
+
+    hidden, heads = value("hidden_size", "n_embd"), value("num_attention_heads", "n_head")
+    kv_heads = value("num_key_value_heads", "num_kv_heads")
+    sizes = {
+        "--hidden_width": hidden,
+        "--num_heads": heads,
+        "--num_layers": value("num_hidden_layers", "n_layer"),
+        "--num_key_value_heads": kv_heads,
+        "--intermediate_size": value("intermediate_size", "n_inner", "ffn_hidden_size"),
+        "--vocab_size": value("vocab_size"),
+        "--max_context_width": value("max_position_embeddings", "n_positions"),
+        "--num_local_experts": value("num_local_experts"),
+        "--num_experts_per_tok": value("num_experts_per_tok"),
+        "--sliding_window": value("sliding_window"),
+    }
+    for flag, size in sizes.items():
+        if size is not None and size <= 0:
+            raise ConfigError(f"{name}: {flag} must be at least 1, not {size}")
+    experts, used = sizes["--num_local_experts"], sizes["--num_experts_per_tok"]
+    if experts and used and used > experts:
+        raise ConfigError(f"{name}: --num_experts_per_tok {used} is more than --num_local_experts {experts}")
+    if hidden is None or heads is None:
+        return
+    if kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"{name}: --num_heads {heads} is not a multiple of --num_key_value_heads {kv_heads}"
+        )
+    if fields.get("head_dim"):
+        return
+    if hidden % heads:
+        raise ConfigError(f"{name}: --hidden_width {hidden} is not a multiple of --num_heads {heads}")
+    share = value("rotary_pct", "partial_rotary_factor")
+    rotary = int(hidden // heads * (1.0 if share is None else share))
+    if hf_model_type != "gpt2" and not fields.get("alibi") and (rotary % 2 or rotary == 0):
+        raise ConfigError(
+            f"{name}: rotary embeddings turn pairs of dimensions, but --hidden_width {hidden} with "
+            f"--num_heads {heads} leaves {rotary} a head to turn"
+        )
+
+
+def _from_hugging_face(location: str, given: dict[str, Any]) -> ModelSpec:
+    """Return the specification of a folder, of one config.json (random weights), or of a model on the hub."""
+    path = Path(location).expanduser()
+    weights: str | None = None
+    if path.is_file():
+        config = _load_config(path)
+    elif path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} (--hf_pretrained_model_name_or_dir) has no config.json")
+        config = _load_config(path / "config.json")
+        weights = str(path) if _has_weights(path) else None
+    elif location.startswith((".", "/", "~")) or (location.count("/") != 1 and "/" in location):
+        raise ConfigError(f"{location} does not exist (--hf_pretrained_model_name_or_dir)")
+    else:
+        folder = _download(location)
+        config = _load_config(folder / "config.json")
+        weights = str(folder) if _has_weights(folder) else None
+    laid = _lay_over(config, given, weights, location)
+    name = location if not path.exists() else (path.parent.name if path.is_file() else path.name)
+    return ModelSpec(name or config.model_type, _our_name(config), laid, weights)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+
+
+def _load_config(path: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(path))
+    except Exception as failure:  # Anything a file of unknown origin may lead to.
+        raise ConfigError(f"transformers cannot read {path}: {_one_line(failure)}") from failure
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as failure:  # No network, no such model, no access: each has its own class.
+        raise ConfigError(
+            f"{name} is no local folder, and the Hugging Face hub does not give it "
+            f"({type(failure).__name__}); download it and give the folder"
+        ) from failure
+
+
+def _lay_over(
+    config: PretrainedConfig, given: dict[str, Any], weights: str | None, location: str
+) -> PretrainedConfig:
+    if not given:
+        return config
+    known = next((family for family in FAMILIES.values() if family.hf_model_type == config.model_type), None)
+    family = known or Family(config.model_type, _fields_of(config.model_type))
+    before = _transformers4_names(config.to_dict(), config.model_type)
+    fields = dict(before)
+    _overlay(fields, family, location, given)
+    if {"hidden_width", "num_heads"} & given.keys() and not weights:
+        fields.pop("head_dim", None)  # It was written out for the widths of before.
+    shapes = {target: flag for flag in SHAPES if (target := family.fields.get(flag))}
+    if family.hf_model_type == "gpt2":  # Its positions are weights.
+        shapes["n_positions"] = "max_context_width"
+    for target, flag in shapes.items():
+        if weights and fields.get(target) != before.get(target):
+            raise ConfigError(
+                f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}"
+            )
+    _drop_outside_tokens(fields)
+    _check_widths(config.model_type, fields, location)
+    try:
+        return type(config).from_dict(fields)
+    except Exception as failure:
+        raise ConfigError(
+            f"{location}: transformers refuses the configuration: {_one_line(failure)}"
+        ) from failure
+
+
+def _transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str, Any]:
+    """Return configuration fields with the ``rope_parameters`` of transformers 5 under their former names."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return dict(fields)
+    fields, rope = dict(fields), dict(rope)
+    del fields["rope_parameters"]
+    neox = hf_model_type == "gpt_neox"
+    for new, old in (
+        ("rope_theta", "rotary_emb_base" if neox else "rope_theta"),
+        ("partial_rotary_factor", "rotary_pct" if neox else "partial_rotary_factor"),
+    ):
+        if new in rope:
+            fields[old] = rope.pop(new)
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = rope
+    return fields
+
+
+def _our_name(config: PretrainedConfig) -> str:
+    """Return the family of ours for a transformers configuration, or its own type."""
+    if config.model_type == "llama":
+        return "llama_v3" if config.vocab_size >= 100_000 else "llama_v2"
+    return config.model_type

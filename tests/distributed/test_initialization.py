@@ -1,0 +1,175 @@
+"""Initial weights on real meshes: the same bits as on one process, each rank drawing its own part."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from smp_train.models.build import build_meta, decoder_layers, materialise
+from smp_train.models.initialization import initialise
+from smp_train.models.resolve import resolve
+from tests.harness import run
+
+SEED = 7
+# Sizes that neither 2 nor 3 nor 4 ranks divide evenly: 250 rows, 66 and 154 columns.
+SMALL = {"num_layers": 2, "num_heads": 3, "hidden_width": 66, "vocab_size": 250, "max_context_width": 32}
+LLAMA = SMALL | {"model_type": "llama_v2", "num_key_value_heads": 1, "intermediate_size": 154}
+# A width that tensor parallelism over 2 divides.
+EVEN = LLAMA | {"num_heads": 4, "num_key_value_heads": 2, "hidden_width": 64, "intermediate_size": 160}
+TIED = SMALL | {"model_type": "llama_v3", "tie_word_embeddings": 1}
+GPT2 = SMALL | {"model_type": "gpt2"}
+MIXTRAL = EVEN | {"model_type": "mixtral", "num_local_experts": 4}
+
+
+def build(flags: dict[str, Any]) -> torch.nn.Module:
+    return build_meta(resolve(SimpleNamespace(**flags)))
+
+
+def poison(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.to_local() if isinstance(param, DTensor) else param).fill_(float("nan"))
+
+
+def whole(flags: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = build(flags)
+    materialise(model, "cpu")
+    poison(model)
+    initialise(model, SEED)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def compare(model: torch.nn.Module, flags: dict[str, Any]) -> None:
+    expected = whole(flags)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == list(expected)
+    for name, param in model.named_parameters():
+        full = param.full_tensor() if isinstance(param, DTensor) else param
+        assert torch.equal(full, expected[name]), name
+
+
+def finish(model: torch.nn.Module, flags: dict[str, Any]) -> tuple[int, int]:
+    materialise(model, "cpu")
+    poison(model)
+    drawn = initialise(model, SEED)
+    compare(model, flags)
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    assert drawn <= held
+    logits = model(input_ids=torch.arange(24).view(2, 12)).logits
+    assert bool(torch.isfinite(logits).all())
+    return drawn, sum(p.numel() for p in model.parameters())
+
+
+def body_fsdp(flags: dict[str, Any], shape: tuple[int, ...]) -> tuple[int, int]:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[2 - len(shape) :])
+    model = build(flags)
+    for _, layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    result = finish(model, flags)
+    dist.destroy_process_group()
+    return result
+
+
+def body_tensor_parallel(flags: dict[str, Any]) -> tuple[int, int]:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = build(flags)
+    plan = {"self_attn.q_proj": ColwiseParallel(), "self_attn.o_proj": RowwiseParallel()}
+    plan |= {"self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel()}
+    plan |= {
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for _, layer in decoder_layers(model):
+        parallelize_module(layer, mesh["tensor"], plan)
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    placements = {tuple(type(p).__name__ for p in param.placements) for param in model.parameters()}
+    assert ("_StridedShard", "Shard") in placements
+    result = finish(model, flags)
+    dist.destroy_process_group()
+    return result
+
+
+def body_placements() -> list[int]:
+    """Place one matrix in every way on a 2 x 2 mesh."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2))
+    counts = []
+    for placements in (
+        [Shard(1), Replicate()],
+        [Replicate(), Replicate()],
+        [Shard(0), Shard(1)],
+        [Shard(1), Shard(1)],
+    ):
+        model = build(LLAMA)
+        head = model.get_submodule("lm_head")
+        meta = distribute_tensor(torch.empty(head.weight.shape, device="meta"), mesh, placements)
+        head.weight = torch.nn.Parameter(meta)
+        before = model.named_parameters()
+        others = sum(p.numel() for n, p in before if n != "lm_head.weight" and "norm" not in n)
+        materialise(model, "cpu")
+        poison(model)
+        counts.append(initialise(model, SEED) - others)
+        compare(model, LLAMA)
+    dist.destroy_process_group()
+    return counts
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (3,), (4,), (2, 2)])
+def test_sharding_leaves_every_bit_as_it_is(shape: tuple[int, ...]) -> None:
+    world = shape[0] * (shape[1] if len(shape) > 1 else 1)
+    results = run(body_fsdp, world, LLAMA, shape)
+    drawn, total = [r[0] for r in results], results[0][1]
+    norms = 5 * 66
+    replicas = shape[0] if len(shape) == 2 else 1
+    assert sum(drawn) == replicas * (total - norms)
+    assert max(drawn) <= 1.1 * (total - norms) * replicas / world + 66 * 10
+
+
+@pytest.mark.parametrize("flags", [GPT2, TIED, MIXTRAL], ids=["gpt2", "tied llama", "mixtral"])
+def test_tied_and_fused_parameters_under_sharding(flags: dict[str, Any]) -> None:
+    run(body_fsdp, 2, flags, (2,))
+
+
+def body_tied(flags: dict[str, Any]) -> None:
+    dist.init_process_group("gloo")
+    model: Any = build(flags)
+    for _, layer in decoder_layers(model):
+        fully_shard(layer)
+    fully_shard(model)
+    materialise(model, "cpu")
+    initialise(model, SEED)
+    inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert inputs is outputs
+    ids = torch.arange(24).view(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert inputs.grad is not None
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    model(input_ids=ids)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("flags", [GPT2, TIED], ids=["gpt2", "llama"])
+def test_tied_embeddings_stay_tied(flags: dict[str, Any]) -> None:
+    run(body_tied, 2, flags)
+
+
+def test_tensor_parallel_and_sharding() -> None:
+    run(body_tensor_parallel, 4, EVEN)
+
+
+def test_every_placement() -> None:
+    total = 250 * 66
+    results = run(body_placements, 4)
+    assert [sum(counts) for counts in zip(*results, strict=True)] == [2 * total, 4 * total, total, total]
