@@ -1,0 +1,255 @@
+"""A folder of shards as one data set: converts what is not converted yet, and reads any row of it.
+
+Every rank calls `convert` for its share, all wait for each other, then every rank calls `open_source`.
+There are no locks: a conversion depends on the shard alone and its files appear by renaming, so two jobs
+that convert the same shard write the same bytes and the later one wins.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+from smp_train.data import token_cache
+from smp_train.data.source import Row, Source
+from smp_train.data.token_cache import Header, ShardReader, cache_key
+from smp_train.data.utils import Progress, Shard, list_shards
+from smp_train.errors import DataError
+
+logger = logging.getLogger("smp_train.data")
+
+BESIDE = ".smp_train_cache"
+OPEN_SHARDS = 256
+STALE_SECONDS = 3600
+
+
+class _Caches:
+    """Where the caches of one data folder may be: read from any, written to the first that allows it."""
+
+    def __init__(self, location: str, vocab_size: int, cache_dir: str | None) -> None:
+        folder = os.path.realpath(location if os.path.isdir(location) else os.path.dirname(location) or ".")
+        self.vocab_size = vocab_size
+        # Beside the data the folder is not part of the key: caches stay good when the data is mounted
+        # elsewhere.
+        self.places = (
+            [(cache_dir, folder)]
+            if cache_dir
+            else [(os.path.join(folder, BESIDE), ""), (_own_folder(), folder)]
+        )
+        self._writable: tuple[str, str] | None = None
+
+    def _base(self, place: tuple[str, str], shard: Shard) -> str:
+        return os.path.join(place[0], cache_key(shard, self.vocab_size, place[1]))
+
+    def find(self, shard: Shard) -> tuple[str, Header] | None:
+        for place in self.places:
+            base = self._base(place, shard)
+            opened = token_cache.read_header(base)
+            if opened is not None and (opened[0].source, opened[0].size) == (shard.name, shard.size):
+                return base, opened[0]
+        return None
+
+    def write(self, shard: Shard, tick: Callable[[int], None]) -> None:
+        place = self._writable = self._writable or self._first_writable()
+        try:
+            token_cache.write(shard, self._base(place, shard), self.vocab_size, tick)
+        except OSError as error:
+            hint = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
+            raise DataError(
+                f"{place[0]}: cannot write the token cache ({error.strerror}); "
+                f"{hint} a --data_cache_dir that can be written"
+            ) from None
+
+    def _first_writable(self) -> tuple[str, str]:
+        reasons = []
+        for place in self.places:
+            try:
+                os.makedirs(place[0], mode=0o777 if place is self.places[0] else 0o700, exist_ok=True)
+                _sweep(place[0])
+            except OSError as error:
+                reasons.append(f"{place[0]}: cannot hold the token cache ({error.strerror})")
+                continue
+            if reasons:
+                logger.info("%s; using %s instead (--data_cache_dir chooses)", reasons[0], place[0])
+            return place
+        raise DataError(f"{reasons[-1]}; give a --data_cache_dir that can be written")
+
+
+def _own_folder() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.access(base if os.path.isdir(base) else os.path.dirname(base), os.W_OK):
+        return os.path.join(base, "smp_train", "tokens")
+    return os.path.join(tempfile.gettempdir(), f"smp_train-{os.getuid()}", "tokens")
+
+
+def _sweep(folder: str) -> None:
+    """Remove what a killed conversion left, an hour after its last write. Raises OSError when not writable.
+
+    Ages are taken from a file made here and now: the clock of the file server, not that of this node.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe.", suffix=".tmp") as probe:
+        now = os.fstat(probe.fileno()).st_mtime
+    for entry in os.scandir(folder):
+        if entry.name.startswith(".") and entry.name.endswith(".tmp"):
+            try:
+                if entry.stat().st_mtime < now - STALE_SECONDS:
+                    os.unlink(entry.path)
+            except FileNotFoundError:
+                pass
+
+
+def _share(shards: list[Shard], rank: int, world: int) -> list[Shard]:
+    """Deal shards out, the largest first, each to whom has least so far; the same deal on every rank."""
+    loads = [0] * world
+    mine = []
+    for shard in sorted(shards, key=lambda s: (-s.size, s.name)):
+        least = loads.index(min(loads))
+        loads[least] += shard.size
+        if least == rank:
+            mine.append(shard)
+    return mine
+
+
+def convert(
+    location: str,
+    *,
+    vocab_size: int,
+    cache_dir: str | None = None,
+    zipped: bool | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> int:
+    """Convert this rank's share of the shards that have no cache yet; return how many that were.
+
+    No collectives: call it on every rank and wait for all before `open_source`. Raises DataError
+    ``PATH:LINE: reason; what to do`` at the first bad line, on the rank whose share it is in.
+    """
+    caches = _Caches(location, vocab_size, cache_dir)
+    shards = list_shards(location, zipped)
+    # Dealt before looking: what is there changes while ranks look, and they must agree on the deal.
+    missing = [shard for shard in _share(shards, rank, world) if caches.find(shard) is None]
+    return _convert(caches, missing, shown=rank == 0)
+
+
+def _convert(caches: _Caches, shards: list[Shard], shown: bool) -> int:
+    done = 0
+    with Progress(
+        "token cache", sum(shard.size for shard in shards), "B", shown and bool(shards)
+    ) as progress:
+        for shard in shards:
+            if caches.find(shard) is None:
+                caches.write(shard, progress.update)
+                done += 1
+    return done
+
+
+class TokenShards(Source):
+    """Rows of converted shards, numbered through the shards in order of their names."""
+
+    def __init__(self, shards: list[Shard], found: list[tuple[str, Header]]) -> None:
+        self.shards = shards
+        self._bases = [base for base, _ in found]
+        self.headers = [header for _, header in found]
+        self._starts = [0, *accumulate(header.rows for header in self.headers)]
+        self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        # One thread reads ahead while another asks for names: no reader may be closed under the other's
+        # hands.
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all rows in order; where the shards live and how they are compressed does not matter."""
+        digest = hashlib.blake2b(digest_size=16)
+        for header in self.headers:
+            digest.update(f"{header.digest} {header.rows} {header.tokens} {header.dtype}\n".encode())
+        return digest.hexdigest()
+
+    @property
+    def last_shard(self) -> range:
+        """Rows of the last shard."""
+        return range(self._starts[-2], self._starts[-1])
+
+    def _locate(self, index: int) -> tuple[ShardReader, int]:
+        if not 0 <= index < self._starts[-1]:
+            raise IndexError(f"row {index} of {len(self)}")
+        number = bisect.bisect_right(self._starts, index) - 1
+        reader = self._open.get(number)
+        if reader is None:
+            reader = self._open[number] = ShardReader(self._bases[number])
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)[1].close()
+        else:
+            self._open.move_to_end(number)
+        return reader, index - self._starts[number]
+
+    def row(self, index: int) -> Row:
+        """Read one row. Raises DataError when the cache under it is damaged."""
+        with self._lock:
+            reader, row = self._locate(index)
+            return reader.row(row)
+
+    def name(self, index: int) -> str:
+        """Return ``shard-file:line``."""
+        with self._lock:
+            reader, row = self._locate(index)
+            return f"{reader.header.source}:{reader.line(row)}"
+
+    def report(self) -> dict[str, int | str]:
+        """Totals: shards, rows, tokens, counted tokens, and the longest row with its shard and line."""
+        longest = max(range(len(self.headers)), key=lambda i: self.headers[i].longest)
+        return {
+            "shards": len(self.shards),
+            "rows": len(self),
+            "tokens": sum(header.tokens for header in self.headers),
+            "counted_tokens": sum(header.counted for header in self.headers),
+            "longest": self.headers[longest].longest,
+            "longest_at": f"{self.shards[longest].path}:{self.headers[longest].longest_line}",
+            "cache": str(Path(self._bases[0]).parent),
+        }
+
+    def close(self) -> None:
+        """Close all files; they open again when a row is read."""
+        with self._lock:
+            while self._open:
+                self._open.popitem()[1].close()
+
+
+def open_source(
+    location: str,
+    *,
+    vocab_size: int,
+    cache_dir: str | None = None,
+    zipped: bool | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> TokenShards:
+    """Open a folder of shards, converting first whatever has no cache that this rank can see.
+
+    After `convert` on all ranks nothing is missing, unless nodes keep caches of their own: then the ranks
+    of a node share the rest, each starting at another shard and passing over what a neighbour has finished
+    meanwhile. Raises DataError.
+    """
+    caches = _Caches(location, vocab_size, cache_dir)
+    shards = list_shards(location, zipped)
+    missing = [shard for shard in shards if caches.find(shard) is None]
+    turn = rank * len(missing) // world
+    _convert(caches, missing[turn:] + missing[:turn], shown=rank == 0)
+    found = [caches.find(shard) for shard in shards]
+    for shard, cache in zip(shards, found, strict=True):
+        if cache is None:
+            raise DataError(
+                f"{shard.path}: its token cache vanished; is something clearing the --data_cache_dir?"
+            )
+    return TokenShards(shards, [cache for cache in found if cache is not None])

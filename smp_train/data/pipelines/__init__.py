@@ -1,0 +1,1 @@
+"""What the training loop reads, and what a user subclasses: `data_pipeline`."""

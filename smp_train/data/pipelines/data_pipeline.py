@@ -1,0 +1,419 @@
+"""What the training loop reads: micro-batches dealt out of one global order, and the state that resumes it.
+
+A user's own data set is a `Source`: subclass it (docs/data.md shows one in 20 lines), and everything here
+holds for it, exactly-once and resume included.
+
+The invariant, from which all guarantees follow: the run is one sequence of positions 0, 1, 2, ...; position
+p is the row `Order` says; optimizer step k of a run that has consumed c positions takes [c, c +
+global_batch), micro-batch j of data-parallel rank r takes c + j * micro_batch * dp_size + r * micro_batch +
+i. Ranks, micro-batch, accumulation and prefetching say only who reads what, so the whole state is c.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smp_train.data.order import Order
+from smp_train.data.source import Row, Source, last_shard
+from smp_train.errors import ConfigError, DataError
+
+__all__ = ["Batch", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate"]
+
+logger = logging.getLogger("smp_train.data")
+
+IGNORED = -100
+"""The label that cross entropy leaves out."""
+STATE_VERSION = 1
+LONG = ("truncate", "error")
+
+
+@dataclass
+class Batch:
+    """One micro-batch of one rank."""
+
+    input_ids: Tensor
+    """int64 [micro_batch, seq_len]; 0 where a short row is padded."""
+    labels: Tensor
+    """int64 [micro_batch, seq_len], not shifted; -100 where attention_mask is 0."""
+    attention_mask: Tensor | None
+    """int64 [micro_batch, seq_len], or None when it is 1 everywhere."""
+    samples: list[str] = field(default_factory=list)
+    """What each row is called in the data set, ``shard-file:line``; a filler row has an empty name."""
+    truncated: int = 0
+    """Rows that were longer than seq_len and lost their end."""
+
+    def counted_tokens(self) -> int:
+        """Return how many labels the loss counts: those with a token before them that are not -100."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
+        """Return the batch with its tensors on ``device``."""
+        mask = self.attention_mask
+        return Batch(
+            self.input_ids.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+            None if mask is None else mask.to(device, non_blocking=non_blocking),
+            self.samples,
+            self.truncated,
+        )
+
+
+def collate(
+    rows: list[Row],
+    names: list[str],
+    seq_len: int,
+    *,
+    long: str = "truncate",
+    pin_memory: bool = False,
+) -> Batch:
+    """Stack rows into [len(rows), seq_len]: the end of long rows cut off, short rows padded on the right.
+
+    Raises DataError when a row is longer than ``seq_len`` and ``long`` is ``error``.
+    """
+    tensor = torch.zeros(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory)
+    ids = tensor.numpy()
+    mask: np.ndarray | None = None
+    truncated = 0
+    for place, (row, name) in enumerate(zip(rows, names, strict=True)):
+        n = row.input_ids.size
+        if n > seq_len:
+            if long == "error":
+                raise DataError(
+                    f"{name}: row of {n} tokens is longer than the {seq_len} of --max_context_width; "
+                    "use --long truncate, or prepare shorter rows"
+                )
+            truncated += 1
+            n = seq_len
+        ids[place, :n] = row.input_ids[:n]
+        if n < seq_len or row.counted is not None:
+            if mask is None:
+                mask = np.ones((len(rows), seq_len), dtype=np.int64)
+            mask[place, n:] = 0
+            if row.counted is not None:
+                mask[place, :n] = row.counted[:n]
+    labels = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory).copy_(tensor)
+    if mask is not None and mask.all():
+        mask = None
+    if mask is not None:
+        labels.numpy()[mask == 0] = IGNORED
+    attention_mask = None
+    if mask is not None:
+        attention_mask = torch.from_numpy(mask)
+        if pin_memory:
+            attention_mask = attention_mask.pin_memory()
+    return Batch(tensor, labels, attention_mask, names, truncated)
+
+
+class _Ahead:
+    """The part of a `Prefetch` that its thread holds: it must not keep the `Prefetch` itself alive."""
+
+    def __init__(self, steps: Iterator[Any], depth: int) -> None:
+        self.steps = steps
+        self.depth = depth
+        self.ready: deque[Any] = deque()
+        self.changed = threading.Condition()
+        self.stopped = False
+        self.error: BaseException | None = None
+        self.finished = False
+
+    def run(self) -> None:
+        try:
+            for item in self.steps:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.depth)
+                    if self.stopped:
+                        return
+                    self.ready.append(item)
+                    self.changed.notify_all()
+        except BaseException as error:
+            self.error = error
+        finally:
+            with self.changed:
+                self.finished = True
+                self.changed.notify_all()
+
+    def stop(self, thread: threading.Thread) -> None:
+        with self.changed:
+            self.stopped = True
+            self.ready.clear()
+            self.changed.notify_all()
+        thread.join()
+
+
+class Prefetch(Iterator[Any]):
+    """Runs an iterator in a thread, ``depth`` items ahead; an error in it is raised here, in its place.
+
+    A thread and not processes: reading and decompressing give up the interpreter lock, and sending batches
+    between processes costs more than making them. Stopped by `close`, by being dropped, and at exit.
+    """
+
+    def __init__(self, steps: Iterator[Any], depth: int) -> None:
+        self._ahead = _Ahead(steps, depth)
+        thread = threading.Thread(target=self._ahead.run, name="smp-train-data", daemon=True)
+        thread.start()
+        # At exit too: a thread inside torch while the interpreter is torn down ends the process with an
+        # abort.
+        self.close = weakref.finalize(self, self._ahead.stop, thread)
+
+    def __next__(self) -> Any:
+        ahead = self._ahead
+        with ahead.changed:
+            ahead.changed.wait_for(lambda: ahead.ready or ahead.finished or ahead.stopped)
+            if ahead.ready:
+                item = ahead.ready.popleft()
+                ahead.changed.notify_all()
+                return item
+        if ahead.error is not None:
+            raise ahead.error
+        raise StopIteration
+
+
+class TrainingData:
+    """Deals the rows of a source out to data-parallel ranks, in one order for the whole run.
+
+    Tensor- and context-parallel peers pass the same ``dp_rank`` and read the same rows. Epochs straddle
+    batches: nothing is dropped at the end of one.
+
+    Args:
+        source: the data set.
+        order: which row comes at which position; made for this source's length.
+        seq_len: tokens per row of every batch.
+        micro_batch: rows per batch of one rank.
+        accumulation: batches per optimizer step of one rank.
+        dp_rank: this rank among the data-parallel ones.
+        dp_size: data-parallel ranks.
+        prefetch: optimizer steps to read ahead, in a thread; 0 reads when asked.
+        long: rows longer than seq_len are cut (``truncate``) or refused (``error``).
+        pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        *,
+        seq_len: int,
+        micro_batch: int,
+        accumulation: int,
+        dp_rank: int,
+        dp_size: int,
+        prefetch: int = 4,
+        long: str = "truncate",
+        pin_memory: bool = False,
+    ) -> None:
+        if order.size != len(source):
+            raise ConfigError(f"the order is of {order.size} rows, but the data set has {len(source)}")
+        if seq_len < 2:
+            raise ConfigError(
+                f"--max_context_width {seq_len}: a row of one token has none to predict; use 2 or more"
+            )
+        if not 0 <= dp_rank < dp_size:
+            raise ConfigError(f"data-parallel rank {dp_rank} is not one of {dp_size}")
+        if min(micro_batch, accumulation) < 1:
+            raise ConfigError("--train_batch_size and --gradient_accumulation_steps must be at least 1")
+        self.source = source
+        self.order = order
+        self.seq_len = seq_len
+        self.micro_batch = micro_batch
+        self.accumulation = accumulation
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.prefetch = prefetch
+        self.long = _checked_long(long, source, seq_len)
+        self.pin_memory = pin_memory
+        self.global_batch = micro_batch * accumulation * dp_size
+        """Positions of one optimizer step, over all ranks."""
+        self.wait_seconds = 0.0
+        """How long the last step's batches were waited for."""
+        self.rows_truncated = 0
+        """Rows of this rank that lost their end so far."""
+
+    def positions(self, consumed: int) -> np.ndarray:
+        """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
+        j = np.arange(self.accumulation, dtype=np.int64)[:, None] * (self.micro_batch * self.dp_size)
+        i = np.arange(self.micro_batch, dtype=np.int64)[None, :]
+        return consumed + j + self.dp_rank * self.micro_batch + i
+
+    def step(self, consumed: int) -> list[Batch]:
+        """Read this rank's micro-batches of the step that starts at ``consumed``."""
+        _, rows = self.order.rows(self.positions(consumed))
+        return [self._batch(indices) for indices in rows.tolist()]
+
+    def _batch(self, indices: list[int]) -> Batch:
+        rows = [self.source.row(index) for index in indices]
+        names = [self.source.name(index) for index in indices]
+        return collate(rows, names, self.seq_len, long=self.long, pin_memory=self.pin_memory)
+
+    def _steps(self, consumed: int) -> Iterator[list[Batch]]:
+        # The order is worked out for many steps at once: for a few rows, NumPy costs more by the call than
+        # by the row.
+        many = max(1, 1024 // (self.micro_batch * self.accumulation))
+        while True:
+            starts = [consumed + step * self.global_batch for step in range(many)]
+            _, rows = self.order.rows(np.stack([self.positions(start) for start in starts]))
+            for step in rows.tolist():
+                yield [self._batch(indices) for indices in step]
+            consumed += many * self.global_batch
+
+    def batches(self, consumed: int = 0) -> Iterator[list[Batch]]:
+        """Yield, without end, this rank's micro-batches of one optimizer step after another.
+
+        An error of the source is raised here, in the step it belongs to. Close the iterator, or drop it, to
+        stop.
+        """
+        steps: Iterator[list[Batch]] = self._steps(consumed)
+        ahead = Prefetch(steps, self.prefetch) if self.prefetch > 0 else None
+        try:
+            while True:
+                asked = time.perf_counter()
+                step = next(ahead or steps)
+                self.wait_seconds = time.perf_counter() - asked
+                self._count_truncated(step)
+                yield step
+        finally:
+            if ahead is not None:
+                ahead.close()
+
+    def _count_truncated(self, step: list[Batch]) -> None:
+        cut = sum(batch.truncated for batch in step)
+        if cut and not self.rows_truncated:
+            logger.warning(
+                "rows longer than %d tokens lose their end (--long truncate); --long error refuses them",
+                self.seq_len,
+            )
+        self.rows_truncated += cut
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the positions consumed, and what they are positions of.
+
+        The same on every rank. ``consumed`` is advanced by the trainer, after the optimizer step.
+        """
+        return {
+            "version": STATE_VERSION,
+            "consumed": consumed,
+            "seed": self.order.seed,
+            "size": self.order.size,
+            "shuffle": self.order.shuffle,
+            "fingerprint": self.source.fingerprint,
+            "seq_len": self.seq_len,
+            "long": self.long,
+        }
+
+    def check_state(self, state: dict[str, Any]) -> int:
+        """Return ``consumed`` of a saved state; DataError names what would make it mean other samples.
+
+        Batch sizes, ranks and seq_len may change: they do not decide which sample is at a position.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise DataError(
+                f"the checkpoint's data state has version {state.get('version')}, this program reads "
+                f"{STATE_VERSION}; resume with the version that wrote it"
+            )
+        now = self.state(0)
+        for key, flag in (("size", "--training_dir"), ("fingerprint", "--training_dir")):
+            if state[key] != now[key]:
+                what = "rows" if key == "size" else "fingerprint"
+                raise DataError(
+                    f"the training data changed: {what} {state[key]} in the checkpoint, {now[key]} now; "
+                    f"give {flag} the data the run began with, or start a new run"
+                )
+        for key in ("seed", "shuffle"):
+            if state[key] != now[key]:
+                raise DataError(
+                    f"--{key} changed: {state[key]} in the checkpoint, {now[key]} now; "
+                    "resume with the same, or start a new run"
+                )
+        return int(state["consumed"])
+
+
+class ValidationData:
+    """The same rows in stored order at every evaluation, and as many batches on one rank as on another.
+
+    The last batches are filled up with rows of which no label is counted, so a token-weighted mean over all
+    ranks is over each row once.
+
+    Args:
+        source: the data set.
+        seq_len: tokens per row of every batch.
+        micro_batch: rows per batch of one rank.
+        dp_rank: this rank among the data-parallel ones.
+        dp_size: data-parallel ranks.
+        max_batches: at most so many batches per rank; None for all.
+        fast: the last shard only (--fast_validation).
+        long: rows longer than seq_len are cut (``truncate``) or refused (``error``).
+        pin_memory: as in `TrainingData`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        seq_len: int,
+        micro_batch: int,
+        dp_rank: int,
+        dp_size: int,
+        max_batches: int | None = None,
+        fast: bool = False,
+        long: str = "truncate",
+        pin_memory: bool = False,
+    ) -> None:
+        if len(source) < 1:
+            raise DataError(
+                "the validation data has no row; give --test_dir a folder with at least one shard"
+            )
+        self.source = source
+        self.seq_len = seq_len
+        self.micro_batch = micro_batch
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.long = _checked_long(long, source, seq_len)
+        self.pin_memory = pin_memory
+        self.rows = last_shard(source) if fast else range(len(source))
+        batches = -(-len(self.rows) // (micro_batch * dp_size))
+        self._batches = batches if max_batches is None else min(batches, max_batches)
+
+    def __len__(self) -> int:
+        """Return the number of batches, the same on every rank."""
+        return self._batches
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield this rank's batches: batch b is of rows (b * dp_size + dp_rank) * micro_batch + i."""
+        for number in range(self._batches):
+            first = (number * self.dp_size + self.dp_rank) * self.micro_batch
+            indices = self.rows[first : first + self.micro_batch]
+            rows = [self.source.row(index) for index in indices]
+            names = [self.source.name(index) for index in indices]
+            filler = self.micro_batch - len(rows)
+            rows += [Row(np.zeros(self.seq_len, dtype=np.int64))] * filler
+            batch = collate(
+                rows, names + [""] * filler, self.seq_len, long=self.long, pin_memory=self.pin_memory
+            )
+            # Attended to, so that no softmax is over nothing; not counted.
+            batch.labels[self.micro_batch - filler :] = IGNORED
+            yield batch
+
+
+def _checked_long(long: str, source: Source, seq_len: int) -> str:
+    """Refuse at the start, not in mid-run, rows that are too long, where the source knows its longest."""
+    if long not in LONG:
+        raise ConfigError(f"--long {long} is not in this version; use one of {', '.join(LONG)}")
+    report = getattr(source, "report", None)
+    if long == "error" and report is not None:
+        totals = report()
+        if totals["longest"] > seq_len:
+            raise DataError(
+                f"{totals['longest_at']}: row of {totals['longest']} tokens is longer than the {seq_len} of "
+                "--max_context_width; use --long truncate, or prepare shorter rows"
+            )
+    return long

@@ -1,0 +1,79 @@
+"""The tokenizer of a preparation: loaded by path or name, or trained on the documents themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END = "<|endoftext|>"
+KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<|im_end|>")
+
+
+def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE of at most ``vocab_size`` entries: GPT-2's scheme, which can write any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise ConfigError(f"--train_tokenizer {vocab_size}: 256 bytes and the end mark need at least 257")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def load(name: str) -> Tokenizer:
+    """Load a ``tokenizer.json``, a folder with one, or a tokenizer of the Hugging Face hub by name."""
+    from tokenizers import Tokenizer
+
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path)) if path.exists() else Tokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ConfigError(f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]})") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def end_token(tokenizer: Tokenizer, given: str | None, folder: str | None = None) -> tuple[str, int]:
+    """Return the token that ends a document, with its id: as given, the folder's own, or a well-known one."""
+    declared: object = None
+    config = Path(folder or "") / "tokenizer_config.json"
+    if folder and config.is_file():
+        declared = json.loads(config.read_text()).get("eos_token")
+        declared = declared.get("content") if isinstance(declared, dict) else declared
+    for token in [given] if given is not None else [declared, *KNOWN_ENDS]:
+        number = tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if number is not None:
+            return str(token), number
+    if given is not None:
+        raise ConfigError(f"--eos_token {given}: the tokenizer has no such token")
+    raise ConfigError(
+        f"the tokenizer has none of {' '.join(KNOWN_ENDS)}; name its end token with --eos_token"
+    )
+
+
+def configuration(end: str) -> str:
+    """Return the ``tokenizer_config.json`` with which transformers loads the folder, end token and all."""
+    fields = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    return json.dumps(fields, indent=1) + "\n"

@@ -1,0 +1,301 @@
+"""One shard as files from which any row is read at once: ``<key>.tok`` (ids), ``<key>.idx`` (where they are).
+
+``.tok``: ids of all rows, uint16 or uint32, little-endian, nothing between rows; then, only in shards whose
+masks are not simply right-padding, a bitmap of the masks (row i of n tokens from token ``start`` on takes
+ceil(n/8) bytes from byte ``start // 8 + i`` of it). ``.idx``: magic, header length, header checksum, a JSON
+header, and the arrays it lists. Every row carries a CRC-32, checked on every read. Files appear under their
+names complete or not at all, the ``.idx`` last, so a ``.tok`` without ``.idx`` counts for nothing. Read
+with pread: a mapped file that another node truncates ends the process with no message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import IO
+
+import numpy as np
+
+from smp_train.data.rows import RowParser
+from smp_train.data.source import Row
+from smp_train.data.utils import Shard, read_lines
+from smp_train.errors import DataError
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+VERSION = 1
+MAGIC = b"SMPTRIDX"
+_PREFIX = struct.Struct("<8sII")
+_FIRST_READ = 4096
+
+
+@dataclass(frozen=True)
+class Header:
+    """What an ``.idx`` says of its shard without its arrays being read."""
+
+    rows: int
+    tokens: int
+    counted: int
+    """Tokens whose attention_mask is 1."""
+    dtype: str
+    row_length: int | None
+    """Tokens per row when all rows are as long as each other."""
+    longest: int
+    longest_line: int
+    mask: str
+    """``none`` (all ones), ``prefix`` (rows padded on the right) or ``bits`` (any other)."""
+    tok_bytes: int
+    digest: str
+    """Identity of the rows: of their checksums, lengths and masks."""
+    source: str
+    size: int
+    vocab_size: int
+    version: int = VERSION
+    arrays: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Name -> (dtype, elements), in stored order: ``crc``; when needed ``starts``, ``valid``, ``lines``."""
+
+
+def cache_key(shard: Shard, vocab_size: int, where: str = "") -> str:
+    """Return the base name of a shard's cache: a changed shard, vocabulary or format has another one.
+
+    ``where`` tells folders apart when several keep their caches in one place.
+    """
+    identity = json.dumps([VERSION, where, shard.name, shard.size, shard.mtime_ns, vocab_size])
+    return f"{shard.name}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
+
+
+@contextmanager
+def atomic_file(path: str) -> Iterator[IO[bytes]]:
+    """Write a file that appears under ``path`` when complete and on disk; on an error nothing is left."""
+    folder, name = os.path.split(path)
+    handle, scratch = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder or ".")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(scratch, 0o666 & ~_umask())
+        os.replace(scratch, path)
+    except BaseException:
+        if os.path.exists(scratch):
+            os.unlink(scratch)
+        raise
+    directory = os.open(folder or ".", os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+class _Rows:
+    """The arrays of a shard while it is being converted."""
+
+    def __init__(self) -> None:
+        self.crc, self.starts, self.lines = array("I"), array("Q", [0]), array("Q")
+        self.valid = array("Q")
+        self.odd: dict[int, bytes] = {}
+        self.counted = self.longest = self.longest_line = 0
+
+    def add(self, line: int, ids: np.ndarray, stored: bytes, mask: np.ndarray | None) -> None:
+        n = ids.size
+        valid = n if mask is None else int(np.count_nonzero(mask))
+        bits = b""
+        if mask is not None and not mask[:valid].all():
+            bits = self.odd[len(self.crc)] = np.packbits(mask).tobytes()
+        self.crc.append(crc32(bits or valid.to_bytes(8, "little"), crc32(stored)))
+        self.starts.append(self.starts[-1] + n)
+        self.lines.append(line)
+        self.valid.append(valid)
+        self.counted += valid
+        if n > self.longest:
+            self.longest, self.longest_line = n, line
+
+    def bitmap(self) -> bytes:
+        rows = len(self.crc)
+        bitmap = bytearray(self.starts[rows] // 8 + rows)
+        for row in range(rows):
+            start, n = self.starts[row], self.starts[row + 1] - self.starts[row]
+            bits = self.odd.get(row) or np.packbits(np.arange(n) < self.valid[row]).tobytes()
+            bitmap[start // 8 + row : start // 8 + row + len(bits)] = bits
+        return bytes(bitmap)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        crc = np.frombuffer(self.crc, dtype="<u4")
+        starts = np.frombuffer(self.starts, dtype="<u8")
+        valid = np.frombuffer(self.valid, dtype="<u8")
+        lines = np.frombuffer(self.lines, dtype="<u8")
+        lengths = np.diff(starts)
+        found = {"starts": starts} if (lengths != lengths[0]).any() else {}
+        if self.odd or (valid != lengths).any():
+            found["valid"] = valid
+        if (lines != np.arange(1, lines.size + 1, dtype=np.uint64)).any():
+            found["lines"] = lines
+        return {**found, "crc": crc}
+
+
+def write(shard: Shard, base: str, vocab_size: int, tick: Callable[[int], None] = lambda done: None) -> None:
+    """Convert one shard into ``base``.tok and .idx. Raises DataError ``PATH:LINE: reason; what to do``."""
+    parse = RowParser(vocab_size)
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    rows = _Rows()
+    with atomic_file(base + ".tok") as tok:
+        for number, line in read_lines(shard.path, tick):
+            try:
+                ids, mask = parse(line)
+            except ValueError as error:
+                raise DataError(f"{shard.path}:{number}: {error}") from None
+            stored = ids.astype(dtype).tobytes()
+            tok.write(stored)
+            rows.add(number, ids, stored, mask)
+        if not rows.crc:
+            raise DataError(f"{shard.path}: empty shard (no row in it); write it again or remove it")
+        if rows.odd:
+            tok.write(rows.bitmap())
+        tok_bytes = tok.tell()
+        status = os.stat(shard.path)
+        if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+            raise DataError(f"{shard.path}: changed while it was being read; start again when it is complete")
+    _write_index(shard, base, vocab_size, dtype, rows, tok_bytes)
+
+
+def _write_index(
+    shard: Shard, base: str, vocab_size: int, dtype: np.dtype, rows: _Rows, tok_bytes: int
+) -> None:
+    arrays = rows.arrays()
+    digest = hashlib.blake2b(digest_size=16)
+    for name, values in arrays.items():
+        if name != "lines":
+            digest.update(name.encode() + values.tobytes())
+    header = Header(
+        rows=len(rows.crc),
+        tokens=rows.starts[-1],
+        counted=rows.counted,
+        dtype=dtype.str,
+        row_length=None if "starts" in arrays else rows.longest,
+        longest=rows.longest,
+        longest_line=rows.longest_line,
+        mask="bits" if rows.odd else "prefix" if "valid" in arrays else "none",
+        tok_bytes=tok_bytes,
+        digest=digest.hexdigest(),
+        source=shard.name,
+        size=shard.size,
+        vocab_size=vocab_size,
+        arrays={name: (values.dtype.str, values.size) for name, values in arrays.items()},
+    )
+    text = json.dumps(asdict(header)).encode()
+    text += b" " * (-(len(text) + _PREFIX.size) % 8)
+    with atomic_file(base + ".idx") as idx:
+        idx.write(_PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text)
+        for values in arrays.values():
+            idx.write(values.tobytes())
+
+
+def read_header(base: str) -> tuple[Header, int] | None:
+    """Return the header and where the arrays start, or None when there is no whole cache at ``base``."""
+    try:
+        with open(base + ".idx", "rb", buffering=0) as file:
+            data = file.read(_FIRST_READ)
+        magic, length, crc = _PREFIX.unpack(data[: _PREFIX.size])
+        text = data[_PREFIX.size : _PREFIX.size + length]
+        if magic != MAGIC or zlib.crc32(text) != crc:
+            return None
+        header = Header(**json.loads(text))
+        arrays = sum(np.dtype(kind).itemsize * count for kind, count in header.arrays.values())
+        whole = (
+            header.version == VERSION
+            and os.stat(base + ".tok").st_size == header.tok_bytes
+            and os.stat(base + ".idx").st_size == _PREFIX.size + length + arrays
+        )
+        return (header, _PREFIX.size + length) if whole else None
+    except (OSError, struct.error, ValueError, TypeError):
+        return None
+
+
+class ShardReader:
+    """Rows of one converted shard, from one open file; `close` it to give the descriptor back."""
+
+    def __init__(self, base: str) -> None:
+        opened = read_header(base)
+        if opened is None:
+            raise DataError(
+                f"{base}.tok: the token cache is missing or damaged; start again and it is rebuilt"
+            )
+        self.base = base
+        self.header, offset = opened
+        self._tok = -1
+        with open(base + ".idx", "rb") as file:
+            file.seek(offset)
+            self._arrays = {
+                name: np.fromfile(file, dtype=kind, count=count)
+                for name, (kind, count) in self.header.arrays.items()
+            }
+        digest = hashlib.blake2b(digest_size=16)
+        for name, values in self._arrays.items():
+            if name != "lines":
+                digest.update(name.encode() + values.tobytes())
+        if digest.hexdigest() != self.header.digest:
+            raise self._damaged("its index does not match its checksum")
+        self._dtype = np.dtype(self.header.dtype)
+        self._tok = os.open(base + ".tok", os.O_RDONLY)
+
+    def _damaged(self, what: str) -> DataError:
+        return DataError(
+            f"{self.base}.tok: {what}; remove this file and its .idx, start again, and they are rebuilt"
+        )
+
+    def close(self) -> None:
+        """Close the file; reading after this is an error."""
+        if self._tok >= 0:
+            os.close(self._tok)
+            self._tok = -1
+
+    def line(self, row: int) -> int:
+        """Return the line of the shard that row ``row`` was on."""
+        lines = self._arrays.get("lines")
+        return row + 1 if lines is None else int(lines[row])
+
+    def _span(self, row: int) -> tuple[int, int]:
+        length = self.header.row_length
+        if length is not None:
+            return row * length, length
+        starts = self._arrays["starts"]
+        return int(starts[row]), int(starts[row + 1]) - int(starts[row])
+
+    def row(self, row: int) -> Row:
+        """Read row ``row``. Raises DataError when the bytes are not those that were written."""
+        start, n = self._span(row)
+        size = self._dtype.itemsize
+        data = os.pread(self._tok, n * size, start * size)
+        valid, bits = n, b""
+        if self.header.mask != "none":
+            valid = int(self._arrays["valid"][row])
+        if self.header.mask == "bits":
+            bits = os.pread(self._tok, (n + 7) // 8, self.header.tokens * size + start // 8 + row)
+            mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=n).view(bool)
+            if mask[:valid].all():
+                bits = b""
+        if crc32(bits or valid.to_bytes(8, "little"), crc32(data)) != self._arrays["crc"][row]:
+            raise self._damaged(
+                f"row {row} ({self.header.source}:{self.line(row)}) does not match its checksum"
+            )
+        ids = np.frombuffer(data, dtype=self._dtype)
+        if valid == n:
+            return Row(ids)
+        return Row(ids, mask if bits else np.arange(n) < valid)
