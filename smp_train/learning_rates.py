@@ -3,7 +3,7 @@
 Let ``u = step + 1`` be the number of the optimizer update, ``W`` the warm-up, ``P`` the plateau and ``T`` the
 decay span, all in updates. Then, with ``W = 0`` meaning the same as ``W = 1``:
 
-- warm-up, ``u <= W``: ``lr * u / W``: no update is spent at a rate of zero, and update ``W`` has the full rate;
+- warm-up, ``u <= W``: ``lr * u / W``: no update is made at a rate of zero, and update ``W`` has the full rate;
 - plateau, ``u <= W + P``: ``lr``;
 - decay: from ``lr`` at update ``W + P`` to exactly ``min_lr`` at update ``T``, the last of the run;
 - ``min_lr`` from there on.
@@ -76,9 +76,9 @@ def schedule(
     """Build the schedule of a run.
 
     Args:
-        style: one of `STYLES`. ``plateau`` is ``linear`` by the name the original system gives it when there is
-            a plateau; ``wsd`` (warm-up, stable, decay) holds the rate until 80 % of the span unless ``plateau``
-            says how long.
+        style: one of `STYLES`. ``plateau`` is ``linear`` by the name that the original system gives it when
+            there is a plateau; ``wsd`` (warm-up, stable, decay) holds the rate until 80 % of the span unless
+            ``plateau`` says how long.
         lr: the peak rate.
         min_lr: the rate at the end of the span and after it; not looked at by ``constant``.
         max_steps: optimizer updates of the whole run.
