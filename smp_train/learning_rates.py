@@ -3,7 +3,7 @@
 Let ``u = step + 1`` be the number of the optimizer update, ``W`` the warm-up, ``P`` the plateau and ``T`` the
 decay span, all in updates. Then, with ``W = 0`` meaning the same as ``W = 1``:
 
-- warm-up, ``u <= W``: ``lr * u / W``: no update is made at a rate of zero, and update ``W`` has the full rate;
+- warm-up, ``u <= W``: ``lr * u / W``: no update is made at a rate of zero; update ``W`` has the full rate;
 - plateau, ``u <= W + P``: ``lr``;
 - decay: from ``lr`` at update ``W + P`` to exactly ``min_lr`` at update ``T``, the last of the run;
 - ``min_lr`` from there on.

@@ -1,4 +1,4 @@
-"""Log lines: where each rank's go, and the two lines that dashboards read, with the expressions that match them.
+"""Log lines: where each rank's go, the two that dashboards read, and the expressions that match them.
 
 Imports no torch: the launchers hand `METRIC_DEFINITIONS` to SageMaker from machines without it.
 """
@@ -71,7 +71,7 @@ def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | 
             path.parent.mkdir(parents=True, exist_ok=True)
             file = logging.FileHandler(path, encoding="utf-8")
         except OSError as failure:
-            raise ConfigError(f"{path}: cannot write the log there ({failure.strerror}); set --run_dir") from None
+            raise ConfigError(f"{path}: cannot write the log ({failure.strerror}); set --run_dir") from None
         file.setFormatter(logging.Formatter(_FORMAT, _TIME))
         logger.addHandler(file)
 

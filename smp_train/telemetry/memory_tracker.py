@@ -1,4 +1,4 @@
-"""Memory in use: the figure of the log line, and a row per phase for ``--enable_memory_profiling``. GiB throughout."""
+"""Memory in use, in GiB: the figure of the log line, and the rows of ``--enable_memory_profiling``."""
 
 from __future__ import annotations
 

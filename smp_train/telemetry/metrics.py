@@ -1,8 +1,8 @@
 """Numbers of a run: `metrics.jsonl`, the speed between two log lines, and what the device could do at best.
 
-`metrics.jsonl` holds one JSON object per line. A line with ``step`` and no ``event`` is a logged step and has at
-least `STEP_FIELDS`; a line with ``event`` is one of `EVENTS`. JSON has no NaN or infinity: such a value is
-written as null and named in ``nonfinite``, for example ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
+`metrics.jsonl` holds one JSON object per line. A line without ``event`` is a logged step and has at least
+`STEP_FIELDS`; a line with ``event`` is one of `EVENTS`. JSON has no NaN or infinity: such a value is written
+as null and named in ``nonfinite``, for example ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
 The file is only ever appended to: a run that resumes from an earlier step writes that stretch again, and
 `history` is what counts of it.
 """
@@ -36,13 +36,13 @@ STEP_FIELDS = (
     "mfu",  # the same as a fraction of the device's dense bf16 peak; null when that is unknown
     "step_sec",  # mean per update since the last record, without saving and validation
     "data_wait_sec",  # the part of step_sec that this rank spent waiting for its batch
-    "memory_gib",  # peak of the device's allocator since the last record; resident memory without a GPU
+    "memory_gib",  # the allocator's peak since the last record; resident memory without a GPU
     "tokens",  # positions trained on since the first step of the run, all devices
     "consumed",  # samples taken from the data order so far
     "time",  # seconds since 1970
 )
 
-# Each with its ``step``: updates done. `start` (from step 0) or `resume` (from a checkpoint) opens an attempt.
+# Each with its ``step``: updates done. An attempt opens with `start` (at 0) or `resume` (from a checkpoint).
 EVENTS = ("start", "resume", "save", "evaluate", "stop", "finish")
 
 _PEAKS: tuple[tuple[str, float], ...] = (
@@ -77,7 +77,7 @@ def peak_flops(device_name: str) -> float | None:
 class Throughput:
     """Speed between two log lines. Saving and validation are left out of the time by `pause`.
 
-    Reads the clock only: the caller takes `window` where it has just waited for the device (it has the loss).
+    Reads the clock only: the caller takes `window` where it has just waited for the device, for the loss.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Throughput:
             devices: ranks of the whole run.
             flops_per_token: model FLOPs of one position, forward and backward.
             peak: FLOP/s of one device (`peak_flops`), None when unknown.
-            synchronize: waits for the device at the edges of a pause, so that work queued before a save is not
-                taken for part of it. ``torch.cuda.synchronize`` on a GPU, None on a CPU.
+            synchronize: waits for the device at the edges of a pause, so that work queued before a save is
+                not taken for part of it. ``torch.cuda.synchronize`` on a GPU, None on a CPU.
             clock: seconds; for tests.
         """
         self._devices, self._flops_per_token, self._peak = devices, flops_per_token, peak
@@ -164,9 +164,9 @@ class Throughput:
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and, when asked, to TensorBoard. On other ranks than the main one it does nothing.
+    """Appends to `metrics.jsonl` and, when asked, to TensorBoard; on ranks other than the main one, nothing.
 
-    Every line is flushed at once. A disk that fails during the run costs records and one warning, not the run.
+    Every line is flushed at once. A disk that fails during the run costs records and a warning, not the run.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class MetricsWriter:
             if torn:  # a killed run's last line: leave it be, and start on a line of our own
                 self._file.write("\n")
         except OSError as failure:
-            raise ConfigError(f"{path}: cannot write metrics there ({failure.strerror}); set --run_dir") from None
+            raise ConfigError(f"{path}: cannot write metrics ({failure.strerror}); set --run_dir") from None
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -243,7 +243,7 @@ class MetricsWriter:
 
 
 def to_json(record: Mapping[str, Any]) -> str:
-    """Return ``record`` as one line of strict JSON; top-level numbers that are not finite as the module says."""
+    """Return ``record`` as one line of strict JSON, its numbers that are not finite as the module says."""
     plain: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for name, value in record.items():
@@ -267,7 +267,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as failure:
-        raise ConfigError(f"{path}: cannot read the metrics of a run there ({failure.strerror})") from None
+        raise ConfigError(f"{path}: cannot read a run's metrics ({failure.strerror})") from None
     records = []
     for line in lines:
         try:
@@ -280,7 +280,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what counts of a run's records: an attempt voids whatever came after the step that it starts from."""
+    """Return what counts of a run's records: an attempt voids what came after the step it starts from."""
     kept: list[dict[str, Any]] = []
     for record in records:
         if record.get("event") in ("start", "resume") and "step" in record:

@@ -1,4 +1,4 @@
-"""The run folder: what was run (`run.json`), how it ended (`DONE`, `STOPPED`), and the request to stop (`STOP`).
+"""The run folder: what was run (`run.json`), how it ended (`DONE`, `STOPPED`), the wish to end it (`STOP`).
 
 Everything here is for rank 0 and contains no collectives.
 """
@@ -96,7 +96,7 @@ class RunFolder:
         self.stopped.unlink(missing_ok=True)
 
     def mark_stopped(self, step: int) -> None:
-        """Say that the run has stopped on request and saved, with ``step`` updates done; the request is served."""
+        """Say that the run has saved and stopped on request, with ``step`` updates done."""
         self._mark(self.stopped, step)
         self.done.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ class RunFolder:
         return _read(self.stopped).get("step")
 
     def stop_requested(self) -> bool:
-        """Tell whether someone has put a file `STOP` into the folder. One stat call: cheap enough for each step."""
+        """Tell whether someone has put a file `STOP` into the folder: one stat call."""
         return self.stop.exists()
 
     def _mark(self, marker: Path, step: int) -> None:
@@ -136,7 +136,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)  # type: ignore[arg-type]
+    return dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
 
 
 def _read(path: Path) -> dict[str, Any]:
