@@ -120,7 +120,8 @@ def _draw_losses(axes: Axes, records: list[dict[str, Any]], references: dict[str
             transform=axes.get_xaxis_transform(), label="checkpoint saved", clip_on=False,
         )  # fmt: skip
     axes.set_ylabel("Loss (nats per token)", color=_INK)
-    axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor=_GRID, labelcolor=_INK)
+    if axes.lines:
+        axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor=_GRID, labelcolor=_INK)
 
 
 def _draw_speed(axes: Axes, steps: list[dict[str, Any]]) -> None:
