@@ -14,7 +14,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -170,18 +170,18 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, run_dir: str | Path, *, is_main: bool = True, tensorboard_dir: str | Path | None = None
+        self, run_dir: str | Path, *, is_main: bool = True, tensorboard_dir: Sequence[str] | None = None
     ) -> None:
-        """Open the file. Contains no collectives.
+        """Open the file, and TensorBoard's in each folder of ``tensorboard_dir``. Contains no collectives.
 
         Raises:
             ConfigError: when the file cannot be opened, or TensorBoard is asked for and not installed.
         """
         self._file: Any = None
-        self._board: Any = None
+        self._boards: list[Any] = []
         self._failed = False
         # On every rank alike, so that all of them stop.
-        if tensorboard_dir is not None and importlib.util.find_spec("tensorboard") is None:
+        if tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError("--tensorboard_dir needs TensorBoard: pip install 'smp-train[tracking]'")
         if not is_main:
             return
@@ -193,10 +193,10 @@ class MetricsWriter:
                 self._file.write("\n")
         except OSError as failure:
             raise ConfigError(f"{path}: cannot write metrics ({failure.strerror}); set --run_dir") from None
-        if tensorboard_dir is not None:
+        if tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(tensorboard_dir))
+            self._boards = [SummaryWriter(folder) for folder in tensorboard_dir]
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Write a logged step. Fields of `STEP_FIELDS` that ``record`` lacks are written as null."""
@@ -218,11 +218,11 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the files; later calls do nothing."""
-        for writer in (self._file, self._board):
+        for writer in [self._file, *self._boards]:
             if writer is not None:
                 with suppress(OSError):
                     writer.close()
-        self._file = self._board = None
+        self._file, self._boards = None, []
 
     def _write(self, record: dict[str, Any]) -> None:
         try:
@@ -234,12 +234,11 @@ class MetricsWriter:
             self._failed = True
 
     def _scalars(self, group: str, record: Mapping[str, Any]) -> None:
-        if self._board is None:
-            return
-        for name, value in record.items():
-            if name not in ("step", "time") and isinstance(value, int | float):
-                self._board.add_scalar(f"{group}/{name}", value, record["step"])
-        self._board.flush()
+        for board in self._boards:
+            for name, value in record.items():
+                if name not in ("step", "time") and isinstance(value, int | float):
+                    board.add_scalar(f"{group}/{name}", value, record["step"])
+            board.flush()
 
 
 def to_json(record: Mapping[str, Any]) -> str:

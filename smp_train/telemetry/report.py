@@ -78,8 +78,9 @@ def reference_lines(run: dict[str, Any]) -> dict[str, float]:
             manifest = json.loads((candidate / "_manifest.json").read_bytes())
         except (OSError, ValueError):
             continue
-        if "unigram_entropy_nats" in manifest:
-            return {"unigram entropy": float(manifest["unigram_entropy_nats"])}
+        entropy = manifest.get("unigram_entropy_nats")
+        if entropy:
+            return {"unigram entropy": float(entropy["train"])}
     return {}
 
 
@@ -164,7 +165,9 @@ def _dress(axes: Axes) -> None:
 def _title(path: Path, run: dict[str, Any], steps: list[dict[str, Any]]) -> str:
     config = run.get("config") or {}
     parts = [str(config.get("run_name") or path.resolve().name)]
-    parts += [str(config[name]) for name in ("model_type", "model_size") if config.get(name)]
+    for name in ("model_type", "model_size"):
+        if config.get(name) and str(config[name]) not in parts[0]:
+            parts.append(str(config[name]))
     if "world_size" in (run.get("mesh") or {}):
         parts.append(f"{run['mesh']['world_size']} processes")
     parts.append(f"{steps[-1]['step']:,} steps")

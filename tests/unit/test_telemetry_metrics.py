@@ -125,7 +125,7 @@ def test_a_disk_that_fails_costs_one_warning_and_not_the_run(tmp_path, caplog, m
 def test_tensorboard_that_is_not_installed_is_refused_on_every_rank(tmp_path, monkeypatch, is_main):
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"smp-train\[tracking\]"):
-        MetricsWriter(tmp_path, is_main=is_main, tensorboard_dir=tmp_path)
+        MetricsWriter(tmp_path, is_main=is_main, tensorboard_dir=[str(tmp_path)])
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -149,7 +149,7 @@ def test_tensorboard_gets_the_numbers_of_steps_and_evaluations(tmp_path, monkeyp
     monkeypatch.setitem(
         sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter)
     )
-    writer = MetricsWriter(tmp_path, tensorboard_dir=tmp_path / "board")
+    writer = MetricsWriter(tmp_path, tensorboard_dir=[str(tmp_path / "board")])
     writer.step({"step": 7, "loss": 2.0, "mfu": None})
     writer.event("evaluate", step=7, loss=3.0)
     writer.event("save", step=7, path="x")

@@ -99,7 +99,7 @@ def test_reference_lines_come_from_the_run_or_else_from_the_data(tmp_path):
     train.mkdir(parents=True)
     config = {"config": {"training_dir": str(train)}}
     assert reference_lines(config) == {}
-    (tmp_path / "data" / "_manifest.json").write_text(json.dumps({"unigram_entropy_nats": 6.5}))
+    (tmp_path / "data" / "_manifest.json").write_text(json.dumps({"unigram_entropy_nats": {"train": 6.5}}))
     assert reference_lines(config) == {"unigram entropy": 6.5}
     assert reference_lines({**config, "reference_lines": {"floor": 1.0}}) == {"floor": 1.0}
     assert reference_lines({}) == {}
