@@ -1,0 +1,128 @@
+"""Learning-rate schedules in closed form: a function of the step alone, so a resumed run needs no state.
+
+Let ``u = step + 1`` be the number of the optimizer update, ``W`` the warm-up, ``P`` the plateau and ``T`` the
+decay span, all in updates. Then, with ``W = 0`` meaning the same as ``W = 1``:
+
+- warm-up, ``u <= W``: ``lr * u / W``: no update is made at a rate of zero; update ``W`` has the full rate;
+- plateau, ``u <= W + P``: ``lr``;
+- decay: from ``lr`` at update ``W + P`` to exactly ``min_lr`` at update ``T``, the last of the run;
+- ``min_lr`` from there on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from smp_train.errors import ConfigError
+
+# The share of the way from lr (1) down to min_lr (0) that is left at progress p, 0 < p < 1, of the decay.
+_REMAINING: dict[str, Callable[[float], float]] = {
+    "linear": lambda p: 1.0 - p,
+    "plateau": lambda p: 1.0 - p,
+    # Loshchilov and Hutter, SGDR, https://arxiv.org/abs/1608.03983, equation 5 without restarts.
+    "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
+    # Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations,
+    # https://arxiv.org/abs/2405.18392: the "1-sqrt" cooldown.
+    "wsd": lambda p: 1.0 - math.sqrt(p),
+}
+
+STYLES = ("constant", "linear", "cosine", "exponential", "plateau", "wsd")
+
+# The same paper: a cooldown over a fifth of the run is as good as a full cosine.
+WSD_DECAY_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A resolved schedule. ``schedule`` builds it from what the user gave, and checks it."""
+
+    style: str
+    lr: float
+    min_lr: float
+    warmup_steps: int
+    plateau_steps: int
+    decay_steps: int  # T: the update at which min_lr is reached
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of update ``step + 1``, the one made when ``step`` updates are already done."""
+        update = step + 1
+        if update <= self.warmup_steps:
+            return self.lr * (update / self.warmup_steps)
+        held = max(self.warmup_steps, 1) + self.plateau_steps
+        if self.style == "constant" or update <= held:
+            return self.lr
+        if update >= self.decay_steps:
+            return self.min_lr
+        progress = (update - held) / (self.decay_steps - held)
+        if self.style == "exponential":
+            rate = self.lr * (self.min_lr / self.lr) ** progress
+        else:
+            rate = self.min_lr + (self.lr - self.min_lr) * _REMAINING[self.style](progress)
+        return min(max(rate, self.min_lr), self.lr)  # rounding must not leave the range
+
+
+def schedule(
+    style: str,
+    *,
+    lr: float,
+    min_lr: float = 0.0,
+    max_steps: int,
+    decay_iters: int | None = None,
+    warmup: float = 0.0,
+    plateau: float = 0.0,
+) -> Schedule:
+    """Build the schedule of a run.
+
+    Args:
+        style: one of `STYLES`. ``plateau`` is ``linear`` by the name that the original system gives it when
+            there is a plateau; ``wsd`` (warm-up, stable, decay) holds the rate until 80 % of the span unless
+            ``plateau`` says how long.
+        lr: the peak rate.
+        min_lr: the rate at the end of the span and after it; not looked at by ``constant``.
+        max_steps: optimizer updates of the whole run.
+        decay_iters: the span of the decay in updates, warm-up included; ``max_steps`` when not given.
+        warmup: a fraction of the span, or a number of updates when 1 or more.
+        plateau: updates at the full rate between warm-up and decay, for any style; the same two forms.
+
+    Raises:
+        ConfigError: for an unknown style, or values that contradict one another.
+    """
+    if style not in STYLES:
+        raise ConfigError(f"--lr_decay_style {style}: not known; choose one of {', '.join(STYLES)}")
+    span = max_steps if decay_iters is None else decay_iters
+    if span < 1:
+        name = "--max_steps" if decay_iters is None else "--lr_decay_iters"
+        raise ConfigError(f"{name} {span}: the learning rate needs a span of at least 1 step")
+    if not (math.isfinite(lr) and lr > 0):
+        raise ConfigError(f"--lr {lr}: must be a number above 0")
+    if style == "constant":
+        min_lr = lr
+    if not (math.isfinite(min_lr) and 0 <= min_lr <= lr):
+        raise ConfigError(f"--min_lr {min_lr}: must lie between 0 and --lr {lr}")
+    if style == "exponential" and min_lr == 0:
+        raise ConfigError("--lr_decay_style exponential cannot reach --min_lr 0: give a --min_lr above 0")
+
+    warmup_steps = _updates("--warmup", warmup, span)
+    if style == "wsd" and plateau == 0:
+        plateau_steps = max(0, span - round(WSD_DECAY_SHARE * span) - warmup_steps)
+    else:
+        plateau_steps = _updates("--plateau", plateau, span)
+    if warmup_steps + plateau_steps > span:
+        raise ConfigError(
+            f"--warmup ({warmup_steps} steps) and --plateau ({plateau_steps} steps) exceed the {span} steps"
+            " of the learning-rate schedule: lower them, or raise --lr_decay_iters"
+        )
+    return Schedule(style, lr, min_lr, warmup_steps, plateau_steps, span)
+
+
+def _updates(flag: str, value: float, span: int) -> int:
+    """Turn a fraction of ``span``, or a whole number of updates when 1 or more, into updates."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{flag} {value}: must be a fraction of the run, or a number of steps from 1 up")
+    if value < 1:
+        return round(value * span)
+    if value != int(value):
+        raise ConfigError(f"{flag} {value}: a number of steps must be whole (a fraction is below 1)")
+    return int(value)

@@ -1,0 +1,109 @@
+"""Log lines: where each rank's go, the two that dashboards read, and the expressions that match them.
+
+Imports no torch: the launchers hand `METRIC_DEFINITIONS` to SageMaker from machines without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smp_train.errors import ConfigError
+
+_FORMAT = "%(asctime)s %(levelname).1s [%(module)s] %(message)s"
+_TIME = "%Y-%m-%d %H:%M:%S"
+
+_NUMBER = r"([-+]?[0-9]+\.?[0-9]*(?:[eE][-+]?[0-9]+)?)"
+
+# SageMaker searches every log line for each expression and keeps the first group. A loss that is not finite
+# prints as "nan" or "inf" and matches none.
+METRIC_DEFINITIONS: tuple[dict[str, str], ...] = (
+    {"Name": "train:loss", "Regex": rf"Batch [0-9]+ Loss: {_NUMBER}"},
+    {"Name": "train:samples_per_sec", "Regex": rf"Speed: {_NUMBER} samples/sec"},
+    {"Name": "train:tflops_per_gpu", "Regex": rf"Model TFLOPS/GPU: {_NUMBER}"},
+    {"Name": "train:lr", "Regex": rf"lr: {_NUMBER}"},
+    {"Name": "train:grad_norm", "Regex": rf"gradnorm: {_NUMBER}"},
+    {"Name": "train:tokens_per_sec_per_device", "Regex": rf"tokens/sec/device: {_NUMBER}"},
+    {"Name": "train:mfu_percent", "Regex": rf"MFU: {_NUMBER}%"},
+    {"Name": "train:memory_gib", "Regex": rf"memory: {_NUMBER} GiB"},
+    {"Name": "validation:loss", "Regex": rf"Batch [0-9]+ Validation loss: {_NUMBER}"},
+)
+
+
+def get_logger() -> logging.Logger:
+    """Return the package's logger. Silent below warnings until `setup_logging` has run."""
+    return logging.getLogger("smp_train")
+
+
+def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | str = logging.INFO) -> None:
+    """Send the package's log where it belongs; may be called again, the last call counts.
+
+    Rank 0 writes to stdout, every other rank only warnings and errors, to stderr, with its number in front.
+    With ``log_dir`` each rank also writes everything to ``<log_dir>/rank-<rank>.log``, which is appended to.
+
+    Raises:
+        ConfigError: when the log file cannot be opened.
+    """
+    logger = get_logger()
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(level)
+    logger.propagate = False
+
+    console: logging.Handler
+    if rank == 0:
+        console = logging.StreamHandler(sys.stdout)
+        console.setFormatter(logging.Formatter(_FORMAT, _TIME))
+    else:
+        console = logging.StreamHandler(sys.stderr)
+        console.setLevel(logging.WARNING)
+        console.setFormatter(logging.Formatter(f"rank {rank}: {_FORMAT}", _TIME))
+    logger.addHandler(console)
+
+    if log_dir is not None:
+        path = Path(log_dir) / f"rank-{rank}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = logging.FileHandler(path, encoding="utf-8")
+        except OSError as failure:
+            raise ConfigError(f"{path}: cannot write the log ({failure.strerror}); set --run_dir") from None
+        file.setFormatter(logging.Formatter(_FORMAT, _TIME))
+        logger.addHandler(file)
+
+
+def batch_line(record: Mapping[str, Any]) -> str:
+    """Return the log line of a step record (see `smp_train.telemetry.metrics`).
+
+    The order and wording up to ``gradnorm`` are the original system's: dashboards match them.
+    """
+    return (
+        f"Batch {record['step']} Loss: {_fixed(record.get('loss'), 5)},"
+        f" Speed: {_fixed(record.get('samples_per_sec'), 2)} samples/sec,"
+        f" Model TFLOPS/GPU: {_fixed(record.get('tflops_per_device'), 2)},"
+        f" lr: {_rate(record.get('lr'))},"
+        f" gradnorm: {_fixed(record.get('grad_norm'), 4)},"
+        f" tokens/sec/device: {_fixed(record.get('tokens_per_sec_per_device'), 1)},"
+        f" MFU: {_fixed(record.get('mfu'), 1, scale=100, unit='%')},"
+        f" memory: {_fixed(record.get('memory_gib'), 2, unit=' GiB')}"
+    )
+
+
+def validation_line(step: int, loss: float) -> str:
+    """Return the log line of an evaluation: its loss in nats per counted token."""
+    return f"Batch {step} Validation loss: {_fixed(loss, 5)}"
+
+
+def _fixed(value: float | None, digits: int, *, scale: float = 1, unit: str = "") -> str:
+    return "n/a" if value is None else f"{value * scale:.{digits}f}{unit}"
+
+
+def _rate(value: float | None) -> str:
+    """Six decimals as the original prints, or an exponent where those would lose the number."""
+    if value is None:
+        return "n/a"
+    return f"{value:.6f}" if value == 0 or not math.isfinite(value) or abs(value) >= 1e-5 else f"{value:.3e}"

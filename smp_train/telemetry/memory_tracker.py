@@ -1,0 +1,71 @@
+"""Memory in use, in GiB: the figure of the log line, and the rows of ``--enable_memory_profiling``."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_GIB = 1024**3
+
+
+def memory_gib(device: torch.device) -> float:
+    """Return the most memory in use on ``device`` since the last call, and start counting anew.
+
+    On a GPU that is the allocator's peak. Without one it is this process's resident memory at this moment.
+    """
+    if device.type != "cuda":
+        return rss_gib()
+    import torch
+
+    peak = torch.cuda.max_memory_allocated(device) / _GIB
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def memory_report(device: torch.device, title: str) -> str:
+    """Return one row of the memory table: rows of equal width that line up in the log.
+
+    ``peak`` is the allocator's since the last `memory_gib`. The device's columns are empty without a GPU.
+    Does not wait for the device: the allocator's books are kept on the host.
+    """
+    used: list[float | None] = [None, None, None]
+    if device.type == "cuda":
+        import torch
+
+        used = [
+            torch.cuda.memory_allocated(device) / _GIB,
+            torch.cuda.memory_reserved(device) / _GIB,
+            torch.cuda.max_memory_allocated(device) / _GIB,
+        ]
+    columns = zip(
+        ("allocated", "reserved", "peak", "cpu rss", "cpu available"),
+        [*used, rss_gib(), available_gib()],
+        strict=True,
+    )
+    cells = (f"{name} {'-' if value is None else format(value, '.2f'):>8}" for name, value in columns)
+    return " | ".join([f"memory GiB | {title:<24}", *cells])
+
+
+def rss_gib() -> float:
+    """Return the resident memory of this process (its peak where there is no ``/proc``)."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _GIB
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak * (1 if sys.platform == "darwin" else 1024) / _GIB
+
+
+def available_gib() -> float | None:
+    """Return the memory that the machine could still give out, None where there is no ``/proc``."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024 / _GIB
+    except (OSError, KeyError):
+        return None

@@ -1,0 +1,296 @@
+"""Numbers of a run: `metrics.jsonl`, the speed between two log lines, and what the device could do at best.
+
+`metrics.jsonl` holds one JSON object per line. A line without ``event`` is a logged step and has at least
+`STEP_FIELDS`; a line with ``event`` is one of `EVENTS`. JSON has no NaN or infinity: such a value is written
+as null and named in ``nonfinite``, for example ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
+The file is only ever appended to: a run that resumes from an earlier step writes that stretch again, and
+`history` is what counts of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from smp_train.errors import ConfigError
+from smp_train.telemetry.logging_utils import get_logger
+
+FILE_NAME = "metrics.jsonl"
+
+STEP_FIELDS = (
+    "step",  # optimizer updates done, from 1
+    "loss",  # nats per counted token, mean over the global batch
+    "grad_norm",  # before clipping
+    "lr",  # used by this update
+    "samples_per_sec",  # sequences, all devices
+    "tokens_per_sec",  # positions, all devices
+    "tokens_per_sec_per_device",
+    "tflops_per_device",  # model FLOPs: 6 N_matmul + 12 L H d S per token; recomputation not counted
+    "mfu",  # the same as a fraction of the device's dense bf16 peak; null when that is unknown
+    "step_sec",  # mean per update since the last record, without saving and validation
+    "data_wait_sec",  # the part of step_sec that this rank spent waiting for its batch
+    "memory_gib",  # the allocator's peak since the last record; resident memory without a GPU
+    "tokens",  # positions trained on since the first step of the run, all devices
+    "consumed",  # samples taken from the data order so far
+    "time",  # seconds since 1970
+)
+
+# Each with its ``step``: updates done. An attempt opens with `start` (at 0) or `resume` (from a checkpoint).
+EVENTS = ("start", "resume", "save", "evaluate", "stop", "finish")
+
+_PEAKS: tuple[tuple[str, float], ...] = (
+    (r"A10G\b", 70e12),
+    (r"L4\b", 121e12),
+    (r"L40S\b", 362e12),
+    (r"A100\b", 312e12),
+    (r"H100 NVL\b", 835.5e12),
+    (r"H100 PCIe\b", 756.5e12),
+    (r"H100\b", 989.4e12),
+    (r"H200 NVL\b", 835.5e12),
+    (r"H200\b", 989.4e12),
+    (r"B200\b", 2250e12),
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the peak of dense bf16 matrix products in FLOP/s, or None for a device not in the table.
+
+    Figures are NVIDIA's: the data sheets of A10G, L4, L40S, A100, H100 and H200 and the HGX B200 page, halved
+    where a sheet quotes 2:4 sparsity. H100 SXM is 528 tensor cores x 1024 FLOP/clock x 1.83 GHz. A slice of a
+    device (MIG) has no entry: its name carries the whole device's.
+
+    Args:
+        device_name: as ``torch.cuda.get_device_name`` gives it, such as ``NVIDIA H100 80GB HBM3``.
+    """
+    if "MIG" in device_name:
+        return None
+    return next((peak for name, peak in _PEAKS if re.search(rf"\b{name}", device_name)), None)
+
+
+class Throughput:
+    """Speed between two log lines. Saving and validation are left out of the time by `pause`.
+
+    Reads the clock only: the caller takes `window` where it has just waited for the device, for the loss.
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int,
+        flops_per_token: float | None = None,
+        peak: float | None = None,
+        synchronize: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start the first window.
+
+        Args:
+            devices: ranks of the whole run.
+            flops_per_token: model FLOPs of one position, forward and backward.
+            peak: FLOP/s of one device (`peak_flops`), None when unknown.
+            synchronize: waits for the device at the edges of a pause, so that work queued before a save is
+                not taken for part of it. ``torch.cuda.synchronize`` on a GPU, None on a CPU.
+            clock: seconds; for tests.
+        """
+        self._devices, self._flops_per_token, self._peak = devices, flops_per_token, peak
+        self._synchronize, self._clock = synchronize, clock
+        self._restart()
+
+    def _restart(self) -> None:
+        self._began, self._paused, self._waited = self._clock(), 0.0, 0.0
+        self._steps = self._samples = self._tokens = 0
+
+    def add(self, *, samples: int, tokens: int) -> None:
+        """Count one optimizer step: the sequences and positions of its global batch."""
+        self._steps += 1
+        self._samples += samples
+        self._tokens += tokens
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the body's time out of the window. Must not be nested."""
+        if self._synchronize:
+            self._synchronize()
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if self._synchronize:
+                self._synchronize()
+            self._paused += self._clock() - began
+
+    @contextmanager
+    def data_wait(self) -> Iterator[None]:
+        """Count the body's time as waiting for data."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._waited += self._clock() - began
+
+    def window(self) -> dict[str, float | None]:
+        """Return the speed fields of `STEP_FIELDS` since the last call, and start a new window.
+
+        Without a step in the window every field is None.
+        """
+        seconds = self._clock() - self._began - self._paused
+        fields: dict[str, float | None] = dict.fromkeys(
+            (
+                "samples_per_sec", "tokens_per_sec", "tokens_per_sec_per_device",
+                "tflops_per_device", "mfu", "step_sec", "data_wait_sec",
+            )
+        )  # fmt: skip
+        if self._steps and seconds > 0:
+            per_device = self._tokens / seconds / self._devices
+            flops = None if self._flops_per_token is None else per_device * self._flops_per_token
+            fields.update(
+                samples_per_sec=self._samples / seconds,
+                tokens_per_sec=self._tokens / seconds,
+                tokens_per_sec_per_device=per_device,
+                tflops_per_device=None if flops is None else flops / 1e12,
+                mfu=None if flops is None or self._peak is None else flops / self._peak,
+                step_sec=seconds / self._steps,
+                data_wait_sec=self._waited / self._steps,
+            )
+        self._restart()
+        return fields
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl` and, when asked, to TensorBoard; on ranks other than the main one, nothing.
+
+    Every line is flushed at once. A disk that fails during the run costs records and a warning, not the run.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, *, is_main: bool = True, tensorboard_dir: Sequence[str] | None = None
+    ) -> None:
+        """Open the file, and TensorBoard's in each folder of ``tensorboard_dir``. Contains no collectives.
+
+        Raises:
+            ConfigError: when the file cannot be opened, or TensorBoard is asked for and not installed.
+        """
+        self._file: Any = None
+        self._boards: list[Any] = []
+        self._failed = False
+        # On every rank alike, so that all of them stop.
+        if tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("--tensorboard_dir needs TensorBoard: pip install 'smp-train[tracking]'")
+        if not is_main:
+            return
+        path = Path(run_dir) / FILE_NAME
+        try:
+            torn = _lacks_line_end(path)
+            self._file = path.open("a", encoding="utf-8")
+            if torn:  # a killed run's last line: leave it be, and start on a line of our own
+                self._file.write("\n")
+        except OSError as failure:
+            raise ConfigError(f"{path}: cannot write metrics ({failure.strerror}); set --run_dir") from None
+        if tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._boards = [SummaryWriter(folder) for folder in tensorboard_dir]
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Write a logged step. Fields of `STEP_FIELDS` that ``record`` lacks are written as null."""
+        if self._file is None:
+            return
+        full = {**dict.fromkeys(STEP_FIELDS), "time": time.time(), **record}
+        self._write(full)
+        self._scalars("train", full)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Write an event of `EVENTS`, with ``step`` among its fields; `evaluate` also has ``loss``."""
+        if name not in EVENTS:
+            raise ValueError(f"{name} is not one of {EVENTS}")
+        if self._file is None:
+            return
+        self._write({"event": name, "time": time.time(), **fields})
+        if name == "evaluate":
+            self._scalars("validation", fields)
+
+    def close(self) -> None:
+        """Close the files; later calls do nothing."""
+        for writer in [self._file, *self._boards]:
+            if writer is not None:
+                with suppress(OSError):
+                    writer.close()
+        self._file, self._boards = None, []
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            self._file.write(to_json(record) + "\n")
+            self._file.flush()
+        except OSError as failure:
+            if not self._failed:
+                get_logger().warning("%s: metrics are being lost (%s)", self._file.name, failure.strerror)
+            self._failed = True
+
+    def _scalars(self, group: str, record: Mapping[str, Any]) -> None:
+        for board in self._boards:
+            for name, value in record.items():
+                if name not in ("step", "time") and isinstance(value, int | float):
+                    board.add_scalar(f"{group}/{name}", value, record["step"])
+            board.flush()
+
+
+def to_json(record: Mapping[str, Any]) -> str:
+    """Return ``record`` as one line of strict JSON, its numbers that are not finite as the module says."""
+    plain: dict[str, Any] = {}
+    nonfinite: dict[str, str] = {}
+    for name, value in record.items():
+        if hasattr(value, "item"):  # a number of numpy or torch
+            value = value.item()
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite[name], value = str(value), None
+        plain[name] = value
+    if nonfinite:
+        plain["nonfinite"] = nonfinite
+    return json.dumps(plain, allow_nan=False, default=str)
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Return all records of a run in the order written, without lines that a kill has torn.
+
+    Raises:
+        ConfigError: when the run has no metrics.
+    """
+    path = Path(run_dir) / FILE_NAME
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as failure:
+        raise ConfigError(f"{path}: cannot read a run's metrics ({failure.strerror})") from None
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what counts of a run's records: an attempt voids what came after the step it starts from."""
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        if record.get("event") in ("start", "resume") and "step" in record:
+            kept = [earlier for earlier in kept if earlier.get("step", 0) <= record["step"]]
+        kept.append(record)
+    return kept
+
+
+def _lacks_line_end(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"

@@ -1,0 +1,184 @@
+"""`report.png`: a run's losses and its speed, drawn from `metrics.jsonl` and `run.json` alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from smp_train.errors import ConfigError
+from smp_train.telemetry.metrics import history, read_metrics
+from smp_train.telemetry.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FILE_NAME = "report.png"
+
+_INK, _MUTED, _GRID = "#22303c", "#6b7885", "#e3e7eb"
+_TRAIN, _VALIDATION, _SPEED, _REFERENCE, _SAVE = "#1f6fb4", "#d1495b", "#2a8c6e", "#8a6d3b", "#22303c"
+_DASHED = (0, (5, 3))
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Draw ``<run_dir>/report.png`` (1200 x 800 pixels) and return its path.
+
+    Raises:
+        ConfigError: when the run has no logged step, the file cannot be written, or matplotlib is missing.
+    """
+    try:
+        # Not pyplot: no display, no global state. A PNG is drawn with Agg.
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("smp-train report needs matplotlib: pip install 'smp-train[report]'") from None
+
+    folder = RunFolder(run_dir)
+    records = history(read_metrics(folder.path))
+    steps = [record for record in records if "event" not in record]
+    if not steps:
+        raise ConfigError(f"{folder.path}: no step has been logged there yet")
+    run = folder.read_run()
+
+    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[union-attr, call-arg]
+    losses, speed = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    figure.suptitle(_title(folder.path, run, steps), x=0.015, ha="left", fontsize=14, color=_INK)
+    _draw_losses(losses, records, reference_lines(run))
+    _draw_speed(speed, steps)
+    for axes in (losses, speed):
+        _dress(axes)
+    _mark_attempts(losses, speed, records)
+    speed.set_xlim(0, max(record["step"] for record in steps) * 1.01 + 1)
+    speed.set_xlabel("Optimizer step", color=_INK)
+
+    path = folder.path / FILE_NAME
+    scratch = path.with_name(f".{FILE_NAME}")
+    try:
+        figure.savefig(scratch, format="png")
+        scratch.replace(path)
+    except OSError as failure:
+        raise ConfigError(f"{path}: cannot write the report ({failure.strerror})") from None
+    return path
+
+
+def reference_lines(run: dict[str, Any]) -> dict[str, float]:
+    """Return the losses to draw as horizontal lines, by name: from `run.json`, else the data's manifest.
+
+    The manifest is what ``smp-train prepare`` leaves beside the shards: ``_manifest.json`` in the training
+    folder or the one above it.
+    """
+    if run.get("reference_lines"):
+        return dict(run["reference_lines"])
+    folder = (run.get("config") or {}).get("training_dir")
+    for candidate in [Path(folder), Path(folder).parent] if folder else []:
+        try:
+            manifest = json.loads((candidate / "_manifest.json").read_bytes())
+        except (OSError, ValueError):
+            continue
+        entropy = manifest.get("unigram_entropy_nats")
+        if entropy:
+            return {"unigram entropy": float(entropy["train"])}
+    return {}
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Return the centred moving mean over ``window`` values, over fewer towards both ends."""
+    half = window // 2
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    ends = [(max(0, at - half), min(len(values), at + half + 1)) for at in range(len(values))]
+    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in ends]
+
+
+def _draw_losses(axes: Axes, records: list[dict[str, Any]], references: dict[str, float]) -> None:
+    train = [(r["step"], r["loss"]) for r in records if "event" not in r and r.get("loss") is not None]
+    validation = [
+        (r["step"], r["loss"]) for r in records if r.get("event") == "evaluate" and r.get("loss") is not None
+    ]
+    saves = [r["step"] for r in records if r.get("event") == "save"]
+    if train:
+        at, loss = zip(*train, strict=True)
+        window = max(1, len(loss) // 40) | 1
+        axes.plot(at, loss, color=_TRAIN, alpha=0.35, linewidth=1)
+        label = "train" if window == 1 else f"train (mean of {window} records)"
+        axes.plot(at, smooth(loss, window), color=_TRAIN, linewidth=2, label=f"{label}: last {loss[-1]:.3f}")
+    if validation:
+        at, loss = zip(*validation, strict=True)
+        axes.plot(
+            at, loss, color=_VALIDATION, linewidth=1.2, marker="o", markersize=5, markeredgecolor="white",
+            label=f"validation: last {loss[-1]:.3f}",
+        )  # fmt: skip
+    for name, value in references.items():
+        axes.axhline(value, color=_REFERENCE, linestyle=_DASHED, linewidth=1.3, label=f"{name}: {value:.3f}")
+    if saves:
+        # In axis units: the ticks sit on the lower edge whatever the losses are.
+        axes.plot(
+            saves, [0.012] * len(saves), linestyle="none", marker="^", markersize=6, color=_SAVE,
+            transform=axes.get_xaxis_transform(), label="checkpoint saved", clip_on=False,
+        )  # fmt: skip
+    axes.set_ylabel("Loss (nats per token)", color=_INK)
+    if axes.lines:
+        axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor=_GRID, labelcolor=_INK)
+
+
+def _draw_speed(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    speed = [(r["step"], r["tokens_per_sec"]) for r in steps if r.get("tokens_per_sec") is not None]
+    if speed:
+        at, rate = zip(*speed, strict=True)
+        middle = median(rate)
+        axes.plot(at, rate, color=_SPEED, linewidth=1, alpha=0.6, label="tokens/s, all devices")
+        axes.axhline(middle, color=_SPEED, linestyle=_DASHED, linewidth=1.3, label=f"median: {middle:,.0f}")
+        axes.set_ylim(0, max(rate) * 1.15)
+        axes.legend(loc="lower right", ncols=2, framealpha=0.9, edgecolor=_GRID, labelcolor=_INK)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylabel("Throughput (tokens/s)", color=_INK)
+
+
+def _mark_attempts(losses: Axes, speed: Axes, records: list[dict[str, Any]]) -> None:
+    """Draw a line over both panels where the run stopped or was resumed, named above the upper one."""
+    names: dict[int, list[str]] = {}
+    for record in records:
+        name = {"stop": "stopped", "resume": "resumed"}.get(record.get("event", ""))
+        if name and name not in names.setdefault(record["step"], []):
+            names[record["step"]].append(name)
+    for step, what in names.items():
+        for axes in (losses, speed):
+            axes.axvline(step, color=_MUTED, linestyle=":", linewidth=1.3, zorder=1)
+        losses.annotate(
+            f"{', '.join(what)} at {step}", (step, 1), xycoords=("data", "axes fraction"),
+            xytext=(0, 5), textcoords="offset points", ha="center", fontsize=9, color=_MUTED,
+        )  # fmt: skip
+
+
+def _dress(axes: Axes) -> None:
+    axes.grid(color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_MUTED)
+    axes.tick_params(colors=_INK)
+
+
+def _title(path: Path, run: dict[str, Any], steps: list[dict[str, Any]]) -> str:
+    config = run.get("config") or {}
+    parts = [str(config.get("run_name") or path.resolve().name)]
+    for name in ("model_type", "model_size"):
+        if config.get(name) and str(config[name]) not in parts[0]:
+            parts.append(str(config[name]))
+    if "world_size" in (run.get("mesh") or {}):
+        parts.append(f"{run['mesh']['world_size']} processes")
+    parts.append(f"{steps[-1]['step']:,} steps")
+    if steps[-1].get("tokens"):
+        parts.append(f"{steps[-1]['tokens']:,} tokens")
+    return "  ·  ".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``smp-train report RUN_DIR``: draw the report and print its path."""
+    parser = argparse.ArgumentParser(prog="smp-train report", description="Draw report.png of a run folder.")
+    parser.add_argument("run_dir", help="the run folder: what --run_dir was, or runs/<run_name>")
+    print(write_report(parser.parse_args(argv).run_dir))
+    return 0

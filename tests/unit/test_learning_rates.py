@@ -1,0 +1,161 @@
+"""The schedules where others go wrong: the first update, the ends of warm-up and plateau, the floor."""
+
+import math
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smp_train.errors import ConfigError
+from smp_train.learning_rates import STYLES, schedule
+
+DECAYING = [style for style in STYLES if style != "constant"]
+PEAK, FLOOR = 3e-4, 3e-5
+
+
+def build(style, **overrides):
+    settings = {"lr": PEAK, "min_lr": FLOOR, "max_steps": 1000, "warmup": 0.1, "plateau": 0.0}
+    return schedule(style, **{**settings, **overrides})
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_warm_up_rises_by_equal_parts_from_the_first_update_to_the_peak(style):
+    rates = [build(style)(step) for step in range(100)]
+    assert rates == pytest.approx([PEAK * (step + 1) / 100 for step in range(100)], rel=1e-15)
+    assert rates[99] == PEAK
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_without_warm_up_the_first_update_has_the_full_rate(style):
+    assert build(style, warmup=0)(0) == PEAK
+
+
+@pytest.mark.parametrize("style", DECAYING)
+def test_the_floor_is_reached_at_the_last_update_and_held(style):
+    rate = build(style)
+    assert rate(998) > FLOOR
+    assert [rate(step) for step in (999, 1000, 10**9)] == [FLOOR] * 3
+
+
+def test_the_cosine_is_above_its_floor_at_80_percent_of_the_run():
+    # The original clamps a cosine that aims at zero, and so sits at its floor from here on.
+    progress = (801 - 100) / 900
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    assert build("cosine")(800) == pytest.approx(FLOOR + (PEAK - FLOOR) * cosine)
+    assert build("cosine")(800) > 1.5 * FLOOR
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [
+        ("constant", PEAK),
+        ("linear", (PEAK + FLOOR) / 2),
+        ("cosine", (PEAK + FLOOR) / 2),
+        ("exponential", math.sqrt(PEAK * FLOOR)),
+        ("plateau", (PEAK + FLOOR) / 2),
+        ("wsd", PEAK),
+    ],
+)
+def test_the_middle_of_the_decay(style, expected):
+    assert build(style)(549) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("style", DECAYING)
+def test_the_plateau_holds_the_rate_and_the_decay_follows(style):
+    rate = build(style, plateau=0.3)
+    assert {rate(step) for step in range(99, 400)} == {PEAK}
+    assert FLOOR < rate(400) < PEAK
+    assert rate(999) == FLOOR
+
+
+def test_wsd_holds_four_fifths_and_decays_by_one_minus_the_root():
+    rate = build("wsd")
+    assert {rate(step) for step in range(99, 800)} == {PEAK}
+    assert rate(849) == pytest.approx(FLOOR + (PEAK - FLOOR) * (1 - math.sqrt(50 / 200)))
+    assert rate(999) == FLOOR
+
+
+def test_wsd_with_a_warm_up_longer_than_its_stable_part_decays_at_once():
+    rate = build("wsd", warmup=0.9)
+    assert rate(899) == PEAK
+    assert rate(900) < PEAK
+    assert rate(999) == FLOOR
+
+
+def test_a_shorter_span_ends_early_and_a_longer_one_is_cut_off():
+    assert build("cosine", decay_iters=500)(499) == FLOOR
+    assert build("cosine", decay_iters=500)(900) == FLOOR
+    assert build("linear", decay_iters=2000, warmup=0)(999) == pytest.approx((PEAK + FLOOR) / 2, rel=1e-3)
+
+
+def test_warm_up_is_a_count_from_one_up_and_a_fraction_of_the_span_below():
+    assert build("cosine", warmup=40).warmup_steps == 40
+    assert build("cosine", warmup=1).warmup_steps == 1
+    assert build("cosine", warmup=0.29, max_steps=100).warmup_steps == 29  # 0.29 * 100 is 28.999...
+    assert build("cosine", warmup=0.1, decay_iters=50).warmup_steps == 5
+
+
+def test_a_rate_depends_on_the_step_alone():
+    rate = build("cosine", plateau=0.2)
+    straight = [rate(step) for step in range(1000)]
+    resumed = pickle.loads(pickle.dumps(build("cosine", plateau=0.2)))
+    assert [resumed(step) for step in reversed(range(1000))] == straight[::-1]
+
+
+def test_constant_ignores_the_floor():
+    assert build("constant", min_lr=1.0)(10**6) == PEAK
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"style": "cosin"}, "cosin"),
+        ({"max_steps": 0}, "--max_steps"),
+        ({"decay_iters": 0}, "--lr_decay_iters"),
+        ({"lr": 0.0}, "--lr"),
+        ({"lr": float("nan")}, "--lr"),
+        ({"min_lr": 1.0}, "--min_lr"),
+        ({"min_lr": -1e-9}, "--min_lr"),
+        ({"style": "exponential", "min_lr": 0.0}, "exponential"),
+        ({"warmup": -0.1}, "--warmup"),
+        ({"warmup": float("inf")}, "--warmup"),
+        ({"warmup": 2.5}, "--warmup"),
+        ({"warmup": 1001}, "--warmup"),
+        ({"warmup": 0.6, "plateau": 0.5}, "--plateau"),
+    ],
+)
+def test_nonsense_is_refused_by_the_name_of_the_flag(overrides, named):
+    with pytest.raises(ConfigError, match=named) as caught:
+        build(**{"style": "cosine", **overrides})
+    assert "\n" not in str(caught.value)
+
+
+fractions = st.floats(0, 0.5, exclude_max=True)
+
+
+@given(
+    style=st.sampled_from(STYLES),
+    max_steps=st.integers(1, 400),
+    decay_iters=st.none() | st.integers(1, 400),
+    lr=st.floats(1e-8, 10),
+    floor=st.floats(1e-6, 1),
+    warmup=fractions,
+    plateau=fractions,
+)
+def test_bounds_and_direction_hold_for_any(style, max_steps, decay_iters, lr, floor, warmup, plateau):
+    span = decay_iters or max_steps
+    try:
+        rate = schedule(
+            style, lr=lr, min_lr=lr * floor, max_steps=max_steps, decay_iters=decay_iters,
+            warmup=warmup, plateau=plateau,
+        )  # fmt: skip
+    except ConfigError:
+        assert round(warmup * span) + round(plateau * span) > span  # two halves, each rounded up
+        return
+    rates = [rate(step) for step in range(span + 5)]
+    rise, fall = rates[: rate.warmup_steps], rates[max(rate.warmup_steps - 1, 0) :]
+    assert all(0 < value <= lr for value in rates)
+    assert all(value >= rate.min_lr for value in fall)
+    assert rise == sorted(rise)
+    assert fall == sorted(fall, reverse=True)

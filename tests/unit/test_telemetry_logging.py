@@ -1,0 +1,132 @@
+"""Log lines as users and dashboards see them, and that SageMaker's expressions find every number in them."""
+
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+
+from smp_train.errors import ConfigError
+from smp_train.telemetry.logging_utils import (
+    METRIC_DEFINITIONS,
+    batch_line,
+    get_logger,
+    setup_logging,
+    validation_line,
+)
+
+RECORD = {
+    "step": 12, "loss": 10.461412, "samples_per_sec": 10.1099, "tflops_per_device": 61.2, "lr": 2.5e-5,
+    "grad_norm": 1.03118, "tokens_per_sec_per_device": 1234.5, "mfu": 0.4123, "memory_gib": 61.22,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def restore_logger():
+    logger = get_logger()
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers, logger.level, logger.propagate = handlers, level, propagate
+
+
+def matches(line):
+    found = {}
+    for definition in METRIC_DEFINITIONS:
+        hit = re.search(definition["Regex"], line)
+        if hit:
+            found[definition["Name"]] = float(hit.group(1))
+    return found
+
+
+def test_the_batch_line_is_the_one_dashboards_match():
+    assert batch_line(RECORD) == (
+        "Batch 12 Loss: 10.46141, Speed: 10.11 samples/sec, Model TFLOPS/GPU: 61.20, lr: 0.000025, "
+        "gradnorm: 1.0312, tokens/sec/device: 1234.5, MFU: 41.2%, memory: 61.22 GiB"
+    )
+
+
+def test_the_batch_line_without_speed_or_a_known_device():
+    line = batch_line({"step": 1, "loss": 2.0, "lr": 1e-4, "grad_norm": 0.5, "mfu": None, "memory_gib": 0.25})
+    assert "MFU: n/a, memory: 0.25 GiB" in line
+    assert "Speed: n/a samples/sec" in line
+    assert matches(line) == {
+        "train:loss": 2.0, "train:lr": 1e-4, "train:grad_norm": 0.5, "train:memory_gib": 0.25,
+    }  # fmt: skip
+
+
+def test_the_validation_line():
+    assert validation_line(12, 3.210984) == "Batch 12 Validation loss: 3.21098"
+    assert matches(validation_line(12, 3.210984)) == {"validation:loss": 3.21098}
+
+
+def test_every_number_of_the_batch_line_is_found_once_and_by_its_own_name():
+    assert matches("2026-01-02 03:04:05 I [train_lib] " + batch_line(RECORD)) == {
+        "train:loss": 10.46141, "train:samples_per_sec": 10.11, "train:tflops_per_gpu": 61.2,
+        "train:lr": 2.5e-5, "train:grad_norm": 1.0312, "train:tokens_per_sec_per_device": 1234.5,
+        "train:mfu_percent": 41.2, "train:memory_gib": 61.22,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-4, 1e-5, 9.9e-6, 3.25e-9])
+def test_a_small_rate_keeps_its_digits(lr):
+    assert matches(batch_line({**RECORD, "lr": lr}))["train:lr"] == pytest.approx(lr, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+def test_a_loss_that_is_no_number_is_printed_and_not_taken_for_one(bad):
+    line = batch_line({**RECORD, "loss": float(bad)})
+    assert f"Loss: {bad}," in line
+    assert "train:loss" not in matches(line)
+
+
+def test_sagemaker_accepts_the_definitions():
+    assert len(METRIC_DEFINITIONS) <= 40
+    for definition in METRIC_DEFINITIONS:
+        assert set(definition) == {"Name", "Regex"}
+        assert len(definition["Name"]) <= 255
+        assert 0 < len(definition["Regex"]) <= 500
+        assert re.compile(definition["Regex"]).groups == 1
+
+
+def test_rank_0_writes_to_stdout_with_the_time(capsys):
+    setup_logging(0)
+    get_logger().info("hello")
+    out, err = capsys.readouterr()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[test_telemetry_logging\] hello\n", out)
+    assert err == ""
+
+
+def test_other_ranks_are_quiet_until_something_is_wrong(capsys):
+    setup_logging(3)
+    get_logger().info("not for the console")
+    get_logger().warning("look here")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"rank 3: .* W .*look here\n", err)
+
+
+def test_every_rank_has_a_file_and_a_second_call_replaces_the_first(tmp_path, capsys):
+    for _ in range(2):
+        setup_logging(3, log_dir=tmp_path / "logs")
+    get_logger().info("once")
+    assert (tmp_path / "logs/rank-3.log").read_text().count("once") == 1
+    setup_logging(3, log_dir=tmp_path / "logs", level=logging.DEBUG)
+    get_logger().debug("appended")
+    text = (tmp_path / "logs/rank-3.log").read_text()
+    assert text.index("once") < text.index("appended")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path):
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(ConfigError, match=r"rank-0\.log") as caught:
+        setup_logging(0, log_dir=tmp_path / "logs")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_launchers_can_have_the_expressions_without_torch():
+    code = "import sys, smp_train.telemetry.logging_utils; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

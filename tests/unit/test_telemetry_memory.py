@@ -1,0 +1,48 @@
+"""Memory figures against what this process really holds."""
+
+import re
+
+import numpy as np
+import torch
+
+from smp_train.telemetry.memory_tracker import available_gib, memory_gib, memory_report, rss_gib
+
+CPU = torch.device("cpu")
+
+
+def test_resident_memory_grows_with_what_is_held():
+    before = memory_gib(CPU)
+    held = np.ones(2**25)  # 256 MiB, touched
+    grown = memory_gib(CPU) - before
+    assert 0.2 < grown < 0.4, held[0]
+
+
+def test_resident_memory_without_proc_is_in_the_same_unit(monkeypatch):
+    with_proc = rss_gib()
+    monkeypatch.setattr("builtins.open", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    assert with_proc * 0.9 < rss_gib() < with_proc + 8  # the peak instead of the present
+    assert available_gib() is None
+
+
+def test_the_rows_of_the_table_line_up():
+    rows = [memory_report(CPU, title) for title in ("model built", "after the first optimizer step")]
+    rows[1] = rows[1].replace("after the first optimizer step", "after the first")
+    pattern = (
+        r"memory GiB \| .+ \| allocated +- \| reserved +- \| peak +-"
+        r" \| cpu rss +\d+\.\d\d \| cpu available +\d+\.\d\d"
+    )
+    assert all(re.fullmatch(pattern, row) for row in rows)
+    row = memory_report(CPU, "a")
+    assert row.index("allocated") == rows[0].index("allocated")
+
+
+def test_the_peak_of_a_gpu_is_since_the_last_call(monkeypatch):
+    books = {"peak": 3 * 2**30}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: books["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: books.update(peak=2**30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * 2**30)
+    gpu = torch.device("cuda", 0)
+    row = memory_report(gpu, "a")
+    assert "allocated     1.00 | reserved     4.00 | peak     3.00 |" in row
+    assert (memory_gib(gpu), memory_gib(gpu)) == (3, 1)

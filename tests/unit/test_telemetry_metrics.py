@@ -1,0 +1,242 @@
+"""metrics.jsonl through kills, resumes and numbers that are none; speed by hand-set clocks."""
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from smp_train.errors import ConfigError
+from smp_train.telemetry import metrics
+from smp_train.telemetry.metrics import (
+    STEP_FIELDS,
+    MetricsWriter,
+    Throughput,
+    history,
+    peak_flops,
+    read_metrics,
+)
+
+
+def strict(text):
+    """Parse as any JSON reader would: Python's own takes NaN, others do not."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def lines(folder):
+    return [strict(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_each_line_is_on_disk_before_the_next_with_every_field(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.event("start", step=0)
+    writer.step({"step": 1, "loss": 2.5})
+    first, second = lines(tmp_path)
+    assert (first["event"], first["step"]) == ("start", 0)
+    assert first["time"] > 1.7e9
+    assert set(STEP_FIELDS) <= set(second)
+    assert (second["step"], second["loss"], second["mfu"]) == (1, 2.5, None)
+    assert "event" not in second
+
+
+def test_numbers_that_are_not_finite_are_null_and_named(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.step({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 1e-4})
+    (record,) = lines(tmp_path)
+    assert record["loss"] is None
+    assert record["grad_norm"] is None
+    assert record["lr"] == 1e-4
+    assert record["nonfinite"] == {"loss": "nan", "grad_norm": "inf"}
+
+
+def test_scalars_of_numpy_and_torch_are_numbers(tmp_path):
+    import numpy as np
+    import torch
+
+    MetricsWriter(tmp_path).step({"step": np.int64(3), "loss": torch.tensor(1.5), "lr": np.float32("nan")})
+    (record,) = lines(tmp_path)
+    assert (record["step"], record["loss"], record["lr"]) == (3, 1.5, None)
+
+
+def test_a_line_torn_by_a_kill_costs_that_line_only(tmp_path):
+    MetricsWriter(tmp_path).step({"step": 1})
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "lo')
+    writer = MetricsWriter(tmp_path)
+    writer.event("resume", step=1)
+    writer.step({"step": 2})
+    found = [(record["step"], record.get("event")) for record in read_metrics(tmp_path)]
+    assert found == [(1, None), (1, "resume"), (2, None)]
+
+
+def test_an_attempt_voids_what_came_after_its_first_step():
+    def steps(*numbers, attempt):
+        return [{"step": number, "loss": attempt} for number in numbers]
+
+    killed = [
+        {"event": "start", "step": 0}, *steps(1, 2, attempt=1), {"event": "save", "step": 2},
+        *steps(3, 4, attempt=1), {"event": "evaluate", "step": 4},
+    ]  # fmt: skip
+    resumed = [{"event": "resume", "step": 2}, *steps(3, attempt=2)]
+    counted = history(killed + resumed)
+    assert [(r["step"], r["loss"]) for r in counted if "event" not in r] == [(1, 1), (2, 1), (3, 2)]
+    assert [r["event"] for r in counted if "event" in r] == ["start", "save", "resume"]
+    afresh = history([*killed, {"event": "start", "step": 0}])
+    assert [r.get("event") for r in afresh] == ["start", "start"]
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    writer = MetricsWriter(tmp_path, is_main=False)
+    writer.step({"step": 1})
+    writer.event("finish", step=1)
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_event_is_a_defect(tmp_path):
+    with pytest.raises(ValueError, match="saved"):
+        MetricsWriter(tmp_path).event("saved", step=1)
+
+
+def test_a_folder_that_is_not_there_is_refused_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        MetricsWriter(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_that_fails_costs_one_warning_and_not_the_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(metrics.get_logger(), "propagate", True)
+    writer = MetricsWriter(tmp_path)
+    writer._file.close()
+    writer._file = Path("/dev/full").open("w")  # noqa: SIM115
+    for step in range(3):
+        writer.step({"step": step})
+    writer.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "/dev/full: metrics are being lost (No space left on device)"
+    ]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_tensorboard_that_is_not_installed_is_refused_on_every_rank(tmp_path, monkeypatch, is_main):
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"smp-train\[tracking\]"):
+        MetricsWriter(tmp_path, is_main=is_main, tensorboard_dir=[str(tmp_path)])
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_tensorboard_gets_the_numbers_of_steps_and_evaluations(tmp_path, monkeypatch):
+    seen = []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            assert folder == str(tmp_path / "board")
+
+        def add_scalar(self, name, value, step):
+            seen.append((name, value, step))
+
+        def flush(self):
+            pass
+
+        def close(self):
+            seen.append("closed")
+
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter)
+    )
+    writer = MetricsWriter(tmp_path, tensorboard_dir=[str(tmp_path / "board")])
+    writer.step({"step": 7, "loss": 2.0, "mfu": None})
+    writer.event("evaluate", step=7, loss=3.0)
+    writer.event("save", step=7, path="x")
+    writer.close()
+    assert seen == [("train/loss", 2.0, 7), ("validation/loss", 3.0, 7), "closed"]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_speed_is_of_the_window_without_pauses():
+    clock = Clock()
+    speed = Throughput(devices=4, flops_per_token=1e9, peak=1e12, clock=clock)
+    clock.now += 1
+    with speed.data_wait():
+        clock.now += 1
+    speed.add(samples=8, tokens=4000)
+    with speed.pause():
+        clock.now += 50
+    clock.now += 2
+    speed.add(samples=8, tokens=4000)
+    assert speed.window() == pytest.approx(
+        {
+            "samples_per_sec": 4, "tokens_per_sec": 2000, "tokens_per_sec_per_device": 500,
+            "tflops_per_device": 0.5, "mfu": 0.5, "step_sec": 2, "data_wait_sec": 0.5,
+        }
+    )  # fmt: skip
+    clock.now += 1
+    speed.add(samples=1, tokens=10)
+    second = speed.window()
+    assert (second["tokens_per_sec"], second["data_wait_sec"]) == (10, 0)
+
+
+def test_a_pause_is_left_out_when_its_body_fails_and_waits_for_the_device_at_both_edges():
+    clock, waits = Clock(), []
+    speed = Throughput(devices=1, clock=clock, synchronize=lambda: waits.append(clock.now))
+    speed.add(samples=1, tokens=1)
+    clock.now += 1
+
+
+    def failing_save():
+        with speed.pause():
+            clock.now += 9
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        failing_save()
+    assert speed.window()["samples_per_sec"] == 1
+    assert waits == [101, 110]
+
+
+def test_speed_without_a_known_device_or_without_a_step():
+    clock = Clock()
+    speed = Throughput(devices=1, flops_per_token=1e6, clock=clock)
+    assert set(speed.window().values()) == {None}
+    clock.now += 1
+    speed.add(samples=1, tokens=10)
+    found = speed.window()
+    assert (found["mfu"], found["tflops_per_device"]) == (None, pytest.approx(1e-5))
+    assert set(found) <= set(STEP_FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GB200", None),
+        ("cpu", None),
+    ],
+)
+def test_the_peak_is_by_the_whole_name(name, tflops):
+    assert peak_flops(name) == (None if tflops is None else pytest.approx(tflops * 1e12))

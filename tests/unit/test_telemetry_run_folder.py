@@ -1,0 +1,101 @@
+"""The run folder over several attempts: what is kept, what is withdrawn, what never gets in."""
+
+import json
+import os
+from dataclasses import dataclass
+
+import pytest
+
+from smp_train.errors import ConfigError
+from smp_train.telemetry.run_folder import RunFolder, versions
+
+
+@dataclass
+class Config:
+    lr: float = 1e-4
+    checkpoint_dir: tuple = ("a", "b")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "one")
+    folder.create()
+    return folder
+
+
+def test_run_json_says_what_was_run(folder):
+    folder.write_run(
+        config=Config(), mesh={"shard": 2}, command=["smp-train", "train", "--run_name", "a b"],
+        reference_lines={"unigram entropy": 5.0},
+    )  # fmt: skip
+    run = json.loads((folder.path / "run.json").read_text())
+    assert run["config"] == {"lr": 1e-4, "checkpoint_dir": ["a", "b"]}
+    assert run["command"] == "smp-train train --run_name 'a b'"
+    assert (run["attempt"], run["pid"], run["mesh"]) == (1, os.getpid(), {"shard": 2})
+    assert run["reference_lines"] == {"unigram entropy": 5.0}
+    assert {"started", "host"} <= set(run)
+    assert set(run["versions"]) == {"python", "torch", "transformers", "smp_train"}
+    assert folder.read_run() == run
+    assert folder.logs.is_dir()
+
+
+def test_versions_are_those_installed():
+    import torch
+    import transformers
+
+    assert versions()["transformers"] == transformers.__version__
+    assert torch.__version__.startswith(versions()["torch"].split("+")[0])
+
+
+def test_the_environment_stays_out(folder, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "sesame-4711")
+    folder.write_run(config={})
+    assert all("sesame-4711" not in file.read_text() for file in folder.path.glob("*.json*"))
+
+
+def test_every_attempt_is_kept_and_run_json_is_the_latest(folder):
+    for lr in (1.0, 2.0):
+        folder.write_run(config={"lr": lr})
+    attempts = [json.loads(line) for line in folder.attempts.read_text().splitlines()]
+    assert [(attempt["attempt"], attempt["config"]["lr"]) for attempt in attempts] == [(1, 1.0), (2, 2.0)]
+    assert folder.read_run() == attempts[-1]
+    assert not [name for name in os.listdir(folder.path) if name.startswith(".")]
+
+
+def test_a_new_attempt_withdraws_the_stop_of_the_last_and_keeps_done(folder):
+    assert (folder.stopped_step(), folder.done_step(), folder.stop_requested()) == (None, None, False)
+    folder.mark_stopped(7)
+    assert folder.stopped_step() == 7
+    folder.stop.touch()
+    assert folder.stop_requested()
+    folder.create()
+    assert (folder.stopped_step(), folder.stop_requested()) == (None, False)
+    folder.mark_done(9)
+    folder.create()
+    assert folder.done_step() == 9
+    folder.clear_done()
+    assert folder.done_step() is None
+
+
+def test_a_run_has_stopped_or_is_done_but_not_both(folder):
+    folder.mark_done(9)
+    folder.stop.touch()
+    folder.mark_stopped(12)
+    assert (folder.stopped_step(), folder.done_step(), folder.stop_requested()) == (12, None, False)
+    folder.mark_done(20)
+    assert (folder.stopped_step(), folder.done_step()) == (None, 20)
+    assert set(json.loads(folder.done.read_text())) == {"step", "time"}
+
+
+def test_a_marker_that_a_person_has_made_is_no_step(folder):
+    folder.done.write_text("")
+    assert folder.done_step() is None
+
+
+def test_a_path_that_is_no_folder_is_refused_in_one_line(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match="--run_dir") as caught:
+        RunFolder(tmp_path / "taken").create()
+    assert str(tmp_path / "taken") in str(caught.value)
+    with pytest.raises(ConfigError, match="--run_dir"):
+        RunFolder(tmp_path / "missing").write_run(config={})
