@@ -13,12 +13,17 @@ from typing import Any
 import torch
 
 import smp_train
-from smp_train import arguments, backends, data, models, runtime, train_utils
+from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints import CheckpointManager, find, policies
+from smp_train.data.index import convert, open_source
+from smp_train.data.pipelines.data_pipeline import Batch, Order, Source, TrainingData, ValidationData
+from smp_train.data.synthetic import Synthetic
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.learning_rates import Schedule, schedule
+from smp_train.models.flops import count_parameters, flops_per_token
+from smp_train.models.resolve import ModelSpec, resolve
 from smp_train.runtime import Runtime
 from smp_train.stop import StopRequest
 from smp_train.telemetry.logging_utils import batch_line, get_logger, setup_logging, validation_line
@@ -28,6 +33,9 @@ from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.run_folder import RunFolder, versions
 
 log = get_logger()
+
+DEFAULT_CONTEXT = 2048
+"""Sequence length of training where none is given, in tokens, as in the original system."""
 
 
 @dataclass
@@ -48,11 +56,11 @@ class Run:
     args: Arguments
     runtime: Runtime
     backend: Backend
-    spec: models.ModelSpec
+    spec: ModelSpec
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    train_data: data.TrainingData
-    validation: data.ValidationData | None
+    train_data: TrainingData
+    validation: ValidationData | None
     schedule: Schedule
     total_steps: int
     checkpoints: CheckpointManager
@@ -116,20 +124,20 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout)
 
     with runtime.together("choosing the model"):
-        spec = models.resolve(args)
+        spec = resolve(args)
     checkpoints = CheckpointManager(
         policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints), model_type=spec.model_type
     )
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
     checkpoints.check_shared()
-    seq_len = args.max_context_width or models.default_context(spec.config)
-    train_data, validation = open_data(args, models.vocab_size(spec.config), seq_len, ranks, topology)
+    seq_len = args.max_context_width or min(DEFAULT_CONTEXT, spec.config.max_position_embeddings)
+    train_data, validation = open_data(args, spec.config.vocab_size, seq_len, ranks, topology)
     total_steps = count_steps(args, train_data)
 
     model = backend.build(spec, seed=args.seed)
-    parameters = models.count_parameters(spec.config)
-    log.info("Model: %s with total parameters: %d (%.2f B)", spec.name, parameters, parameters / 1e9)
+    parameters = count_parameters(spec.config)
+    log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     if spec.pretrained is None:
         log.info("Initial weights: drawn from seed %d", args.seed)
     else:
@@ -165,7 +173,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         metrics=metrics,
         throughput=Throughput(
             devices=ranks.world_size,
-            flops_per_token=models.flops_per_token(spec.config, seq_len),
+            flops_per_token=flops_per_token(spec.config, seq_len),
             peak=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
             synchronize=torch.cuda.synchronize if device.type == "cuda" else None,
         ),
@@ -190,24 +198,24 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
 
 def open_data(
     args: Arguments, vocab_size: int, seq_len: int, ranks: Runtime, topology: Topology
-) -> tuple[data.TrainingData, data.ValidationData | None]:
+) -> tuple[TrainingData, ValidationData | None]:
     """Open the training and the validation data as this rank sees them; collective."""
 
-    def open_folder(folder: str) -> data.Source:
+    def open_folder(folder: str) -> Source:
         options: dict[str, Any] = {
             "vocab_size": vocab_size, "cache_dir": args.data_cache_dir, "zipped": args.zipped_data,
         }  # fmt: skip
         with runtime.together(f"reading {folder}"):
-            data.convert(folder, rank=ranks.rank, world=ranks.world_size, **options)
+            convert(folder, rank=ranks.rank, world=ranks.world_size, **options)
         with runtime.together(f"opening {folder}"):
-            return data.open_source(folder, rank=ranks.local_rank, world=ranks.local_world_size, **options)
+            return open_source(folder, rank=ranks.local_rank, world=ranks.local_world_size, **options)
 
-    source: data.Source
-    held_out: data.Source | None = None
+    source: Source
+    held_out: Source | None = None
     if args.use_synthetic_data:
-        source = data.Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
+        source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
         # Another seed, not another part: synthetic rows have no end.
-        held_out = data.Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
+        held_out = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
     else:
         assert args.training_dir is not None, "checked by arguments.validate"
         source = open_folder(args.training_dir)
@@ -218,16 +226,16 @@ def open_data(
         "pin_memory": topology.device.type == "cuda",
     }  # fmt: skip
     with runtime.together("preparing the data"):
-        training = data.TrainingData(
+        training = TrainingData(
             source,
-            data.Order(len(source), args.seed, args.shuffle),
+            Order(len(source), args.seed, args.shuffle),
             micro_batch=args.train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             **share,
         )
         if held_out is None:
             return training, None
-        return training, data.ValidationData(
+        return training, ValidationData(
             held_out,
             micro_batch=args.val_batch_size,
             max_batches=args.validation_batches,
@@ -236,7 +244,7 @@ def open_data(
         )
 
 
-def count_steps(args: Arguments, training: data.TrainingData) -> int:
+def count_steps(args: Arguments, training: TrainingData) -> int:
     """Return the optimizer steps of the whole run: --max_steps, or fewer where --epochs ends first.
 
     Samples of the last epoch that do not fill a global batch are not trained on; between epochs nothing is left out.
@@ -254,6 +262,11 @@ def count_steps(args: Arguments, training: data.TrainingData) -> int:
             )
         steps = min(steps, of_epochs)
     return steps
+
+
+def in_short(number: float) -> str:
+    """Return a count as people say it: 6.74 B, 124.4 M."""
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
 def describe(ranks: Runtime, device: torch.device) -> str:
@@ -307,7 +320,7 @@ def fit(run: Run) -> bool:
     return stopped
 
 
-def step(run: Run, batches: Generator[list[data.Batch], None, None]) -> bool:
+def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     """Make one update and log it; return whether any rank was asked to stop; collective."""
     args, progress, topology = run.args, run.progress, run.backend.topology
     failure: SmpTrainError | None = None
@@ -317,7 +330,7 @@ def step(run: Run, batches: Generator[list[data.Batch], None, None]) -> bool:
         except SmpTrainError as error:
             # The others are about to enter this step's collectives: take part with nothing, then stop together.
             failure = error
-            micro_batches = [data.Batch.blank(args.train_batch_size, run.train_data.seq_len)]
+            micro_batches = [Batch.blank(args.train_batch_size, run.train_data.seq_len)]
             micro_batches *= args.gradient_accumulation_steps
     vote = train_utils.Vote(
         run.backend,

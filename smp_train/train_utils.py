@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.backends.base import Backend
-from smp_train.data import Batch
+from smp_train.data.pipelines.data_pipeline import Batch
 
 
 def build_optimizer(

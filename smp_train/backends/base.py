@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from smp_train.models import ModelSpec
+    from smp_train.models.resolve import ModelSpec
 
 
 @dataclass(frozen=True)

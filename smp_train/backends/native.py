@@ -10,15 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_train import losses, models
+from smp_train import losses
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import ConfigError
-from smp_train.parallel import activations, mesh, sharding
+from smp_train.models.build import build_meta, decoder_layers, materialise
+from smp_train.models.hf_weights import load_pretrained
+from smp_train.models.initialization import initialise
+from smp_train.parallel import activations, grad_norm, mesh, sharding
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
-    from smp_train.models import ModelSpec
+    from smp_train.models.resolve import ModelSpec
     from smp_train.runtime import Runtime
 
 OLDEST_TORCH = (2, 6)
@@ -65,8 +68,8 @@ class NativeBackend(Backend):
         The order is the contract of this backend: activation checkpointing, then sharding, then weights.
         """
         args = self.args
-        model = models.build_meta(spec, attn_implementation=args.attn_implementation)
-        layers = models.decoder_layers(model)
+        model = build_meta(spec, attn_implementation=args.attn_implementation)
+        layers = decoder_layers(model)
         if args.activation_checkpointing:
             activations.checkpoint_layers(model, layers)
         sharding.shard(
@@ -76,11 +79,11 @@ class NativeBackend(Backend):
             param_dtype=torch.bfloat16 if args.bf16 else None,
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
         )
-        models.materialise(model, self.topology.device)
+        materialise(model, self.topology.device)
         if spec.pretrained is None:
-            models.initialise(model, seed)
+            initialise(model, seed)
         else:
-            models.load_pretrained(model, spec.pretrained)
+            load_pretrained(model, spec.pretrained)
         return model
 
     def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -97,9 +100,7 @@ class NativeBackend(Backend):
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """See `Backend.clip_grad_norm`."""
         parameters = [p for p in model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
-        if isinstance(norm, torch.distributed.tensor.DTensor):
-            norm = norm.full_tensor()
+        norm = grad_norm.global_norm([p.grad for p in parameters])
         if max_norm > 0:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm

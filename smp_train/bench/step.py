@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from smp_train import arguments, models, runtime, train_lib
+from smp_train import arguments, runtime, train_lib
+from smp_train.models.build import build_meta, decoder_layers, materialise
+from smp_train.models.initialization import initialise
 from smp_train.telemetry.logging_utils import get_logger
 
 log = get_logger()
@@ -87,18 +89,18 @@ def our_steps(run: train_lib.Run) -> Callable[[int], float]:
 def bare_steps(run: train_lib.Run) -> Callable[[int], float]:
     """Return the same for the shortest FSDP2 loop that trains the same model, averaging over ranks as FSDP2 does."""
     args, device = run.args, run.backend.topology.device
-    model = models.build_meta(run.spec, attn_implementation=args.attn_implementation)
+    model = build_meta(run.spec, attn_implementation=args.attn_implementation)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.bf16 else None, reduce_dtype=torch.float32)
-    for _, layer in models.decoder_layers(model):
+    for _, layer in decoder_layers(model):
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    models.materialise(model, device)
-    models.initialise(model, args.seed)
+    materialise(model, device)
+    initialise(model, args.seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(args.beta1, args.beta2), weight_decay=args.weight_decay, fused=True
     )
     shape = (args.train_batch_size, args.max_context_width)
-    ids = torch.randint(models.vocab_size(run.spec.config), shape, device=device)
+    ids = torch.randint(run.spec.config.vocab_size, shape, device=device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -57,16 +57,11 @@ class Batch:
         """Return how many labels the loss counts: those with a token before them that are not -100."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
-    def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
-        """Return the batch with its tensors on ``device``."""
-        mask = self.attention_mask
-        return Batch(
-            self.input_ids.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-            None if mask is None else mask.to(device, non_blocking=non_blocking),
-            self.samples,
-            self.truncated,
-        )
+    @classmethod
+    def blank(cls, micro_batch: int, seq_len: int) -> Batch:
+        """Return a batch of which nothing is counted: what a rank without data takes part with."""
+        shape = (micro_batch, seq_len)
+        return cls(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED), None)
 
 
 def collate(
