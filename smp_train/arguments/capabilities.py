@@ -104,5 +104,7 @@ INEFFECTIVE: dict[str, str] = {
     "moe_all_to_all_dispatcher": "it needs --moe 1",
     "moe_fp8_checkpoint_attn": "it needs --moe 1",
     "moe_fp8_checkpoint_moe": "it needs --moe 1",
+    "data_num_workers": "a thread of each rank reads ahead",
+    "logging_freq_for_avg": "speeds are averaged from one log line to the next",
     "model_dir": "it needs --save_final_model 1",
 }

@@ -1,6 +1,6 @@
 """What is said of the flags: ``--help``, ``--print_config`` and the reference table ``docs/flags.md``.
 
-All three are made from the flags themselves. ``python -m smp_train.arguments.document > docs/flags.md``
+All three are made from the flags themselves. ``python -m smp_train.arguments > docs/flags.md``
 makes the table.
 """
 
@@ -22,10 +22,11 @@ USAGE = """\
 usage: smp-train train [--flag value ...]
        torchrun --nproc-per-node N -m smp_train train [--flag value ...]
 
-Trains a decoder-only language model. Flags are written with _ or -, as --flag value or --flag=value;
-a switch takes 0/1, true/false, or nothing (--debug), and --no-flag is 0. Every flag may also come from
---config FILE and from SageMaker hyperparameters. The command line wins over those, those over the file.
-Unless it says otherwise, a default is shown in [brackets]; (= --x) is another system's name for the flag."""
+Trains a decoder-only language model. Flags are written with _ or -, as --flag value or --flag=value.
+A switch takes 0/1, true/false, or nothing (--debug); --no-flag is 0. Flags may also come from
+SageMaker hyperparameters and from --config FILE; the command line wins over those, and they over
+the file.
+[brackets] hold the default; (= --x) is another system's name for the flag."""
 
 
 def _aliases(name: str) -> list[str]:
@@ -43,7 +44,9 @@ def _placeholder(flag: Flag) -> str:
 
 
 def only(flag: Flag) -> str:
-    """Return which values of a flag this version takes, where it does not take all; else nothing."""
+    """Return what this version does not do with a flag; nothing where it does all."""
+    if flag.name in INEFFECTIVE and flag.group is not LegacyArguments:
+        return f"no effect: {INEFFECTIVE[flag.name]}"
     if flag.name not in REFUSED:
         return ""
     off = REFUSED[flag.name][0]
@@ -126,7 +129,7 @@ def markdown() -> str:
     lines = [
         "# Training flags",
         "",
-        "Made from the program by `python -m smp_train.arguments.document > docs/flags.md`; do not edit.",
+        "Made from the program by `python -m smp_train.arguments > docs/flags.md`; do not edit.",
         "",
         "`-` and `_` are alike. `--flag value`, `--flag=value`; a switch also stands alone, and `--no-flag` "
         "is 0.",
@@ -171,7 +174,3 @@ def _row(flag: Flag) -> str:
         meaning += f". No effect: {INEFFECTIVE[flag.name]}"
     default = flag.shown_default
     return f"| `--{flag.name}` | {kind} | {_cell(default) if default != '-' else 'none'} | {_cell(meaning)} |"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

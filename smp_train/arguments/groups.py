@@ -227,9 +227,7 @@ class DataArguments:
     )
     data_type: str = flag("gpt", "Kind of model the data is for", choices=("gpt", "bert"))
     zipped_data: bool | None = flag(None, "Insist on .gz shards (1) or on plain ones (0)", shown="found out")
-    data_num_workers: int = flag(
-        0, "Extra processes that read data; 0: a thread reads ahead", unit="processes"
-    )
+    data_num_workers: int = flag(0, "Extra processes that read data", unit="processes")
     shuffle: str = flag(
         "global", "Order of each epoch: a permutation of the whole, or as stored", choices=("global", "none")
     )

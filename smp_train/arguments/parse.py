@@ -304,8 +304,8 @@ def _drop_idle_validation(args: Arguments, sources: dict[str, str], notes: list[
     idle = args.validation_freq is not None and args.validation_freq > args.max_steps
     if idle and not (args.test_dir or args.use_synthetic_data):
         notes.append(
-            f"--validation_freq {args.validation_freq} is not reached in {args.max_steps} steps and there is no "
-            "--test_dir: no validation"
+            f"--validation_freq {args.validation_freq} is not reached in {args.max_steps} steps and there is "
+            "no --test_dir: no validation"
         )
         args.validation_freq = None
         sources["validation_freq"] = "follows from --max_steps"

@@ -1,0 +1,330 @@
+"""Ranks that meet, ranks that fail together, and what is said when they cannot meet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_train.errors import CheckpointError, ConfigError, DataError, SmpTrainError
+from tests.harness import free_port, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def begin() -> Any:
+    from smp_train import runtime
+
+    place = runtime.detect()
+    device = runtime.start(place, timeout_seconds=30)
+    return runtime, place, device
+
+
+def meet() -> tuple:
+    runtime, place, device = begin()
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([place.rank + 1])
+    dist.all_reduce(total)
+    seen = (
+        runtime.rank(),
+        runtime.world_size(),
+        runtime.is_main(),
+        device.type,
+        dist.get_backend(),
+        int(total),
+    )
+    runtime.stop()
+    runtime.stop()  # twice is harmless
+    return (*seen, runtime.rank(), runtime.world_size())
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_start_and_stop(world: int) -> None:
+    expected = [
+        (rank, world, rank == 0, "cpu", "gloo", world * (world + 1) // 2, 0, 1) for rank in range(world)
+    ]
+    assert run(meet, world) == expected
+
+
+def agree(failing: dict[int, Exception]) -> Any:
+    """Fail on some ranks inside `together`; return what this rank got, and that the group still works after it."""
+    runtime, place, _ = begin()
+    import torch
+    import torch.distributed as dist
+
+    outcome: Any = "nothing"
+    try:
+        with runtime.together("reading the shards"):
+            if place.rank in failing:
+                raise failing[place.rank]
+    except SmpTrainError as error:
+        outcome = (
+            type(error).__name__,
+            str(error),
+            type(error.__cause__).__name__,
+            getattr(error, "quiet", None),
+        )
+    total = torch.tensor([1])
+    dist.all_reduce(total)
+    assert int(total) == place.world_size
+    return outcome
+
+
+def test_together_without_failure() -> None:
+    assert run(agree, 2, {}) == ["nothing"] * 2
+
+
+def test_together_with_one_failing_rank() -> None:
+    first, second, third = run(agree, 3, {1: DataError("shard.json:7: no input_ids")})
+    message = "shard.json:7: no input_ids"
+    assert second == ("DataError", message, "DataError", False)
+    for others, quiet in ((first, False), (third, True)):
+        kind, text, cause, said = others
+        assert (kind, cause, said) == ("DataError", "NoneType", quiet)
+        assert text.startswith("rank 1 on ")
+        assert text.endswith(f": {message}")
+
+
+def test_together_takes_the_lowest_of_several_failures() -> None:
+    failing = {1: CheckpointError("no space"), 3: ConfigError("other"), 2: ValueError("third")}
+    results = run(agree, 4, failing)
+    assert [result[0] for result in results] == ["CheckpointError"] * 4
+    assert results[1][1] == "no space"
+    assert all("rank 1 on " in results[rank][1] for rank in (0, 2, 3))
+    assert [result[2] for result in results] == ["NoneType", "CheckpointError", "ValueError", "ConfigError"]
+
+
+def test_together_turns_a_defect_into_a_clean_stop() -> None:
+    first, second = run(agree, 2, {0: ValueError("what\nnow é")})
+    assert first == ("SmpTrainError", "while reading the shards: ValueError: what now é", "ValueError", False)
+    assert second[0] == "SmpTrainError"
+    assert second[1].endswith(": while reading the shards: ValueError: what now é")
+
+
+def test_together_alone_lets_the_error_through() -> None:
+    from smp_train.runtime import together
+
+    error = DataError("x")
+    with pytest.raises(DataError) as caught, together("reading"):
+        raise error
+    assert caught.value is error
+
+
+TRAIN = """
+import sys, types
+from smp_train import cli, runtime
+from smp_train.errors import DataError
+
+def main(resolved, place):
+    runtime.start(place, timeout_seconds=60)
+    import torch, torch.distributed as dist
+    if resolved.args.run_name == "together":
+        with runtime.together("reading"):
+            if place.rank == 1:
+                raise DataError("shard.json:3: broken")
+    elif resolved.args.run_name == "alone":
+        if place.rank == 1:
+            raise DataError("shard.json:3: broken")
+        dist.all_reduce(torch.ones(1))  # rank 1 never comes
+    runtime.stop()
+    return 0
+
+module = types.ModuleType("stand_in")
+module.main = main
+sys.modules["stand_in"] = module
+cli.VERBS["train"] = cli.Verb("stand-in", "stand_in")
+sys.exit(cli.main(["train", "--use_synthetic_data", "1", "--run_name", sys.argv[1], *sys.argv[2:]]))
+"""
+
+
+def processes(
+    folder: Path, world: int, *words: str, started: int | None = None
+) -> list[subprocess.Popen[str]]:
+    """Start ``started`` of ``world`` processes of a stand-in for training, as Open MPI would."""
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    port = free_port()
+    ranks = []
+    for rank in range(world if started is None else started):
+        environ = {
+            "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port),
+            "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(world),
+        }  # fmt: skip
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *words],
+                env=environ,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+    return ranks
+
+
+def finish(ranks: list[subprocess.Popen[str]], seconds: float = 60) -> list[tuple[int, list[str]]]:
+    """Return exit code and our lines on stderr of every process."""
+    results = []
+    try:
+        for process in ranks:
+            _, err = process.communicate(timeout=seconds)
+            results.append(
+                (process.returncode, [line for line in err.splitlines() if line.startswith("smp-train")])
+            )
+    finally:
+        for process in ranks:
+            process.kill()
+    return results
+
+
+def test_exit_codes_of_a_run_that_works(tmp_path: Path) -> None:
+    assert finish(processes(tmp_path, 2, "fine")) == [(0, []), (0, [])]
+
+
+def test_exit_codes_of_a_failure_that_is_shared(tmp_path: Path) -> None:
+    (code, first), (other, second), (third_code, third) = finish(processes(tmp_path, 3, "together"))
+    assert (code, other, third_code) == (3, 3, 3)
+    assert len(first) == len(second) == 1
+    assert first[0].startswith("smp-train: [rank 0 on ")
+    assert ": shard.json:3: broken" in first[0]
+    assert second[0].endswith("] error: shard.json:3: broken")
+    assert third == []
+
+
+def test_a_failing_rank_ends_at_once_and_alone(tmp_path: Path) -> None:
+    """Its peers are in a collective that it never enters: gloo tells them, or their launcher would."""
+    ranks = processes(tmp_path, 2, "alone")
+    began = time.monotonic()
+    ((code, lines),) = finish(ranks[1:])
+    assert code == 3
+    assert lines[0].endswith("] error: shard.json:3: broken")
+    assert time.monotonic() - began < 50
+
+
+def test_ranks_that_never_start_are_named() -> None:
+    from smp_train.runtime import detect, start
+
+    place = detect(
+        {
+            "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "MASTER_PORT": str(free_port()),
+        }
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as refused:
+        start(place, timeout_seconds=60, rendezvous_seconds=1)
+    message = str(refused.value)
+    assert "no word from ranks 1, 2" in message
+    assert f"{place.master_addr}:{place.master_port}" in message
+    assert "\n" not in message
+
+
+def test_a_master_that_is_not_there_is_named() -> None:
+    from smp_train.runtime import detect, start
+
+    port = free_port()
+    place = detect(
+        {
+            "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(port),
+        }
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=f"rank 1 of 2 .* at 127.0.0.1:{port} within 1 s"):
+        start(place, timeout_seconds=60, rendezvous_seconds=1)
+
+
+def test_a_gpu_backend_without_a_gpu_is_refused() -> None:
+    import torch
+
+    from smp_train.runtime import detect, start
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match="--distributed_backend nccl needs a GPU and none is visible"):
+        start(detect({}), distributed_backend="nccl", timeout_seconds=5)
+
+
+def devices(count: int, launcher: str, local_rank: int, local_world: int) -> str:
+    import dataclasses
+    from unittest import mock
+
+    import torch
+
+    from smp_train.runtime import detect
+    from smp_train.runtime.group import _device
+
+    place = dataclasses.replace(
+        detect({}),
+        launcher=launcher,
+        local_rank=local_rank,
+        local_world_size=local_world,
+        world_size=local_world,
+    )
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=count),
+        mock.patch.object(torch.cuda, "set_device"),
+    ):
+        return str(_device(place, "auto"))
+
+
+def test_devices() -> None:
+    assert devices(8, "torchrun", 3, 8) == "cuda:3"
+    # Slurm shows each task its own GPU.
+    assert devices(1, "srun", 3, 8) == "cuda:0"
+    for launcher, count in (("torchrun", 1), ("torchrun", 4), ("openmpi", 1), ("srun", 2)):
+        with pytest.raises(ConfigError, match=f"8 processes on .* but {count} visible GPU"):
+            devices(count, launcher, 7, 8)
+
+
+def test_start_in_a_world_of_one_needs_no_port() -> None:
+    assert run(world_of_one, 1) == ["gloo"]
+
+
+def world_of_one() -> str:
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GROUP_RANK",
+    ):
+        del os.environ[name]
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    _, place, _ = begin()
+    import torch.distributed as dist
+
+    assert place.launcher == "python"
+    return str(dist.get_backend())
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    for name, code in (("fine", 0), ("together", 1)):  # torchrun's own code is 1 whatever its workers' is
+        done = subprocess.run(
+            [*command, str(script), name], env=environ, text=True, capture_output=True, timeout=120
+        )
+        assert done.returncode == code, done.stderr
+    assert done.stderr.count("smp-train: [rank") == 2
+    assert "exitcode  : 3" in done.stderr

@@ -1,0 +1,558 @@
+"""Command lines, SageMaker's environment and configuration files, as users of the five systems write them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smp_train.arguments import Arguments, ineffective, parse
+from smp_train.arguments.aliases import ALIASES, SMP_KEYS
+from smp_train.arguments.groups import flags
+from smp_train.errors import ConfigError
+
+
+def read(line: str, environ: dict[str, str] | None = None) -> Arguments:
+    return parse(shlex.split(line), environ or {}).args
+
+
+# Command lines of the five systems, as their documentation has them, with what they must mean here.
+COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "FSDP sample, 7B": (
+        "--num_key_value_heads=32 --intermediate_size=11008 --max_context_width=4096 --hidden_width=4096 "
+        "--num_layers=32 --num_heads=32 --model_type=llama_v2 --checkpoint_freq=1000 --validation_freq=500 "
+        "--checkpoint_dir=./checkpoints --resume_from_checkpoint=./checkpoints --test_dir t",
+        {
+            "num_key_value_heads": 32, "intermediate_size": 11008, "max_context_width": 4096, "hidden_width": 4096,
+            "num_layers": 32, "num_heads": 32, "model_type": "llama_v2", "checkpoint_freq": [1000],
+            "validation_freq": 500, "checkpoint_dir": ["./checkpoints"], "resume_from_checkpoint": "./checkpoints",
+            "sharding_strategy": "full_shard",
+        },
+    ),
+    "FSDP sample, 13B": (
+        "--num_key_value_heads=40 --intermediate_size=13824 --max_context_width=4096 --hidden_width=5120 "
+        "--num_layers=40 --num_heads=40 --model_type=llama_v2 --checkpoint_freq=50 --validation_freq=500 "
+        "--checkpoint_dir=./checkpoints --resume_from_checkpoint=./checkpoints",
+        {"num_layers": 40, "hidden_width": 5120, "intermediate_size": 13824},
+    ),
+    "FSDP sample, 70B": (
+        "--num_key_value_heads=8 --intermediate_size=28672 --max_context_width=4096 --hidden_width=8192 "
+        "--num_layers=80 --num_heads=64 --model_type=llama_v2 --checkpoint_freq=50 --validation_freq=500 "
+        "--checkpoint_dir=./checkpoints --resume_from_checkpoint=./checkpoints",
+        {"num_layers": 80, "num_key_value_heads": 8},
+    ),
+    "FSDP sample, Mixtral": (
+        "--train_batch_size=4 --val_batch_size=4 --max_steps=5000 --seed=42 --bf16=1 --grad_clip=1.0 "
+        "--weight_decay=0.2 --beta1=0.9 --beta2=0.95 --activation_checkpointing=1 --intermediate_size=14336 "
+        "--num_key_value_heads=8 --logging_freq=1 --max_context_width=32768 --vocab_size=32000 "
+        "--hidden_width=4096 --num_layers=32 --num_heads=32 --resid_pdrop=0.1 --embd_pdrop=0.1 "
+        "--attn_pdrop=0.1 --summary_first_pdrop=0.1 --initializer_range=0.02 --model_type=mixtral "
+        "--rotary_pct=0.25 --rotary_emb_base=10000 --lr=0.0001 --lr_decay_style=cosine --min_lr=1e-5 "
+        "--warmup=0.0032 --plateau=0.0 --dataset=c4 --tokenizer=mistralai/mixtral-8x7B-v0.1 --epochs=3 "
+        "--checkpoint_dir=./checkpoints/mixtral-8x7B --resume_from_checkpoint=./checkpoints/mixtral-8x7B "
+        "--max_training_steps=5000 --validation_batches=10 --sliding_window=4096 --num_experts_per_tok=2 "
+        "--num_local_experts=8",
+        {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096, "max_steps": 5000, "epochs": 3},
+    ),
+    "FSDP sample, today": (
+        "--model_type=llama_v3 --dataset=allenai/c4 --dataset_config_name=en --tokenizer=hf-internal/llama "
+        "--sharding_strategy=full --offload_activations=1 --activation_checkpointing=1 --train_batch_size=1",
+        {
+            "dataset": "allenai/c4", "dataset_config_name": "en", "tokenizer": "hf-internal/llama",
+            "sharding_strategy": "full_shard", "sm_activation_offloading": True,
+        },
+    ),
+    "FSDP profiling sample": (
+        "--model_name=llama2_7b --ckpt_load_path=/fsx/llama2/pretrain/ckpt "
+        "--ckpt_save_path=/fsx/llama2/pretrain/ckpt --data_path=/fsx/data/ "
+        "--fsdp_activation_checkpointing=False --selective_checkpointing=1 --sharding_strategy=hsdp "
+        "--low_cpu_fsdp=False --batch_size=2 --report_interval=200 --checkpoint_interval=20000 "
+        "--use_torch_compile=False --use_profiler=True",
+        {
+            "model_type": "llama_v2", "model_size": "7b", "resume_from_checkpoint": "/fsx/llama2/pretrain/ckpt",
+            "checkpoint_dir": ["/fsx/llama2/pretrain/ckpt"], "training_dir": "/fsx/data/",
+            "activation_checkpointing": False, "selective_checkpointing": 1.0, "sharding_strategy": "hybrid_shard",
+            "delayed_param": False, "train_batch_size": 2, "logging_freq": 200, "checkpoint_freq": [20000],
+            "use_torch_compile": False, "use_profiler": True,
+        },
+    ),
+    "minimal_fsdp": (
+        "--environment pbs --model mingpt --run_name shakespeare --vocab_size 50257 --seq_len 256 --num_heads 8 "
+        "--num_layers 8 --embed_size 512 --restart_checkpoint_file ckpt --sharding hybrid-grad-shard "
+        "--precision bf16 --cpu_offload 0 --activation_checkpoints --meta_init --train_data data/train "
+        "--val_data data/val --max_epochs 3 --lr 3e-4 --dropout 0.1 --batch_size 16",
+        {
+            "environment": "pbs", "model_type": "gpt2", "run_name": "shakespeare", "run_dir": "runs/shakespeare",
+            "max_context_width": 256, "hidden_width": 512, "resume_from_checkpoint": "ckpt",
+            "sharding_strategy": "_hybrid_shard_zero2", "bf16": True, "cpu_offload": False,
+            "activation_checkpointing": True, "training_dir": "data/train", "test_dir": "data/val", "epochs": 3,
+            "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "train_batch_size": 16,
+        },
+    ),
+    "minimal_fsdp, evaluation": (
+        "--environment local --model mingpt --precision float32 --max_epochs -1 --prompt 'To be' --num_tokens 32",
+        {"evaluate_only": True, "epochs": None, "bf16": False, "prompt": "To be", "num_tokens": 32},
+    ),
+    "SMP sample": (
+        "--train_batch_size 4 --max_steps 100 --hidden_width 8192 --num_layers 80 --num_heads 64 "
+        "--llama_intermediate_size 28672 --shard_degree 16 --model_type llama_v2 --profile_nsys 1 "
+        "--use_smp_implementation 1 --max_context_width 4096 --tensor_parallel_degree 1 --use_synthetic_data 1 "
+        "--training_dir /fsx/train --test_dir /fsx/test --dataset_type hf --checkpoint_dir /fsx/ckpt "
+        "--checkpoint_freq 100",
+        {
+            "intermediate_size": 28672, "hybrid_shard_degree": 16, "sharding_strategy": "hybrid_shard",
+            "profile_nsys": True, "use_smp_implementation": True, "dataset_type": "hf", "checkpoint_freq": [100],
+        },
+    ),
+    "SMP sample, resume": (
+        "--model_type llama_v2 --shard_degree 8 --resume_from_checkpoint /fsx/ckpt/llama_v2-100steps",
+        {"resume_from_checkpoint": "/fsx/ckpt/llama_v2-100steps"},
+    ),
+    "SMP sample, fine-tuning by name": (
+        "--finetune 1 --pretrained_model_name llama-2-7b --finetune_checkpoint_load_dir /fsx/pretrained",
+        {
+            "finetune": True, "pretrained_model_name": "llama-2-7b",
+            "finetune_checkpoint_load_dir": "/fsx/pretrained",
+        },
+    ),
+    "SMP sample, fine-tuning from a file": (
+        "--finetune 1 --pretrained_checkpoint_file /fsx/full_model/llama.pt --resume_from_checkpoint /fsx/ckpt",
+        {"pretrained_checkpoint_file": "/fsx/full_model/llama.pt"},
+    ),
+    "FSDP2, quick start": (
+        "--hf-model meta-llama/Llama-2-7b-hf --batch-size 4 --grad-accum-steps 2 --mixed-precision",
+        {
+            "hf_pretrained_model_name_or_dir": "meta-llama/Llama-2-7b-hf", "train_batch_size": 4,
+            "gradient_accumulation_steps": 2, "bf16": True, "run_name": "Llama-2-7b-hf",
+        },
+    ),
+    "FSDP2, from scratch": (
+        "--from-scratch --model-size 7B --batch-size 4 --grad-accum-steps 2 --mixed-precision",
+        {"model_type": "scratch", "model_size": "7b", "run_name": "scratch-7b"},
+    ),
+    "FSDP2, example 1": (
+        "--hf-model meta-llama/Llama-2-7b-hf --batch-size 4 --grad-accum-steps 2 --max-lr 2e-5 "
+        "--warmup-steps 100 --max-steps 10000 --checkpoint-dir checkpoints/llama2-7b-finetuned --mixed-precision",
+        {"lr": 2e-5, "warmup": 100.0, "max_steps": 10000, "checkpoint_dir": ["checkpoints/llama2-7b-finetuned"]},
+    ),
+    "FSDP2, example 2": (
+        "--hf-model mistralai/Mistral-7B-v0.1 --seq-len 4096 --batch-size 2 --grad-accum-steps 4 --mixed-precision",
+        {"max_context_width": 4096},
+    ),
+    "FSDP2, example 3": (
+        "--from-scratch --model-size 13B --vocab-size 32000 --seq-len 2048 --batch-size 2 --grad-accum-steps 4 "
+        "--max-lr 3e-4 --mixed-precision",
+        {"model_type": "scratch", "model_size": "13b", "vocab_size": 32000, "lr": 3e-4},
+    ),
+    "FSDP2, example 4": (
+        "--hf-model meta-llama/Llama-2-70b-hf --batch-size 2 --grad-accum-steps 8",
+        {"gradient_accumulation_steps": 8},
+    ),
+    "FSDP2, all flags": (
+        "--from-scratch --num-epochs 2 --steps-per-epoch 1000 --min-lr 3e-5 --weight-decay 0.1 --grad-clip 1.0 "
+        "--use-flash-attn --checkpoint-interval 1000 --log-interval 10",
+        {
+            "model_size": "7b", "epochs": 2, "steps_per_epoch": 1000, "min_lr": 3e-5, "weight_decay": 0.1,
+            "attn_implementation": "flash_attention_2", "checkpoint_freq": [1000], "logging_freq": 10,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES.values(), ids=COMMAND_LINES)
+def test_command_lines_keep_their_meaning(line: tuple[str, dict[str, Any]]) -> None:
+    args = read(line[0])
+    assert {name: getattr(args, name) for name in line[1]} == line[1]
+
+
+ALIAS_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "max_training_steps": ("7", {"max_steps": 7}),
+    "shard_degree": ("4", {"hybrid_shard_degree": 4}),
+    "offload_activations": ("1", {"sm_activation_offloading": True}),
+    "llama_intermediate_size": ("64", {"intermediate_size": 64}),
+    "dataset_path": ("d", {"training_dir": "d"}),
+    "model_name": ("llama2_13b", {"model_type": "llama_v2", "model_size": "13b"}),
+    "ckpt_load_path": ("d", {"resume_from_checkpoint": "d"}),
+    "ckpt_save_path": ("d", {"checkpoint_dir": ["d"]}),
+    "data_path": ("d", {"training_dir": "d"}),
+    "fsdp_activation_checkpointing": ("False", {"activation_checkpointing": False}),
+    "low_cpu_fsdp": ("False", {"delayed_param": False}),
+    "batch_size": ("3", {"train_batch_size": 3}),
+    "report_interval": ("3", {"logging_freq": 3}),
+    "checkpoint_interval": ("3", {"checkpoint_freq": [3]}),
+    "model": ("mingpt", {"model_type": "gpt2"}),
+    "seq_len": ("64", {"max_context_width": 64}),
+    "embed_size": ("64", {"hidden_width": 64}),
+    "restart_checkpoint_file": ("d", {"resume_from_checkpoint": "d"}),
+    "sharding": ("grad-shard", {"sharding_strategy": "shard_grad_op"}),
+    "precision": ("float32", {"bf16": False}),
+    "activation_checkpoints": ("0", {"activation_checkpointing": False}),
+    "meta_init": ("0", {"delayed_param": False}),
+    "train_data": ("d", {"training_dir": "d"}),
+    "val_data": ("d", {"test_dir": "d"}),
+    "max_epochs": ("2", {"epochs": 2, "evaluate_only": False}),
+    "dropout": ("0.2", {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}),
+    "hf_model": ("d", {"hf_pretrained_model_name_or_dir": "d"}),
+    "grad_accum_steps": ("2", {"gradient_accumulation_steps": 2}),
+    "max_lr": ("3e-4", {"lr": 3e-4}),
+    "warmup_steps": ("100", {"warmup": 100.0}),
+    "num_epochs": ("2", {"epochs": 2}),
+    "mixed_precision": ("0", {"bf16": False}),
+    "use_flash_attn": ("1", {"attn_implementation": "flash_attention_2"}),
+    "log_interval": ("5", {"logging_freq": 5}),
+}
+
+
+def test_every_alias_has_a_case() -> None:
+    assert set(ALIAS_CASES) == {alias.name for alias in ALIASES}
+
+
+@pytest.mark.parametrize("name", ALIAS_CASES)
+def test_alias(name: str) -> None:
+    text, expected = ALIAS_CASES[name]
+    for argv in ([f"--{name}", text], [f"--{name}={text}"], [f"--{name.replace('_', '-')}={text}"]):
+        resolved = parse(argv, {})
+        assert {ours: getattr(resolved.args, ours) for ours in expected} == expected
+    assert parse([], {f"SM_HP_{name.upper()}": text}).args == resolved.args
+    changed = [ours for ours in expected if expected[ours] != flags()[ours].default]
+    assert all(name.replace("_", "-") in resolved.sources[ours] for ours in changed)
+
+
+def test_aliases_do_not_hide_flags() -> None:
+    names = [alias.name for alias in ALIASES]
+    assert not set(names) & set(flags())
+    assert len(names) == len(set(names))
+
+
+SPELLINGS = [
+    ("--sharding_strategy", "sharding_strategy", value, meaning)
+    for value, meaning in {
+        "fsdp": "full_shard", "hsdp": "hybrid_shard", "ddp": "no_shard", "full": "full_shard", "hybrid": "hybrid_shard",
+        "full-shard": "full_shard", "grad-shard": "shard_grad_op", "no-shard": "no_shard",
+        "hybrid-full-shard": "hybrid_shard", "hybrid-grad-shard": "_hybrid_shard_zero2", "FULL_SHARD": "full_shard",
+        "_HYBRID_SHARD_ZERO2": "_hybrid_shard_zero2",
+    }.items()
+] + [
+    ("--bf16", "bf16", text, value)
+    for texts, value in ((("1", "true", "True", "TRUE", "yes", "on"), True), (("0", "false", "False", "off"), False))
+    for text in texts
+] + [
+    ("--max_steps", "max_steps", "1e3", 1000),
+    ("--max_steps", "max_steps", "32.0", 32),
+    ("--max_steps", "max_steps", '"12"', None),
+    ("--model_type", "model_type", '"llama_v3"', "llama_v3"),
+    ("--validation_freq", "validation_freq", "None", None),
+    ("--validation_freq", "validation_freq", "", None),
+    ("--validation_freq", "validation_freq", "null", None),
+    ("--validation_freq", "validation_freq", "0", None),
+    ("--lr", "lr", "", 1e-4),
+    ("--lr", "lr", "None", 1e-4),
+    ("--nccl_test_log", "nccl_test_log", "", ""),
+    ("--moe_load_balancing", "moe_load_balancing", "none", "none"),
+    ("--shuffle", "shuffle", "none", "none"),
+    ("--selective_checkpointing", "selective_checkpointing", "1/3", 1 / 3),
+    ("--checkpoint_freq", "checkpoint_freq", "[1, 2]", [1, 2]),
+    ("--checkpoint_freq", "checkpoint_freq", "1,2", [1, 2]),
+    ("--checkpoint_dir", "checkpoint_dir", "['a', 'b']", ["a", "b"]),
+    ("--checkpoint_dir", "checkpoint_dir", '["a", "b"]', ["a", "b"]),
+    ("--checkpoint_dir", "checkpoint_dir", "a,b", ["a,b"]),
+    ("--tensorboard_dir", "tensorboard_dir", "None", None),
+    ("--checkpoint_dir", "checkpoint_dir", "[]", ["checkpoints"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "name", "text", "value"), [case for case in SPELLINGS if case[2] != '"12"'])
+def test_spellings_of_values(flag: str, name: str, text: str, value: Any) -> None:
+    assert getattr(parse([f"{flag}={text}"], {}).args, name) == value
+    assert getattr(parse([flag, text], {}).args, name) == value
+    assert getattr(parse([], {f"SM_HP_{name.upper()}": text}).args, name) == value
+
+
+def test_lists_take_several_words() -> None:
+    args = read("--checkpoint_dir a b --checkpoint_freq 10 20 --num-kept-checkpoints 1 2 --lr 1")
+    assert (args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints) == (
+        ["a", "b"],
+        [10, 20],
+        [1, 2],
+    )
+
+
+def test_switches() -> None:
+    assert read("--debug").debug is True
+    assert read("--no-bf16").bf16 is False
+    assert read("--no_fast_validation --lr 1").fast_validation is False
+    assert read("--no-use-flash-attn").attn_implementation == "sdpa"
+    assert read("--no-mixed-precision").bf16 is False
+    assert read("--mixed-precision --lr 2e-5").bf16 is True
+
+
+REFUSED_LINES = {
+    "--train_batchsize 4": "unknown flag --train_batchsize; did you mean --train_batch_size?",
+    "--leraning-rate 4": "unknown flag --leraning-rate",
+    "--hidden_widht=4": "did you mean --hidden_width?",
+    "--max_step 4": "did you mean --max_steps?",  # no abbreviations
+    "--no-lr": "unknown flag --no-lr",
+    "--no-bf16 0": "--no-bf16 takes no value",
+    "-lr 3": "unknown flag -lr: flags begin with two dashes",
+    "train.py --lr 3": "unexpected argument 'train.py'",
+    "--lr": "--lr expects a value",
+    "--lr 1 2": "unexpected argument '2' after --lr",
+    "--lr=1 2": "unexpected argument '2' after --lr",
+    "--debug maybe": "--debug 'maybe': expects 0 or 1",
+    "--debug 1 maybe": "unexpected argument 'maybe' after --debug",
+    "--lr fast": "--lr 'fast': expects a number",
+    "--lr nan": "--lr 'nan': expects a number",
+    "--max_steps 1.5": "--max_steps '1.5': expects an integer",
+    "--max_steps inf": "--max_steps 'inf': expects an integer",
+    "--lr_decay_style step": "is not one of constant, linear, cosine, exponential, plateau, wsd",
+    "--checkpoint_freq 1 two": "--checkpoint_freq ['1', 'two']: expects an integer",
+    "--checkpoint_freq [1": "is not a list such as [1, 2]",
+    "--sharding zero": "--sharding 'zero': is not one of",
+    "--model_name gpt4": "--model_name 'gpt4': is not a name such as llama2_7b",
+    "--model bert": "--model 'bert': is not mingpt",
+    "--precision fp8": "--precision 'fp8': is not float32 or bf16",
+    "--warmup-steps 0.1": "--warmup-steps '0.1': expects an integer",
+    "--config nowhere.yaml": "--config nowhere.yaml: No such file or directory",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED_LINES)
+def test_refused(line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(line)
+    assert REFUSED_LINES[line] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+CONFLICTS = {
+    "--batch_size 4 --train_batch_size 2": ("--batch_size", "--train_batch_size"),
+    "--llama_intermediate_size 4 --intermediate_size 2": ("--llama_intermediate_size", "--intermediate_size"),
+    "--precision float32 --mixed-precision": ("--precision", "--mixed-precision"),
+    "--model_name llama2_7b --model_type mistral": ("--model_name", "--model_type"),
+    "--shard_degree 4 --mp_parameters hybrid_shard_degree=8": ("--shard_degree", "--mp_parameters"),
+    "--sharding full-shard --sharding_strategy hsdp": ("--sharding", "--sharding_strategy"),
+}
+
+
+@pytest.mark.parametrize("line", CONFLICTS)
+def test_two_names_that_disagree_are_refused_naming_both(line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(line)
+    assert all(name in str(refused.value) for name in CONFLICTS[line])
+
+
+def test_two_names_that_agree_are_one_setting() -> None:
+    resolved = parse(shlex.split("--batch_size 4 --train_batch_size 4"), {})
+    assert resolved.args.train_batch_size == 4
+    assert resolved.sources["train_batch_size"] == "command line"
+
+
+def test_last_of_one_name_wins_and_is_told() -> None:
+    resolved = parse(shlex.split("--lr 1 --max_steps 3 --lr 2"), {})
+    assert resolved.args.lr == 2
+    assert any("--lr is given more than once" in line for line in ineffective(resolved))
+    assert parse(shlex.split("--lr 1 --lr 1"), {}).notes == []
+
+
+def test_precedence(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "lr: 1e-1\nmax_steps: 10\nseed: 10\nbf16: false\ncheckpoint-dir: [a, b]\nbatch_size: 9\n"
+    )
+    environ = {"SM_HP_LR": "0.2", "SM_HP_MAX_STEPS": "20", "SM_HP_TRAIN-BATCH-SIZE": "5"}
+    resolved = parse(["--config", str(config), "--lr", "0.3"], environ)
+    args, sources = resolved.args, resolved.sources
+    assert (args.lr, sources["lr"]) == (0.3, "command line")
+    assert (args.max_steps, sources["max_steps"]) == (20, "SM_HP_MAX_STEPS")
+    assert (args.train_batch_size, sources["train_batch_size"]) == (5, "SM_HP_TRAIN-BATCH-SIZE")
+    assert (args.seed, sources["seed"]) == (10, f"config file {config}")
+    assert (args.bf16, args.checkpoint_dir) == (False, ["a", "b"])
+    assert (args.beta1, sources["beta1"]) == (0.9, "default")
+    assert resolved.given("seed")
+    assert not resolved.given("beta1")
+    assert parse([], {**environ, "SM_HP_CONFIG": str(config)}).args.seed == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("lr: [1, 2]", "lr in {path} [1, 2]: expects one value"),
+        ("learning_rat: 1", "unknown flag learning_rat in {path}"),
+        ("max_stepz: 1", "did you mean max_steps?"),
+        ("- lr", "expected a mapping"),
+        ("a: b: c", "line 1: not YAML"),
+        ("model: {hidden_width: 4}", "model holds a mapping"),
+        ("config: other.yaml", "cannot name another"),
+        ("max_steps: true", "expects a number"),
+    ],
+)
+def test_bad_configuration_files(tmp_path: Path, content: str, complaint: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as refused:
+        parse(["--config", str(path)], {})
+    assert complaint.format(path=path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_configuration_files_may_be_json_or_empty(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(
+        json.dumps({"lr": 0.5, "mp_parameters": {"hybrid_shard_degree": 4}, "validation_freq": None})
+    )
+    args = parse(["--config", str(path)], {}).args
+    assert (args.lr, args.hybrid_shard_degree, args.validation_freq) == (0.5, 4, None)
+    path.write_text("")
+    assert parse(["--config", str(path)], {}).args.lr == 1e-4
+
+
+SMP_SETS = [
+    "activation_loading_horizon=3,hybrid_shard_degree=8,sm_activation_offloading=True,tensor_parallel_degree=2",
+    json.dumps(
+        {
+            "activation_loading_horizon": 3,
+            "hybrid_shard_degree": 8,
+            "sm_activation_offloading": True,
+            "tensor_parallel_degree": 2,
+        }
+    ),
+]
+
+
+@pytest.mark.parametrize("text", SMP_SETS)
+def test_smp_parameters_in_both_forms(text: str) -> None:
+    environment = parse([], {"SM_HP_MP_PARAMETERS": text})
+    command_line = parse(["--mp_parameters", text], {"SM_HP_MP_PARAMETERS": text})
+    for args in (environment.args, command_line.args):
+        assert args.hybrid_shard_degree == 8
+        assert args.sm_activation_offloading is True
+        assert args.activation_loading_horizon == 3
+        assert args.tensor_parallel_degree == 2
+    assert environment.sources["hybrid_shard_degree"] == "SM_HP_MP_PARAMETERS"
+    assert command_line.sources["hybrid_shard_degree"] == "command line, --mp_parameters"
+
+
+def test_smp_parameters_edge_cases() -> None:
+    assert set(SMP_KEYS) <= set(flags())
+    assert len(SMP_KEYS) == 9
+    assert read("--mp_parameters ''").hybrid_shard_degree is None
+    assert read("--mp_parameters hybrid_shard_degree=0").hybrid_shard_degree is None
+    tolerated = parse(["--mp_parameters", "placement_strategy=cluster"], {})
+    assert any("placement_strategy" in line for line in ineffective(tolerated))
+    for text, complaint in {
+        "partitions=2": "parameter of SMP v1",
+        "hybrid_shard_degre=2": "did you mean hybrid_shard_degree?",
+        "zzz=2": "known: hybrid_shard_degree",
+        "hybrid_shard_degree": "is not key=value",
+        "{nonsense": "neither JSON nor key=value",
+        "tensor_parallel_degree=two": "expects an integer",
+    }.items():
+        with pytest.raises(ConfigError, match="--mp_parameters") as refused:
+            read(f"--mp_parameters '{text}'")
+        assert complaint in str(refused.value)
+
+
+SAGEMAKER = {
+    "SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1", "SM_CHANNEL_TRAIN": "/opt/ml/input/data/train",
+    "SM_CHANNEL_TEST": "/opt/ml/input/data/test", "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data",
+    "SM_MODEL_DIR": "/opt/ml/model", "SM_HP_SAGEMAKER_INSTANCE_TYPE": "ml.p4d.24xlarge", "SM_HPS": "{}",
+    "SM_HP_SAGEMAKER_TORCH_DISTRIBUTED_ENABLED": "true", "SM_HP_MODEL_TYPE": "llama_v3", "SM_HP_BF16": "true",
+    "SM_HP_EPOCHS": "", "SM_HP_CHECKPOINT_FREQ": "[1, 2]",
+}  # fmt: skip
+
+
+def test_sagemaker_environment() -> None:
+    # As its toolkit writes them: sorted, a value always follows, booleans as Python's, None as nothing.
+    line = ["--bf16", "True", "--checkpoint_freq", "[1, 2]", "--epochs", "", "--model_type", "llama_v3"]
+    resolved = parse(line, SAGEMAKER)
+    args, sources = resolved.args, resolved.sources
+    assert (args.bf16, args.checkpoint_freq, args.epochs, args.model_type) == (True, [1, 2], None, "llama_v3")
+    assert (args.training_dir, sources["training_dir"]) == ("/opt/ml/input/data/train", "SM_CHANNEL_TRAIN")
+    assert (args.test_dir, args.checkpoint_dir) == ("/opt/ml/input/data/test", ["/opt/ml/checkpoints"])
+    assert (args.run_dir, sources["run_dir"]) == ("/opt/ml/output/data", "SM_OUTPUT_DATA_DIR")
+    assert not resolved.given("training_dir")
+    assert parse(["--training_dir", "d"], SAGEMAKER).args.training_dir == "d"
+    with pytest.raises(ConfigError, match="SM_HP_MAX_STEPZ; did you mean max_steps"):
+        parse([], {"SM_HP_MAX_STEPZ": "3"})
+
+
+def test_defaults_that_were_accidents_are_not_taken_over() -> None:
+    args = read("")
+    assert (args.lr_decay_iters, args.fp8, args.vocab_size, args.resid_pdrop, args.epochs) == (
+        None,
+        False,
+        None,
+        None,
+        None,
+    )
+    assert (args.train_batch_size, args.max_steps, args.seed, args.lr, args.beta2) == (
+        2,
+        5000,
+        12345,
+        1e-4,
+        0.95,
+    )
+    assert (args.weight_decay, args.warmup, args.grad_clip, args.bf16) == (0.2, 0.0032, 1.0, True)
+
+
+def test_shard_degree_settles_the_strategy() -> None:
+    assert read("").sharding_strategy == "full_shard"
+    assert read("--shard_degree 8").sharding_strategy == "hybrid_shard"
+    assert read("--shard_degree 1").sharding_strategy == "no_shard"
+    assert read("--shard_degree 0 --sharding_strategy hybrid_shard").hybrid_shard_degree is None
+    kept = read("--shard_degree 8 --sharding_strategy _hybrid_shard_zero2")
+    assert kept.sharding_strategy == "_hybrid_shard_zero2"
+    turned = parse(["--shard_degree", "8", "--sharding_strategy", "full"], {})
+    assert turned.args.sharding_strategy == "hybrid_shard"
+    assert turned.sources["sharding_strategy"] == "follows from --hybrid_shard_degree"
+    assert "turns --sharding_strategy full_shard into hybrid_shard" in turned.notes[0]
+    assert Arguments(hybrid_shard_degree=4).sharding_strategy == "hybrid_shard"
+
+
+def test_run_folder_follows_from_the_model_alone() -> None:
+    assert read("").run_dir == "runs/gpt_neox"
+    assert read("--model_size 13B").run_name == "scratch-13b"
+    assert read("--model_name llama2_7b").run_dir == "runs/llama_v2-7b"
+    assert read("--hf-model org/name").run_name == "name"
+    assert read("--run_name x").run_dir == "runs/x"
+    assert read("--run_name x --run_dir y").run_dir == "y"
+
+
+def test_validation_that_is_never_due_asks_for_no_data() -> None:
+    idle = parse(shlex.split("--validation_freq 500 --max_steps 4 --training_dir d"), {})
+    assert idle.args.validation_freq is None
+    assert "no validation" in idle.notes[0]
+    assert read("--validation_freq 500 --max_steps 4 --use_synthetic_data 1").validation_freq == 500
+    assert read("--validation_freq 4 --max_steps 4 --training_dir d").validation_freq == 4
+
+
+def test_ineffective_flags_are_answered_only_when_given() -> None:
+    assert ineffective(parse([], {})) == []
+    lines = ineffective(parse(shlex.split("--delayed_param 0 --framework=fsdp --lr 1"), {}))
+    assert lines == [
+        "--delayed_param 0 has no effect: parameters are always created after sharding",
+        "--framework fsdp has no effect: there is one",
+    ]
+
+
+@given(st.lists(st.text(max_size=12), max_size=5))
+def test_any_command_line_parses_or_is_refused_in_one_line(argv: list[str]) -> None:
+    try:
+        parse(argv, {})
+    except ConfigError as refused:
+        assert "\n" not in str(refused).replace("\\n", "") or any("\n" in word for word in argv)
+
+
+@given(st.sampled_from(sorted(flags())), st.text(max_size=12))
+def test_any_value_parses_or_is_refused_by_name(name: str, text: str) -> None:
+    if name == "config":
+        return
+    try:
+        parse([f"--{name}={text}"], {})
+    except ConfigError as refused:
+        assert f"--{name}" in str(refused)

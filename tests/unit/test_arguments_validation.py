@@ -1,0 +1,157 @@
+"""What is refused before anything starts, and that the refusal says the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+
+import pytest
+
+from smp_train.arguments import Arguments, parse, validate
+from smp_train.arguments.capabilities import INEFFECTIVE, LOCATIONS, REFUSED
+from smp_train.arguments.groups import flags
+from smp_train.arguments.validation import divisors
+from smp_train.errors import ConfigError
+
+READY = "--use_synthetic_data 1 "
+
+
+def check(line: str, world: int = 8) -> None:
+    validate(parse(shlex.split(line), {}).args, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 8, 12])
+def test_defaults_pass(world: int) -> None:
+    check(READY, world)
+    check("--training_dir d", world)
+
+
+ALLOWED = [
+    "--sharding_strategy full_shard", "--sharding_strategy hybrid_shard", "--sharding_strategy shard_grad_op",
+    "--sharding_strategy _hybrid_shard_zero2", "--sharding_strategy no_shard", "--hybrid_shard_degree 4",
+    "--hybrid_shard_degree 1", "--hybrid_shard_degree 8", "--bf16 0", "--gradient_accumulation_steps 4", "--grad_clip 0",
+    "--lr_decay_style constant", "--lr_decay_style wsd --plateau 0.5", "--lr_decay_style exponential",
+    "--activation_checkpointing 0", "--tensorboard_dir tb", "--enable_memory_profiling 1", "--same_seed 1",
+    "--validation_freq 5", "--data_audit 1", "--print_config", "--hf_model folder", "--warmup 100 --max_steps 10",
+    "--selective_checkpointing 0", "--fp8 0", "--use_torch_compile False", "--checkpoint_type sharded",
+    "--lr 1e-6 --lr_decay_style constant", "--backend native", "--epochs 2 --steps_per_epoch 3",
+    "--num_heads 8 --num_key_value_heads 2 --hidden_width 64", "--limit_all_gathers 1 --forward_prefetch 1",
+    "--evaluate_only 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ALLOWED)
+def test_allowed(line: str) -> None:
+    check(READY + line)
+
+
+COMBINATIONS = {
+    "--hybrid_shard_degree 3": "does not divide the 8 processes of this run; 1, 2, 4, 8 would",
+    "--shard_degree 16": "1, 2, 4, 8 would",
+    "--train_batch_size 0": "--train_batch_size 0: must be at least 1",
+    "--max_steps 0": "--max_steps 0: must be at least 1",
+    "--lr=-1": "--lr -1: must be at least 0",
+    "--beta2 1": "--beta2 1: must be from 0 up to",
+    "--dropout 1.5": "must be from 0 up to",
+    "--adam_epsilon 0": "must be above 0",
+    "--rotary_pct 1.5": "must be at most 1",
+    "--max_context_width 1": "must be at least 2",
+    "--min_lr 1e-3": "--min_lr 0.001 is above --lr 0.0001",
+    "--lr 1e-6": "give a lower --min_lr",
+    "--warmup 1.5": "counts whole steps",
+    "--warmup 0.5 --plateau 0.6": "together at most 1",
+    "--plateau 2": "must be a fraction",
+    "--checkpoint_dir a b": "--checkpoint_dir has 2 entries and --checkpoint_freq 1",
+    "--checkpoint_dir a b --checkpoint_freq 1 2": "--num_kept_checkpoints 1",
+    "--checkpoint_freq 0": "must be at least 1",
+    "--checkpoint_dir a a --checkpoint_freq 1 2 --num_kept_checkpoints 1 2": "names one folder twice",
+    "--hidden_width 10 --num_heads 4": "--hidden_width 10 is not a multiple of --num_heads 4",
+    "--num_heads 8 --num_key_value_heads 3": "1, 2, 4, 8 would",
+    "--num_experts_per_tok 4 --num_local_experts 2": "is above --num_local_experts 2",
+    "--sharding_strategy no_shard --hybrid_shard_degree 4": "contradict each other",
+    "--hf-model x --from-scratch": "both choose the model",
+    "--hf-model x --model_size 7b": "both choose the model",
+}
+
+
+@pytest.mark.parametrize("line", COMBINATIONS)
+def test_combinations_are_refused(line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(READY + line)
+    assert COMBINATIONS[line] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+DEGREES = [
+    (8, {"tensor_parallel_degree": 3}, "--tensor_parallel_degree 3 does not divide the 8 processes"),
+    (8, {"context_parallel_degree": 4, "hybrid_shard_degree": 2}, "--context_parallel_degree 4 is above"),
+    (8, {"tensor_parallel_degree": 4, "hybrid_shard_degree": 4}, "a shard degree of 1, 2 would"),
+    (8, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, "cannot both be above 1"),
+    (1, {"tensor_parallel_degree": 2}, "does not divide the 1 process of this run; 1 would"),
+]
+
+
+@pytest.mark.parametrize(("world", "changes", "complaint"), DEGREES)
+def test_degrees(
+    world: int, changes: dict[str, int], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As they will be once the degrees are available.
+    for name in changes:
+        monkeypatch.delitem(REFUSED, name, raising=False)
+    with pytest.raises(ConfigError) as refused:
+        validate(Arguments(use_synthetic_data=True, **changes), world)
+    assert complaint in str(refused.value)
+    validate(Arguments(use_synthetic_data=True, **dict.fromkeys(changes, 1)), world)
+
+
+ON = {
+    "backend": "smp", "tensor_parallel_degree": "2", "context_parallel_degree": "2", "expert_parallel_degree": "2",
+    "sm_activation_offloading": "1", "selective_checkpointing": "1/2", "use_torch_compile": "1", "fp8": "1",
+    "cpu_offload": "1", "limit_all_gathers": "0", "forward_prefetch": "0", "backward_fetch_policy": "backward_post",
+    "moe": "1", "checkpoint_type": "async_sharded", "save_final_model": "1", "dataset": "c4",
+    "dataset_config_name": "en", "tokenizer": "t", "dataset_type": "hf", "finetune": "1",
+    "pretrained_model_name": "n", "pretrained_checkpoint_file": "f", "finetune_checkpoint_load_dir": "d",
+    "use_profiler": "1", "profile_nsys": "1", "data_type": "bert", "prompt": "p", "num_tokens": "5",
+}  # fmt: skip
+
+
+def test_every_refused_flag_has_a_case() -> None:
+    assert set(ON) >= set(REFUSED)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_on_is_refused_and_off_accepted(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--{name} ") as refused:
+        check(f"{READY} --{name}={ON[name]}")
+    assert "\n" not in str(refused.value)
+    off, _ = REFUSED[name]
+    assert flags()[name].default in off
+    for value in off:
+        validate(dataclasses.replace(Arguments(use_synthetic_data=True), **{name: value}), 8)
+
+
+@pytest.mark.parametrize("name", LOCATIONS)
+def test_places_in_s3_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name} s3://bucket/x: "):
+        check(f"{READY} --{name}=s3://bucket/x")
+
+
+def test_tables_name_flags_that_exist() -> None:
+    assert set(REFUSED) | set(INEFFECTIVE) | set(LOCATIONS) <= set(flags())
+    assert not set(REFUSED) & set(INEFFECTIVE)
+
+
+def test_data_must_come_from_somewhere() -> None:
+    with pytest.raises(ConfigError, match="no training data: give --training_dir"):
+        check("")
+    with pytest.raises(ConfigError, match="--validation_freq 5 needs --test_dir"):
+        check("--training_dir d --validation_freq 5")
+    with pytest.raises(ConfigError, match="--evaluate_only needs --test_dir"):
+        check("--training_dir d --max_epochs -1")
+    check("--training_dir d --test_dir t --validation_freq 5")
+
+
+def test_divisors() -> None:
+    assert divisors(1) == [1]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(16) == [1, 2, 4, 8, 16]

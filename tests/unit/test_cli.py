@@ -1,0 +1,196 @@
+"""The command line's verbs, its one-line failures, and its exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_train import __version__, cli
+from smp_train.errors import CheckpointError, ConfigError, DataError, SmpTrainError
+
+
+def verb(monkeypatch: pytest.MonkeyPatch, name: str, main: Callable[..., Any]) -> None:
+    """Put a stand-in where a verb's module would be imported from."""
+    module = types.ModuleType(f"stand_in_{name}")
+    module.main = main  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli.VERBS, name, cli.Verb("stand-in", module.__name__))
+
+
+def raising(error: BaseException) -> Callable[..., int]:
+    def main(*_: Any) -> int:
+        raise error
+
+    return main
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert cli.main([]) == 2
+    out = capsys.readouterr().out
+    assert all(name in out for name in cli.VERBS)
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"smp-train {__version__}\n"
+
+
+def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian", "--lr", "3"]) == 2
+    assert capsys.readouterr().err == "smp-train: error: unknown verb 'trian'; did you mean train?\n"
+    assert cli.main(["zzz"]) == 2
+    assert "the verbs are train, prepare, bench, report" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (SmpTrainError("broken"), 1, "error: broken"),
+        (ConfigError("broken"), 2, "error: broken"),
+        (DataError("shard.json:3: broken"), 3, "error: shard.json:3: broken"),
+        (CheckpointError("broken"), 4, "error: broken"),
+        (ConfigError("two\nlines"), 2, "error: two lines"),
+        (KeyError("x"), 1, "internal error: KeyError: 'x' (run again with --debug 1 for the traceback)"),
+    ],
+)
+def test_failures_are_one_line_and_a_code(
+    error: Exception,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verb(monkeypatch, "prepare", raising(error))
+    assert cli.main(["prepare"]) == code
+    assert capsys.readouterr().err == f"smp-train: {line}\n"
+
+
+@pytest.mark.parametrize("words", [["prepare", "--debug"], ["prepare", "--debug=1"], ["--debug", "prepare"]])
+def test_debug_adds_the_traceback(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb(monkeypatch, "prepare", raising(ConfigError("broken")))
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith("smp-train: error: broken\n")
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(monkeypatch, "prepare", raising(KeyboardInterrupt()))
+    assert cli.main(["prepare"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_verbs_get_their_words_without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        seen.append(argv)
+        return 5
+
+    verb(monkeypatch, "bench", main)
+    for words in (
+        ["step", "--x", "1"],
+        ["step", "--debug", "1", "--x", "1"],
+        ["step", "--debug", "--x", "1"],
+    ):
+        assert cli.main(["bench", *words]) == 5
+    assert seen == [["step", "--x", "1"]] * 3
+
+
+def test_missing_package_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.VERBS, "report", cli.Verb("stand-in", "matplotlib_that_is_not_there.pyplot"))
+    assert cli.main(["report"]) == 2
+    err = capsys.readouterr().err
+    assert "needs the package matplotlib_that_is_not_there" in err
+    assert "pip install" in err
+
+
+def test_train_hands_over_what_was_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def main(resolved: Any, runtime: Any) -> int:
+        seen.append((resolved, runtime))
+        return 0
+
+    verb(monkeypatch, "train", main)
+    assert cli.main(["train", "--use_synthetic_data=1", "--max-steps", "7"]) == 0
+    ((resolved, runtime),) = seen
+    assert resolved.args.max_steps == 7
+    assert (runtime.launcher, runtime.world_size) == ("python", 1)
+
+
+def test_train_refuses_before_importing_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, complaint in (
+        (["--max_step", "7"], "unknown flag --max_step; did you mean --max_steps?"),
+        (["--use_synthetic_data", "1", "--hybrid_shard_degree", "2"], "does not divide the 1 process"),
+        (["--use_synthetic_data", "1", "--fp8", "1"], "--fp8 1: FP8 is not available"),
+        ([], "no training data"),
+    ):
+        assert cli.main(["train", *words]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("smp-train: error: ")
+        assert complaint in err
+        assert err.count("\n") == 1
+
+
+def test_several_processes_of_a_node_say_it_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for rank in "01":
+        for name, value in {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1",
+            "MASTER_PORT": "1",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        assert cli.main(["train", "--max_stepz", "3"]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0].startswith("smp-train: [rank 0 on ")
+    assert said[1] == ""
+
+
+def test_print_config_exits_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--print_config", "--fp8", "1", "--delayed_param", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "# Model\n" in out
+    assert "# --delayed_param 0 has no effect" in out
+    row = next(line for line in out.splitlines() if line.startswith("fp8 "))
+    assert row.split(maxsplit=2) == ["fp8", "1", "command line"]
+
+
+def test_help_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    assert "--train_batch_size N" in capsys.readouterr().out
+
+
+def test_as_a_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "smp_train", "train"]
+    package_root = Path(cli.__file__).parents[1]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(package_root)}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *words], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=60
+        )
+
+    wrong = run("--max_stepz", "3")
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
+    shown = run("--print_config")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "train_batch_size" in shown.stdout
+    # Nothing that needs torch is imported on the way there.
+    check = (
+        "import sys; from smp_train.cli import main; "
+        "assert main(['train', '--print_config']) == main(['train', '--help']) == 0; "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    clean = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, timeout=60)
+    assert clean.returncode == 0, clean.stderr.decode()

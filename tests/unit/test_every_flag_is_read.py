@@ -1,0 +1,26 @@
+"""No flag is parsed and ignored: each is read by the program, refused when on, or answered as having no effect."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from smp_train.arguments.capabilities import INEFFECTIVE, REFUSED
+from smp_train.arguments.groups import flags
+
+PACKAGE = Path(__file__).parents[2] / "smp_train"
+# Read where the flags themselves are settled: they shape other flags, or the command line's own behaviour.
+SETTLED_AT_PARSING = {"config", "from_scratch", "run_name"}
+
+
+def sources() -> str:
+    files = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "arguments"]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+@pytest.mark.parametrize("name", sorted(set(flags()) - set(REFUSED) - set(INEFFECTIVE) - SETTLED_AT_PARSING))
+def test_read(name: str) -> None:
+    # args.NAME, or NAME as a string where flags are looped over (the model's widths are).
+    assert re.search(rf"(?:args|arguments)\.{name}\b|[\"']{name}[\"']", sources()), f"nothing reads --{name}"

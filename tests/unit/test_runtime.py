@@ -1,0 +1,187 @@
+"""What each launcher's variables mean, and what is said when they are missing or contradict each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smp_train.errors import ConfigError
+from smp_train.runtime import Runtime, detect, expand_hostlist
+
+TORCHRUN = {
+    "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "7",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "ip-10-1-[3,7-9]", "SLURM_JOB_NODELIST": "ip-10-1-[1-4]", "SLURM_JOB_ID": "12",
+}  # fmt: skip
+BATCH_SHELL = {
+    "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2",
+    "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)",
+}  # fmt: skip
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PALS = {
+    "PALS_RANKID": "5", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "5", "PMI_SIZE": "8",
+    "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "MASTER_ADDR": "x1", "PALS_APID": "abc",
+}  # fmt: skip
+SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2", "MASTER_ADDR": "algo-1"}
+
+# launcher, rank, world, local rank, local world, node, nodes, master
+PLACES: dict[str, tuple[dict[str, str], tuple]] = {
+    "python": ({}, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
+    "python with a stray address": ({"MASTER_ADDR": "n1"}, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
+    "torchrun": (TORCHRUN, ("torchrun", 9, 16, 1, 8, 1, 2, "n1")),
+    "torchrun inside srun": ({**SRUN, **TORCHRUN}, ("torchrun", 9, 16, 1, 8, 1, 2, "n1")),
+    "torchrun inside SageMaker": ({**SAGEMAKER, **TORCHRUN}, ("torchrun", 9, 16, 1, 8, 1, 2, "n1")),
+    "torchrun's variables by hand": (
+        {k: v for k, v in TORCHRUN.items() if not k.startswith(("GROUP", "TORCHELASTIC"))},
+        ("torchrun", 9, 16, 1, 8, 1, 2, "n1"),
+    ),
+    "Open MPI": (OPENMPI, ("openmpi", 3, 4, 3, 4, 0, 1, "127.0.0.1")),
+    "Open MPI on two nodes": (
+        {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1"},
+        ("openmpi", 3, 4, 1, 2, 1, 2, "n1"),
+    ),
+    "Open MPI dealing ranks out": (
+        {
+            **OPENMPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "MASTER_ADDR": "n1",
+        },
+        ("openmpi", 1, 4, 0, 2, 1, 2, "n1"),
+    ),
+    "Open MPI inside a Slurm job": ({**BATCH_SHELL, **OPENMPI}, ("openmpi", 3, 4, 3, 4, 0, 1, "127.0.0.1")),
+    "MPICH": (HYDRA, ("mpich", 1, 2, 1, 2, 0, 1, "127.0.0.1")),
+    # Its proxies are Slurm tasks themselves.
+    "MPICH inside a Slurm step": ({**SRUN, **HYDRA}, ("mpich", 1, 2, 1, 2, 0, 1, "127.0.0.1")),
+    "PALS": (PALS, ("pals", 5, 8, 1, 4, 1, 2, "x1")),
+    "srun": (SRUN, ("srun", 5, 7, 1, 3, 1, 2, "ip-10-1-3")),
+    "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, ("srun", 5, 7, 1, 3, 1, 2, "ip-10-1-3")),
+    "srun with a container's copies": (
+        {**SRUN, "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "MASTER_ADDR": "ip-10-1-3", "MASTER_PORT": "61012"},
+        ("srun", 5, 7, 1, 3, 1, 2, "ip-10-1-3"),
+    ),
+    "srun of one task": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"},
+        ("srun", 0, 1, 0, 1, 0, 1, "127.0.0.1"),
+    ),
+    "batch script's own shell": (BATCH_SHELL, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
+    "interactive step": ({**BATCH_SHELL, "SLURM_STEP_ID": "4294967290"}, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
+    "SageMaker, one process per host": (SAGEMAKER, ("python", 1, 2, 0, 1, 1, 2, "algo-1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLACES.values(), ids=PLACES)
+def test_places(case: tuple[dict[str, str], tuple]) -> None:
+    environ, expected = case
+    place = detect(environ)
+    assert (
+        place.launcher, place.rank, place.world_size, place.local_rank, place.local_world_size, place.node_rank,
+        place.num_nodes, place.master_addr,
+    ) == expected  # fmt: skip
+    assert place.sagemaker == ("SM_HOSTS" in environ)
+    assert place.hostname
+    assert place.is_main == (place.rank == 0)
+    assert (place.master_port == 0) == (place.world_size == 1)
+
+
+def without(environ: dict[str, str], *names: str, **changes: str) -> dict[str, str]:
+    return {name: value for name, value in {**environ, **changes}.items() if name not in names}
+
+
+REFUSED: dict[str, tuple[dict[str, str], str]] = {
+    "no LOCAL_RANK": (without(TORCHRUN, "LOCAL_RANK"), "not LOCAL_RANK: torchrun sets all"),
+    "RANK alone": ({"RANK": "0"}, "RANK set but not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    "WORLD_SIZE alone": ({"WORLD_SIZE": "2"}, "WORLD_SIZE set but not RANK"),
+    "torchrun without its variables": ({"TORCHELASTIC_RUN_ID": "1"}, "not RANK, WORLD_SIZE"),
+    "RANK is no number": (without(TORCHRUN, RANK="x"), "RANK='x' is not a number"),
+    "rank outside the world": (without(TORCHRUN, RANK="16"), "rank 16 of 16"),
+    "negative rank": (without(TORCHRUN, RANK="-1"), "rank -1 of 16"),
+    "more local than all": (without(TORCHRUN, RANK="1", WORLD_SIZE="2"), "contradicts itself"),
+    "local rank outside": (without(TORCHRUN, LOCAL_RANK="8"), "local rank 8 of 8"),
+    "no local processes": (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), "contradicts itself"),
+    "Open MPI without size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not set, which Open MPI"),
+    "Open MPI without rank": (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK is not set"),
+    "Open MPI on nodes without address": (
+        without(OPENMPI, OMPI_COMM_WORLD_LOCAL_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1"),
+        "MASTER_ADDR is not set: mpiexec does not say on which of the 2 nodes",
+    ),
+    "MPICH without local numbers": (without(HYDRA, "MPI_LOCALNRANKS"), "MPI_LOCALNRANKS or PMI_LOCAL_SIZE is not set"),
+    "bare PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID or PMI_LOCAL_RANK is not set"),
+    "PALS on nodes without address": (without(PALS, "MASTER_ADDR"), "MASTER_ADDR is not set"),
+    "PALS with a list that is not there": (
+        without(PALS, "MASTER_ADDR", PBS_NODEFILE="/nowhere"),
+        "PBS_NODEFILE=/nowhere: No such file",
+    ),
+    "srun without nodelist": (without(SRUN, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST is not set, which srun"),
+    "srun without local id": (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID is not set, which srun"),
+    "srun whose counts do not add up": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"), "does not fit 7 tasks"),
+    "srun whose counts cannot be read": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4x2"), "is not of the form"),
+    "SageMaker without current host": (without(SAGEMAKER, "SM_CURRENT_HOST"), "SM_CURRENT_HOST is not set"),
+    "SageMaker without hosts": (without(SAGEMAKER, "SM_HOSTS"), "SM_HOSTS is not set"),
+    "SageMaker with a stranger": (without(SAGEMAKER, SM_CURRENT_HOST="algo-9"), "is not among SM_HOSTS"),
+    "SageMaker with hosts that are no list": (without(SAGEMAKER, SM_HOSTS="algo-1"), "is not a JSON list"),
+    "port is no number": (without(SRUN, MASTER_PORT="x"), "MASTER_PORT='x' is not a number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_refused(case: tuple[dict[str, str], str]) -> None:
+    environ, complaint = case
+    with pytest.raises(ConfigError) as refused:
+        detect(environ)
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_all_processes_of_a_job_derive_one_port() -> None:
+    ports = {
+        detect(without(SRUN, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0")).master_port
+        for rank in "012"
+    }
+    assert len(ports) == 1
+    assert 20000 <= ports.pop() < 30000
+    assert detect(SRUN).master_port != detect(without(SRUN, SLURM_JOB_ID="13")).master_port
+    assert detect(without(SRUN, MASTER_PORT="1234")).master_port == 1234
+    assert detect(OPENMPI).master_port == 29500
+
+
+def test_pals_takes_the_first_host_of_pbs(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("x3001\nx3002\n")
+    assert detect(without(PALS, "MASTER_ADDR", PBS_NODEFILE=str(hosts))).master_addr == "x3001"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[001-003,7]", ["n001", "n002", "n003", "n7"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("a[1-2]b[1-2]", ["a1b1", "a1b2", "a2b1", "a2b2"]),
+        ("ip-10-1-[1,3]-[10-11]", ["ip-10-1-1-10", "ip-10-1-1-11", "ip-10-1-3-10", "ip-10-1-3-11"]),
+        ("login,n[1-2],m3.example.com", ["login", "n1", "n2", "m3.example.com"]),
+        ("a[1-2]-x,b", ["a1-x", "a2-x", "b"]),
+    ],
+)
+def test_hostlists(text: str, hosts: list[str]) -> None:
+    assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "n[1-]", "n[a]", "n[]"])
+def test_hostlists_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read the list of hosts"):
+        expand_hostlist(text)
+
+
+def test_runtime_is_frozen() -> None:
+    place: Runtime = detect({})
+    with pytest.raises(AttributeError):
+        place.rank = 1  # type: ignore[misc]
