@@ -25,13 +25,14 @@ def build_meta(
     Raises:
         ConfigError: transformers refuses the configuration or the attention implementation.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, __version__
 
+    kind = {"dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype": dtype}
     spec.config.use_cache = False
     try:
         with parameters_on_meta() as recorder:
             model = AutoModelForCausalLM.from_config(
-                spec.config, attn_implementation=attn_implementation, torch_dtype=dtype
+                spec.config, attn_implementation=attn_implementation, **kind
             )
     except (ValueError, ImportError, KeyError) as failure:
         raise ConfigError(f"cannot build {spec.name}: {str(failure).splitlines()[0]}") from failure

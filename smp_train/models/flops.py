@@ -27,7 +27,7 @@ def count_parameters(config: PretrainedConfig) -> int:
 
 
 def count_active_parameters(config: PretrainedConfig) -> int:
-    """Return the number of parameters that one token uses: of a mixture's experts only those it is sent to."""
+    """Return the number of parameters one token uses: of a mixture's experts only those it is sent to."""
     return _counts(config).active
 
 
@@ -54,7 +54,8 @@ def _active_share(config: PretrainedConfig) -> float:
 
 
 def _counts(config: PretrainedConfig) -> Counts:
-    return _count_built(type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+    kind: Any = type(config)
+    return _count_built(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=64)

@@ -19,8 +19,10 @@ from smp_train.errors import CheckpointError
 from smp_train.models.initialization import canonical_name, part_of
 
 INDEX = "model.safetensors.index.json"
-# Experts as transformers 5 holds them; files have them one by one, under the names of transformers 4.
+# Experts as transformers 5 holds them; files have them one by one.
 FUSED = re.compile(r"^(?P<prefix>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)$")
+GATE_UP = (("w1", "w3"), ("gate_proj", "up_proj"))  # Mixtral's and others' names.
+DOWN = (("w2",), ("down_proj",))
 # Buffers that former versions of transformers stored among the weights.
 NOT_WEIGHTS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 
@@ -107,7 +109,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     params = {canonical_name(name): param for name, param in model.named_parameters()}
     with ExitStack() as stack, torch.no_grad():
         shards = Shards(folder, stack)
-        plan, missing, left = _plan(model, params, set(shards.files))
+        plan, missing, left = _plan(model, params, _current_names(model, list(shards.files)))
         if missing or left:
             raise CheckpointError(f"{folder} does not fit the model: {_names('lacks', missing, left)}")
         for name, pieces in plan.items():
@@ -123,8 +125,30 @@ def _names(verb: str, missing: list[str], left: list[str]) -> str:
     return "; ".join(said)
 
 
+def _current_names(model: nn.Module, stored: list[str]) -> dict[str, str]:
+    """Return the stored names by the names that this version of transformers has for them."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+    except ImportError:  # transformers 4 has the names of the files.
+        return {name: name for name in stored}
+    from transformers import AutoModelForCausalLM
+
+    # Asked of a model that nothing is wrapped around: the answer depends on the class.
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(model.config)
+    renamings = [rule for rule in get_model_conversion_mapping(plain) if isinstance(rule, WeightRenaming)]
+    names = {}
+    for name in stored:
+        current = name
+        for rule in renamings:
+            current, _ = rule.rename_source_key(current)
+        names[current] = name
+    return names
+
+
 def _plan(
-    model: nn.Module, params: Mapping[str, Tensor], stored: set[str]
+    model: nn.Module, params: Mapping[str, Tensor], stored: Mapping[str, str]
 ) -> tuple[dict[str, list[Piece]], list[str], list[str]]:
     """Return (pieces by parameter, parameters without a source, stored tensors without a use)."""
     base = getattr(model, "base_model_prefix", "")
@@ -134,19 +158,16 @@ def _plan(
     used: set[str] = set()
     for name, param in params.items():
         names = [name, *aliases.get(name, [])]
-        names += [n.replace(".mlp.gate.", ".block_sparse_moe.gate.") for n in names]
         spellings = [*names, *(n.removeprefix(f"{base}.") for n in names)]
-        found = next((spelling for spelling in spellings if spelling in stored), None)
-        if found:
-            plan[name] = [Piece(found)]
-            # A tied weight may be stored under all its names.
-            used.update(spelling for spelling in spellings if spelling in stored)
-        elif experts := _expert_pieces(name, param, stored):
-            plan[name] = experts
-            used.update(piece.stored for piece in experts)
+        # A tied weight may be stored under all its names.
+        found = [stored[spelling] for spelling in dict.fromkeys(spellings) if spelling in stored]
+        pieces = [Piece(found[0])] if found else _expert_pieces(name, param, stored)
+        if pieces:
+            plan[name] = pieces
+            used.update(found, (piece.stored for piece in pieces))
         else:
             missing.append(name)
-    left = sorted(name for name in stored - used if not NOT_WEIGHTS.search(name))
+    left = sorted(name for name in set(stored.values()) - used if not NOT_WEIGHTS.search(name))
     return plan, missing, left
 
 
@@ -161,23 +182,25 @@ def _tied_names(model: nn.Module) -> dict[str, list[str]]:
     return others
 
 
-def _expert_pieces(name: str, param: Tensor, stored: set[str]) -> list[Piece]:
-    """Return where a fused Mixtral parameter lies in a folder that stores experts one by one ([] if it
-    does not).
+def _expert_pieces(name: str, param: Tensor, stored: Mapping[str, str]) -> list[Piece]:
+    """Return where a fused parameter lies in a folder that stores experts one by one ([] if it does not).
 
-    ``gate_up_proj`` [experts, 2 I, hidden] is w1 above w3, ``down_proj`` [experts, hidden, I] is w2.
+    ``gate_up_proj`` [experts, 2 I, hidden] has the gate above the up projection, ``down_proj`` is
+    [experts, hidden, I].
     """
     match = FUSED.match(name)
     if not match:
         return []
-    parts = ("w1", "w3") if match["kind"] == "gate_up_proj" else ("w2",)
-    height = param.shape[1] // len(parts)
-    pieces = [
-        Piece(f"{match['prefix']}.block_sparse_moe.experts.{expert}.{part}.weight", expert, k * height)
-        for expert in range(param.shape[0])
-        for k, part in enumerate(parts)
-    ]
-    return pieces if all(piece.stored in stored for piece in pieces) else []
+    for parts in GATE_UP if match["kind"] == "gate_up_proj" else DOWN:
+        height = param.shape[1] // len(parts)
+        pieces = [
+            Piece(stored.get(f"{match['prefix']}.mlp.experts.{expert}.{part}.weight", ""), expert, k * height)
+            for expert in range(param.shape[0])
+            for k, part in enumerate(parts)
+        ]
+        if all(piece.stored for piece in pieces):
+            return pieces
+    return []
 
 
 def _fill(name: str, param: Tensor, pieces: list[Piece], shards: Shards) -> None:

@@ -39,7 +39,7 @@ PUBLISHED = {
 
 
 def falcon_40b() -> int:
-    """Embedding 65024 x 8192 (tied); a layer: fused attention (128 + 2 x 8 heads of 64), output, MLP, two norms."""
+    """Embedding 65024 x 8192 (tied); a layer: attention with 128 + 2 x 8 heads of 64, MLP, two norms."""
     hidden, heads, kv_heads, size = 8192, 128, 8, 64
     layer = hidden * (heads + 2 * kv_heads) * size + hidden * hidden + 8 * hidden * hidden + 4 * hidden
     return 65024 * hidden + 60 * layer + 2 * hidden

@@ -1,0 +1,220 @@
+"""Weights that transformers saved, read by us: the same logits as transformers' own loading gives."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+
+from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.build import build_meta, decoder_layers, materialise
+from smp_train.models.hf_weights import load_pretrained
+from smp_train.models.resolve import resolve
+from tests.harness import run
+
+TINY = {"num_layers": 2, "num_heads": 4, "hidden_width": 40, "vocab_size": 99, "max_context_width": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_neox": TINY | {"model_type": "gpt_neox", "rotary_pct": 0.4},
+    "llama_v2": TINY | {"model_type": "llama_v2", "num_key_value_heads": 2, "intermediate_size": 50},
+    "llama_v3": TINY | {"model_type": "llama_v3", "tie_word_embeddings": 1, "rope_scaling_type": "llama3"},
+    "mistral": TINY | {"model_type": "mistral", "sliding_window": 8},
+    "mixtral": TINY | {"model_type": "mixtral", "num_local_experts": 3, "intermediate_size": 36},
+    "gpt2": TINY | {"model_type": "gpt2"},
+    "falcon": TINY | {"model_type": "falcon"},
+    "falcon 40b": TINY | {"model_type": "falcon", "num_key_value_heads": 2},
+    "phi": TINY | {"model_type": "phi"},
+}
+IDS = torch.arange(48).view(2, 24)
+
+
+def save(flags: dict[str, Any], folder: Path, **kwargs: Any) -> None:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(resolve(SimpleNamespace(**flags)).config)
+    with torch.no_grad():
+        for param in model.parameters():  # Biases and norms too: a parameter left out must show.
+            param.add_(torch.randn_like(param) * 0.3)
+    model.save_pretrained(folder, **kwargs)
+
+
+def expected_logits(folder: Path | str) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(input_ids=IDS).logits
+
+
+def built(folder: Path | str) -> Any:
+    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(folder)))
+    assert spec.pretrained == str(folder)
+    return build_meta(spec)
+
+
+def loaded(folder: Path | str) -> Any:
+    model = built(folder)
+    materialise(model, "cpu")
+    load_pretrained(model, folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_from_pretrained(family: str, tmp_path: Path) -> None:
+    save(FAMILIES[family], tmp_path)
+    with torch.no_grad():
+        logits = loaded(tmp_path)(input_ids=IDS).logits
+    assert torch.equal(logits, expected_logits(tmp_path))
+
+
+def test_several_files_with_an_index(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    with torch.no_grad():
+        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected_logits(tmp_path))
+
+
+def test_names_of_the_base_model_alone(tmp_path: Path) -> None:
+    """The hub's GPT-2 has names without "transformer." and, from older versions, mask buffers among the weights."""
+    from safetensors.torch import load_file, save_file
+
+    save(FAMILIES["gpt2"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    assert "wte.weight" in stored
+    stored["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    save_file(stored, file, {"format": "pt"})
+    with torch.no_grad():
+        logits = loaded(tmp_path)(input_ids=IDS).logits
+    assert torch.equal(logits, expected_logits(tmp_path))
+
+
+def test_cast_to_the_parameters_own_dtype(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path)
+    reference = loaded(tmp_path)
+    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(tmp_path)))
+    model = build_meta(spec, dtype=torch.bfloat16)
+    materialise(model, "cpu")
+    load_pretrained(model, tmp_path)
+    for param, exact in zip(model.parameters(), reference.parameters(), strict=True):
+        assert param.dtype == torch.bfloat16
+        assert torch.equal(param, exact.bfloat16())
+
+
+def edit(folder: Path, drop: str = "", add: str = "", reshape: str = "") -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    if drop:
+        del stored[drop]
+    if add:
+        stored[add] = torch.zeros(3)
+    if reshape:
+        stored[reshape] = stored[reshape][:-1].contiguous()
+    save_file(stored, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"drop": "model.layers.1.mlp.up_proj.weight"}, ["lacks model.layers.1.mlp.up_proj.weight"]),
+        ({"add": "model.layers.2.extra"}, ["model.layers.2.extra, which the model does not"]),
+        ({"reshape": "lm_head.weight"}, ["lm_head.weight", "[98, 40]", "[99, 40]"]),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(
+    change: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    save(FAMILIES["llama_v2"], tmp_path)
+    edit(tmp_path, **change)
+    model = built(tmp_path)
+    materialise(model, "cpu")
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(model, tmp_path)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path, max_shard_size="30KB")
+    model = built(tmp_path)
+    materialise(model, "cpu")
+    first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
+    first.write_bytes(first.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=first.name):
+        load_pretrained(model, tmp_path)
+    second.unlink()
+    with pytest.raises(CheckpointError, match=second.name):
+        load_pretrained(model, tmp_path)
+
+
+def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    model = built(tmp_path)
+    materialise(model, "cpu")
+    with pytest.raises(CheckpointError, match="save_pretrained"):
+        load_pretrained(model, tmp_path)
+
+
+def test_a_configuration_without_weights_starts_at_random(tmp_path: Path) -> None:
+    resolve(SimpleNamespace(**FAMILIES["llama_v2"])).config.save_pretrained(tmp_path)
+    for location in (tmp_path, tmp_path / "config.json"):
+        spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(location)))
+        assert spec.pretrained is None
+        assert spec.model_type == "llama_v2"
+        assert spec.config.hidden_size == 40
+
+
+def test_flags_over_weights_may_not_change_shapes(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path)
+    same = resolve(
+        SimpleNamespace(hf_pretrained_model_name_or_dir=str(tmp_path), hidden_width=40, attn_pdrop=0.5)
+    )
+    assert same.config.attention_dropout == 0.5
+    assert json.loads((tmp_path / "config.json").read_text())["attention_dropout"] == 0.0
+    with pytest.raises(ConfigError, match="--hidden_width 80"):
+        resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(tmp_path), hidden_width=80))
+
+
+def body(folders: list[str], tensor_parallel: str) -> dict[str, torch.Tensor]:
+    dist.init_process_group("gloo")
+    logits = {}
+    for folder in folders:
+        model = built(folder)
+        if folder == tensor_parallel:
+            # Columns of every projection on two ranks, then those rows sharded over one: strided placements.
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+            for _, layer in decoder_layers(model):
+                plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+                parallelize_module(layer, mesh["tensor"], plan)
+                fully_shard(layer, mesh=mesh["shard"])
+            fully_shard(model, mesh=mesh["shard"])
+        else:
+            for _, layer in decoder_layers(model):
+                fully_shard(layer)
+            fully_shard(model)
+        materialise(model, "cpu")
+        load_pretrained(model, folder)
+        if folder == tensor_parallel:
+            logits[folder] = torch.cat([p.full_tensor().flatten() for p in model.parameters()])
+        else:
+            with torch.no_grad():
+                logits[folder] = model.eval()(input_ids=IDS).logits
+    dist.destroy_process_group()
+    return logits
+
+
+def test_two_processes_read_their_own_parts(tmp_path: Path) -> None:
+    for family, flags in FAMILIES.items():
+        save(flags, tmp_path / family)
+    folders = [str(tmp_path / family) for family in FAMILIES]
+    save(FAMILIES["llama_v2"], tmp_path / "tensor parallel")
+    strided = str(tmp_path / "tensor parallel")
+    for logits in run(body, 2, [*folders, strided], strided):
+        for folder in folders:
+            assert torch.allclose(logits[folder], expected_logits(folder), rtol=1e-5, atol=1e-6), folder
+        exact = torch.cat([p.detach().flatten() for p in loaded(strided).parameters()])
+        assert torch.equal(logits[strided], exact)
