@@ -1,0 +1,277 @@
+"""torch.distributed.checkpoint made strict: files accounted for, keys checked, nothing unpickled freely."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from smp_train.checkpoints.collective import exchange, here, one_line, rank
+from smp_train.checkpoints.record import FileRecord, checksum
+from smp_train.checkpoints.storage import wait_for
+from smp_train.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+DCP_METADATA = ".metadata"
+NAMED_IN_MESSAGES = 3
+# What torch's own optimizer state dicts carry besides state. Hyper-parameters come from the arguments of the
+# run.
+NOT_NEEDED = ("optim.param_groups",)
+
+
+class Writer(StorageWriter):
+    """A DCP writer that keeps account of the files this rank wrote, for COMMITTED."""
+
+    records: dict[str, FileRecord]
+    on_stage: Callable[[str], None]
+
+
+class Reader(StorageReader):
+    """A DCP reader whose metadata is read ahead, so that a failure to read it has one clear message."""
+
+    def preload(self) -> None:
+        """Read the metadata. Raises `CheckpointError`."""
+        raise NotImplementedError
+
+
+class LocalWriter(FileSystemWriter, Writer):
+    """Writes one file per rank, synced to disk, and checksums it while the page cache still holds it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, single_file_per_rank=True, sync_files=True)
+        self.records = {}
+        self.on_stage = lambda stage: None
+
+    def storage_meta(self) -> StorageMeta:
+        """Leave the folder's path, which is about to change, out of the metadata."""
+        return StorageMeta(save_id=self.save_id)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse to write where rank 0 has not made the folder."""
+        folder = Path(self.path)
+        if not wait_for(folder.is_dir):
+            raise CheckpointError(
+                here(
+                    f"does not see {folder.name}, which rank 0 made: the nodes do not share {folder.parent}; "
+                    "give a --checkpoint_dir that they do"
+                )
+            )
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's share and record its files."""
+        folder = Path(self.path)
+        try:
+            self.on_stage("write")
+            results = super().write_data(plan, planner).wait()
+            self.on_stage("checksum")
+            for name in sorted({result.storage_data.relative_path for result in results}):
+                with (folder / name).open("rb") as stream:
+                    self.records[name] = checksum(stream)
+        except Exception as error:
+            # What is raised here is pickled on its way to the other ranks: a plain message always can be.
+            raise CheckpointError(here(_explain_write(error, folder))) from error
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _explain_write(error: Exception, folder: Path) -> str:
+    said = one_line(error)
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return said
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    # torch's stream writer loses the reason for a short write.
+    if full or free < 1 << 20:
+        return f"{said} ({free >> 20} MiB free there)"
+    return said
+
+
+class LocalReader(FileSystemReader, Reader):
+    """Reads one checkpoint folder."""
+
+    _metadata: Metadata | None = None
+
+    def preload(self) -> None:
+        """Read the metadata. Raises `CheckpointError`."""
+        path = Path(self.path) / DCP_METADATA
+        try:
+            with path.open("rb") as stream:
+                self._metadata = _MetadataUnpickler(stream).load()
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from error
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata read ahead."""
+        if self._metadata is None:
+            self.preload()
+        assert self._metadata is not None
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        return self._metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """DCP keeps its index as a pickle; only the plain records it is made of may be built from it."""
+
+    ALLOWED: Mapping[str, frozenset[str]] = {
+        "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+        "torch.distributed.checkpoint.metadata": frozenset(
+            {
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            }
+        ),
+        "torch.serialization": frozenset({"_get_layout"}),
+        "torch": frozenset({"Size"}),
+        "collections": frozenset({"OrderedDict"}),
+        "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
+        "pathlib._local": frozenset({"Path", "PosixPath", "PurePosixPath"}),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the named record type, or a torch dtype; refuse anything else."""
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in self.ALLOWED.get(module, ()):
+            if module == "pathlib._local":  # written by Python 3.13
+                module = "pathlib"
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's index")
+
+
+class StrictLoadPlanner(DefaultLoadPlanner):
+    """Refuses a checkpoint that does not hold exactly what is asked for; unpickles no arbitrary objects."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Compare what is asked for with what was saved. Raises `CheckpointError`."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        problems = compare(self.state_dict, metadata.state_dict_metadata)
+        if problems:
+            raise CheckpointError(
+                f"{'; '.join(problems)} "
+                "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
+            )
+        if rank() == 0:
+            _warn_of_other_dtypes(self.state_dict, metadata.state_dict_metadata)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load a value that is not a tensor: numbers, strings, and containers of them."""
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Say, in up to three phrases, how the flat state ``wanted`` differs from the ``saved`` one's metadata.
+
+    Saved entries of a kind that is not asked for at all (``optim.*`` when only ``model.*`` is loaded) are no
+    difference.
+    """
+    kinds = {key.split(".")[0] for key in wanted}
+    missing = [key for key in wanted if key not in saved]
+    extra = [
+        key
+        for key in saved
+        if key not in wanted and key.split(".")[0] in kinds and not key.startswith(NOT_NEEDED)
+    ]
+    other = []
+    for key, value in wanted.items():
+        entry = saved.get(key)
+        if isinstance(entry, TensorStorageMetadata) and isinstance(value, torch.Tensor):
+            if entry.size != value.size():
+                other.append(f"{key} is {list(entry.size)} there and {list(value.size())} here")
+        elif entry is not None and isinstance(entry, TensorStorageMetadata) != isinstance(
+            value, torch.Tensor
+        ):
+            other.append(f"{key} is a tensor on one side only")
+    phrases = []
+    for label, keys in (("it lacks ", missing), ("it has, unasked for, ", extra), ("", other)):
+        if keys:
+            phrases.append(label + _first(keys))
+    return phrases
+
+
+def _first(keys: Iterable[str]) -> str:
+    keys = list(keys)
+    more = len(keys) - NAMED_IN_MESSAGES
+    return ", ".join(keys[:NAMED_IN_MESSAGES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _warn_of_other_dtypes(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in wanted.items():
+        if isinstance(value, torch.Tensor) and value.dtype != saved[key].properties.dtype:
+            logger.warning(
+                "%s was saved as %s and is %s here: values are converted, the run does not continue exactly",
+                key,
+                saved[key].properties.dtype,
+                value.dtype,
+            )
+            return
+
+
+def save_state(state: dict[str, Any], writer: Writer) -> None:
+    """Write ``state`` (nested dicts of tensors, DTensors and plain values). Collective.
+
+    Raises `CheckpointError` on every rank when any rank failed.
+    """
+    try:
+        with _single_process_is_fine():
+            dcp.save(state, storage_writer=writer)
+    except CheckpointException as error:
+        raise CheckpointError(one_line(error)) from error
+
+
+def load_state(state: dict[str, Any], reader: Reader, label: str) -> None:
+    """Fill ``state`` in place from what ``reader`` reads, on whatever mesh it is laid out. Collective.
+
+    Raises `CheckpointError` on every rank when any rank failed, or when ``state`` and checkpoint do not
+    match.
+    """
+    exchange(f"cannot load {label}", reader.preload)
+    try:
+        with _single_process_is_fine():
+            dcp.load(state, storage_reader=reader, planner=StrictLoadPlanner())
+    except CheckpointException as error:
+        raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
+
+
+class _single_process_is_fine(AbstractContextManager):
+    """Silences DCP's remark that there is no process group."""
+
+    def __enter__(self) -> None:
+        self._catch = warnings.catch_warnings()
+        self._catch.__enter__()
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+    def __exit__(self, *exception: Any) -> None:
+        self._catch.__exit__(*exception)

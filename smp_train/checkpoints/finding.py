@@ -1,0 +1,215 @@
+"""Which checkpoint to start from: the newest committed one that is intact."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
+from smp_train.checkpoints.record import COMMITTED, META, Committed, parse_folder_name
+from smp_train.checkpoints.storage import Storage, interrupted, open_storage
+from smp_train.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class Damaged(CheckpointError):
+    """A committed checkpoint whose files are not those that were committed."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint. ``meta`` is what was given to `CheckpointManager.save`."""
+
+    path: str
+    step: int
+    meta: dict[str, Any]
+    committed: Committed
+    _storage: Storage = field(repr=False, compare=False)
+    _name: str = field(repr=False, compare=False)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Fill ``state`` (see `gather_state`) in place, whatever mesh it is laid out on. Collective.
+
+        Raises `CheckpointError` on every rank when names or shapes differ, or when any rank cannot read its
+        part. Saved entries under top-level names that ``state`` does not have are left alone.
+        """
+        from smp_train.checkpoints.dcp import load_state
+
+        load_state(state, self._storage.reader(self._name), self.path)
+
+    def verify(self, rank: int = 0, world: int = 1) -> list[str]:
+        """Recompute the checksums of this rank's share of the files; one line per difference. No collective.
+
+        Raises `CheckpointError` where a file cannot be read for a reason that says nothing about its
+        contents.
+        """
+        problems = []
+        largest_first = sorted(self.committed.files.items(), key=lambda item: (-item[1].size, item[0]))
+        for name, record in largest_first[rank::world]:
+            try:
+                found = self._storage.checksum(self._name, name)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise CheckpointError(
+                        f"{os.path.join(self.path, name)} cannot be read: {error.strerror or error}; "
+                        "every node must see the checkpoint folder"
+                    ) from None
+                problems.append(f"{name} cannot be read: {error.strerror}")
+                continue
+            if found != record:
+                problems.append(f"{name} has CRC-32 {found.crc32}, {record.crc32} was written")
+        return problems
+
+
+def find(
+    location: str | os.PathLike[str],
+    *,
+    missing_ok: bool = False,
+    strict: bool = False,
+    checksums: bool = True,
+    model_type: str | None = None,
+) -> Checkpoint | None:
+    """Find what to resume from. Collective: every rank calls it and gets the same answer.
+
+    ``location`` is a folder of checkpoints, of which the newest committed one by step is taken, or one
+    checkpoint. None means that there is nothing to resume from: the folder holds no committed checkpoint (of
+    ``model_type``, where given), or it does not exist and ``missing_ok`` is set.
+
+    Sizes are always compared with those recorded; ``checksums`` too, each rank reading its share. A damaged
+    one in a folder of checkpoints is renamed to ``*.damaged`` and the next older one is taken, with a
+    warning; with ``strict`` it is an error. Raises `CheckpointError` on every rank: nothing at ``location``;
+    the one checkpoint asked for is not committed or is damaged; every committed one is damaged (starting
+    afresh would hide the loss). Raises `ConfigError` for a location of a kind that is not supported.
+    """
+    text = os.fspath(location)
+    open_storage(text)
+    names = on_main("cannot resume", lambda: _candidates(text, missing_ok, model_type))
+    if names is None:
+        return None
+    folder, candidates, single = names
+    storage = open_storage(folder)
+    for position, name in enumerate(candidates):
+        try:
+            return _open_intact(storage, name, checksums)
+        except Damaged as damage:
+            if strict or single:
+                raise CheckpointError(f"{damage}{_others(candidates[position + 1 :], folder)}") from None
+            on_main("cannot resume", partial(_set_aside, storage, name, str(damage)))
+    if candidates:
+        raise CheckpointError(
+            f"cannot resume: every checkpoint in {folder} is damaged; they are kept there as *.damaged. "
+            "To start afresh, give another --checkpoint_dir or move them away"
+        )
+    return None
+
+
+def _candidates(text: str, missing_ok: bool, model_type: str | None) -> tuple[str, list[str], bool] | None:
+    """Return (folder, names newest first, whether one checkpoint was asked for), or None for nothing."""
+    path = Path(os.path.abspath(os.path.expanduser(text)))
+    if not path.exists():
+        if missing_ok:
+            return None
+        raise CheckpointError(f"{path} does not exist; give a folder of checkpoints or one checkpoint")
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give a folder of checkpoints or one checkpoint")
+    storage = open_storage(str(path.parent))
+    if _is_one_checkpoint(path, storage):
+        if not storage.has(path.name, COMMITTED):
+            others = committed_names(storage, None)
+            raise CheckpointError(
+                f"{path} is not a complete checkpoint: it has no {COMMITTED} file, so saving it was cut short"
+                f"{_others(others, str(path.parent))}"
+            )
+        return str(path.parent), [path.name], True
+    storage = open_storage(str(path))
+    names = committed_names(storage, model_type)
+    if not names:
+        damaged = [name for name in storage.names() if ".damaged" in name]
+        if damaged:
+            raise CheckpointError(
+                f"{path} holds only damaged checkpoints ({damaged[-1]}); "
+                "to start afresh, give another --checkpoint_dir or move them away"
+            )
+    return str(path), names, False
+
+
+def _is_one_checkpoint(path: Path, storage: Storage) -> bool:
+    files = storage.sizes(path.name)
+    if COMMITTED in files or META in files or any(name.endswith(".distcp") for name in files):
+        return True
+    named_so = parse_folder_name(path.name.removesuffix(".damaged")) is not None
+    return named_so and not any(parse_folder_name(name) for name in open_storage(str(path)).names())
+
+
+def committed_names(storage: Storage, model_type: str | None) -> list[str]:
+    """Return the names of the committed checkpoints (of ``model_type``, where given), newest step first.
+
+    One that lost its name to a replacement that was cut short is among them, under its scratch name.
+    """
+    found = []
+    rescued = {scratch: name for name, scratch in interrupted(storage).items()}
+    for name in storage.names():
+        parsed = parse_folder_name(rescued.get(name, name))
+        if parsed is None or (model_type is not None and parsed[0] != model_type):
+            continue
+        if storage.has(name, COMMITTED):
+            found.append((parsed[1], name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def _open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:
+    """Open and verify one checkpoint. Collective. Raises `Damaged` on every rank when any finds it so."""
+    label = os.path.join(storage.location, name)
+    opened = on_main(f"cannot read {label}", lambda: _open(storage, name))
+    if isinstance(opened, str):
+        raise Damaged(f"checkpoint {label} is damaged: {opened}")
+    committed, meta = opened
+    checkpoint = Checkpoint(label, committed.step, meta, committed, storage, name)
+    if checksums:
+        shares = exchange("cannot verify", lambda: checkpoint.verify(rank(), world_size()))
+        problems = [problem for share in shares for problem in share]
+        if problems:
+            raise Damaged(f"checkpoint {label} is damaged: {_first(problems)}")
+    return checkpoint
+
+
+def _open(storage: Storage, name: str) -> tuple[Committed, dict[str, Any]] | str:
+    """Return the contents of COMMITTED and meta.json, or what is wrong with them or with the sizes."""
+    try:
+        committed = Committed.from_bytes(storage.read(name, COMMITTED))
+    except ValueError as error:
+        return str(error)
+    problems = committed.size_problems(storage.sizes(name))
+    if problems:
+        return _first(problems)
+    try:
+        return committed, json.loads(storage.read(name, META))
+    except ValueError as error:
+        return f"{META} is not readable: {error}"
+
+
+def _set_aside(storage: Storage, name: str, why: str) -> None:
+    try:
+        kept = storage.set_aside(name)
+    except OSError as error:
+        logger.warning("%s; not renamed (%s), trying the next older one", why, error.strerror or error)
+    else:
+        logger.warning("%s; kept as %s, trying the next older one", why, kept)
+
+
+def _first(problems: list[str]) -> str:
+    more = len(problems) - 3
+    return "; ".join(problems[:3]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _others(names: list[str], folder: str) -> str:
+    if not names:
+        return f"; no other complete one is in {folder}"
+    return f"; complete ones in {folder}: {', '.join(names[:3])}"

@@ -1,0 +1,228 @@
+"""Saving: when, where to, in which order, and what is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from smp_train.checkpoints.collective import exchange, here, on_main, rank
+from smp_train.checkpoints.finding import committed_names
+from smp_train.checkpoints.record import (
+    COMMITTED,
+    META,
+    Committed,
+    FileRecord,
+    folder_name,
+    parse_folder_name,
+)
+from smp_train.checkpoints.storage import Storage, open_storage, wait_for
+from smp_train.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Save into ``folder`` every ``every`` steps and keep the newest ``keep`` (0 or less: all)."""
+
+    folder: str
+    every: int
+    keep: int
+
+    def due(self, step: int) -> bool:
+        """Return whether to save after ``step``. ``every`` of 0 or less: only when forced."""
+        return step > 0 and self.every > 0 and step % self.every == 0
+
+
+def policies(folders: Sequence[str], every: Sequence[int], keep: Sequence[int]) -> list[Policy]:
+    """Make one policy of each folder. Raises `ConfigError` where the lists are not equally long."""
+    if not len(folders) == len(every) == len(keep):
+        raise ConfigError(
+            "--checkpoint_dir, --checkpoint_freq and --num_kept_checkpoints must be equally long: "
+            f"got {len(folders)}, {len(every)} and {len(keep)}"
+        )
+    return [Policy(*each) for each in zip(folders, every, keep, strict=True)]
+
+
+def steps_kept(steps: Sequence[int], rules: Sequence[Policy], newest: int) -> set[int]:
+    """Return which of the committed ``steps`` of one folder stay.
+
+    Each rule keeps its newest ``keep`` of the steps that are its own (due under it, or under none: forced
+    ones). The step just written, ``newest``, always stays, even where an abandoned run left later ones
+    behind.
+    """
+    kept = {newest}
+    for rule in rules:
+        own = [step for step in steps if rule.due(step) or not any(other.due(step) for other in rules)]
+        kept.update(own if rule.keep <= 0 else sorted(own)[-rule.keep :])
+    return kept & set(steps)
+
+
+class CheckpointManager:
+    """Writes checkpoints by its policies. Every rank makes one, alike.
+
+    ``on_stage`` is called with the name of each stage of a save as this rank is about to enter it: ``write``,
+    ``checksum``, and on rank 0 only ``commit``, ``publish``, ``retain``.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        *,
+        model_type: str,
+        on_stage: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        if parse_folder_name(folder_name(model_type, 0)) is None or "/" in model_type:
+            raise ConfigError(f"model type {model_type!r} cannot be part of a folder's name")
+        self.model_type = model_type
+        self.on_stage = on_stage
+        self._started = time.time()
+        self._swept: set[str] = set()
+        self._rules: dict[str, list[Policy]] = {}
+        self._storages: dict[str, Storage] = {}
+        for policy in policies:
+            storage = open_storage(policy.folder)
+            self._storages[storage.location] = storage
+            self._rules.setdefault(storage.location, []).append(policy)
+
+    def due(self, step: int) -> bool:
+        """Return whether any policy wants a checkpoint after ``step``."""
+        return any(rule.due(step) for rules in self._rules.values() for rule in rules)
+
+    def check_writable(self) -> None:
+        """Create each folder and prove that this rank can write there (`CheckpointError`). Not collective."""
+        for storage in self._storages.values():
+            storage.check_writable()
+
+    def check_shared(self) -> None:
+        """Prove that every rank sees what rank 0 writes; else `CheckpointError` on every rank. Collective."""
+        for storage in self._storages.values():
+            what = f"cannot use checkpoint folder {storage.location}"
+            probe = on_main(what, partial(_put_probe, storage))
+            try:
+                exchange(what, partial(_see_probe, storage, probe))
+            finally:
+                if rank() == 0:
+                    with contextlib.suppress(OSError):
+                        storage.delete(probe)
+
+    def save(
+        self, step: int, state: dict[str, Any], meta: dict[str, Any], *, force: bool = False
+    ) -> list[str]:
+        """Write and commit ``state`` into each folder that is due, or into all with ``force``. Collective.
+
+        ``meta`` must be plain JSON; rank 0's is the one stored. Returns the paths of the checkpoints,
+        complete and durable. Raises `CheckpointError` on every rank when any rank failed; no trace of that
+        attempt then counts, and what was committed before is untouched.
+        """
+        written = []
+        for location, rules in self._rules.items():
+            if force or any(rule.due(step) for rule in rules):
+                name = folder_name(self.model_type, step)
+                self._save_into(self._storages[location], name, step, state, meta)
+                written.append(os.path.join(location, name))
+                if rank() == 0:
+                    self._retain(self._storages[location], rules, step)
+        return written
+
+    def _save_into(
+        self, storage: Storage, name: str, step: int, state: dict[str, Any], meta: dict[str, Any]
+    ) -> None:
+        from smp_train.checkpoints.dcp import DCP_METADATA, save_state
+
+        what = f"cannot save {os.path.join(storage.location, name)}"
+        staged = on_main(what, lambda: self._stage(storage, name, meta))
+        try:
+            writer = storage.writer(staged)
+            writer.on_stage = self.on_stage
+            try:
+                save_state(state, writer)
+            except CheckpointError as error:
+                raise CheckpointError(f"{what}: {error}") from error
+            shares = exchange(what, lambda: (here(""), writer.records))
+
+            def commit() -> None:
+                files = _all_files(storage, staged, shares)
+                files[DCP_METADATA] = storage.checksum(staged, DCP_METADATA)
+                files[META] = storage.put(staged, META, json.dumps({**meta, "step": step}, indent=1).encode())
+                self.on_stage("commit")
+                storage.put(staged, COMMITTED, Committed(step, self.model_type, files).to_bytes())
+                self.on_stage("publish")
+                storage.publish(staged, name)
+
+            on_main(what, commit)
+        except BaseException:
+            if rank() == 0:
+                with contextlib.suppress(OSError):
+                    storage.delete(staged)
+            raise
+
+    def _stage(self, storage: Storage, name: str, meta: dict[str, Any]) -> str:
+        json.dumps(meta)  # what cannot be stored is to fail before the large files are written
+        if storage.location not in self._swept:
+            self._swept.add(storage.location)
+            try:
+                for done in storage.sweep(self._started):
+                    logger.info("checkpoint folder %s: %s", storage.location, done)
+            except OSError as error:
+                logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)
+        return storage.stage(name)
+
+    def _retain(self, storage: Storage, rules: Sequence[Policy], step: int) -> None:
+        """Delete what no rule keeps. A failure costs disk space, not the run: it is a warning."""
+        try:
+            self.on_stage("retain")
+            names = {}
+            for name in committed_names(storage, self.model_type):
+                parsed = parse_folder_name(name)
+                if parsed is not None:
+                    names[parsed[1]] = name
+            if step not in names:
+                return
+            for old in sorted(set(names) - steps_kept(list(names), rules, step)):
+                storage.delete(names[old])
+        except OSError as error:
+            logger.warning(
+                "checkpoint folder %s: an old checkpoint cannot be deleted: %s", storage.location, error
+            )
+
+
+def _all_files(
+    storage: Storage, staged: str, shares: Sequence[tuple[str, dict[str, FileRecord]]]
+) -> dict[str, FileRecord]:
+    """Join what the ranks wrote. Raises `CheckpointError` where rank 0 does not see another rank's files."""
+    files = {file: record for _, records in shares for file, record in records.items()}
+
+    def absent() -> list[str]:
+        sizes = storage.sizes(staged)
+        return [file for file, record in files.items() if sizes.get(file) != record.size]
+
+    if not wait_for(lambda: not absent()):
+        file = absent()[0]
+        who = next(who for who, records in shares if file in records)
+        raise CheckpointError(
+            f"{who}wrote {file}, which rank 0 does not see: the nodes do not share {storage.location}; "
+            "give a --checkpoint_dir that they do"
+        )
+    return files
+
+
+def _put_probe(storage: Storage) -> str:
+    probe = storage.stage("shared")
+    storage.put(probe, "probe", b"smp-train\n")
+    return probe
+
+
+def _see_probe(storage: Storage, probe: str) -> None:
+    if not wait_for(lambda: storage.has(probe, "probe")):
+        raise CheckpointError(
+            f"{storage.location} is not the folder that rank 0 sees; "
+            "give a --checkpoint_dir that all nodes share"
+        )

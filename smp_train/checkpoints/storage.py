@@ -1,0 +1,279 @@
+"""Where checkpoints live: what differs between a folder and an object store is behind `Storage`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from smp_train.checkpoints.record import COMMITTED, FileRecord, checksum
+from smp_train.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from smp_train.checkpoints.dcp import Reader, Writer
+
+# `.llama_v2-100steps.5f3a9c01.staging`: hidden, so that it can be taken neither for a checkpoint nor for
+# another attempt at the same step. Kinds: staging = being written; replaced = the older one of a step that is
+# being saved again; deleting = no longer a checkpoint, on its way out.
+VISIBLE_WITHIN_SECONDS = 5.0
+_SCRATCH = re.compile(r"\.(?P<name>.+)\.(?P<attempt>[0-9a-f]{8})\.(?P<kind>staging|replaced|deleting)")
+
+
+class Storage(Protocol):
+    """One folder of checkpoints. ``name`` is always a direct entry of it, ``file`` a direct entry of that."""
+
+    location: str
+
+    def check_writable(self) -> None:
+        """Create the folder where needed and prove that files can be written to it."""
+
+    def names(self) -> list[str]:
+        """Return the names of the folders that look like something, finished or not."""
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the size in bytes of each file under ``name``; empty where there is no such folder."""
+
+    def has(self, name: str, file: str) -> bool:
+        """Return whether ``file`` is there."""
+
+    def read(self, name: str, file: str) -> bytes:
+        """Return a small file's contents."""
+
+    def checksum(self, name: str, file: str) -> FileRecord:
+        """Read a file as it is stored and return its record."""
+
+    def put(self, name: str, file: str, data: bytes) -> FileRecord:
+        """Write a small file so that it is there entirely or not at all, on stable storage on return."""
+
+    def writer(self, name: str) -> Writer:
+        """Return the DCP writer for the folder ``name``."""
+
+    def reader(self, name: str) -> Reader:
+        """Return the DCP reader for the folder ``name``."""
+
+    def stage(self, name: str) -> str:
+        """Return the name under which a checkpoint is to be written that will be called ``name``."""
+
+    def publish(self, staged: str, name: str) -> None:
+        """Make the complete ``staged`` visible as ``name``, at once; an older one of that name then goes."""
+
+    def delete(self, name: str) -> None:
+        """Remove a folder; what is left when that is cut short does not look like a checkpoint."""
+
+    def set_aside(self, name: str) -> str:
+        """Rename a damaged checkpoint so that it no longer counts; return the new name."""
+
+    def sweep(self, before: float) -> list[str]:
+        """Finish or remove what interrupted saves left, if last touched before the time ``before``."""
+
+
+def open_storage(location: str | os.PathLike[str]) -> Storage:
+    """Return the storage for a folder of checkpoints. Raises `ConfigError` for one that is not supported."""
+    text = os.fspath(location)
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
+    if scheme is not None:
+        raise ConfigError(
+            f"checkpoint folder {text}: {scheme[1]}:// is not supported; give a folder that all nodes share"
+        )
+    return LocalStorage(os.path.abspath(os.path.expanduser(text)))
+
+
+class LocalStorage:
+    """A folder of a local or shared POSIX file system, where a rename is atomic."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self.root = Path(location)
+
+    def check_writable(self) -> None:
+        """Create the folder where needed and prove that files can be written; else `CheckpointError`."""
+        probe = self.root / f".probe-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        try:
+            if self.root.exists() and not self.root.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a folder")
+            self.root.mkdir(parents=True, exist_ok=True)
+            try:
+                _write_durably(probe, b"smp-train\n")
+            finally:
+                probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write to checkpoint folder {self.location}: {error.strerror or error}; "
+                "give another --checkpoint_dir"
+            ) from None
+
+    def names(self) -> list[str]:
+        """Return the names of the sub-folders; empty where the folder does not exist."""
+        try:
+            with os.scandir(self.root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the size in bytes of each file under ``name``; empty where there is no such folder."""
+        try:
+            with os.scandir(self.root / name) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except FileNotFoundError:
+            return {}
+
+    def has(self, name: str, file: str) -> bool:
+        """Return whether ``file`` is there."""
+        return (self.root / name / file).is_file()
+
+    def read(self, name: str, file: str) -> bytes:
+        """Return a small file's contents."""
+        return (self.root / name / file).read_bytes()
+
+    def checksum(self, name: str, file: str) -> FileRecord:
+        """Read a file as it is stored and return its record."""
+        with (self.root / name / file).open("rb") as stream:
+            return checksum(stream)
+
+    def put(self, name: str, file: str, data: bytes) -> FileRecord:
+        """Write a small file so that it is there entirely or not at all, on stable storage on return."""
+        folder = self.root / name
+        scratch = folder / f".{file}.tmp"
+        _write_durably(scratch, data)
+        scratch.rename(folder / file)
+        _sync_folder(folder)
+        return self.checksum(name, file)
+
+    def writer(self, name: str) -> Writer:
+        """Return the DCP writer for the folder ``name``."""
+        from smp_train.checkpoints.dcp import LocalWriter
+
+        return LocalWriter(self.root / name)
+
+    def reader(self, name: str) -> Reader:
+        """Return the DCP reader for the folder ``name``."""
+        from smp_train.checkpoints.dcp import LocalReader
+
+        return LocalReader(self.root / name)
+
+    def stage(self, name: str) -> str:
+        """Create a folder beside the final one, on the same file system; return its name."""
+        staged = _scratch_name(name, "staging")
+        (self.root / staged).mkdir(parents=True)
+        return staged
+
+    def publish(self, staged: str, name: str) -> None:
+        """Make the complete ``staged`` visible as ``name``, at once. An older one of that name goes after
+        that.
+
+        Between the two renames neither has the final name; the older one, still complete, then counts under
+        its scratch name (see `interrupted`), so no moment exists at which a kill would lose both.
+        """
+        _sync_folder(self.root / staged)
+        final = self.root / name
+        older = None
+        if final.is_dir():
+            older = _scratch_name(name, "replaced")
+            final.rename(self.root / older)
+        (self.root / staged).rename(final)
+        _sync_folder(self.root)
+        if older is not None:
+            with contextlib.suppress(OSError):  # a later sweep removes it
+                self.delete(older)
+
+    def delete(self, name: str) -> None:
+        """Remove a folder; it loses its name first, so that what is left by a kill is no checkpoint."""
+        folder = self.root / name
+        if _SCRATCH.fullmatch(name) is None:
+            gone = self.root / _scratch_name(name, "deleting")
+            folder.rename(gone)
+            folder = gone
+        shutil.rmtree(folder)
+
+    def set_aside(self, name: str) -> str:
+        """Rename a damaged checkpoint to ``<name>.damaged`` (or ``.damaged-2``, …); return the new name."""
+        attempt, aside = 1, f"{name}.damaged"
+        while (self.root / aside).exists():
+            attempt += 1
+            aside = f"{name}.damaged-{attempt}"
+        (self.root / name).rename(self.root / aside)
+        return aside
+
+    def sweep(self, before: float) -> list[str]:
+        """Finish or remove what earlier, interrupted saves left, if last touched before the time ``before``.
+
+        Returns what was done, one line each. What was touched later may belong to another job that is saving.
+        """
+        done = []
+        rescued = interrupted(self)
+        for name in self.names():
+            match = _SCRATCH.fullmatch(name)
+            if match is None or _last_touched(self.root / name) >= before:
+                continue
+            if rescued.get(match["name"]) == name:
+                (self.root / name).rename(self.root / match["name"])
+                done.append(f"gave {match['name']} its name back")
+            else:
+                shutil.rmtree(self.root / name)
+                done.append(f"removed {name}, left by an interrupted {match['kind']}")
+        return done
+
+
+def interrupted(storage: Storage) -> dict[str, str]:
+    """Return {final name: scratch name} of complete checkpoints whose replacement was cut short."""
+    names = storage.names()
+    found = {}
+    for name in names:
+        match = _SCRATCH.fullmatch(name)
+        if match is None or match["kind"] != "replaced" or match["name"] in names:
+            continue
+        if storage.has(name, COMMITTED):
+            found[match["name"]] = name
+    return found
+
+
+def _scratch_name(name: str, kind: str) -> str:
+    match = _SCRATCH.fullmatch(name)
+    return f".{match['name'] if match else name}.{uuid.uuid4().hex[:8]}.{kind}"
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Some network file systems know no fsync of a folder; their renames are durable on the server's word.
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _last_touched(folder: Path) -> float:
+    newest = folder.stat().st_mtime
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            newest = max(newest, entry.stat().st_mtime)
+    return newest
+
+
+def wait_for(seen: Callable[[], bool]) -> bool:
+    """Ask ``seen`` until it says yes or `VISIBLE_WITHIN_SECONDS` have passed; return what it said last.
+
+    A network file system may show what another node has written a little late.
+    """
+    deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
+    while not seen():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,391 @@
+"""Checkpoints by several processes: any mesh to any other, bit for bit; failures, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
+from smp_train.checkpoints import storage as storage_module
+from smp_train.checkpoints.storage import LocalStorage
+from smp_train.errors import CheckpointError
+from tests.harness import RankFailed, run
+
+MODELS = ["linear", "llama", "gpt2"]
+# From where to where the Hugging Face models go; the small one goes from everywhere to everywhere.
+PAIRS = [
+    ("plain1", "plain1"),
+    ("plain1", "fsdp2"),
+    ("fsdp2", "fsdp2"),
+    ("fsdp2", "fsdp4"),
+    ("fsdp4", "plain1"),
+    ("fsdp4", "hsdp4"),
+    ("hsdp4", "hsdp4"),
+    ("hsdp4", "fsdp2"),
+]
+
+
+@contextlib.contextmanager
+def group():
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Small(nn.Module):
+    """Sizes that no world divides, so that some ranks hold nothing of a tensor; two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 5), nn.Linear(5, 3)
+        self.third = nn.Linear(3, 3, dtype=torch.bfloat16)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.third(self.second(self.first(x)).bfloat16()).float()
+
+
+def build(kind: str, seed: int) -> tuple[nn.Module, list[nn.Module]]:
+    """Return a tiny model and the blocks that are sharded one by one."""
+    torch.manual_seed(seed)
+    if kind == "linear":
+        model = Small()
+        return model, [model.first, model.third]
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if kind == "llama":
+        config = LlamaConfig(
+            vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4
+        )
+        llama = LlamaForCausalLM(config)
+        return llama, list(llama.model.layers)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=37, n_embd=16, n_layer=1, n_head=4, n_positions=16))
+    assert gpt2.lm_head.weight is gpt2.transformer.wte.weight
+    return gpt2, list(gpt2.transformer.h)
+
+
+def prepare(kind: str, layout: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, blocks = build(kind, seed)
+    if layout != "plain":
+        world = dist.get_world_size()
+        if layout == "fsdp":
+            mesh = init_device_mesh("cpu", (world,))
+        else:
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        for module in [*blocks, model]:
+            fully_shard(module, mesh=mesh)
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=1e-2, fused=kind == "llama")
+
+
+def train(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)  # as the training loop does: dropout depends on the step alone
+        if kind == "linear":
+            loss = model(torch.randn(4, 7)).square().mean()
+        else:
+            tokens = torch.randint(0, 37, (2, 8))
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    leaves = {}
+    for key, value in tree.items():
+        leaves.update(
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        )
+    return leaves
+
+
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return a hash of every whole tensor of the state, by name."""
+    found = {}
+    for name, value in flat(gather_state(model, optimizer)).items():
+        whole = (value.full_tensor() if isinstance(value, DTensor) else value).contiguous()
+        data = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = f"{whole.dtype} {list(whole.shape)} {hashlib.sha256(data).hexdigest()}"
+    return found
+
+
+def write(folder: str, layouts: list[str]) -> dict[str, dict]:
+    """Per layout and model: train two steps, save, train two more; return the digests at both points."""
+    found = {}
+    with group():
+        for layout, kind in itertools.product(layouts, MODELS):
+            model, optimizer = prepare(kind, layout, seed=1)
+            train(kind, model, optimizer, range(2))
+            where = f"{layout}{dist.get_world_size()}"
+            manager = CheckpointManager([Policy(f"{folder}/{where}", 2, 1)], model_type=kind)
+            manager.save(2, gather_state(model, optimizer), {"kind": kind})
+            saved = digests(model, optimizer)
+            train(kind, model, optimizer, range(2, 4))
+            found[f"{where}/{kind}"] = {"saved": saved, "later": digests(model, optimizer)}
+    return found
+
+
+def resume(folder: str, layouts: list[str], sources: list[str]) -> dict[tuple[str, str], dict]:
+    """Load each source into other weights and a fresh optimizer; digests before and after two steps."""
+    found = {}
+    with group():
+        for layout, source in itertools.product(layouts, sources):
+            where, kind = source.split("/")
+            here = f"{layout}{dist.get_world_size()}"
+            if kind != "linear" and (where, here) not in PAIRS:
+                continue
+            model, optimizer = prepare(kind, layout, seed=2)
+            checkpoint = find(f"{folder}/{where}", strict=True, model_type=kind)
+            assert checkpoint is not None
+            assert checkpoint.meta == {"kind": kind, "step": 2}
+            checkpoint.load(gather_state(model, optimizer))
+            found[here, source] = {"saved": digests(model, optimizer)}
+            if where == here:
+                train(kind, model, optimizer, range(2, 4))
+                found[here, source]["later"] = digests(model, optimizer)
+    return found
+
+
+def same_on_all(results: list[Any]) -> Any:
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.slow
+def test_any_mesh_loads_what_any_mesh_saved_bit_for_bit(tmp_path):
+    layouts = {1: ["plain"], 2: ["fsdp"], 4: ["fsdp", "hsdp"]}
+    before, done = {}, []
+    for world, names in layouts.items():
+        before.update(same_on_all(run(write, world, str(tmp_path), names)))
+    assert len(before) == 4 * len(MODELS)
+    for world, names in layouts.items():
+        after = same_on_all(run(resume, world, str(tmp_path), names, list(before)))
+        for (here, source), found in after.items():
+            assert found["saved"] == before[source]["saved"], (source, here)
+            if "later" in found:  # and the run goes on as if it had never stopped
+                assert found["later"] == before[source]["later"], source
+            done.append((source, here))
+    assert len(set(done)) == 4 * 4 + 2 * len(PAIRS)
+    tied, untied = before["fsdp4/gpt2"]["saved"], before["fsdp4/llama"]["saved"]
+    assert "model.lm_head.weight" in untied
+    assert "model.lm_head.weight" not in tied  # stored once
+    assert tied["optim.state.transformer.wte.weight.step"].startswith("torch.float32 []")
+
+
+def replicated(folder: str) -> int:
+    with group():
+        model, optimizer = prepare("linear", "plain", seed=1)
+        train("linear", model, optimizer, range(1))
+        CheckpointManager([Policy(folder, 1, 1)], model_type="m").save(1, gather_state(model, optimizer), {})
+        find(folder).load(gather_state(model, optimizer))
+        return sum(path.stat().st_size for path in Path(folder, "m-1steps").glob("*.distcp"))
+
+
+def test_replicas_are_written_once(tmp_path):
+    alone = same_on_all(run(replicated, 1, f"{tmp_path}/1"))
+    assert same_on_all(run(replicated, 2, f"{tmp_path}/2")) == alone
+
+
+def after_evaluation(folder: str) -> dict[str, str]:
+    """Save while the root's parameters are still gathered from a forward pass without a backward one."""
+    with group():
+        model, optimizer = prepare("gpt2", "fsdp", seed=1)
+        train("gpt2", model, optimizer, range(1))
+        expected = digests(model, optimizer)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+        CheckpointManager([Policy(folder, 1, 1)], model_type="m").save(1, gather_state(model, optimizer), {})
+        other, fresh = prepare("gpt2", "fsdp", seed=2)
+        with torch.no_grad():
+            other(input_ids=torch.zeros(1, 4, dtype=torch.long))
+        find(folder).load(gather_state(other, fresh))
+        return {name: value for name, value in digests(other, fresh).items() if value != expected[name]}
+
+
+def test_a_save_or_load_right_after_an_evaluation_is_whole(tmp_path):
+    assert run(after_evaluation, 2, str(tmp_path)) == [{}, {}]
+
+
+# --- failures: every rank stops, with the failing rank's message
+
+
+def failing(folder: str, scenario: str) -> str:
+    """Return the message of the CheckpointError that this rank got, and how long it took to come."""
+    with group():
+        rank = dist.get_rank()
+        state = {"model": {"w": torch.full((1000,), float(rank)), f"only{rank}": torch.ones(3)}}
+
+        def on_stage(stage: str) -> None:
+            if scenario == "full" and stage == "write" and rank == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            if scenario == "unpicklable" and stage == "write" and rank == 1:
+                raise RuntimeError("held", lambda: None)
+            if scenario == "commit" and stage == "commit":
+                raise PermissionError(errno.EACCES, "Permission denied")
+
+        if scenario == "lost" and rank == 0:
+            sizes = LocalStorage.sizes
+            LocalStorage.sizes = lambda *a: {k: v for k, v in sizes(*a).items() if not k.startswith("__1_")}
+
+        storage_module.VISIBLE_WITHIN_SECONDS = 0.3
+        mine = f"{folder}/node{rank}" if scenario in ("unshared", "probe") else folder
+        manager = CheckpointManager([Policy(mine, 1, 2)], model_type="m", on_stage=on_stage)
+        if scenario == "mount":
+            state = {"model": {f"w{rank}": torch.ones(400_000)}}
+        started = time.monotonic()
+        try:
+            if scenario == "probe":
+                manager.check_shared()
+            manager.save(6, state, {})
+        except CheckpointError as error:
+            assert time.monotonic() - started < 15
+            dist.barrier()  # the group is still usable: nobody was left inside a collective
+            return re.sub(r"/node\d", "", str(error))
+        return "saved"
+
+
+def committed(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.iterdir()))
+
+
+SCENARIOS = {
+    "full": r"cannot save .*m-6steps: rank 1 on .*No space left on device",
+    "unpicklable": r"cannot save .*m-6steps: rank 1 on .*RuntimeError: \('held'",
+    "lost": r"rank 1 on .* wrote __1_0.distcp, which rank 0 does not see",
+    "commit": r"rank 0 on .*Permission denied",
+    "unshared": r"rank 1 on .* does not see .*the nodes do not share",
+    "probe": r"rank 1 on .* is not the folder that rank 0 sees",
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_failure_on_one_rank_stops_all_with_its_message(tmp_path, scenario):
+    CheckpointManager([Policy(str(tmp_path), 1, 2)], model_type="m").save(
+        3, {"model": {"w": torch.ones(2)}}, {}
+    )
+    message = same_on_all(run(failing, 2, str(tmp_path), scenario))
+    assert "\n" not in message
+    assert re.search(SCENARIOS[scenario], message)
+    assert committed(tmp_path) == ["m-3steps"]
+    assert find(tmp_path).step == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a file system of 2 MiB cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up_stops_all_and_is_given_back(small_disk):
+    message = same_on_all(run(failing, 2, str(small_disk), "mount"))
+    assert "MiB free there" in message
+    assert committed(small_disk) == []
+    assert run(failing, 2, str(small_disk), "small") == ["saved", "saved"]
+
+
+def mismatched(folder: str) -> str:
+    with group():
+        model, optimizer = prepare("linear", "fsdp", seed=1)
+        CheckpointManager([Policy(folder, 1, 1)], model_type="m").save(1, gather_state(model, optimizer), {})
+        state = gather_state(model, optimizer)
+        if dist.get_rank() == 1:
+            state["model"]["surplus"] = torch.ones(1)
+        with pytest.raises(CheckpointError) as refusal:
+            find(folder).load(state)
+        return str(refusal.value)
+
+
+def test_a_mismatch_on_one_rank_is_refused_on_all(tmp_path):
+    assert "model.surplus" in same_on_all(run(mismatched, 2, str(tmp_path)))
+
+
+def find_damaged(folder: str) -> tuple[int, str]:
+    with group():
+        path = Path(folder, "m-6steps", "__1_0.distcp")
+        if dist.get_rank() == 0:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        dist.barrier()
+        with pytest.raises(CheckpointError) as refusal:
+            find(folder, strict=True)
+        return find(folder).step, str(refusal.value)
+
+
+def test_damage_that_one_rank_sees_is_acted_on_by_all(tmp_path):
+    assert run(save_steps, 2, str(tmp_path), [3, 6]) == [None, None]
+    step, message = same_on_all(run(find_damaged, 2, str(tmp_path)))
+    assert step == 3
+    assert "__1_0.distcp has CRC-32" in message
+    assert committed(tmp_path) == ["m-3steps", "m-6steps.damaged"]
+
+
+# --- kill -9
+
+
+def save_steps(folder: str, steps: list[int], victim: int = -1, stage: str = "", nth: int = 1) -> None:
+    """Save ``steps`` in turn; rank ``victim`` dies when it comes to ``stage`` of the last one."""
+    with group():
+        rank = dist.get_rank()
+        last = steps[-1]
+        at = {"step": 0}
+
+        def on_stage(reached: str) -> None:
+            if rank == victim and reached == stage and at["step"] == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", on_stage=on_stage)
+        for at["step"] in steps:
+            step = at["step"]
+            values = {f"w{rank}": torch.full((50,), float(step)), "shared": torch.full((9,), float(step))}
+            manager.save(step, {"model": values}, {"step_was": step})
+
+
+def loaded(folder: Path) -> tuple[int, float]:
+    checkpoint = find(folder, strict=True)
+    state = {"model": {"w0": torch.zeros(50), "w1": torch.zeros(50), "shared": torch.zeros(9)}}
+    checkpoint.load(state)
+    (value,) = {float(v) for tensor in state["model"].values() for v in tensor}
+    return checkpoint.step, value
+
+
+KILLS = [(1, "write", 2), (1, "checksum", 2), (0, "commit", 2), (0, "publish", 2), (0, "retain", 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "stage", "newest"), KILLS)
+def test_a_rank_killed_at_any_stage_loses_no_committed_checkpoint(tmp_path, victim, stage, newest):
+    with pytest.raises(RankFailed, match=f"rank {victim}: no result .exit code -9"):
+        run(save_steps, 2, str(tmp_path), [1, 2, 3], victim, stage)
+    assert loaded(tmp_path) == (newest, float(newest))
+    run(save_steps, 2, str(tmp_path), [3, 4])
+    assert loaded(tmp_path) == (4, 4.0)
+    assert sorted(os.listdir(tmp_path)) == ["m-3steps", "m-4steps"]

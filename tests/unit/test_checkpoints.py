@@ -1,0 +1,540 @@
+"""Saving, finding and retaining in one process; what needs several is in tests/distributed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from smp_train.checkpoints import (
+    CheckpointManager,
+    Policy,
+    create_optimizer_state,
+    find,
+    gather_state,
+    policies,
+)
+from smp_train.checkpoints.manager import steps_kept
+from smp_train.checkpoints.record import Committed, FileRecord, parse_folder_name
+from smp_train.checkpoints.state import canonical_name
+from smp_train.errors import CheckpointError, ConfigError
+
+
+def manager(folder: Path | str, every: int = 1, keep: int = 2, **more) -> CheckpointManager:
+    return CheckpointManager([Policy(str(folder), every, keep)], model_type="llama_v2", **more)
+
+
+def state(value: float = 0.0) -> dict:
+    w = torch.full((4, 3), value, dtype=torch.float32)
+    return {"model": {"w": w, "b": torch.full((3,), value, dtype=torch.bfloat16)}}
+
+
+def save(folder: Path | str, *steps: int, **more) -> None:
+    saver = manager(folder, **{"keep": 10, **more})
+    for step in steps:
+        saver.save(step, state(step), {"tokens": step * 10})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(stage: str):
+    def on_stage(reached: str) -> None:
+        if reached == stage:
+            raise Stop(f"at {stage}")
+
+    return on_stage
+
+
+# --- saving and finding
+
+
+def test_what_is_saved_is_found_and_loaded(tmp_path):
+    save(tmp_path, 7, 12, 9)
+    found = find(f"{tmp_path}/")
+    assert found is not None
+    assert (found.step, found.path) == (12, f"{tmp_path}/llama_v2-12steps")
+    assert found.meta == {"tokens": 120, "step": 12}
+    target = state(-1)
+    found.load(target)
+    assert all(torch.equal(target["model"][k], v) for k, v in state(12)["model"].items())
+
+
+def test_one_checkpoint_can_be_named(tmp_path):
+    save(tmp_path, 7, 12)
+    found = find(tmp_path / "llama_v2-7steps")
+    assert found is not None
+    assert found.step == 7
+
+
+def test_the_folder_holds_the_documented_files_and_committed_lists_them(tmp_path):
+    save(tmp_path, 7)
+    folder = tmp_path / "llama_v2-7steps"
+    assert names(folder) == [".metadata", "COMMITTED", "__0_0.distcp", "meta.json"]
+    committed = json.loads((folder / "COMMITTED").read_text())
+    assert committed["step"] == 7
+    assert set(committed["files"]) == {".metadata", "__0_0.distcp", "meta.json"}
+    assert all(
+        record["size"] == (folder / name).stat().st_size for name, record in committed["files"].items()
+    )
+
+
+def test_only_due_steps_are_saved_unless_forced(tmp_path):
+    saver = manager(tmp_path, every=5)
+    assert [step for step in range(12) if saver.due(step)] == [5, 10]
+    assert saver.save(4, state(), {}) == []
+    assert saver.save(4, state(), {}, force=True) == [f"{tmp_path}/llama_v2-4steps"]
+
+
+def test_a_first_start_finds_nothing(tmp_path):
+    assert find(tmp_path) is None
+    assert find(tmp_path / "later", missing_ok=True) is None
+    with pytest.raises(CheckpointError, match="later does not exist"):
+        find(tmp_path / "later")
+
+
+def test_what_is_not_a_checkpoint_is_passed_over(tmp_path):
+    save(tmp_path, 3)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "llama_v2-99steps").write_text("a file by that name")
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "llama_v2-50steps").mkdir()
+    (tmp_path / ".llama_v2-60steps.0123abcd.staging").mkdir()
+    (tmp_path / "gpt_neox-xsteps").mkdir()
+    found = find(tmp_path)
+    assert found is not None
+    assert found.step == 3
+
+
+def test_other_model_types_in_the_folder_can_be_left_out(tmp_path):
+    save(tmp_path, 3)
+    CheckpointManager([Policy(str(tmp_path), 1, 1)], model_type="gpt_neox").save(8, state(), {})
+    assert find(tmp_path).path.endswith("gpt_neox-8steps")
+    assert find(tmp_path, model_type="llama_v2").step == 3
+    assert find(tmp_path, model_type="mixtral") is None
+
+
+def test_an_unfinished_checkpoint_that_is_named_is_refused_with_the_others(tmp_path):
+    save(tmp_path, 3, 6)
+    (tmp_path / "llama_v2-6steps" / "COMMITTED").unlink()
+    with pytest.raises(CheckpointError, match=r"no COMMITTED file.*llama_v2-3steps"):
+        find(tmp_path / "llama_v2-6steps")
+    assert find(tmp_path).step == 3
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "weights.pt").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"):
+        find(tmp_path / "weights.pt")
+
+
+def test_s3_is_refused_by_name():
+    with pytest.raises(ConfigError, match="s3://bucket/prefix"):
+        find("s3://bucket/prefix")
+    with pytest.raises(ConfigError, match="s3://bucket/prefix"):
+        manager("s3://bucket/prefix")
+
+
+# --- damage
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = [
+    (truncate, "__0_0.distcp", "bytes"),
+    (flip, "__0_0.distcp", "CRC-32"),
+    (Path.unlink, "__0_0.distcp", "missing"),
+    (flip, ".metadata", "CRC-32"),
+    (Path.unlink, "meta.json", "missing"),
+    (truncate, "COMMITTED", "COMMITTED is not readable"),
+]
+
+
+@pytest.mark.parametrize(("harm", "file", "said"), DAMAGE)
+def test_a_damaged_newest_one_is_named_and_set_aside_and_the_older_one_used(
+    tmp_path, caplog, harm, file, said
+):
+    save(tmp_path, 3, 6)
+    harm(tmp_path / "llama_v2-6steps" / file)
+    if file == "COMMITTED":
+        (tmp_path / "llama_v2-6steps" / file).write_text("{")
+    with pytest.raises(CheckpointError, match=said):
+        find(tmp_path, strict=True)
+    assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-6steps"]
+    found = find(tmp_path)
+    assert found is not None
+    assert found.step == 3
+    assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-6steps.damaged"]
+    assert "llama_v2-6steps is damaged" in caplog.text
+    assert file in caplog.text
+
+
+def test_a_damaged_one_that_is_named_is_refused_and_left_alone(tmp_path):
+    save(tmp_path, 3, 6)
+    flip(tmp_path / "llama_v2-6steps" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has CRC-32"):
+        find(tmp_path / "llama_v2-6steps")
+    assert "llama_v2-6steps" in names(tmp_path)
+
+
+def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(tmp_path):
+    save(tmp_path, 3)
+    flip(tmp_path / "llama_v2-3steps" / "__0_0.distcp")
+    for _ in range(2):  # at the first start, and again when the scheduler starts the job anew
+        with pytest.raises(CheckpointError, match="damaged"):
+            find(tmp_path)
+
+
+def test_a_second_damaged_one_of_a_step_does_not_overwrite_the_first(tmp_path):
+    for _ in range(2):
+        save(tmp_path, 3, 6)
+        flip(tmp_path / "llama_v2-6steps" / "__0_0.distcp")
+        assert find(tmp_path).step == 3
+    assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-6steps.damaged", "llama_v2-6steps.damaged-2"]
+
+
+def test_verify_deals_the_files_out(tmp_path):
+    save(tmp_path, 3)
+    found = find(tmp_path)
+    for file in found.committed.files:
+        flip(Path(found.path) / file)
+    shares = [found.verify(rank, 2) for rank in range(2)]
+    assert all(shares)
+    assert len([problem for share in shares for problem in share]) == len(found.committed.files)
+
+
+def test_a_format_of_the_future_is_refused_not_set_aside(tmp_path):
+    save(tmp_path, 3)
+    path = tmp_path / "llama_v2-3steps" / "COMMITTED"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="use a newer smp-train"):
+        find(tmp_path)
+    assert names(tmp_path) == ["llama_v2-3steps"]
+
+
+# --- what is cut short
+
+
+@pytest.mark.parametrize("stage", ["write", "checksum", "commit", "publish"])
+def test_a_failure_at_any_stage_leaves_what_was_there(tmp_path, stage):
+    save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match=f"cannot save .*llama_v2-6steps: .*at {stage}"):
+        save(tmp_path, 6, on_stage=stop_at(stage))
+    assert names(tmp_path) == ["llama_v2-3steps"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 3)
+    manager(tmp_path).save(3, state(33), {"again": True})
+    found = find(tmp_path)
+    assert found.meta == {"again": True, "step": 3}
+    target = state()
+    found.load(target)
+    assert torch.equal(target["model"]["w"], state(33)["model"]["w"])
+    assert names(tmp_path) == ["llama_v2-3steps"]
+
+
+def test_an_uncommitted_folder_of_the_same_name_is_replaced(tmp_path):
+    (tmp_path / "llama_v2-3steps").mkdir()
+    (tmp_path / "llama_v2-3steps" / "junk.distcp").write_text("half")
+    save(tmp_path, 3)
+    assert find(tmp_path).step == 3
+    assert names(tmp_path) == ["llama_v2-3steps"]
+
+
+def test_a_replacement_cut_short_between_its_two_renames_loses_nothing(tmp_path, monkeypatch):
+    save(tmp_path, 1, 3)
+    before = (tmp_path / "llama_v2-3steps" / "__0_0.distcp").read_bytes()
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name.endswith(".staging"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    monkeypatch.setattr("shutil.rmtree", lambda path: None)  # the process is gone: nobody tidies
+    with pytest.raises(KeyboardInterrupt):
+        manager(tmp_path).save(3, state(33), {})
+    monkeypatch.undo()
+    assert not (tmp_path / "llama_v2-3steps").exists()
+    found = find(tmp_path)
+    assert (found.step, found.meta) == (3, {"tokens": 30, "step": 3})
+    target = state()
+    found.load(target)
+    assert torch.equal(target["model"]["w"], state(3)["model"]["w"])
+    time.sleep(0.02)  # the clock of the file system ticks coarsely
+    save(tmp_path, 5)
+    assert names(tmp_path) == ["llama_v2-1steps", "llama_v2-3steps", "llama_v2-5steps"]
+    assert (tmp_path / "llama_v2-3steps" / "__0_0.distcp").read_bytes() == before
+
+
+def test_leftovers_are_swept_but_not_those_of_a_save_that_may_be_running(tmp_path):
+    old = tmp_path / ".llama_v2-2steps.0123abcd.staging"
+    old.mkdir()
+    (old / "__0_0.distcp").write_text("half")
+    time.sleep(0.02)
+    saver = manager(tmp_path)
+    time.sleep(0.02)
+    new = tmp_path / ".llama_v2-2steps.0123abce.staging"
+    new.mkdir()
+    saver.save(3, state(), {})
+    assert names(tmp_path) == [new.name, "llama_v2-3steps"]
+
+
+def test_meta_that_is_not_json_fails_before_anything_is_written(tmp_path):
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        manager(tmp_path).save(3, state(), {"x": object()})
+    assert names(tmp_path) == []
+
+
+# --- retention
+
+
+def test_the_newest_k_stay(tmp_path):
+    save(tmp_path, *range(1, 6), keep=2)
+    assert names(tmp_path) == ["llama_v2-4steps", "llama_v2-5steps"]
+
+
+def test_unfinished_ones_do_not_count_and_other_models_are_not_touched(tmp_path):
+    CheckpointManager([Policy(str(tmp_path), 1, 1)], model_type="gpt_neox").save(1, state(), {})
+    (tmp_path / "llama_v2-90steps").mkdir()
+    save(tmp_path, 1, 2, 3, keep=2)
+    assert names(tmp_path) == ["gpt_neox-1steps", "llama_v2-2steps", "llama_v2-3steps", "llama_v2-90steps"]
+
+
+def test_each_folder_has_its_own_policy(tmp_path):
+    rules = policies([f"{tmp_path}/a", f"{tmp_path}/b"], [2, 3], [2, 1])
+    saver = CheckpointManager(rules, model_type="m")
+    for step in range(1, 13):
+        saver.save(step, state(), {})
+    assert names(tmp_path / "a") == ["m-10steps", "m-12steps"]
+    assert names(tmp_path / "b") == ["m-12steps"]
+    saver.save(13, state(), {}, force=True)
+    assert names(tmp_path / "a") == ["m-12steps", "m-13steps"]
+    assert names(tmp_path / "b") == ["m-13steps"]
+
+
+def test_two_policies_on_one_folder_keep_what_either_keeps(tmp_path):
+    saver = CheckpointManager(policies([str(tmp_path), f"{tmp_path}/."], [1, 4], [2, 2]), model_type="m")
+    for step in range(1, 11):
+        saver.save(step, state(), {})
+    assert names(tmp_path) == ["m-10steps", "m-4steps", "m-8steps", "m-9steps"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "steps", "newest", "kept"),
+    [
+        (2, [1, 2, 3], 3, {2, 3}),
+        (0, [1, 2, 3], 3, {1, 2, 3}),
+        (-1, [1, 2, 3], 3, {1, 2, 3}),
+        # a run that went back to step 1 does not delete what it writes, nor the branch it left
+        (2, [1, 2, 8, 9], 2, {2, 8, 9}),
+    ],
+)
+def test_which_steps_are_kept(keep, steps, newest, kept):
+    assert steps_kept(steps, [Policy("f", 1, keep)], newest) == kept
+
+
+def test_lists_of_unequal_length_are_refused():
+    with pytest.raises(ConfigError, match="got 2, 1 and 2"):
+        policies(["a", "b"], [1], [1, 2])
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, monkeypatch):
+    save(tmp_path, 1)
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    save(tmp_path, 2, keep=1)
+    assert "cannot be deleted" in caplog.text
+    assert find(tmp_path).step == 2
+
+
+def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    monkeypatch.setattr("shutil.rmtree", lambda path: None)
+    save(tmp_path, 2, keep=1)
+    assert [name for name in names(tmp_path) if parse_folder_name(name)] == ["llama_v2-2steps"]
+    monkeypatch.undo()
+    time.sleep(0.02)
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["llama_v2-3steps"]
+
+
+# --- folders that cannot be used
+
+
+def test_a_folder_that_can_be_written_is_made_and_left_empty(tmp_path):
+    manager(tmp_path / "a" / "b").check_writable()
+    assert names(tmp_path / "a" / "b") == []
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/checkpoints"])
+def test_a_folder_that_cannot_be_written_is_found_at_start(tmp_path, place):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"cannot write to checkpoint folder .*--checkpoint_dir"):
+        manager(tmp_path / place).check_writable()
+
+
+# --- loading
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    save(tmp_path, 1)
+    found = find(tmp_path)
+    with pytest.raises(CheckpointError, match=r"lacks model\.more \(.*--num_layers"):
+        found.load({"model": {**state()["model"], "more": torch.zeros(1)}})
+    with pytest.raises(CheckpointError, match=r"unasked for, model\.b "):
+        found.load({"model": {"w": torch.zeros(4, 3)}})
+    with pytest.raises(CheckpointError, match=r"model\.w is \[4, 3\] there and \[5, 3\] here"):
+        found.load({"model": {**state()["model"], "w": torch.zeros(5, 3)}})
+
+
+def test_part_of_a_checkpoint_can_be_loaded(tmp_path):
+    manager(tmp_path).save(1, {**state(4), "optim": {"state": {"w": {"step": torch.ones(())}}}}, {})
+    target = state()
+    find(tmp_path).load(target)
+    assert torch.equal(target["model"]["w"], state(4)["model"]["w"])
+
+
+def test_plain_values_are_restored(tmp_path):
+    manager(tmp_path).save(1, {"extra": {"count": 3, "words": ["a", "b"]}}, {})
+    target = {"extra": {"count": 0, "words": []}}
+    find(tmp_path).load(target)
+    assert target == {"extra": {"count": 3, "words": ["a", "b"]}}
+
+
+def test_another_dtype_is_converted_with_a_warning(tmp_path, caplog):
+    save(tmp_path, 1)
+    target = {
+        "model": {"w": torch.zeros(4, 3, dtype=torch.bfloat16), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    }
+    find(tmp_path).load(target)
+    assert "model.w was saved as torch.float32 and is torch.bfloat16 here" in caplog.text
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code from a checkpoint ran",)
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
+    save(tmp_path, 1)
+    folder = tmp_path / "llama_v2-1steps"
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+    committed = Committed.from_bytes((folder / "COMMITTED").read_bytes())
+    data = (folder / ".metadata").read_bytes()
+    files = {**committed.files, ".metadata": FileRecord(len(data), f"{zlib.crc32(data):08x}")}
+    (folder / "COMMITTED").write_bytes(Committed(1, "llama_v2", files).to_bytes())
+    with pytest.raises(CheckpointError, match=r"builtins\.print"):
+        find(tmp_path).load(state())
+    manager(tmp_path).save(2, {"extra": {"x": Evil()}}, {})
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match=re.compile("weights.only", re.IGNORECASE)):
+        find(tmp_path).load({"extra": {"x": None}})
+    assert "ran" not in capsys.readouterr().out
+
+
+# --- the state of model and optimizer
+
+
+def test_wrapper_prefixes_are_not_part_of_names():
+    name = "model.layers.0._orig_mod._checkpoint_wrapped_module.mlp.weight"
+    assert canonical_name(name) == "model.layers.0.mlp.weight"
+    wrapped = torch.compile(nn.Linear(2, 2))
+    assert set(gather_state(wrapped)["model"]) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("fused", [False, True])
+def test_creating_optimizer_state_changes_no_later_step(make, fused):
+    def trained(create: bool) -> tuple[list, list]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        more = {"momentum": 0.9} if make is torch.optim.SGD else {}
+        optimizer = make(model.parameters(), lr=0.1, weight_decay=0.1, fused=fused, **more)
+        if create:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            before = [p.detach().clone() for p in model.parameters()]
+            create_optimizer_state(optimizer)
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+            assert all(not value.any() for values in optimizer.state.values() for value in values.values())
+            assert [group["lr"] for group in optimizer.param_groups] == [0.1]
+            optimizer.zero_grad()
+        for _ in range(3):
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()], list(optimizer.state.values())
+
+    (plain, states), (created, other_states) = trained(False), trained(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, created, strict=True))
+    for values, others in zip(states, other_states, strict=True):
+        assert all(torch.equal(values[key], others[key]) for key in values)
+
+
+def test_a_parameter_that_never_had_a_gradient_is_saved_and_loaded(tmp_path):
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = build()
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    manager(tmp_path).save(1, gather_state(model, optimizer), {})
+    other, fresh = build()
+    found = gather_state(other, fresh)
+    find(tmp_path).load(found)
+    assert found["optim"]["state"]["used.weight"]["step"] == 1
+    assert found["optim"]["state"]["idle.weight"]["step"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_hyper_parameters_stay_those_of_the_run(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.5)
+    manager(tmp_path).save(1, gather_state(model, optimizer), {})
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.25)
+    find(tmp_path).load(gather_state(model, fresh))
+    assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["weight_decay"]) == (0.25, 0.25)
+
+
+def test_torchs_own_state_dicts_can_be_loaded(tmp_path):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    manager(tmp_path).save(1, {"model": weights, "optim": moments}, {})
+    other = nn.Linear(2, 2)
+    fresh = torch.optim.AdamW(other.parameters())
+    find(tmp_path).load(gather_state(other, fresh))
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
