@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import mean
 from typing import cast
 
 from smp_train.telemetry.metrics import history, read_metrics
@@ -153,7 +154,7 @@ def stop_half_way(
 
 
 def check(run: RunFolder, entropy: float, *, stopped_at: int, steps: int) -> dict[str, float]:
-    """Check the whole run and return its losses: the first and last of training, the last of validation."""
+    """Check the whole run and return its losses; the last of training is a mean, as its batches are small."""
     records = history(read_metrics(run.path))
     logged = [record for record in records if "event" not in record]
     evaluated = [record for record in records if record.get("event") == "evaluate"]
@@ -161,7 +162,7 @@ def check(run: RunFolder, entropy: float, *, stopped_at: int, steps: int) -> dic
     numbers = [record["step"] for record in logged]
     losses = {
         "first train": logged[0]["loss"],
-        "last train": sum(record["loss"] for record in logged[-5:]) / 5,
+        "last train": mean(record["loss"] for record in logged[-20:]),
         "last validation": evaluated[-1]["loss"],
     }
     below = entropy - MARGIN
