@@ -104,8 +104,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 def finish(process: subprocess.Popen[bytes], timeout: float) -> None:
     """Wait for a command to end well."""
-    words = cast("list[str]", process.args)[:3]
-    name = shlex.join(words)
+    name = shlex.join(cast("list[str]", process.args)[:3])
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
