@@ -185,7 +185,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
             folder.write_run(
                 config=asdict(args),
                 sources=resolved.sources,
-                mesh=dict(topology.mesh),
+                mesh={"world_size": ranks.world_size, **topology.mesh},
                 backend=backend.name,
                 model=spec.name,
                 parameters=parameters,
@@ -302,7 +302,8 @@ def fit(run: Run) -> bool:
         return False
     if run.runtime.is_main:
         run.folder.clear_done()
-    run.metrics.event("start", step=progress.step, total_steps=run.total_steps, consumed=progress.consumed)
+    if progress.step == 0:
+        run.metrics.event("start", step=0, total_steps=run.total_steps)
     log.info(
         "Training from step %d to %d, %d samples per step; to stop and save: kill -TERM %d, or touch %s",
         progress.step, run.total_steps, run.train_data.global_batch, os.getpid(), run.folder.stop,
