@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from smp_train import __version__
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.runtime import start_attempted
+from smp_train.runtime import start_attempted, world_size
 
 if TYPE_CHECKING:
     from smp_train.runtime import Runtime
@@ -163,8 +164,16 @@ def _without_debug(words: Sequence[str]) -> list[str]:
     return kept
 
 
+# What communication libraries say when the other end is gone or silent; its own message tells why.
+LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited", re.IGNORECASE
+)
+
+
 def _internal(error: Exception) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and world_size() > 1 and LOST_PEER.search(text):
+        return f"error: lost touch with another rank, whose own message says why: {text[:200]}"
     return f"internal error: {type(error).__name__}: {text} (run again with --debug 1 for the traceback)"
 
 

@@ -24,8 +24,8 @@ usage: smp-train train [--flag value ...]
 
 Trains a decoder-only language model. Flags are written with _ or -, as --flag value or --flag=value.
 A switch takes 0/1, true/false, or nothing (--debug); --no-flag is 0. Flags may also come from
-SageMaker hyperparameters and from --config FILE; the command line wins over those, and they over
-the file.
+SageMaker hyperparameters and from --config FILE. The command line wins over hyperparameters, and
+they over the file.
 [brackets] hold the default; (= --x) is another system's name for the flag."""
 
 
