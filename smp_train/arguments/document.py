@@ -22,7 +22,7 @@ USAGE = """\
 usage: smp-train train [--flag value ...]
        torchrun --nproc-per-node N -m smp_train train [--flag value ...]
 
-Trains a decoder-only language model. Flags are written with _ or -, as --flag value or --flag=value.
+Trains a decoder-only language model. Flags are written with _ or -, --flag value or --flag=value.
 A switch takes 0/1, true/false, or nothing (--debug); --no-flag is 0. Flags may also come from
 SageMaker hyperparameters and from --config FILE. The command line wins over hyperparameters, and
 they over the file.
