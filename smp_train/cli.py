@@ -11,6 +11,7 @@ import importlib
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ VERBS: dict[str, Verb] = {
 }
 
 HELP_FLAGS = {"-h", "--help"}
+QUIET_SECONDS = 1.0
 
 
 @dataclass
@@ -182,13 +184,16 @@ def _report(error: Exception, text: str, failing: Failing) -> None:
     if failing.debug:
         traceback.print_exception(error)
     runtime = failing.runtime
-    if getattr(error, "quiet", False):
+    if runtime is not None and runtime.world_size == 1:
+        runtime = None
+    # Until the ranks try to meet, all processes of a node fail alike: one of them says so.
+    alike = runtime is not None and runtime.local_rank > 0 and not start_attempted()
+    if alike or getattr(error, "quiet", False):
+        # A launcher ends the others once one is gone: let the rank that speaks be first.
+        time.sleep(QUIET_SECONDS)
         return
     where = ""
-    if runtime is not None and runtime.world_size > 1:
-        # Until the ranks try to meet, all processes of a node fail alike: one of them says so.
-        if runtime.local_rank > 0 and not start_attempted():
-            return
+    if runtime is not None:
         where = f"[rank {runtime.rank} on {runtime.hostname}] "
     print(f"smp-train: {where}{' '.join(text.split())}", file=sys.stderr)
 

@@ -90,7 +90,7 @@ def help_text(width: int = 100) -> str:
         members = [flag for flag in flags().values() if flag.group is group]
         header = textwrap.fill(_sentence(group), width)
         if group is LegacyArguments:
-            names = " ".join(f"--{flag.name}" for flag in members)
+            names = " ".join(f"--{name}" for flag in members for name in (flag.name, *_aliases(flag.name)))
             body = textwrap.fill(
                 names, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
             )
