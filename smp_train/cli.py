@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from smp_train import __version__
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.runtime import start_attempted
+from smp_train.runtime import start_attempted, world_size
 
 if TYPE_CHECKING:
     from smp_train.runtime import Runtime
@@ -40,6 +42,7 @@ VERBS: dict[str, Verb] = {
 }
 
 HELP_FLAGS = {"-h", "--help"}
+QUIET_SECONDS = 1.0
 
 
 @dataclass
@@ -163,8 +166,16 @@ def _without_debug(words: Sequence[str]) -> list[str]:
     return kept
 
 
+# What communication libraries say when the other end is gone or silent; its own message tells why.
+LOST_PEER = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited", re.IGNORECASE
+)
+
+
 def _internal(error: Exception) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and world_size() > 1 and LOST_PEER.search(text):
+        return f"error: lost touch with another rank, whose own message says why: {text[:200]}"
     return f"internal error: {type(error).__name__}: {text} (run again with --debug 1 for the traceback)"
 
 
@@ -173,13 +184,16 @@ def _report(error: Exception, text: str, failing: Failing) -> None:
     if failing.debug:
         traceback.print_exception(error)
     runtime = failing.runtime
-    if getattr(error, "quiet", False):
+    if runtime is not None and runtime.world_size == 1:
+        runtime = None
+    # Until the ranks try to meet, all processes of a node fail alike: one of them says so.
+    alike = runtime is not None and runtime.local_rank > 0 and not start_attempted()
+    if alike or getattr(error, "quiet", False):
+        # A launcher ends the others once one is gone: let the rank that speaks be first.
+        time.sleep(QUIET_SECONDS)
         return
     where = ""
-    if runtime is not None and runtime.world_size > 1:
-        # Until the ranks try to meet, all processes of a node fail alike: one of them says so.
-        if runtime.local_rank > 0 and not start_attempted():
-            return
+    if runtime is not None:
         where = f"[rank {runtime.rank} on {runtime.hostname}] "
     print(f"smp-train: {where}{' '.join(text.split())}", file=sys.stderr)
 

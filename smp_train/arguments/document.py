@@ -22,10 +22,10 @@ USAGE = """\
 usage: smp-train train [--flag value ...]
        torchrun --nproc-per-node N -m smp_train train [--flag value ...]
 
-Trains a decoder-only language model. Flags are written with _ or -, as --flag value or --flag=value.
+Trains a decoder-only language model. Flags are written with _ or -, --flag value or --flag=value.
 A switch takes 0/1, true/false, or nothing (--debug); --no-flag is 0. Flags may also come from
-SageMaker hyperparameters and from --config FILE; the command line wins over those, and they over
-the file.
+SageMaker hyperparameters and from --config FILE. The command line wins over hyperparameters, and
+they over the file.
 [brackets] hold the default; (= --x) is another system's name for the flag."""
 
 
@@ -90,7 +90,7 @@ def help_text(width: int = 100) -> str:
         members = [flag for flag in flags().values() if flag.group is group]
         header = textwrap.fill(_sentence(group), width)
         if group is LegacyArguments:
-            names = " ".join(f"--{flag.name}" for flag in members)
+            names = " ".join(f"--{name}" for flag in members for name in (flag.name, *_aliases(flag.name)))
             body = textwrap.fill(
                 names, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
             )

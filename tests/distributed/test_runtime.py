@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def test_start_and_stop(world: int) -> None:
 
 
 def agree(failing: dict[int, Exception]) -> Any:
-    """Fail on some ranks inside `together`; return what this rank got, and that the group still works after it."""
+    """Fail on some ranks inside `together`; return what this rank got, once the group has worked on."""
     runtime, place, _ = begin()
     import torch
     import torch.distributed as dist
@@ -154,7 +153,8 @@ def processes(
     ranks = []
     for rank in range(world if started is None else started):
         environ = {
-            "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port),
+            "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+            "MASTER_PORT": str(port),
             "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world),
             "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": str(world),
         }  # fmt: skip
@@ -185,10 +185,12 @@ def finish(ranks: list[subprocess.Popen[str]], seconds: float = 60) -> list[tupl
     return results
 
 
+@pytest.mark.slow
 def test_exit_codes_of_a_run_that_works(tmp_path: Path) -> None:
     assert finish(processes(tmp_path, 2, "fine")) == [(0, []), (0, [])]
 
 
+@pytest.mark.slow
 def test_exit_codes_of_a_failure_that_is_shared(tmp_path: Path) -> None:
     (code, first), (other, second), (third_code, third) = finish(processes(tmp_path, 3, "together"))
     assert (code, other, third_code) == (3, 3, 3)
@@ -199,14 +201,13 @@ def test_exit_codes_of_a_failure_that_is_shared(tmp_path: Path) -> None:
     assert third == []
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_at_once_and_alone(tmp_path: Path) -> None:
     """Its peers are in a collective that it never enters: gloo tells them, or their launcher would."""
-    ranks = processes(tmp_path, 2, "alone")
-    began = time.monotonic()
-    ((code, lines),) = finish(ranks[1:])
-    assert code == 3
+    (peer, complaint), (code, lines) = finish(processes(tmp_path, 2, "alone"), seconds=50)
+    assert (peer, code) == (1, 3)
     assert lines[0].endswith("] error: shard.json:3: broken")
-    assert time.monotonic() - began < 50
+    assert "] error: lost touch with another rank, whose own message says why: " in complaint[0]
 
 
 def test_ranks_that_never_start_are_named() -> None:
@@ -321,10 +322,9 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "--master-port",
         str(free_port()),
     ]
-    for name, code in (("fine", 0), ("together", 1)):  # torchrun's own code is 1 whatever its workers' is
-        done = subprocess.run(
-            [*command, str(script), name], env=environ, text=True, capture_output=True, timeout=120
-        )
-        assert done.returncode == code, done.stderr
+    done = subprocess.run(
+        [*command, str(script), "together"], env=environ, text=True, capture_output=True, timeout=120
+    )
+    assert done.returncode == 1  # torchrun's own, whatever its workers' is
     assert done.stderr.count("smp-train: [rank") == 2
     assert "exitcode  : 3" in done.stderr

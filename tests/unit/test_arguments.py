@@ -28,9 +28,11 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
         "--num_layers=32 --num_heads=32 --model_type=llama_v2 --checkpoint_freq=1000 --validation_freq=500 "
         "--checkpoint_dir=./checkpoints --resume_from_checkpoint=./checkpoints --test_dir t",
         {
-            "num_key_value_heads": 32, "intermediate_size": 11008, "max_context_width": 4096, "hidden_width": 4096,
+            "num_key_value_heads": 32, "intermediate_size": 11008, "max_context_width": 4096,
+            "hidden_width": 4096,
             "num_layers": 32, "num_heads": 32, "model_type": "llama_v2", "checkpoint_freq": [1000],
-            "validation_freq": 500, "checkpoint_dir": ["./checkpoints"], "resume_from_checkpoint": "./checkpoints",
+            "validation_freq": 500, "checkpoint_dir": ["./checkpoints"],
+            "resume_from_checkpoint": "./checkpoints",
             "sharding_strategy": "full_shard",
         },
     ),
@@ -57,7 +59,8 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
         "--checkpoint_dir=./checkpoints/mixtral-8x7B --resume_from_checkpoint=./checkpoints/mixtral-8x7B "
         "--max_training_steps=5000 --validation_batches=10 --sliding_window=4096 --num_experts_per_tok=2 "
         "--num_local_experts=8",
-        {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096, "max_steps": 5000, "epochs": 3},
+        {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096, "max_steps": 5000,
+        "epochs": 3},
     ),
     "FSDP sample, today": (
         "--model_type=llama_v3 --dataset=allenai/c4 --dataset_config_name=en --tokenizer=hf-internal/llama "
@@ -74,39 +77,47 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
         "--low_cpu_fsdp=False --batch_size=2 --report_interval=200 --checkpoint_interval=20000 "
         "--use_torch_compile=False --use_profiler=True",
         {
-            "model_type": "llama_v2", "model_size": "7b", "resume_from_checkpoint": "/fsx/llama2/pretrain/ckpt",
+            "model_type": "llama_v2", "model_size": "7b",
+            "resume_from_checkpoint": "/fsx/llama2/pretrain/ckpt",
             "checkpoint_dir": ["/fsx/llama2/pretrain/ckpt"], "training_dir": "/fsx/data/",
-            "activation_checkpointing": False, "selective_checkpointing": 1.0, "sharding_strategy": "hybrid_shard",
+            "activation_checkpointing": False, "selective_checkpointing": 1.0,
+            "sharding_strategy": "hybrid_shard",
             "delayed_param": False, "train_batch_size": 2, "logging_freq": 200, "checkpoint_freq": [20000],
             "use_torch_compile": False, "use_profiler": True,
         },
     ),
     "minimal_fsdp": (
-        "--environment pbs --model mingpt --run_name shakespeare --vocab_size 50257 --seq_len 256 --num_heads 8 "
+        "--environment pbs --model mingpt --run_name shakespeare --vocab_size 50257 --seq_len 256 "
+        "--num_heads 8 "
         "--num_layers 8 --embed_size 512 --restart_checkpoint_file ckpt --sharding hybrid-grad-shard "
         "--precision bf16 --cpu_offload 0 --activation_checkpoints --meta_init --train_data data/train "
         "--val_data data/val --max_epochs 3 --lr 3e-4 --dropout 0.1 --batch_size 16",
         {
-            "environment": "pbs", "model_type": "gpt2", "run_name": "shakespeare", "run_dir": "runs/shakespeare",
+            "environment": "pbs", "model_type": "gpt2", "run_name": "shakespeare",
+            "run_dir": "runs/shakespeare",
             "max_context_width": 256, "hidden_width": 512, "resume_from_checkpoint": "ckpt",
             "sharding_strategy": "_hybrid_shard_zero2", "bf16": True, "cpu_offload": False,
-            "activation_checkpointing": True, "training_dir": "data/train", "test_dir": "data/val", "epochs": 3,
+            "activation_checkpointing": True, "training_dir": "data/train", "test_dir": "data/val",
+            "epochs": 3,
             "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "train_batch_size": 16,
         },
     ),
     "minimal_fsdp, evaluation": (
-        "--environment local --model mingpt --precision float32 --max_epochs -1 --prompt 'To be' --num_tokens 32",
+        "--environment local --model mingpt --precision float32 --max_epochs -1 --prompt 'To be' "
+        "--num_tokens 32",
         {"evaluate_only": True, "epochs": None, "bf16": False, "prompt": "To be", "num_tokens": 32},
     ),
     "SMP sample": (
         "--train_batch_size 4 --max_steps 100 --hidden_width 8192 --num_layers 80 --num_heads 64 "
         "--llama_intermediate_size 28672 --shard_degree 16 --model_type llama_v2 --profile_nsys 1 "
-        "--use_smp_implementation 1 --max_context_width 4096 --tensor_parallel_degree 1 --use_synthetic_data 1 "
+        "--use_smp_implementation 1 --max_context_width 4096 --tensor_parallel_degree 1 "
+        "--use_synthetic_data 1 "
         "--training_dir /fsx/train --test_dir /fsx/test --dataset_type hf --checkpoint_dir /fsx/ckpt "
         "--checkpoint_freq 100",
         {
             "intermediate_size": 28672, "hybrid_shard_degree": 16, "sharding_strategy": "hybrid_shard",
-            "profile_nsys": True, "use_smp_implementation": True, "dataset_type": "hf", "checkpoint_freq": [100],
+            "profile_nsys": True, "use_smp_implementation": True, "dataset_type": "hf",
+            "checkpoint_freq": [100],
         },
     ),
     "SMP sample, resume": (
@@ -121,7 +132,8 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "SMP sample, fine-tuning from a file": (
-        "--finetune 1 --pretrained_checkpoint_file /fsx/full_model/llama.pt --resume_from_checkpoint /fsx/ckpt",
+        "--finetune 1 --pretrained_checkpoint_file /fsx/full_model/llama.pt "
+        "--resume_from_checkpoint /fsx/ckpt",
         {"pretrained_checkpoint_file": "/fsx/full_model/llama.pt"},
     ),
     "FSDP2, quick start": (
@@ -137,15 +149,19 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "FSDP2, example 1": (
         "--hf-model meta-llama/Llama-2-7b-hf --batch-size 4 --grad-accum-steps 2 --max-lr 2e-5 "
-        "--warmup-steps 100 --max-steps 10000 --checkpoint-dir checkpoints/llama2-7b-finetuned --mixed-precision",
-        {"lr": 2e-5, "warmup": 100.0, "max_steps": 10000, "checkpoint_dir": ["checkpoints/llama2-7b-finetuned"]},
+        "--warmup-steps 100 --max-steps 10000 --checkpoint-dir checkpoints/llama2-7b-finetuned "
+        "--mixed-precision",
+        {"lr": 2e-5, "warmup": 100.0, "max_steps": 10000,
+        "checkpoint_dir": ["checkpoints/llama2-7b-finetuned"]},
     ),
     "FSDP2, example 2": (
-        "--hf-model mistralai/Mistral-7B-v0.1 --seq-len 4096 --batch-size 2 --grad-accum-steps 4 --mixed-precision",
+        "--hf-model mistralai/Mistral-7B-v0.1 --seq-len 4096 --batch-size 2 --grad-accum-steps 4 "
+        "--mixed-precision",
         {"max_context_width": 4096},
     ),
     "FSDP2, example 3": (
-        "--from-scratch --model-size 13B --vocab-size 32000 --seq-len 2048 --batch-size 2 --grad-accum-steps 4 "
+        "--from-scratch --model-size 13B --vocab-size 32000 --seq-len 2048 --batch-size 2 "
+        "--grad-accum-steps 4 "
         "--max-lr 3e-4 --mixed-precision",
         {"model_type": "scratch", "model_size": "13b", "vocab_size": 32000, "lr": 3e-4},
     ),
@@ -154,7 +170,8 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
         {"gradient_accumulation_steps": 8},
     ),
     "FSDP2, all flags": (
-        "--from-scratch --num-epochs 2 --steps-per-epoch 1000 --min-lr 3e-5 --weight-decay 0.1 --grad-clip 1.0 "
+        "--from-scratch --num-epochs 2 --steps-per-epoch 1000 --min-lr 3e-5 --weight-decay 0.1 "
+        "--grad-clip 1.0 "
         "--use-flash-attn --checkpoint-interval 1000 --log-interval 10",
         {
             "model_size": "7b", "epochs": 2, "steps_per_epoch": 1000, "min_lr": 3e-5, "weight_decay": 0.1,
@@ -232,19 +249,21 @@ def test_aliases_do_not_hide_flags() -> None:
 SPELLINGS = [
     ("--sharding_strategy", "sharding_strategy", value, meaning)
     for value, meaning in {
-        "fsdp": "full_shard", "hsdp": "hybrid_shard", "ddp": "no_shard", "full": "full_shard", "hybrid": "hybrid_shard",
+        "fsdp": "full_shard", "hsdp": "hybrid_shard", "ddp": "no_shard", "full": "full_shard",
+        "hybrid": "hybrid_shard",
         "full-shard": "full_shard", "grad-shard": "shard_grad_op", "no-shard": "no_shard",
-        "hybrid-full-shard": "hybrid_shard", "hybrid-grad-shard": "_hybrid_shard_zero2", "FULL_SHARD": "full_shard",
+        "hybrid-full-shard": "hybrid_shard", "hybrid-grad-shard": "_hybrid_shard_zero2",
+        "FULL_SHARD": "full_shard",
         "_HYBRID_SHARD_ZERO2": "_hybrid_shard_zero2",
     }.items()
 ] + [
     ("--bf16", "bf16", text, value)
-    for texts, value in ((("1", "true", "True", "TRUE", "yes", "on"), True), (("0", "false", "False", "off"), False))
+    for texts, value in ((("1", "true", "True", "TRUE", "yes", "on"), True), (("0", "false", "False",
+    "off"), False))
     for text in texts
 ] + [
     ("--max_steps", "max_steps", "1e3", 1000),
     ("--max_steps", "max_steps", "32.0", 32),
-    ("--max_steps", "max_steps", '"12"', None),
     ("--model_type", "model_type", '"llama_v3"', "llama_v3"),
     ("--validation_freq", "validation_freq", "None", None),
     ("--validation_freq", "validation_freq", "", None),
@@ -266,7 +285,7 @@ SPELLINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flag", "name", "text", "value"), [case for case in SPELLINGS if case[2] != '"12"'])
+@pytest.mark.parametrize(("flag", "name", "text", "value"), SPELLINGS)
 def test_spellings_of_values(flag: str, name: str, text: str, value: Any) -> None:
     assert getattr(parse([f"{flag}={text}"], {}).args, name) == value
     assert getattr(parse([flag, text], {}).args, name) == value
@@ -542,17 +561,21 @@ def test_ineffective_flags_are_answered_only_when_given() -> None:
 
 @given(st.lists(st.text(max_size=12), max_size=5))
 def test_any_command_line_parses_or_is_refused_in_one_line(argv: list[str]) -> None:
+    message = ""
     try:
         parse(argv, {})
     except ConfigError as refused:
-        assert "\n" not in str(refused).replace("\\n", "") or any("\n" in word for word in argv)
+        message = str(refused)
+    assert "\n" not in message or any("\n" in word for word in argv)
 
 
 @given(st.sampled_from(sorted(flags())), st.text(max_size=12))
 def test_any_value_parses_or_is_refused_by_name(name: str, text: str) -> None:
     if name == "config":
         return
+    message = f"--{name}"
     try:
         parse([f"--{name}={text}"], {})
     except ConfigError as refused:
-        assert f"--{name}" in str(refused)
+        message = str(refused)
+    assert f"--{name}" in message

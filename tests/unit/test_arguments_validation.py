@@ -29,10 +29,12 @@ def test_defaults_pass(world: int) -> None:
 ALLOWED = [
     "--sharding_strategy full_shard", "--sharding_strategy hybrid_shard", "--sharding_strategy shard_grad_op",
     "--sharding_strategy _hybrid_shard_zero2", "--sharding_strategy no_shard", "--hybrid_shard_degree 4",
-    "--hybrid_shard_degree 1", "--hybrid_shard_degree 8", "--bf16 0", "--gradient_accumulation_steps 4", "--grad_clip 0",
+    "--hybrid_shard_degree 1", "--hybrid_shard_degree 8", "--bf16 0", "--gradient_accumulation_steps 4",
+    "--grad_clip 0",
     "--lr_decay_style constant", "--lr_decay_style wsd --plateau 0.5", "--lr_decay_style exponential",
     "--activation_checkpointing 0", "--tensorboard_dir tb", "--enable_memory_profiling 1", "--same_seed 1",
-    "--validation_freq 5", "--data_audit 1", "--print_config", "--hf_model folder", "--warmup 100 --max_steps 10",
+    "--validation_freq 5", "--data_audit 1", "--print_config", "--hf_model folder",
+    "--warmup 100 --max_steps 10",
     "--selective_checkpointing 0", "--fp8 0", "--use_torch_compile False", "--checkpoint_type sharded",
     "--lr 1e-6 --lr_decay_style constant", "--backend native", "--epochs 2 --steps_per_epoch 3",
     "--num_heads 8 --num_key_value_heads 2 --hidden_width 64", "--limit_all_gathers 1 --forward_prefetch 1",
@@ -105,9 +107,11 @@ def test_degrees(
 
 
 ON = {
-    "backend": "smp", "tensor_parallel_degree": "2", "context_parallel_degree": "2", "expert_parallel_degree": "2",
+    "backend": "smp", "tensor_parallel_degree": "2", "context_parallel_degree": "2",
+    "expert_parallel_degree": "2",
     "sm_activation_offloading": "1", "selective_checkpointing": "1/2", "use_torch_compile": "1", "fp8": "1",
-    "cpu_offload": "1", "limit_all_gathers": "0", "forward_prefetch": "0", "backward_fetch_policy": "backward_post",
+    "cpu_offload": "1", "limit_all_gathers": "0", "forward_prefetch": "0",
+    "backward_fetch_policy": "backward_post",
     "moe": "1", "checkpoint_type": "async_sharded", "save_final_model": "1", "dataset": "c4",
     "dataset_config_name": "en", "tokenizer": "t", "dataset_type": "hf", "finetune": "1",
     "pretrained_model_name": "n", "pretrained_checkpoint_file": "f", "finetune_checkpoint_load_dir": "d",

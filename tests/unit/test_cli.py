@@ -144,6 +144,7 @@ def test_train_refuses_before_importing_anything(capsys: pytest.CaptureFixture[s
 def test_several_processes_of_a_node_say_it_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(cli, "QUIET_SECONDS", 0.0)
     said = []
     for rank in "01":
         for name, value in {

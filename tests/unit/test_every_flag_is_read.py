@@ -1,4 +1,4 @@
-"""No flag is parsed and ignored: each is read by the program, refused when on, or answered as having no effect."""
+"""No flag is parsed and ignored: each is read, refused when on, or answered as having no effect."""
 
 from __future__ import annotations
 

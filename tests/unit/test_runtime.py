@@ -14,8 +14,10 @@ TORCHRUN = {
     "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "7",
 }  # fmt: skip
 SRUN = {
-    "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURM_STEP_TASKS_PER_NODE": "4,3", "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "ip-10-1-[3,7-9]", "SLURM_JOB_NODELIST": "ip-10-1-[1-4]", "SLURM_JOB_ID": "12",
 }  # fmt: skip
 BATCH_SHELL = {
@@ -46,12 +48,14 @@ PLACES: dict[str, tuple[dict[str, str], tuple]] = {
     ),
     "Open MPI": (OPENMPI, ("openmpi", 3, 4, 3, 4, 0, 1, "127.0.0.1")),
     "Open MPI on two nodes": (
-        {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1"},
+        {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_ADDR": "n1"},
         ("openmpi", 3, 4, 1, 2, 1, 2, "n1"),
     ),
     "Open MPI dealing ranks out": (
         {
-            **OPENMPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            **OPENMPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
             "MASTER_ADDR": "n1",
         },
         ("openmpi", 1, 4, 0, 2, 1, 2, "n1"),
@@ -64,7 +68,8 @@ PLACES: dict[str, tuple[dict[str, str], tuple]] = {
     "srun": (SRUN, ("srun", 5, 7, 1, 3, 1, 2, "ip-10-1-3")),
     "srun --mpi=pmi2": ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "7"}, ("srun", 5, 7, 1, 3, 1, 2, "ip-10-1-3")),
     "srun with a container's copies": (
-        {**SRUN, "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "MASTER_ADDR": "ip-10-1-3", "MASTER_PORT": "61012"},
+        {**SRUN, "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", "MASTER_ADDR": "ip-10-1-3",
+        "MASTER_PORT": "61012"},
         ("srun", 5, 7, 1, 3, 1, 2, "ip-10-1-3"),
     ),
     "srun of one task": (
@@ -72,7 +77,8 @@ PLACES: dict[str, tuple[dict[str, str], tuple]] = {
         ("srun", 0, 1, 0, 1, 0, 1, "127.0.0.1"),
     ),
     "batch script's own shell": (BATCH_SHELL, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
-    "interactive step": ({**BATCH_SHELL, "SLURM_STEP_ID": "4294967290"}, ("python", 0, 1, 0, 1, 0, 1, "127.0.0.1")),
+    "interactive step": ({**BATCH_SHELL, "SLURM_STEP_ID": "4294967290"}, ("python", 0, 1, 0, 1, 0, 1,
+    "127.0.0.1")),
     "SageMaker, one process per host": (SAGEMAKER, ("python", 1, 2, 0, 1, 1, 2, "algo-1")),
 }  # fmt: skip
 
@@ -82,7 +88,8 @@ def test_places(case: tuple[dict[str, str], tuple]) -> None:
     environ, expected = case
     place = detect(environ)
     assert (
-        place.launcher, place.rank, place.world_size, place.local_rank, place.local_world_size, place.node_rank,
+        place.launcher, place.rank, place.world_size, place.local_rank, place.local_world_size,
+        place.node_rank,
         place.num_nodes, place.master_addr,
     ) == expected  # fmt: skip
     assert place.sagemaker == ("SM_HOSTS" in environ)
@@ -97,7 +104,7 @@ def without(environ: dict[str, str], *names: str, **changes: str) -> dict[str, s
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "no LOCAL_RANK": (without(TORCHRUN, "LOCAL_RANK"), "not LOCAL_RANK: torchrun sets all"),
-    "RANK alone": ({"RANK": "0"}, "RANK set but not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+    "RANK alone": ({"RANK": "0"}, "not WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
     "WORLD_SIZE alone": ({"WORLD_SIZE": "2"}, "WORLD_SIZE set but not RANK"),
     "torchrun without its variables": ({"TORCHELASTIC_RUN_ID": "1"}, "not RANK, WORLD_SIZE"),
     "RANK is no number": (without(TORCHRUN, RANK="x"), "RANK='x' is not a number"),
@@ -106,23 +113,28 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "more local than all": (without(TORCHRUN, RANK="1", WORLD_SIZE="2"), "contradicts itself"),
     "local rank outside": (without(TORCHRUN, LOCAL_RANK="8"), "local rank 8 of 8"),
     "no local processes": (without(TORCHRUN, LOCAL_WORLD_SIZE="0"), "contradicts itself"),
-    "Open MPI without size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not set, which Open MPI"),
+    "Open MPI without size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"),
+    "OMPI_COMM_WORLD_SIZE is not set, which Open MPI"),
     "Open MPI without rank": (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK is not set"),
     "Open MPI on nodes without address": (
         without(OPENMPI, OMPI_COMM_WORLD_LOCAL_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1"),
         "MASTER_ADDR is not set: mpiexec does not say on which of the 2 nodes",
     ),
-    "MPICH without local numbers": (without(HYDRA, "MPI_LOCALNRANKS"), "MPI_LOCALNRANKS or PMI_LOCAL_SIZE is not set"),
+    "MPICH without local numbers": (without(HYDRA, "MPI_LOCALNRANKS"),
+    "MPI_LOCALNRANKS or PMI_LOCAL_SIZE is not set"),
     "bare PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID or PMI_LOCAL_RANK is not set"),
     "PALS on nodes without address": (without(PALS, "MASTER_ADDR"), "MASTER_ADDR is not set"),
     "PALS with a list that is not there": (
         without(PALS, "MASTER_ADDR", PBS_NODEFILE="/nowhere"),
         "PBS_NODEFILE=/nowhere: No such file",
     ),
-    "srun without nodelist": (without(SRUN, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST is not set, which srun"),
+    "srun without nodelist": (without(SRUN, "SLURM_STEP_NODELIST"),
+    "SLURM_STEP_NODELIST is not set, which srun"),
     "srun without local id": (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID is not set, which srun"),
-    "srun whose counts do not add up": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"), "does not fit 7 tasks"),
-    "srun whose counts cannot be read": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4x2"), "is not of the form"),
+    "srun whose counts do not add up": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4(x2)"),
+    "does not fit 7 tasks"),
+    "srun whose counts cannot be read": (without(SRUN, SLURM_STEP_TASKS_PER_NODE="4x2"),
+    "is not of the form"),
     "SageMaker without current host": (without(SAGEMAKER, "SM_CURRENT_HOST"), "SM_CURRENT_HOST is not set"),
     "SageMaker without hosts": (without(SAGEMAKER, "SM_HOSTS"), "SM_HOSTS is not set"),
     "SageMaker with a stranger": (without(SAGEMAKER, SM_CURRENT_HOST="algo-9"), "is not among SM_HOSTS"),
