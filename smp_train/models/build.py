@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.errors import ConfigError
-from smp_train.models.initialization import PROGRAMS, canonical_name
-from smp_train.models.recording import parameters_on_meta
+from smp_train.models.recording import construct_on_meta
 from smp_train.models.resolve import ModelSpec
 
 
@@ -30,15 +29,13 @@ def build_meta(
     kind = {"dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype": dtype}
     spec.config.use_cache = False
     try:
-        with parameters_on_meta() as recorder:
-            model = AutoModelForCausalLM.from_config(
+        model = construct_on_meta(
+            lambda: AutoModelForCausalLM.from_config(
                 spec.config, attn_implementation=attn_implementation, **kind
             )
+        )
     except (ValueError, ImportError, KeyError) as failure:
         raise ConfigError(f"cannot build {spec.name}: {str(failure).splitlines()[0]}") from failure
-    model.__dict__[PROGRAMS] = {
-        canonical_name(name): list(recorder.program(param) or []) for name, param in model.named_parameters()
-    }
     stray = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if stray:
         raise ConfigError(f"cannot build {spec.name}: its buffer {stray[0]} is computed from parameters")

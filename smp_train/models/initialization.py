@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from smp_train.errors import SmpTrainError
 from smp_train.models import counter_random
-from smp_train.models.recording import OVERWRITES, REPLAYABLE, Program, Step
+from smp_train.models.recording import OVERWRITES, PROGRAMS, REPLAYABLE, Program, Step
 
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-PROGRAMS = "_smp_train_initial_weights"
 # Elements at a time: about ten float64 temporaries of this size fit a core's cache; a device wants large
 # kernels.
 CPU_CHUNK = 1 << 14

@@ -9,6 +9,7 @@ the model's ``_init_weights``) is noted, not executed: the notes are a parameter
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,6 +62,9 @@ OVERWRITES = {"normal_", "uniform_", "trunc_normal_", "fill_", "constant"}
 # Pointwise operations that give the same bits on every device and for every part of a tensor.
 POINTWISE = {"mul_", "add_", "sub_", "div_", "neg_", "abs_", "clamp_", "clamp_min_", "clamp_max_", "sqrt_"}
 REPLAYABLE = OVERWRITES | POINTWISE
+
+# Where a model keeps its programs, by parameter name.
+PROGRAMS = "_smp_train_initial_weights"
 
 
 def _key(tensor: Tensor) -> int:
@@ -122,11 +126,17 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        mutates = name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor)
-        if mutates and func._schema.arguments[0].alias_info is not None:
-            noted = self.write(args[0], name, tuple(args[1:]), kwargs)
-            if noted and args[0].is_meta:
-                return args[0]
+        if func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                written = args[position] if position < len(args) else kwargs.get(argument.name)
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                if position == 0 and isinstance(written, Tensor):
+                    noted = self.write(written, name, tuple(args[1:]), kwargs)
+                    if noted and written.is_meta:
+                        return written
+                elif isinstance(written, Tensor):  # An out= argument: what it gets cannot be replayed.
+                    self.write(written, name)
         out = func(*args, **kwargs)
         if name in FACTORIES and isinstance(out, Tensor):
             self.assign(out, FACTORIES[name](*args))
@@ -152,27 +162,68 @@ def parameters_on_meta() -> Iterator[Recorder]:
     """Within it every registered parameter goes to meta, its program noted; buffers stay as they are."""
     recorder = Recorder()
     register = nn.Module.register_parameter
-    truncated = nn.init._no_grad_trunc_normal_
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             param = _to_meta(recorder, param)
         register(module, name, param)
 
+    nn.Module.register_parameter = register_on_meta  # type: ignore
+    try:
+        with _noted_where_torch_skips_meta(recorder), recorder:
+            yield recorder
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+# Initializations that look at the whole tensor, or that torch leaves out on meta without a trace.
+NOT_IN_PARTS = ("orthogonal_", "sparse_", "dirac_", "eye_")
+
+
+@contextmanager
+def _noted_where_torch_skips_meta(recorder: Recorder) -> Iterator[None]:
+    """Note the initializations that would not show as operations on a meta tensor."""
+    init = nn.init
+    truncated = init._no_grad_trunc_normal_
+    originals = {name: getattr(init, name) for name in NOT_IN_PARTS}
+    # transformers 5 keeps references of its own to torch's functions.
+    kept = getattr(sys.modules.get("transformers.initialization"), "TORCH_INIT_FUNCTIONS", {})
+
     def note_truncated(
         tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> Tensor:
-        # torch draws it by rejection, which no rank can do for a part alone, and skips it on meta without a
-        # trace.
         if tensor.is_meta and recorder.write(tensor, "trunc_normal_", (mean, std, a, b)):
             return tensor
         return truncated(tensor, mean, std, a, b, generator=generator)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore
-    nn.init._no_grad_trunc_normal_ = note_truncated
+    def noting(name: str) -> Callable[..., Tensor]:
+        def note(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if tensor.is_meta and recorder.write(tensor, name):
+                return tensor
+            return originals[name](tensor, *args, **kwargs)
+
+        return note
+
+    def install(functions: dict[str, Callable[..., Tensor]]) -> None:
+        for name, function in functions.items():
+            setattr(init, name, function)
+            if name in kept:
+                kept[name] = function
+
+    install({name: noting(name) for name in NOT_IN_PARTS})
+    init._no_grad_trunc_normal_ = note_truncated
     try:
-        with recorder:
-            yield recorder
+        yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-        nn.init._no_grad_trunc_normal_ = truncated
+        install(originals)
+        init._no_grad_trunc_normal_ = truncated
+
+
+def construct_on_meta(construct: Callable[[], nn.Module]) -> nn.Module:
+    """Return what ``construct`` returns, its parameters on meta and their programs kept with it."""
+    with parameters_on_meta() as recorder:
+        model = construct()
+    model.__dict__[PROGRAMS] = {
+        name: list(recorder.program(param) or []) for name, param in model.named_parameters()
+    }
+    return model

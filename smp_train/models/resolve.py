@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def resolve(args: Any) -> ModelSpec:
     family = FAMILIES.get(family_name) or Family(family_name, _fields_of(family_name))
     if size:
         preset = _preset(family_name, str(size))
-        fields, name = dict(preset.config), preset.name
+        fields, name = copy.deepcopy(preset.config), preset.name  # transformers writes into what it is given.
     else:
         given = DEFAULT_WIDTHS | given
         fields, name = dict(family.defaults), family_name

@@ -1,0 +1,292 @@
+"""Initial weights: the distribution of the model's own initialization, from seed, name and index alone."""
+
+import json
+import math
+import resource
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers import initialization as transformers_init
+
+from smp_train.errors import SmpTrainError
+from smp_train.models import counter_random
+from smp_train.models.build import build_meta, decoder_layers, materialise
+from smp_train.models.initialization import initialise
+from smp_train.models.recording import construct_on_meta
+from smp_train.models.resolve import resolve
+
+WIDTHS = {"num_layers": 2, "num_heads": 4, "hidden_width": 80, "vocab_size": 300, "max_context_width": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"rotary_pct": 0.5},
+    "llama_v2": {"num_key_value_heads": 2},
+    "llama_v3": {"tie_word_embeddings": 1, "rope_scaling_type": "llama3"},
+    "mistral": {"initializer_range": 0.1},
+    "mixtral": {"num_local_experts": 4},
+    "gpt2": {},
+    "falcon": {},
+    "phi": {},
+}
+
+
+def spec_of(family: str) -> Any:
+    return resolve(SimpleNamespace(**WIDTHS, model_type=family, **FAMILIES[family]))
+
+
+def ready(family: str, seed: int = 1, **kwargs: Any) -> nn.Module:
+    model = build_meta(spec_of(family))
+    materialise(model, "cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(float("nan"))
+    initialise(model, seed, **kwargs)
+    return model
+
+
+def same_distribution(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Compare means and standard deviations within five standard errors; what is constant must be equal."""
+    a, b, n = ours.double(), theirs.double(), ours.numel()
+    if bool((b == b.flatten()[0]).all()):
+        return torch.equal(a, b)
+    spread = float(b.std())
+    close = abs(float(a.mean() - b.mean())) < 5 * spread * math.sqrt(2 / n)
+    close &= abs(float(a.std()) / spread - 1) < 5 / math.sqrt(n)
+    return close and float(a.abs().max()) < 7 * spread and not bool(torch.isnan(a).any())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_is_set_and_as_the_models_own_initialization_sets_it(family: str) -> None:
+    model = ready(family)
+    torch.manual_seed(0)
+    ordinary = AutoModelForCausalLM.from_config(spec_of(family).config)
+    theirs = dict(ordinary.named_parameters())
+    for name, param in model.named_parameters():
+        assert same_distribution(param.detach(), theirs[name].detach()), name
+    assert theirs.keys() == dict(model.named_parameters()).keys()
+    buffers = dict(ordinary.named_buffers())
+    assert buffers.keys() == dict(model.named_buffers()).keys()
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert model.training
+    assert model.config.use_cache is False
+
+
+def test_gpt2_scales_its_residual_projections_down() -> None:
+    params = {name: param.detach() for name, param in ready("gpt2").named_parameters()}
+    scaled = params["transformer.h.0.mlp.c_proj.weight"].std()
+    assert scaled == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.03)
+    assert params["transformer.h.0.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.03)
+
+
+def test_the_padding_row_is_zero(tmp_path: Path) -> None:
+    config = json.loads(spec_of("llama_v2").config.to_json_string(use_diff=False)) | {"pad_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = build_meta(resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(tmp_path))))
+    materialise(model, "cpu")
+    for chunk in (50, 1 << 14):
+        model.get_input_embeddings().weight.data.fill_(float("nan"))
+        initialise(model, 1, chunk=chunk)
+        weight = model.get_input_embeddings().weight
+        assert bool((weight[7] == 0).all())
+        assert bool((weight[torch.arange(300) != 7] != 0).all())
+
+
+def test_seed_and_name_decide_and_nothing_else() -> None:
+    first, again, other = (dict(ready("llama_v2", seed).named_parameters()) for seed in (1, 1, 2))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not bool((first[name] == other[name]).any())
+    below = first["model.layers.1.mlp.up_proj.weight"]
+    assert not bool((first[name] == below).any())
+    pair = torch.stack([first[name].detach().flatten(), below.detach().flatten()])
+    assert abs(float(torch.corrcoef(pair)[0, 1])) < 5 / math.sqrt(below.numel())
+
+
+def test_wrappers_and_the_random_generator_do_not_matter() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = dict(ready("llama_v2").named_parameters())
+    torch.manual_seed(99)
+    model: Any = build_meta(spec_of("llama_v2"))
+    for index, (_, layer) in enumerate(decoder_layers(model)):
+        model.model.layers[index] = checkpoint_wrapper(layer)
+    materialise(model, "cpu")
+    initialise(model, 1)
+    wrapped = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in model.named_parameters()}
+    assert wrapped.keys() == plain.keys()
+    assert all(torch.equal(wrapped[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000, 1 << 20])
+def test_the_size_of_the_pieces_does_not_matter(chunk: int) -> None:
+    def build() -> nn.Module:
+        module = nn.Module()
+        module.register_parameter("a", nn.Parameter(torch.randn(13, 17)))
+        module.register_parameter("b", nn.Parameter(torch.randn(5, 3, 2)))
+        module.register_parameter("c", nn.Parameter(torch.rand(11)))
+        return module
+
+    results = []
+    for size in (chunk, None):
+        model = construct_on_meta(build)
+        materialise(model, "cpu")
+        assert initialise(model, 3, chunk=size) == 13 * 17 + 30 + 11
+        results.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Zoo(nn.Module):
+    """One parameter for each way in which constructors set them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(100, 200)
+        self.truncated = nn.Parameter(torch.empty(200, 100))
+        nn.init.trunc_normal_(self.truncated, std=0.5, a=-0.6, b=0.3)
+        self.wide = nn.Parameter(torch.empty(200, 100))
+        nn.init.trunc_normal_(self.wide, std=0.02)
+        self.scaled = nn.Parameter(torch.randn(200, 100) * 1.0)
+        self.scaled.data.normal_().mul_(0.1).add_(3.0)
+        self.computed = nn.Parameter(torch.log(torch.arange(1, 17, dtype=torch.float32)).repeat(3, 1))
+        self.copied = nn.Parameter(torch.empty(6, 4))
+        self.copied.data.copy_(torch.arange(24.0).view(6, 4))
+        self.partly = nn.Parameter(torch.ones(6, 4))
+        with torch.no_grad():
+            self.partly[1:3, 1:4].zero_()
+            self.partly[4].copy_(torch.arange(4.0))
+        self.register_buffer("table", torch.arange(5.0) * 2)
+
+
+def test_other_distributions_and_computed_values() -> None:
+    ours = construct_on_meta(Zoo)
+    assert all(param.is_meta for param in ours.parameters())
+    materialise(ours, "cpu")
+    initialise(ours, 5)
+    torch.manual_seed(0)
+    theirs = dict(Zoo().named_parameters())
+    for name, param in ours.named_parameters():
+        if name in ("computed", "copied", "partly"):
+            assert torch.equal(param, theirs[name]), name
+        elif name != "scaled":
+            assert same_distribution(param.detach(), theirs[name].detach()), name
+    params = {name: param.detach() for name, param in ours.named_parameters()}
+    assert float(params["scaled"].mean()) == pytest.approx(3.0, abs=0.005)
+    assert float(params["scaled"].std()) == pytest.approx(0.1, rel=0.02)
+    assert -0.6 <= float(params["truncated"].min()) < -0.59
+    assert 0.29 < float(params["truncated"].max()) <= 0.3
+    bound = 1 / math.sqrt(100)
+    assert 0.99 * bound < float(params["linear.weight"].abs().max()) <= bound
+    assert torch.equal(ours.table, torch.arange(5.0) * 2)
+
+
+def initialise_new(construct: Any) -> None:
+    model = construct_on_meta(construct)
+    materialise(model, "cpu")
+    initialise(model, 1)
+
+
+def test_what_cannot_be_known_is_refused() -> None:
+    def unset() -> nn.Module:
+        module = nn.Module()
+        module.register_parameter("left", nn.Parameter(torch.empty(4)))
+        return module
+
+    def linear(init: Any, **kwargs: Any) -> nn.Module:
+        module = nn.Linear(4, 4)
+        init(module.weight, **kwargs)
+        return module
+
+    with pytest.raises(SmpTrainError, match="left"):
+        initialise_new(unset)
+    for construct in (
+        lambda: linear(nn.init.orthogonal_),
+        lambda: linear(nn.init.sparse_, sparsity=0.5),
+        lambda: linear(torch.nn.init.eye_),
+        lambda: linear(transformers_init.orthogonal_),
+    ):
+        with pytest.raises(SmpTrainError, match="weight"):
+            initialise_new(construct)
+    assert nn.init.orthogonal_ is transformers_init.TORCH_INIT_FUNCTIONS["orthogonal_"]
+    with pytest.raises(SmpTrainError, match="build_meta"):
+        initialise(nn.Linear(2, 2), 1)
+    with pytest.raises(SmpTrainError, match="materialise"):
+        initialise(build_meta(spec_of("gpt2")), 1)
+
+
+def test_tied_embeddings_stay_tied_without_sharding() -> None:
+    for family in ("gpt2", "llama_v3"):
+        model: Any = ready(family)
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_the_largest_models_take_seconds_and_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.monotonic()
+    for family, size, layers in (("llama_v3", "405b", 126), ("mixtral", "8x7b", 32), ("gpt_neox", "20b", 44)):
+        model = build_meta(resolve(SimpleNamespace(model_type=family, model_size=size)))
+        found = decoder_layers(model)
+        assert len(found) == layers
+        assert all(dict(model.named_modules())[name] is layer for name, layer in found)
+    assert time.monotonic() - start < 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
+
+
+def test_decoder_layers_are_not_the_experts() -> None:
+    model = build_meta(
+        resolve(SimpleNamespace(**WIDTHS | {"num_layers": 4}, model_type="mixtral", num_local_experts=4))
+    )
+    assert [name for name, _ in decoder_layers(model)] == [f"model.layers.{i}" for i in range(4)]
+
+
+# The generator and the inversion.
+
+
+def test_splitmix64_gives_its_published_numbers() -> None:
+    # Vigna's splitmix64.c with state 1234567, as listed in many test suites.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    got = counter_random.bits(1234567, torch.arange(4))
+    assert [value % 2**64 for value in got.tolist()] == expected
+
+
+def test_the_inversion_agrees_with_torch() -> None:
+    tails = torch.tensor([2.0**-k for k in range(2, 53)], dtype=torch.float64)
+    p = torch.cat([torch.linspace(0.0005, 0.9995, 20001, dtype=torch.float64), tails])
+    ours = counter_random.quantile(p - 0.5)
+    theirs = torch.special.ndtri(p)
+    assert float(((ours - theirs).abs() / theirs.abs().clamp(min=1e-2)).max()) < 1e-12
+    assert torch.equal(counter_random.quantile(0.5 - p), -ours)
+
+
+def test_the_logarithm_agrees_with_torch() -> None:
+    x = torch.cat([torch.rand(10000, dtype=torch.float64), 2.0 ** torch.arange(-60, 60, dtype=torch.float64)])
+    ours, theirs = counter_random.log(x), torch.log(x)
+    assert float(((ours - theirs).abs() / theirs.abs().clamp(min=1e-3)).max()) < 1e-14
+
+
+def test_numbers_are_uniform_and_independent() -> None:
+    n = 1 << 20
+    key = counter_random.stream_key(1, "model.layers.0.mlp.up_proj.weight")
+    u = counter_random.uniform(key, torch.arange(n))
+    assert bool(((u > 0) & (u < 1)).all())
+    ordered = u.sort().values
+    distance = float((ordered - (torch.arange(n) + 0.5) / n).abs().max())
+    assert distance < 1.95 / math.sqrt(n)  # Kolmogorov and Smirnov, one in a thousand.
+    z = counter_random.normal(key, torch.arange(n))
+    other = counter_random.normal(
+        counter_random.stream_key(1, "model.layers.1.mlp.up_proj.weight"), torch.arange(n)
+    )
+    for lag in (1, 2, 64, 4096):
+        assert abs(float((z[lag:] * z[:-lag]).mean())) < 5 / math.sqrt(n)
+    assert abs(float((z * other).mean())) < 5 / math.sqrt(n)
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(float((z**power).mean()) - moment) < 5 * math.sqrt(variance / n)
+
+
+def test_seeds_names_and_ordinals_have_streams_of_their_own() -> None:
+    keys = {counter_random.stream_key(s, n, o) for s in range(20) for n in ("a", "b", "1") for o in range(3)}
+    assert len(keys) == 180
+    assert counter_random.stream_key(1, "2") != counter_random.stream_key(12, "")

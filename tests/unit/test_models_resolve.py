@@ -1,0 +1,202 @@
+"""From flags to a configuration."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from smp_train.errors import ConfigError
+from smp_train.models.build import build_meta, materialise
+from smp_train.models.families import FAMILIES
+from smp_train.models.flops import count_parameters
+from smp_train.models.initialization import initialise
+from smp_train.models.resolve import ModelSpec, presets, resolve
+
+
+def spec(**flags: Any) -> ModelSpec:
+    return resolve(SimpleNamespace(**flags))
+
+
+def rope(config: Any) -> dict[str, Any]:
+    """Return base, share and scaling, where either version of transformers has them."""
+    new = getattr(config, "rope_parameters", None)
+    if new is not None:
+        return dict(new)
+    return {"rope_theta": config.rope_theta} | (config.rope_scaling or {"rope_type": "default"})
+
+
+def test_every_family_has_presets_and_every_preset_a_family() -> None:
+    assert {family for family, _ in presets()} == FAMILIES.keys()
+    for preset in presets().values():
+        assert FAMILIES[preset.model_type].hf_model_type == preset.hf_model_type
+        assert preset.source
+        assert preset.name == preset.name.lower()
+
+
+@pytest.mark.parametrize("size", ["7b", "7B", "llama_v2-7b"])
+def test_a_preset_by_family_and_size(size: str) -> None:
+    found = spec(model_type="llama_v2", model_size=size)
+    assert (found.name, found.model_type, found.pretrained) == ("llama_v2-7b", "llama_v2", None)
+    config = found.config
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (4096, 11008, 32)
+    assert config.max_position_embeddings == 4096
+
+
+def test_a_size_alone_is_a_rung_of_the_ladder() -> None:
+    assert spec(model_size="350M").name == "scratch-350m"
+    assert spec(model_type="scratch", model_size="13B").config.hidden_size == 5120
+
+
+def test_given_flags_lie_over_the_preset() -> None:
+    config = spec(model_type="llama_v2", model_size="7b", num_layers=2, vocab_size=50432).config
+    assert (config.num_hidden_layers, config.vocab_size, config.hidden_size) == (2, 50432, 4096)
+
+
+@pytest.mark.parametrize(("width", "positions"), [(2048, 4096), (8192, 8192)])
+def test_a_longer_context_raises_the_positions_and_a_shorter_one_does_not(width: int, positions: int) -> None:
+    config = spec(model_type="llama_v2", model_size="7b", max_context_width=width).config
+    assert config.max_position_embeddings == positions
+
+
+def test_the_original_systems_defaults() -> None:
+    config = spec().config
+    assert config.model_type == "gpt_neox"
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (768, 12, 12)
+    assert (config.vocab_size, config.max_position_embeddings, config.intermediate_size) == (
+        50432,
+        2048,
+        3072,
+    )
+    assert rope(config)["rope_theta"] == 10000
+
+
+# The table of the FSDP sample's README: explicit widths are the presets.
+ROWS = [("7b", 11008, 32, 4096, 32, 32), ("13b", 13824, 40, 5120, 40, 40), ("70b", 28672, 8, 8192, 80, 64)]
+
+
+@pytest.mark.parametrize(("size", "width", "kv", "hidden", "layers", "heads"), ROWS)
+def test_explicit_widths_equal_the_preset(
+    size: str, width: int, kv: int, hidden: int, layers: int, heads: int
+) -> None:
+    given = spec(
+        model_type="llama_v2",
+        max_context_width=4096,
+        hidden_width=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_key_value_heads=kv,
+        intermediate_size=width,
+    ).config.to_dict()
+    assert given == spec(model_type="llama_v2", model_size=size).config.to_dict()
+    # The feed-forward width that is not given is Llama's own up to 13B.
+    if size != "70b":
+        alone = spec(model_type="llama_v2", hidden_width=hidden, num_heads=heads).config
+        assert alone.intermediate_size == width
+
+
+def test_rope_parameters_reach_the_configuration() -> None:
+    preset = rope(spec(model_type="llama_v3", model_size="8b").config)
+    assert preset["rope_theta"] == 500000.0
+    assert preset["rope_type"] == "llama3"
+    assert preset["factor"] == 8.0
+    assert preset["original_max_position_embeddings"] == 8192
+    longer = spec(
+        model_type="llama_v3", model_size="8b", rope_scaling_factor=32.0, rotary_emb_base=1000000
+    ).config
+    assert rope(longer)["factor"] == 32.0
+    assert rope(longer)["rope_theta"] == 1000000
+    plain = spec(model_type="llama_v3", model_size="8b", rope_scaling_type="default").config
+    assert rope(plain)["rope_type"] == "default"
+    assert spec(model_type="phi", model_size="2.7b").config.to_dict()
+    neox = spec(model_type="gpt_neox", rotary_pct=0.5, rotary_emb_base=5000).config
+    assert rope(neox) == {"rope_theta": 5000, "partial_rotary_factor": 0.5, "rope_type": "default"}
+
+
+def test_flags_over_a_configuration_file(tmp_path: Path) -> None:
+    tiny = {"num_layers": 2, "num_heads": 4, "hidden_width": 64, "num_key_value_heads": 2, "vocab_size": 99}
+    spec(model_type="llama_v3", model_size="8b", **tiny).config.save_pretrained(tmp_path)
+    file = str(tmp_path / "config.json")
+    same = spec(hf_pretrained_model_name_or_dir=file)
+    assert same.pretrained is None
+    changed = spec(
+        hf_pretrained_model_name_or_dir=file, num_layers=3, hidden_width=128, rope_scaling_factor=16.0
+    )
+    assert changed.config.num_hidden_layers == 3
+    assert changed.config.head_dim == 32
+    assert rope(changed.config) == rope(same.config) | {"factor": 16.0}
+
+
+TINY = {"hidden_width": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "max_context_width": 32}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_tiny_one_of_every_family_by_flags_alone(family: str) -> None:
+    more = {"rotary_pct": 0.5} if family in ("gpt_neox", "phi") else {}
+    for base in (
+        TINY,
+        TINY | {"model_size": next(s for f, s in presets() if f == family), "intermediate_size": 96},
+    ):
+        if "model_size" in base and family in ("falcon", "llama_v2", "llama_v3", "codellama", "scratch"):
+            more["num_key_value_heads"] = 1
+        elif "model_size" in base and FAMILIES[family].fields.get("num_key_value_heads"):
+            more["num_key_value_heads"] = 4
+        found = spec(model_type=family, **base, **more)
+        model = build_meta(found)
+        materialise(model, "cpu")
+        initialise(model, 1)
+        logits = model.eval()(input_ids=torch.arange(24).view(1, 24)).logits
+        assert logits.shape == (1, 24, 64)
+        assert bool(torch.isfinite(logits).all())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gpt_bigcode", "olmo"])
+def test_types_of_transformers_without_a_name_of_ours(name: str) -> None:
+    found = spec(model_type=name, **TINY)
+    assert found.config.model_type == name
+    assert found.config.num_hidden_layers == 2
+    assert count_parameters(found.config) < 1_000_000
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "lama_v2"}, "did you mean llama_v2"),
+    ({"model_type": "llama_v2", "model_size": "8b"}, "did you mean 7b"),
+    ({"model_type": "qwen2", "model_size": "7b"}, "no presets"),
+    ({"model_type": "llama_v2", "sliding_window": 4}, "--sliding_window 4"),
+    ({"model_type": "llama_v2", "resid_pdrop": 0.1}, "--resid_pdrop"),
+    ({"model_type": "gpt2", "num_key_value_heads": 3}, "--num_key_value_heads"),
+    ({"hidden_width": 65}, "--hidden_width 65 is not a multiple of --num_heads 12"),
+    ({"model_type": "llama_v2", "num_heads": 12, "num_key_value_heads": 5}, "--num_key_value_heads 5"),
+    ({"model_type": "llama_v2", "hidden_width": 36, "num_heads": 4}, "leaves 9"),
+    ({"num_layers": 0}, "--num_layers must be at least 1"),
+    ({"vocab_size": -1}, "--vocab_size must be at least 1"),
+    ({"model_type": "mixtral", "num_experts_per_tok": 9}, "--num_local_experts 8"),
+    ({"model_type": "llama_v3", "rope_scaling_type": "odd"}, "--rope_scaling_type odd"),
+    ({"hf_pretrained_model_name_or_dir": "/does/not/exist"}, "does not exist"),
+    ({"hf_pretrained_model_name_or_dir": "nobody/nothing"}, "give the folder"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), BAD, ids=[words for _, words in BAD])
+def test_what_does_not_fit_is_refused_in_one_line(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec(**flags)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_folders_without_a_usable_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        spec(hf_pretrained_model_name_or_dir=str(tmp_path))
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        spec(hf_pretrained_model_name_or_dir=str(tmp_path))
+
+
+def test_the_documentation_lists_every_preset() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    for preset in presets().values():
+        row = f"| `{preset.model_type}` | `{preset.model_size}` | {preset.parameters:,} |"
+        assert row in text, row
+    assert text.count("\n| `") == len(presets())
