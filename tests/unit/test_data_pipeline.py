@@ -69,7 +69,7 @@ def global_batch(world, step):
 run = st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.integers(0, 3))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     size=st.integers(1, 90),
     seed=st.integers(0, 2**40),
