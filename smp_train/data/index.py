@@ -75,6 +75,8 @@ class _Caches:
             try:
                 os.makedirs(place[0], mode=0o777 if place is self.places[0] else 0o700, exist_ok=True)
                 _sweep(place[0])
+                if os.path.basename(place[0]) == BESIDE:
+                    Path(place[0], ".gitignore").write_text("*\n")
             except OSError as error:
                 reasons.append(f"{place[0]}: cannot hold the token cache ({error.strerror})")
                 continue
@@ -164,17 +166,14 @@ class TokenShards(Source):
         # One thread reads ahead while another asks for names: no reader may be closed under the other's
         # hands.
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of all rows in order; where the shards live and how they are compressed does not matter."""
         digest = hashlib.blake2b(digest_size=16)
         for header in self.headers:
             digest.update(f"{header.digest} {header.rows} {header.tokens} {header.dtype}\n".encode())
-        return digest.hexdigest()
+        self.fingerprint = digest.hexdigest()
+        """Digest of all rows in order; where the shards live and how they are compressed does not matter."""
+
+    def __len__(self) -> int:
+        return self._starts[-1]
 
     @property
     def last_shard(self) -> range:

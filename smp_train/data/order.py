@@ -19,7 +19,7 @@ SHUFFLES = ("global", "none")
 ROUNDS = 6
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _keys(seed: int, epoch: int) -> np.ndarray:
     digest = hashlib.blake2b(f"smp-train order {seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, dtype="<u8")
@@ -32,17 +32,24 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Map ``indices`` (each below ``size``) by (seed, epoch)'s permutation of [0, size); uint64."""
+def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np.ndarray:
+    """Map each of ``indices`` (in [0, size)) by the permutation of [0, size) that (seed, its epoch) names.
+
+    Both arrays have one dimension; returns uint64.
+    """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
-    keys = _keys(seed, epoch)
+    if indices.size == 0:
+        return indices.astype(np.uint64)
+    names, which = np.unique(epochs, return_inverse=True)
+    # [round, element]: many epochs in one pass, for data sets smaller than a batch.
+    keys = np.stack([_keys(seed, int(epoch)) for epoch in names], axis=1)[:, which]
     result = indices.astype(np.uint64)
     walking = np.arange(result.size)
     while walking.size:
         x = result[walking]
         left, right = x >> half, x & low
-        for key in keys:
+        for key in keys[:, walking]:
             left, right = right, left ^ (_mix(right + key) & low)
         x = (left << half) | right
         result[walking] = x
@@ -75,11 +82,8 @@ class Order:
         epochs, within = np.divmod(positions, self.size)
         if self.shuffle == "none":
             return epochs, within
-        rows = np.empty_like(within)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            rows[here] = permute(within[here].astype(np.uint64), self.size, self.seed, int(epoch))
-        return epochs, rows
+        rows = permute(within.ravel(), self.size, self.seed, epochs.ravel())
+        return epochs, rows.astype(np.int64).reshape(positions.shape)
 
     def row(self, position: int) -> tuple[int, int]:
         """Return (epoch, row index) of one position."""

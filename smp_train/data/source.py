@@ -24,10 +24,8 @@ class Source(Protocol):
     restart, or a resumed run does not continue the one before it.
     """
 
-    @property
-    def fingerprint(self) -> str:
-        """Identity of the content. A run refuses to resume on a data set with another fingerprint."""
-        ...
+    fingerprint: str
+    """Identity of the content. A run refuses to resume on a data set with another fingerprint."""
 
     def __len__(self) -> int:
         """Return the number of rows."""

@@ -25,11 +25,7 @@ class Synthetic(Source):
         self.vocab_size = vocab_size
         self.seed = seed
         self.size = size
-
-    @property
-    def fingerprint(self) -> str:
-        """Everything the rows depend on."""
-        return f"synthetic seed={self.seed} vocab={self.vocab_size} length={self.seq_len} rows={self.size}"
+        self.fingerprint = f"synthetic seed={seed} vocab={vocab_size} length={seq_len} rows={size}"
 
     def __len__(self) -> int:
         return self.size

@@ -143,7 +143,9 @@ class _Ahead:
             self.stopped = True
             self.ready.clear()
             self.changed.notify_all()
-        thread.join()
+        # The collector may run this in the thread itself.
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 class Prefetch(Iterator[Any]):
@@ -237,7 +239,7 @@ class TrainingData:
     def positions(self, consumed: int) -> np.ndarray:
         """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
         j = np.arange(self.accumulation, dtype=np.int64)[:, None] * (self.micro_batch * self.dp_size)
-        i = np.arange(self.micro_batch, dtype=np.int64)[None, :]
+        i = np.arange(self.micro_batch, dtype=np.int64)
         return consumed + j + self.dp_rank * self.micro_batch + i
 
     def step(self, consumed: int) -> list[Batch]:
@@ -251,12 +253,11 @@ class TrainingData:
         return collate(rows, names, self.seq_len, long=self.long, pin_memory=self.pin_memory)
 
     def _steps(self, consumed: int) -> Iterator[list[Batch]]:
-        # The order is worked out for many steps at once: for a few rows, NumPy costs more by the call than
-        # by the row.
-        many = max(1, 1024 // (self.micro_batch * self.accumulation))
+        # The order is worked out for many steps at once: NumPy costs more by the call than by the row.
+        many = max(1, 512 // (self.micro_batch * self.accumulation))
+        later = np.arange(many, dtype=np.int64)[:, None, None] * self.global_batch
         while True:
-            starts = [consumed + step * self.global_batch for step in range(many)]
-            _, rows = self.order.rows(np.stack([self.positions(start) for start in starts]))
+            _, rows = self.order.rows(self.positions(consumed) + later)
             for step in rows.tolist():
                 yield [self._batch(indices) for indices in step]
             consumed += many * self.global_batch

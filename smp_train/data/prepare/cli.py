@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 MANIFEST = "_manifest.json"
 MAKER = "smp-train prepare"
 FORMAT = 1
-BATCH_DOCUMENTS = 64
-TOKENIZER_SAMPLE_PER_ENTRY = 1024
+BATCH_CHARACTERS = 1 << 19
+TOKENIZER_SAMPLE_PER_ENTRY = 512
 """Bytes of text a tokenizer is trained on, for each entry of its vocabulary."""
 OURS = re.compile(r"(train|test)-\d{5}\.json(\.gz)?")
 
@@ -181,6 +181,7 @@ def _fill(
 ) -> None:
     train, test = writers["train"], writers["test"]
     waiting: list[tuple[int, str]] = []
+    size = 0
 
     def write() -> None:
         encoded = tokenizer.encode_batch_fast([text for _, text in waiting], add_special_tokens=False)
@@ -193,8 +194,10 @@ def _fill(
 
     for document in _numbered(files):
         waiting.append(document)
-        if len(waiting) == BATCH_DOCUMENTS:
+        size += len(document[1])
+        if size >= BATCH_CHARACTERS:
             write()
+            size = 0
             if train.full and (test.full or test.max_rows is None or not validation_fraction):
                 break
     write()

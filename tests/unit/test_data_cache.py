@@ -1,0 +1,421 @@
+"""The token cache: what is read is what was written, files appear whole or not at all, damage is noticed."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from smp_train.data import index, token_cache
+from smp_train.data.index import BESIDE, convert, open_source
+from smp_train.data.utils import list_shards
+from smp_train.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_shard(path: Path, rows, blanks: bool = False) -> None:
+    lines = []
+    for ids, mask in rows:
+        record = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
+        lines.append(json.dumps(record) + "\n" + ("\n" if blanks else ""))
+    text = "".join(lines).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text) if path.name.endswith(".gz") else text)
+
+
+def plain_rows(n, length=6, base=0):
+    return [([(base + i * length + k) % 97 for k in range(length)], [1] * length) for i in range(n)]
+
+
+def random_rows(kind, n, seed=0):
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(n):
+        length = 9 if kind in ("same length", "same length, padded") else rng.randrange(2, 40)
+        mask = [1] * length
+        if "padded" in kind:
+            valid = rng.randrange(2, length + 1)
+            mask = [1] * valid + [0] * (length - valid)
+        elif kind == "holes":
+            mask = [rng.randrange(2) for _ in range(length - 1)] + [1]
+        rows.append(([rng.randrange(97) for _ in range(length)], mask))
+    return rows
+
+
+def check_rows(source, rows):
+    assert len(source) == len(rows)
+    for i in random.Random(1).sample(range(len(rows)), len(rows)):
+        ids, mask = rows[i]
+        row = source.row(i)
+        assert row.input_ids.tolist() == ids
+        assert (row.counted is None) == (mask is None or all(mask))
+        if row.counted is not None:
+            assert row.counted.tolist() == [bool(m) for m in mask]
+
+
+KINDS = ["same length", "same length, padded", "ragged", "ragged, padded", "holes"]
+
+
+@pytest.mark.parametrize("vocab_size", [97, 65_536, 65_537])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_come_back(tmp_path, kind, vocab_size):
+    rows = random_rows(kind, 70)
+    rows[3] = ([vocab_size - 1] * len(rows[3][0]), rows[3][1])
+    for n, name in enumerate(["a.json", "b.json.gz", "c.jsonl"]):
+        write_shard(tmp_path / name, rows[n * 25 : (n + 1) * 25], blanks=n == 1)
+    source = open_source(str(tmp_path), vocab_size=vocab_size)
+    check_rows(source, rows)
+    assert source.name(24) == "a.json:25"
+    assert source.name(27) == "b.json.gz:5", "blank lines count"
+    assert source.last_shard == range(50, 70)
+    report = source.report()
+    assert report["rows"] == 70
+    assert report["tokens"] == sum(len(ids) for ids, _ in rows)
+    assert report["counted_tokens"] == sum(sum(mask) for _, mask in rows)
+    assert report["longest"] == max(len(ids) for ids, _ in rows)
+    first = next(i for i, (ids, _) in enumerate(rows) if len(ids) == report["longest"])
+    assert report["longest_at"] == str(tmp_path / source.name(first))
+    tok = next((tmp_path / BESIDE).glob("a.json-*.tok"))
+    assert token_cache.read_header(str(tok)[:-4])[0].dtype == ("<u2" if vocab_size <= 65_536 else "<u4")
+    with pytest.raises(IndexError):
+        source.row(70)
+
+
+def test_the_second_start_converts_nothing(tmp_path):
+    write_shard(tmp_path / "a.json", plain_rows(5))
+    write_shard(tmp_path / "b.json", plain_rows(5))
+    assert convert(str(tmp_path), vocab_size=97) == 2
+    assert convert(str(tmp_path), vocab_size=97) == 0
+    assert convert(str(tmp_path), vocab_size=98) == 2, "another vocabulary may refuse other rows"
+
+
+def test_shares_are_disjoint_and_complete(tmp_path):
+    for n in range(7):
+        write_shard(tmp_path / f"{n}.json", plain_rows(1 + n * 3))
+    assert sum(convert(str(tmp_path), vocab_size=97, rank=rank, world=3) for rank in range(3)) == 7
+    assert len(list((tmp_path / BESIDE).glob("*.idx"))) == 7
+
+
+def test_a_rank_that_sees_no_cache_of_the_others_makes_its_own(tmp_path):
+    for n in range(4):
+        write_shard(tmp_path / "data" / f"{n}.json", plain_rows(3, base=n))
+    node = str(tmp_path / "node-local")
+    assert convert(str(tmp_path / "data"), vocab_size=97, cache_dir=node, rank=1, world=2) == 2
+    source = open_source(str(tmp_path / "data"), vocab_size=97, cache_dir=node, rank=1, world=2)
+    check_rows(source, [row for n in range(4) for row in plain_rows(3, base=n)])
+
+
+def test_fingerprint_is_of_the_content(tmp_path):
+    rows = random_rows("ragged, padded", 20)
+    write_shard(tmp_path / "one" / "a.json", rows)
+    write_shard(tmp_path / "two" / "other.json.gz", rows, blanks=True)
+    first = open_source(str(tmp_path / "one"), vocab_size=97).fingerprint
+    assert open_source(str(tmp_path / "two"), vocab_size=97).fingerprint == first
+    for n, change in enumerate(["id", "mask", "order", "fewer"]):
+        changed = [(list(ids), list(mask)) for ids, mask in rows]
+        if change == "id":
+            changed[7][0][1] ^= 1
+        elif change == "mask":
+            changed[7] = (changed[7][0], [1, 1] + [1 - changed[7][1][-1]] * (len(changed[7][0]) - 2))
+        elif change == "order":
+            changed[3], changed[4] = changed[4], changed[3]
+        else:
+            changed.pop()
+        write_shard(tmp_path / f"changed{n}" / "a.json", changed)
+        assert open_source(str(tmp_path / f"changed{n}"), vocab_size=97).fingerprint != first, change
+
+
+def test_bad_lines_are_named(tmp_path):
+    write_shard(tmp_path / "a.json", plain_rows(3))
+    path = tmp_path / "b.json"
+    path.write_bytes(b'{"input_ids": [1, 2]}\n\n{"input_ids": [1, 32000]}\n')
+    with pytest.raises(DataError) as caught:
+        convert(str(tmp_path), vocab_size=32000)
+    assert str(caught.value).startswith(f"{path}:3: token id 32000 is outside the vocabulary [0, 32000); ")
+    assert not list((tmp_path / BESIDE).glob("b.json*"))
+    assert not list((tmp_path / BESIDE).glob(".*.tmp")), "nothing half done is left"
+    path.write_bytes(b"\n \n\n")
+    with pytest.raises(DataError, match=r"b\.json: empty shard \(no row in it\)"):
+        convert(str(tmp_path), vocab_size=32000)
+    path.write_bytes(gzip.compress(b""))
+    with pytest.raises(DataError, match=r"b\.json: empty shard \(no row in it\)"):
+        convert(str(tmp_path), vocab_size=32000)
+
+
+def test_a_changed_shard_is_converted_again(tmp_path):
+    path = tmp_path / "a.json"
+    write_shard(path, plain_rows(3))
+    before = open_source(str(tmp_path), vocab_size=97)
+    write_shard(path, plain_rows(3, base=1))
+    os.utime(path, ns=(1, 1))
+    after = open_source(str(tmp_path), vocab_size=97)
+    check_rows(before, plain_rows(3))
+    check_rows(after, plain_rows(3, base=1))
+    assert before.fingerprint != after.fingerprint
+
+
+def test_a_shard_that_changes_under_the_converter(tmp_path):
+    path = tmp_path / "a.json"
+    write_shard(path, plain_rows(300))
+    shard = list_shards(str(tmp_path))[0]
+
+    def grow(done):
+        os.utime(path, ns=(5, 5))
+
+    with pytest.raises(DataError, match=r"a\.json: changed while it was being read"):
+        token_cache.write(shard, str(tmp_path / "base"), 97, grow)
+    assert not list(tmp_path.glob("base*"))
+
+
+@pytest.mark.parametrize("suffix", [".tok", ".idx"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "empty", "longer"])
+def test_damaged_files_are_rebuilt(tmp_path, suffix, damage):
+    write_shard(tmp_path / "a.json", random_rows("ragged, padded", 30))
+    open_source(str(tmp_path), vocab_size=97)
+    path = next((tmp_path / BESIDE).glob("*" + suffix))
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"cut": content[:-1], "empty": b"", "longer": content + b"x"}[damage])
+    assert convert(str(tmp_path), vocab_size=97) == 1
+    assert path.read_bytes() == content
+    check_rows(open_source(str(tmp_path), vocab_size=97), random_rows("ragged, padded", 30))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_flipped_bit_is_read(tmp_path, kind):
+    """Each byte of the cache in turn is damaged: what is read is right, or a DataError names the file."""
+    rows = random_rows(kind, 6)
+    write_shard(tmp_path / "a.json", rows)
+    open_source(str(tmp_path), vocab_size=97)
+    noticed = 0
+    for path in sorted((tmp_path / BESIDE).glob("*.*x")) + sorted((tmp_path / BESIDE).glob("*.tok")):
+        content = path.read_bytes()
+        for place in range(0, len(content), 1 if path.suffix == ".tok" else 3):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+            found = token_cache.read_header(str(path)[:-4])
+            if found is None:
+                noticed += 1
+                continue
+            try:
+                reader = token_cache.ShardReader(str(path)[:-4])
+                for i, (ids, mask) in enumerate(rows):
+                    row = reader.row(i)
+                    assert row.input_ids.tolist() == ids
+                    assert (mask if row.counted is None else row.counted.tolist()) == [bool(m) for m in mask]
+            except DataError as error:
+                noticed += f"{path}"[:-4] in str(error) and "remove this file and its .idx" in str(error)
+        path.write_bytes(content)
+    assert noticed > 50
+
+
+def test_a_cache_truncated_under_the_reader_is_an_error(tmp_path):
+    write_shard(tmp_path / "a.json", plain_rows(50))
+    source = open_source(str(tmp_path), vocab_size=97)
+    source.row(0)
+    os.truncate(next((tmp_path / BESIDE).glob("*.tok")), 100)
+    with pytest.raises(DataError, match=r"row 40 \(a\.json:41\) does not match its checksum"):
+        source.row(40)
+
+
+def test_more_shards_than_may_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "OPEN_SHARDS", 3)
+    rows = []
+    for n in range(12):
+        rows += plain_rows(2, base=n)
+        write_shard(tmp_path / f"{n:02}.json", plain_rows(2, base=n))
+    source = open_source(str(tmp_path), vocab_size=97)
+    before = len(os.listdir("/proc/self/fd"))
+    check_rows(source, rows)
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
+    source.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    check_rows(source, rows)
+
+
+def test_a_cache_moves_with_its_folder(tmp_path):
+    write_shard(tmp_path / "here" / "a.json", plain_rows(3))
+    convert(str(tmp_path / "here"), vocab_size=97)
+    os.rename(tmp_path / "here", tmp_path / "there")
+    assert convert(str(tmp_path / "there"), vocab_size=97) == 0
+
+
+def test_one_cache_folder_for_two_data_sets_of_one_shape(tmp_path):
+    for n in range(2):
+        write_shard(tmp_path / str(n) / "a.json", [([n, n + 1], [1, 1])])
+        os.utime(tmp_path / str(n) / "a.json", ns=(7, 7))
+    cache = str(tmp_path / "cache")
+    sources = [open_source(str(tmp_path / str(n)), vocab_size=97, cache_dir=cache) for n in range(2)]
+    assert [source.row(0).input_ids.tolist() for source in sources] == [[0, 1], [1, 2]]
+    assert not (tmp_path / "0" / BESIDE).exists()
+
+
+def test_no_place_beside_the_data(tmp_path, monkeypatch, caplog):
+    """A plain file where the cache folder would be stands for a folder that cannot be written."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    write_shard(tmp_path / "data" / "a.json", plain_rows(3))
+    (tmp_path / "data" / BESIDE).touch()
+    with caplog.at_level("INFO"):
+        check_rows(open_source(str(tmp_path / "data"), vocab_size=97), plain_rows(3))
+    assert "cannot hold the token cache" in caplog.text
+    assert len(list((tmp_path / "home").rglob("*.idx"))) == 1
+    assert convert(str(tmp_path / "data"), vocab_size=97) == 0
+    with pytest.raises(DataError, match=r"cannot hold the token cache .*; give a --data_cache_dir"):
+        convert(str(tmp_path / "data"), vocab_size=97, cache_dir=str(tmp_path / "data" / BESIDE))
+
+
+READ_ONLY = """
+import os, sys
+sys.path.insert(0, {root!r})
+from smp_train.data.index import BESIDE, open_source
+os.setgid(65534)
+os.setuid(65534)
+source = open_source({data!r}, vocab_size=97)
+assert not os.path.exists(os.path.join({data!r}, BESIDE))
+print(len(source), source.report()["cache"])
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user who may not write")
+def test_read_only_data_folder(tmp_path):
+    base = Path(f"/tmp/smp-train-test-{os.getpid()}")
+    try:
+        write_shard(base / "data" / "a.json", plain_rows(3))
+        (base / "home").mkdir(mode=0o777)
+        os.chmod(base / "home", 0o777)
+        environment = {**os.environ, "XDG_CACHE_HOME": str(base / "home")}
+        code = READ_ONLY.format(root=str(ROOT), data=str(base / "data"))
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["3", str(base / "home/smp_train/tokens")]
+    finally:
+        subprocess.run(["rm", "-rf", str(base)], check=True)
+
+
+def test_full_disk(tmp_path, monkeypatch):
+    write_shard(tmp_path / "a.json", plain_rows(3))
+
+    def full(fd):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(token_cache.os, "fsync", full)
+    with pytest.raises(
+        DataError, match=r"cannot write the token cache \(No space left.*free some space or give a --data"
+    ):
+        convert(str(tmp_path), vocab_size=97)
+    assert os.listdir(tmp_path / BESIDE) == [".gitignore"]
+
+
+def test_killed_between_the_two_files(tmp_path, monkeypatch):
+    write_shard(tmp_path / "a.json", plain_rows(30))
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_cache, "_write_index", killed)
+        with pytest.raises(Killed):
+            convert(str(tmp_path), vocab_size=97)
+    assert [path.suffix for path in (tmp_path / BESIDE).glob("a*")] == [".tok"]
+    assert convert(str(tmp_path), vocab_size=97) == 1
+    check_rows(open_source(str(tmp_path), vocab_size=97), plain_rows(30))
+
+
+def _convert_and_hang(folder, reached):
+    def tick(done):
+        reached.set()
+        time.sleep(60)
+
+    shard = list_shards(folder)[0]
+    os.makedirs(os.path.join(folder, BESIDE), exist_ok=True)
+    token_cache.write(shard, os.path.join(folder, BESIDE, token_cache.cache_key(shard, 97)), 97, tick)
+
+
+def test_kill_9_during_conversion(tmp_path):
+    write_shard(tmp_path / "a.json", plain_rows(300))
+    context = multiprocessing.get_context("forkserver")
+    reached = context.Event()
+    process = context.Process(target=_convert_and_hang, args=(str(tmp_path), reached))
+    process.start()
+    assert reached.wait(60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    left = list((tmp_path / BESIDE).glob(".*.tmp"))
+    assert len(left) == 1
+    assert convert(str(tmp_path), vocab_size=97) == 1
+    check_rows(open_source(str(tmp_path), vocab_size=97), plain_rows(300))
+    assert left[0].exists(), "it may belong to another job that is still writing"
+    os.utime(left[0], (time.time() - 2 * index.STALE_SECONDS,) * 2)
+    write_shard(tmp_path / "b.json", plain_rows(3))
+    convert(str(tmp_path), vocab_size=97)
+    assert not left[0].exists()
+
+
+def _convert_all(folder, start):
+    start.wait(60)
+    convert(folder, vocab_size=97)
+    return open_source(folder, vocab_size=97).fingerprint
+
+
+def _job(folder, start, results):
+    results.put(_convert_all(folder, start))
+
+
+def test_two_jobs_at_once(tmp_path):
+    rows = []
+    for n in range(5):
+        rows += plain_rows(200, base=n)
+        write_shard(tmp_path / f"{n}.json.gz", plain_rows(200, base=n))
+    context = multiprocessing.get_context("forkserver")
+    start, results = context.Barrier(2), context.Queue()
+    jobs = [context.Process(target=_job, args=(str(tmp_path), start, results)) for _ in range(2)]
+    for job in jobs:
+        job.start()
+    found = [results.get(timeout=60) for _ in jobs]
+    for job in jobs:
+        job.join()
+    source = open_source(str(tmp_path), vocab_size=97)
+    assert found == [source.fingerprint] * 2
+    check_rows(source, rows)
+    assert not list((tmp_path / BESIDE).glob(".*.tmp"))
+
+
+def test_opening_does_not_grow_with_the_rows(tmp_path):
+    """Headers alone are read at the start: a shard of 1e9 rows opens as fast as one of ten."""
+    write_shard(tmp_path / "a.json", plain_rows(10))
+    convert(str(tmp_path), vocab_size=97)
+    base = str(next((tmp_path / BESIDE).glob("*.idx")))[:-4]
+    header, _ = token_cache.read_header(base)
+    rows = 10**9
+    text = json.dumps(
+        {
+            **header.__dict__,
+            "rows": rows,
+            "tok_bytes": rows * 12,
+            "tokens": rows * 6,
+            "arrays": {"crc": ["<u4", rows]},
+        }
+    ).encode()
+    with open(base + ".idx", "wb") as file:
+        file.write(token_cache._PREFIX.pack(token_cache.MAGIC, len(text), zlib.crc32(text)) + text)
+        file.truncate(file.tell() + rows * 4)
+    os.truncate(base + ".tok", rows * 12)
+    began = time.perf_counter()
+    source = open_source(str(tmp_path), vocab_size=97)
+    assert len(source) == rows
+    assert time.perf_counter() - began < 1.0
+    assert np.array_equal(source.last_shard[-1:], [rows - 1])

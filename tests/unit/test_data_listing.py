@@ -1,0 +1,156 @@
+"""Which files of a folder are shards, and what is said of those that cannot be."""
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+
+from smp_train.data.utils import is_gzip, list_shards, read_lines
+from smp_train.errors import DataError
+
+LINE = b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n'
+
+
+def put(folder: Path, *names: str, content: bytes = LINE) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+
+
+def refuses(location, *parts, **options):
+    with pytest.raises(DataError) as caught:
+        list_shards(str(location), **options)
+    for part in parts:
+        assert str(part) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_lists_by_name_and_leaves_out_what_is_no_shard(tmp_path):
+    put(tmp_path, "b.json.gz", "a.jsonl", "10.json", "9.jsonl.gz", "é ü.json")
+    put(
+        tmp_path,
+        ".hidden.json",
+        "_manifest.json",
+        "notes.txt",
+        "c.json.tmp",
+        "sub/d.json",
+        "folder.json/x.json",
+    )
+    (tmp_path / "_SUCCESS").touch()
+    assert [shard.name for shard in list_shards(str(tmp_path))] == [
+        "10.json",
+        "9.jsonl.gz",
+        "a.jsonl",
+        "b.json.gz",
+        "é ü.json",
+    ]
+
+
+def test_one_file(tmp_path):
+    put(tmp_path, "a.json")
+    assert [shard.name for shard in list_shards(str(tmp_path / "a.json"))] == ["a.json"]
+
+
+def test_nothing_there(tmp_path):
+    refuses(tmp_path / "missing", "missing: no such data folder", "--training_dir")
+    refuses(tmp_path, tmp_path, "no shard in this folder", "*.json.gz")
+    put(tmp_path, "train/a.json")
+    refuses(tmp_path, "its subfolders are train")
+    refuses("s3://bucket/prefix", "s3://bucket/prefix: reading from S3 is not in this version", "aws s3 sync")
+
+
+def test_unusable_shards(tmp_path):
+    put(tmp_path, "a.json")
+    (tmp_path / "b.json").touch()
+    refuses(tmp_path, tmp_path / "b.json", "empty shard (0 bytes)")
+    (tmp_path / "b.json").unlink()
+    (tmp_path / "b.json.gz").symlink_to(tmp_path / "gone")
+    refuses(tmp_path, tmp_path / "b.json.gz", "cannot be read (No such file or directory)")
+    (tmp_path / "b.json.gz").unlink()
+    os.mkfifo(tmp_path / "b.json")
+    refuses(tmp_path, "b.json: is not a regular file")
+
+
+def test_rows_that_would_count_twice(tmp_path):
+    put(tmp_path, "a.json", "b.json")
+    put(tmp_path, "b.json.gz")
+    refuses(tmp_path, tmp_path / "b.json.gz", "b.json is beside it", "count twice")
+    (tmp_path / "b.json.gz").unlink()
+    (tmp_path / "c.json").symlink_to("a.json")
+    refuses(tmp_path, tmp_path / "c.json", "the same file as a.json")
+    (tmp_path / "c.json").unlink()
+    os.link(tmp_path / "a.json", tmp_path / "c.json")
+    refuses(tmp_path, tmp_path / "c.json", "the same file as a.json")
+
+
+def test_gzip_is_told_by_content(tmp_path):
+    (tmp_path / "plain.json.gz").write_bytes(LINE)
+    (tmp_path / "zipped.json").write_bytes(gzip.compress(LINE))
+    assert not is_gzip(str(tmp_path / "plain.json.gz"))
+    assert is_gzip(str(tmp_path / "zipped.json"))
+    for shard in list_shards(str(tmp_path)):
+        assert list(read_lines(shard.path)) == [(1, LINE)]
+
+
+def test_zipped_flag_checks(tmp_path):
+    put(tmp_path, "a.json.gz")
+    assert len(list_shards(str(tmp_path), zipped=True)) == 1
+    refuses(tmp_path, tmp_path / "a.json.gz", "is gzipped, but --zipped_data is 0", zipped=False)
+    put(tmp_path, "b.json")
+    refuses(tmp_path, tmp_path / "b.json", "is plain, but --zipped_data is 1", zipped=True)
+
+
+def test_blank_lines_count_and_only_newline_ends_a_line(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\n  \r\none\n\ntwo\xe2\x80\xa8still\rtwo\nlast")
+    assert list(read_lines(str(path))) == [(3, b"one\n"), (5, b"two\xe2\x80\xa8still\rtwo\n"), (6, b"last")]
+
+
+@pytest.mark.parametrize(
+    ("mark", "reason"),
+    [(b"\xef\xbb\xbf", "byte order mark"), (b"\xff\xfe{\0", "UTF-16"), (b"\xfe\xff\0{", "UTF-16")],
+)
+def test_byte_order_marks(tmp_path, mark, reason):
+    (tmp_path / "a.json").write_bytes(mark + LINE)
+    with pytest.raises(DataError, match=f"a.json:1: .*{reason}"):
+        list(read_lines(str(tmp_path / "a.json")))
+
+
+ROWS = b"".join(b'{"input_ids": [%d, 2]}\n' % n for n in range(5000))
+ZIP = gzip.compress(ROWS)
+TWO = gzip.compress(ROWS[:5000]) + gzip.compress(ROWS[5000:])
+DAMAGE = {
+    "whole": (ZIP, None),
+    "two members": (TWO, None),
+    "trailing zeros": (ZIP + b"\0" * 64, None),
+    "cut in the middle": (ZIP[: len(ZIP) // 2], "cut short"),
+    "second member cut": (TWO[:-2000], "cut short"),
+    "cut in the header": (ZIP[:7], "a.json.gz:1: gzip stream is damaged or cut short"),
+    "cut in the trailer": (ZIP[:-3], "cut short"),
+    "trailing garbage": (ZIP + b"garbage", "damaged"),
+    "bad checksum": (ZIP[:-8] + b"\1\2\3\4" + ZIP[-4:], "damaged"),
+    "bad length": (ZIP[:-4] + b"\1\2\3\4", "damaged"),
+    "flipped bit": (ZIP[:3000] + bytes([ZIP[3000] ^ 16]) + ZIP[3001:], "damaged"),
+    "magic alone": (b"\x1f\x8b", "damaged or cut short"),
+    "not deflate": (b"\x1f\x8b\x08\0\0\0\0\0\0\3" + b"\xff" * 100, "damaged"),
+    "no gzip inside": (b"\x1f\x8bhello", "damaged"),
+}
+
+
+@pytest.mark.parametrize("decoder", ["installed", "gzip"])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_gzip_is_never_read_as_less(tmp_path, monkeypatch, name, decoder):
+    if decoder == "gzip":
+        monkeypatch.setattr("smp_train.data.utils.GzipFile", gzip.GzipFile)
+    content, reason = DAMAGE[name]
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(content)
+    if reason is None:
+        assert b"".join(line for _, line in read_lines(str(path))) == ROWS
+        return
+    with pytest.raises(DataError) as caught:
+        list(read_lines(str(path)))
+    assert str(path) + ":" in str(caught.value)
+    assert reason in str(caught.value)
+    assert "copy the shard again" in str(caught.value)

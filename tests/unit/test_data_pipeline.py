@@ -1,0 +1,345 @@
+"""Who reads what, in which order, over which history; and what a batch is made of."""
+
+import gc
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_train.data.order import Order
+from smp_train.data.pipelines.data_pipeline import Row, Source, TrainingData, ValidationData, collate
+from smp_train.data.synthetic import Synthetic
+from smp_train.errors import ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Numbers(Source):
+    """Row i is three times i."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, size, broken=None):
+        self.size = size
+        self.broken = broken
+
+    def __len__(self):
+        return self.size
+
+    def row(self, index):
+        assert 0 <= index < self.size
+        if index == self.broken:
+            raise DataError(f"numbers:{index}: broken")
+        return Row(np.full(3, index))
+
+    def name(self, index):
+        return f"numbers:{index}"
+
+
+def data(size, *, seed=1, shuffle="global", mb=2, acc=1, rank=0, world=1, **options):
+    options.setdefault("prefetch", 0)
+    return TrainingData(
+        Numbers(size, options.pop("broken", None)),
+        Order(size, seed, shuffle),
+        seq_len=3,
+        micro_batch=mb,
+        accumulation=acc,
+        dp_rank=rank,
+        dp_size=world,
+        **options,
+    )
+
+
+def global_batch(world, step):
+    """Put the ranks' micro-batches of one step back into the global order."""
+    batches = [next(rank) for rank in world] if step is None else [rank.step(step) for rank in world]
+    return [
+        int(row[0])
+        for micro in zip(*batches, strict=True)
+        for batch in micro
+        for row in batch.input_ids
+    ]  # fmt: skip
+
+
+run = st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.integers(0, 3))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    size=st.integers(1, 90),
+    seed=st.integers(0, 2**40),
+    shuffle=st.sampled_from(["global", "global", "none"]),
+    runs=st.lists(run, min_size=1, max_size=6),
+    prefetch=st.sampled_from([0, 0, 0, 1, 5]),
+)
+def test_any_history_sees_every_sample_once_in_one_order(size, seed, shuffle, runs, prefetch):
+    """Each run takes some steps on some ranks, then is killed some steps after its last checkpoint."""
+    consumed, seen = 0, []
+    for world_size, mb, acc, steps, lost in runs:
+        world = [
+            data(
+                size, seed=seed, shuffle=shuffle, mb=mb, acc=acc, rank=r, world=world_size, prefetch=prefetch
+            )
+            for r in range(world_size)
+        ]
+        starts = {rank.check_state(world[0].state(consumed)) for rank in world}
+        assert starts == {consumed}
+        streams = [rank.batches(consumed) for rank in world]
+        for step in range(steps + lost):
+            batch = global_batch(streams, None)
+            assert len(batch) == world[0].global_batch
+            if step < steps:
+                seen += batch
+                consumed += world[0].global_batch
+        for stream in streams:
+            stream.close()
+    alone = Order(size, seed, shuffle).rows(np.arange(consumed))[1]
+    assert seen == alone.tolist()
+    for epoch in range(consumed // size):
+        assert sorted(seen[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_global_batches_do_not_depend_on_ranks():
+    for step in range(0, 60, 12):
+        expected = global_batch([data(17, mb=12)], step)
+        for world_size, mb, acc in [(1, 4, 3), (4, 1, 3), (4, 3, 1), (12, 1, 1), (2, 3, 2), (3, 4, 1)]:
+            ranks = [data(17, mb=mb, acc=acc, rank=r, world=world_size) for r in range(world_size)]
+            assert global_batch(ranks, step) == expected
+
+
+@pytest.mark.parametrize("start", [0, 1, 16, 17, 18, 17 * 5, 2**33])
+def test_resume_anywhere(start):
+    whole = data(17, mb=1)
+    expected = [global_batch([whole], start + n)[0] for n in range(40)]
+    for prefetch in (0, 1, 8):
+        stream = data(17, mb=2, acc=2, prefetch=prefetch).batches(start)
+        assert [row for _ in range(10) for row in global_batch([stream], None)] == expected
+        stream.close()
+
+
+def test_no_thread_outlives_its_stream():
+    def reading():
+        return [thread for thread in threading.enumerate() if thread.name == "smp-train-data"]
+
+    stream = data(50, prefetch=3).batches(0)
+    next(stream)
+    assert len(reading()) == 1
+    stream.close()
+    assert not reading()
+    stream = data(50, prefetch=3).batches(0)
+    next(stream)
+    del stream
+    gc.collect()
+    assert not reading()
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_an_error_comes_in_the_step_it_belongs_to(prefetch):
+    order = Order(20, 1).rows(np.arange(20))[1].tolist()
+    stream = data(20, prefetch=prefetch, broken=order[9]).batches(0)
+    for _ in range(4):
+        next(stream)
+    with pytest.raises(DataError, match=f"numbers:{order[9]}: broken"):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_waiting_is_measured():
+    gate = threading.Event()
+
+    class Slow(Numbers):
+        def row(self, index):
+            gate.wait(60)
+            return super().row(index)
+
+    trained = TrainingData(
+        Slow(9), Order(9), seq_len=3, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1, prefetch=2
+    )
+    stream = trained.batches(0)
+    timer = threading.Timer(0.2, gate.set)
+    timer.start()
+    next(stream)
+    assert trained.wait_seconds > 0.1
+    stream.close()
+    timer.join()
+
+
+def test_state_refuses_other_data():
+    state = data(17, seed=3).state(34)
+    assert data(17, seed=3, mb=5, world=2).check_state(state) == 34
+    for other, reason in [
+        (data(17, seed=4), "--seed changed: 3 in the checkpoint, 4 now"),
+        (data(18, seed=3), "rows 17 in the checkpoint, 18 now"),
+        (data(17, seed=3, shuffle="none"), "--shuffle changed: global in the checkpoint, none now"),
+    ]:
+        with pytest.raises(DataError, match=reason):
+            other.check_state(state)
+    with pytest.raises(
+        DataError, match="the training data changed: fingerprint else in the checkpoint, numbers now"
+    ):
+        data(17, seed=3).check_state({**state, "fingerprint": "else"})
+    with pytest.raises(DataError, match="version 99"):
+        data(17, seed=3).check_state({**state, "version": 99})
+
+
+def test_bad_arguments():
+    with pytest.raises(ConfigError, match="order is of 4 rows, but the data set has 5"):
+        TrainingData(Numbers(5), Order(4), seq_len=3, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1)
+    with pytest.raises(ConfigError, match="--long crop is not in this version"):
+        data(5, long="crop")
+    with pytest.raises(ConfigError, match="--train_batch_size"):
+        data(5, mb=0)
+    with pytest.raises(ConfigError, match="rank 2 is not one of 2"):
+        data(5, rank=2, world=2)
+
+
+ROWS = {
+    "full": Row(np.array([1, 2, 3, 4], dtype=np.uint16)),
+    "short": Row(np.array([5, 6])),
+    "long": Row(np.array([1, 2, 3, 4, 5, 6], dtype=np.uint32)),
+    "left padded": Row(np.array([0, 0, 3, 4]), np.array([False, False, True, True])),
+    "long, end uncounted": Row(np.array([1, 2, 3, 4, 0, 0]), np.array([True] * 4 + [False] * 2)),
+}
+
+
+def test_full_rows_have_no_mask():
+    batch = collate([ROWS["full"], ROWS["long"], ROWS["long, end uncounted"]], ["a:1", "a:2", "a:3"], 4)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4]] * 3
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    assert batch.labels.equal(batch.input_ids)
+    assert batch.labels.data_ptr() != batch.input_ids.data_ptr()
+    assert batch.attention_mask is None
+    assert batch.samples == ["a:1", "a:2", "a:3"]
+    assert batch.counted_tokens() == 9
+    assert batch.truncated == 2
+
+
+def test_padded_rows():
+    batch = collate([ROWS["full"], ROWS["short"], ROWS["left padded"]], ["", "", ""], 4)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 0, 0], [0, 0, 3, 4]]
+    assert batch.labels.tolist() == [[1, 2, 3, 4], [5, 6, -100, -100], [-100, -100, 3, 4]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 1, 1]]
+    assert batch.attention_mask.dtype == torch.int64
+    assert batch.counted_tokens() == 3 + 1 + 2
+    moved = batch.to("cpu")
+    assert moved.labels.equal(batch.labels)
+    assert moved.samples == batch.samples
+
+
+def test_long_rows_refused():
+    with pytest.raises(DataError, match=r"a:7: row of 6 tokens is longer than the 4 of --max_context_width"):
+        collate([ROWS["long"]], ["a:7"], 4, long="error")
+
+
+class Lines(Source):
+    """Rows of lengths 2 to 6, the last three a shard of their own; knows its longest."""
+
+    fingerprint = "lines"
+    last_shard = range(8, 11)
+
+    def __len__(self):
+        return 11
+
+    def row(self, index):
+        return Row(np.full(2 + index % 5, index))
+
+    def name(self, index):
+        return f"lines:{index + 1}"
+
+    def report(self):
+        return {"longest": 6, "longest_at": "lines:5"}
+
+
+def test_long_rows_are_refused_before_the_first_step():
+    options = {"seq_len": 5, "micro_batch": 1, "dp_rank": 0, "dp_size": 1}
+    with pytest.raises(DataError, match=r"lines:5: row of 6 tokens is longer than the 5"):
+        TrainingData(Lines(), Order(11), accumulation=1, long="error", **options)
+    with pytest.raises(DataError, match=r"lines:5: row of 6 tokens"):
+        ValidationData(Lines(), long="error", **options)
+
+
+def test_truncation_is_counted_and_said_once(caplog):
+    trained = TrainingData(
+        Lines(), Order(11), seq_len=5, micro_batch=11, accumulation=1, dp_rank=0, dp_size=1, prefetch=2
+    )
+    stream = trained.batches(0)
+    next(stream)
+    next(stream)
+    stream.close()
+    assert trained.rows_truncated == 4
+    assert caplog.text.count("--long truncate") == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("mb", [1, 2, 5])
+@pytest.mark.parametrize(("fast", "cap"), [(False, None), (False, 2), (True, None), (True, 1)])
+def test_validation_reads_each_row_once(world, mb, fast, cap):
+    ranks = [
+        ValidationData(
+            Lines(), seq_len=6, micro_batch=mb, dp_rank=r, dp_size=world, max_batches=cap, fast=fast
+        )
+        for r in range(world)
+    ]
+    assert len({len(rank) for rank in ranks}) == 1
+    batches = [list(rank.batches()) for rank in ranks]
+    assert [len(found) for found in batches] == [len(rank) for rank in ranks]
+    names, counted = [], 0
+    for number in range(len(ranks[0])):
+        for found in batches:
+            batch = found[number]
+            assert batch.input_ids.shape == (mb, 6)
+            names += [name for name in batch.samples if name]
+            counted += batch.counted_tokens()
+            for name, labels in zip(batch.samples, batch.labels, strict=True):
+                assert bool(name) == bool((labels != -100).any())
+    rows = list(Lines.last_shard if fast else range(11))[: world * mb * len(ranks[0])]
+    assert names == [f"lines:{row + 1}" for row in rows]
+    assert counted == sum(1 + row % 5 for row in rows)
+    again = [batch.input_ids for batch in ranks[0].batches()]
+    assert all(a.equal(b.input_ids) for a, b in zip(again, batches[0], strict=True))
+
+
+def test_synthetic_rows_depend_on_seed_and_index_alone():
+    source = Synthetic(seq_len=9, vocab_size=50, seed=12345, size=100)
+    # The same on every machine and in every version: measurements and tests compare them.
+    assert source.row(0).input_ids.tolist() == [2, 32, 27, 38, 48, 39, 42, 7, 17]
+    assert source.row(1).input_ids.tolist() == [45, 17, 26, 45, 10, 16, 12, 2, 47]
+    rows = [source.row(i).input_ids for i in range(100)]
+    assert len({row.tobytes() for row in rows}) == 100
+    again = Synthetic(seq_len=9, vocab_size=50, seed=12345, size=200)
+    assert again.row(77).input_ids.tolist() == rows[77].tolist()
+    assert not np.array_equal(Synthetic(seq_len=9, vocab_size=50, seed=1).row(77).input_ids, rows[77])
+    assert again.fingerprint != source.fingerprint
+    assert source.name(3) == "synthetic:3"
+    with pytest.raises(IndexError):
+        source.row(100)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 1000, 65_537])
+def test_synthetic_tokens_are_uniform(vocab_size):
+    ids = Synthetic(seq_len=100_001, vocab_size=vocab_size).row(3).input_ids
+    assert ids.size == 100_001
+    assert ids.min() >= 0
+    assert ids.max() < vocab_size
+    counts = np.histogram(ids, bins=2, range=(0, vocab_size))[0]
+    assert abs(counts[0] / ids.size - 0.5) < 0.01
+
+
+def test_the_example_of_the_documentation(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), flags=re.DOTALL)
+    space: dict = {}
+    exec(example, space)
+    np.arange(16 * 5, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    seen = []
+    for rank in range(2):
+        stream = space["training_data"](str(tmp_path / "ids.bin"), rank, 2).batches(0)
+        for _ in range(5):
+            seen += [row[0] // 16 for batch in next(stream) for row in batch.input_ids.tolist()]
+        stream.close()
+    assert sorted(seen) == sorted([0, 1, 2, 3, 4] * 4), "20 positions, 4 epochs of 5 rows"
