@@ -128,8 +128,9 @@ def log(x: Tensor) -> Tensor:
 
 def quantile(q: Tensor) -> Tensor:
     """Return the standard normal quantile of ``q + 1/2``, for float64 q in (-1/2, 1/2) of one dimension."""
-    out = _ratio(_A, _B, (q * q).neg_().add_(0.180625)).mul_(q)
-    outer = (q.abs() > 0.425).nonzero().squeeze(-1)
+    r = (q * q).neg_().add_(0.180625)
+    out = _ratio(_A, _B, r).mul_(q)
+    outer = (r < 0).nonzero().squeeze(-1)  # Where |q| is above 0.425.
     if outer.numel():
         tail = q[outer]
         r = log(tail.abs().neg_().add_(0.5)).neg_().sqrt_()

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from smp_train.errors import CheckpointError
-from smp_train.models.initialization import canonical_name, part_of
+from smp_train.models.initialization import DTensor, canonical_name, part_of
 
 INDEX = "model.safetensors.index.json"
 # Experts as transformers 5 holds them; files have them one by one.

@@ -14,16 +14,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from smp_train.errors import SmpTrainError
 from smp_train.models import counter_random
 from smp_train.models.recording import OVERWRITES, PROGRAMS, REPLAYABLE, Program, Step
 
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor
+
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 # Elements at a time: about ten float64 temporaries of this size fit a core's cache; a device wants large
 # kernels.
-CPU_CHUNK = 1 << 14
+CPU_CHUNK = 1 << 15
 DEVICE_CHUNK = 1 << 24
 
 
@@ -156,12 +160,12 @@ def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chu
     drawn = 0
     rows = local.view(-1, local.shape[-1]) if local.dim() else local.view(1, 1)
     for target, index in _chunks(rows, part, chunk):
-        values = torch.empty(index.numel(), dtype=torch.float64, device=device)
+        values = torch.zeros(1, dtype=torch.float64, device=device).expand(index.numel())
         ordinal = 0
         for step in program:
             key = counter_random.stream_key(seed, name, ordinal)
             random = step.op in ("normal_", "uniform_", "trunc_normal_")
-            _apply(step, values, index.view(-1), key)
+            values = _apply(step, values, index.view(-1), key)
             ordinal += random
             drawn += index.numel() * random
         target.copy_(values.view(index.shape))
@@ -179,10 +183,11 @@ def _chunks(rows: Tensor, part: Part, chunk: int) -> Iterator[tuple[Tensor, Tens
             yield rows[top : top + height, left : left + width], index
 
 
-def _apply(step: Step, values: Tensor, index: Tensor, key: int) -> None:
+def _apply(step: Step, values: Tensor, index: Tensor, key: int) -> Tensor:
+    """Return what ``values`` (those of the elements at ``index``) become by one step."""
     inside = None if step.view is None else _inside(index, *step.view)
     if inside is not None and not bool(inside.any()):
-        return
+        return values
     if step.op == "normal_":
         mean, std = step.args
         new = counter_random.normal(key, index).mul_(std).add_(mean)
@@ -197,7 +202,7 @@ def _apply(step: Step, values: Tensor, index: Tensor, key: int) -> None:
         new = _constant(step, index)
     else:
         new = getattr(values.clone(), step.op)(*step.args, **step.kwargs)
-    values.copy_(new if inside is None else torch.where(inside, new, values))
+    return new if inside is None else torch.where(inside, new, values)
 
 
 def _truncated(step: Step, key: int, index: Tensor) -> Tensor:
