@@ -26,10 +26,10 @@ from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import ModelSpec, resolve
 from smp_train.runtime import Runtime
 from smp_train.stop import StopRequest
+from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import batch_line, get_logger, setup_logging, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
-from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.run_folder import RunFolder, versions
 
 log = get_logger()
@@ -388,8 +388,8 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
         log.info(memory_report(run.backend.topology.device, f"step {progress.step}"))
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise SmpTrainError(
-            f"step {progress.step}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved of it. Resume "
-            "from the last checkpoint with a lower --lr or a lower --grad_clip, and look at the data of this step"
+            f"step {progress.step}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved of it. "
+            "Resume from the last checkpoint with a lower --lr or --grad_clip, and look at the data of this step"
         )
 
 

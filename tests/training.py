@@ -73,4 +73,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         items = enumerate(tree)
     else:
         return {prefix: tree}
-    return {name: leaf for key, value in items for name, leaf in flatten(value, f"{prefix}.{key}" if prefix else str(key)).items()}
+    leaves: dict[str, Any] = {}
+    for key, value in items:
+        leaves |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves

@@ -120,7 +120,8 @@ class Mesh:
         """The mesh for `fully_shard`: 1-D when every rank holds its own shard, else (replicate, shard)."""
         if self.degrees.replicate == 1:
             return self._shard
-        return self.root["replicate", self._shard.mesh_dim_names[0]]
+        shard = "shard" if self.degrees.context == 1 else "shard_context"
+        return self.root["replicate", shard]
 
     @property
     def tensor(self) -> DeviceMesh:

@@ -12,8 +12,9 @@ from smp_train.errors import ConfigError
 class DataAudit:
     """Appends to ``data_audit-rank<r>.jsonl``: per step, the identities of the samples that this rank consumed.
 
-    One line per optimizer step, ``{"step": 12, "samples": ["train-00003.json.gz:17", ...]}``, in the order of use. A run that
-    resumes from an earlier step writes that stretch again: as in `metrics.jsonl`, the last record of a step counts.
+    One line per optimizer step, ``{"step": 12, "samples": ["train-00003.json.gz:17", ...]}``, in the order of use.
+    A run that resumes from an earlier step writes that stretch again: as in `metrics.jsonl`, the last record of a
+    step counts.
     """
 
     def __init__(self, run_dir: str | Path, rank: int) -> None:

@@ -21,7 +21,10 @@ def audits(folder: Path, world: int) -> list[list[str]]:
     return [(folder / "run" / f"data_audit-rank{rank}.jsonl").read_text().splitlines() for rank in range(world)]
 
 
-@pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {}), (4, {"hybrid_shard_degree": 2})], ids=["1", "2", "2x2"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "changes"), [(1, {}), (2, {}), (4, {"hybrid_shard_degree": 2})], ids=["1", "2", "2x2"]
+)
 def test_resume_is_bit_exact(world: int, changes: dict, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     options = {**COMMON, **changes, "lr_decay_iters": 6}

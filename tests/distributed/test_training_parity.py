@@ -36,6 +36,7 @@ def data() -> dict:
     return {"use_synthetic_data": None, "training_dir": SAMPLE / "train", "vocab_size": 4096, "max_context_width": 96}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_mesh_trains_like_one_process(case: str, reference: list[dict], tmp_path: Path) -> None:
     world, changes = CASES[case]

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,7 +262,7 @@ class TrainingData:
                 yield [self._batch(indices) for indices in step]
             consumed += many * self.global_batch
 
-    def batches(self, consumed: int = 0) -> Iterator[list[Batch]]:
+    def batches(self, consumed: int = 0) -> Generator[list[Batch], None, None]:
         """Yield, without end, this rank's micro-batches of one optimizer step after another.
 
         An error of the source is raised here, in the step it belongs to. Close the iterator, or drop it, to
