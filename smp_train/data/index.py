@@ -8,6 +8,7 @@ that convert the same shard write the same bytes and the later one wins.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import hashlib
 import logging
@@ -75,8 +76,9 @@ class _Caches:
             try:
                 os.makedirs(place[0], mode=0o777 if place is self.places[0] else 0o700, exist_ok=True)
                 _sweep(place[0])
-                if os.path.basename(place[0]) == BESIDE:
-                    Path(place[0], ".gitignore").write_text("*\n")
+                ignore = Path(place[0], ".gitignore")
+                if os.path.basename(place[0]) == BESIDE and not ignore.exists():
+                    ignore.write_text("*\n")
             except OSError as error:
                 reasons.append(f"{place[0]}: cannot hold the token cache ({error.strerror})")
                 continue
@@ -102,11 +104,10 @@ def _sweep(folder: str) -> None:
         now = os.fstat(probe.fileno()).st_mtime
     for entry in os.scandir(folder):
         if entry.name.startswith(".") and entry.name.endswith(".tmp"):
-            try:
+            # Gone by now, or another user's: not ours to remove.
+            with contextlib.suppress(OSError):
                 if entry.stat().st_mtime < now - STALE_SECONDS:
                     os.unlink(entry.path)
-            except FileNotFoundError:
-                pass
 
 
 def _share(shards: list[Shard], rank: int, world: int) -> list[Shard]:

@@ -50,7 +50,8 @@ def stem(name: str) -> str:
     return name
 
 
-def _shard(path: Path) -> Shard:
+def _shard(path: Path) -> tuple[Shard, tuple[int, int]]:
+    """Return the shard, and what tells its file from all others."""
     try:
         status = path.stat()
     except OSError as error:
@@ -59,24 +60,20 @@ def _shard(path: Path) -> Shard:
         raise DataError(f"{path}: is not a regular file; move it out of the data folder")
     if status.st_size == 0:
         raise DataError(f"{path}: empty shard (0 bytes); write it again or remove it")
-    return Shard(str(path), path.name, status.st_size, status.st_mtime_ns)
+    return Shard(str(path), path.name, status.st_size, status.st_mtime_ns), (status.st_dev, status.st_ino)
 
 
-def _refuse_duplicates(shards: list[Shard]) -> None:
+def _refuse_duplicates(found: list[tuple[Shard, tuple[int, int]]]) -> None:
     by_stem: dict[str, Shard] = {}
     by_file: dict[tuple[int, int], Shard] = {}
-    for shard in shards:
+    for shard, file in found:
         twin = by_stem.setdefault(stem(shard.name), shard)
+        how = f"{twin.name} is beside it"
+        if twin is shard:
+            twin = by_file.setdefault(file, shard)
+            how = f"is the same file as {twin.name}"
         if twin is not shard:
-            raise DataError(
-                f"{shard.path}: {twin.name} is beside it, so its rows would count twice; remove one"
-            )
-        status = os.stat(shard.path)
-        twin = by_file.setdefault((status.st_dev, status.st_ino), shard)
-        if twin is not shard:
-            raise DataError(
-                f"{shard.path}: is the same file as {twin.name}, so its rows would count twice; remove one"
-            )
+            raise DataError(f"{shard.path}: {how}, so its rows would count twice; remove one of the two")
 
 
 def list_shards(location: str, zipped: bool | None = None) -> list[Shard]:
@@ -92,7 +89,7 @@ def list_shards(location: str, zipped: bool | None = None) -> list[Shard]:
         )
     folder = Path(location)
     if folder.is_file():
-        shards = [_shard(folder)]
+        found = [_shard(folder)]
     elif not folder.is_dir():
         raise DataError(f"{location}: no such data folder; check --training_dir and --test_dir")
     else:
@@ -100,18 +97,19 @@ def list_shards(location: str, zipped: bool | None = None) -> list[Shard]:
             names = sorted(os.listdir(folder))
         except OSError as error:
             raise DataError(f"{location}: cannot be listed ({error.strerror})") from None
-        shards = [
+        found = [
             _shard(folder / name)
             for name in names
             if name.endswith(SUFFIXES) and name[0] not in "._" and not (folder / name).is_dir()
         ]
-        if not shards:
+        if not found:
             within = [name for name in names if name[0] not in "._" and (folder / name).is_dir()]
             hint = f"; its subfolders are {', '.join(within[:5])}: give one of those" if within else ""
             raise DataError(
                 f"{location}: no shard in this folder ({', '.join('*' + s for s in SUFFIXES)}){hint}"
             )
-        _refuse_duplicates(shards)
+        _refuse_duplicates(found)
+    shards = [shard for shard, _ in found]
     if zipped is not None:
         for shard in shards:
             if is_gzip(shard.path) != zipped:

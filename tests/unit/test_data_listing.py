@@ -2,6 +2,8 @@
 
 import gzip
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from smp_train.data.utils import is_gzip, list_shards, read_lines
 from smp_train.errors import DataError
 
+ROOT = Path(__file__).resolve().parents[2]
 LINE = b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n'
 
 
@@ -154,3 +157,10 @@ def test_damaged_gzip_is_never_read_as_less(tmp_path, monkeypatch, name, decoder
     assert str(path) + ":" in str(caught.value)
     assert reason in str(caught.value)
     assert "copy the shard again" in str(caught.value)
+
+
+def test_nothing_here_imports_torch():
+    """Shards are prepared and converted on machines and in processes that have no use for it."""
+    names = ", ".join(f"smp_train.data.{name}" for name in ("index", "order", "synthetic", "prepare.cli"))
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -2,6 +2,8 @@
 
 import gc
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -136,6 +138,33 @@ def test_no_thread_outlives_its_stream():
     del stream
     gc.collect()
     assert not reading()
+
+
+EXIT = """
+from smp_train.data.pipelines.data_pipeline import Order, TrainingData
+from smp_train.data.synthetic import Synthetic
+source = Synthetic(seq_len=512, vocab_size=9)
+data = TrainingData(
+    source, Order(len(source)), seq_len=512, micro_batch=64, accumulation=2, dp_rank=0, dp_size=1
+)
+stream = data.batches(0)
+next(stream)
+{ending}
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)])
+def test_the_process_ends_while_reading_ahead(ending, code):
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT.format(ending=ending)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert "abort" not in done.stderr.lower()
+    assert "Fatal" not in done.stderr
 
 
 @pytest.mark.parametrize("prefetch", [0, 4])

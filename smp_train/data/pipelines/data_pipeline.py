@@ -229,6 +229,7 @@ class TrainingData:
         self.prefetch = prefetch
         self.long = _checked_long(long, source, seq_len)
         self.pin_memory = pin_memory
+        self._device = torch.cuda.current_device() if pin_memory else None
         self.global_batch = micro_batch * accumulation * dp_size
         """Positions of one optimizer step, over all ranks."""
         self.wait_seconds = 0.0
@@ -255,6 +256,9 @@ class TrainingData:
     def _steps(self, consumed: int) -> Iterator[list[Batch]]:
         # The order is worked out for many steps at once: NumPy costs more by the call than by the row.
         many = max(1, 512 // (self.micro_batch * self.accumulation))
+        if self._device is not None:
+            # A thread begins on GPU 0; page-locking memory there would open a context on it from every rank.
+            torch.cuda.set_device(self._device)
         later = np.arange(many, dtype=np.int64)[:, None, None] * self.global_batch
         while True:
             _, rows = self.order.rows(self.positions(consumed) + later)
