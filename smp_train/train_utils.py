@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from smp_train.backends.base import Backend
 from smp_train.data.pipelines.data_pipeline import Batch
+from smp_train.errors import DataError
 
 
 def build_optimizer(
@@ -154,7 +155,9 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> fl
         sums[1] += batch.counted_tokens()
     model.train(was_training)
     loss, tokens = backend.sum_over_data(sums).tolist()
-    return loss / tokens
+    if tokens == 0:
+        raise DataError("the validation data has no counted token; is --max_context_width too short?")
+    return float(loss / tokens)
 
 
 def _loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:

@@ -41,7 +41,7 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-PRESET = "the preset's"
+PRESET = "the model's"
 
 
 @dataclass
@@ -63,7 +63,7 @@ class ModelArguments:
         False, "Train a preset of the from-scratch ladder (350m to 70b; --model_size, or 7b)"
     )
     max_context_width: int | None = flag(
-        None, "Sequence length of training", unit="tokens", shown="the preset's, else 2048"
+        None, "Sequence length of training", unit="tokens", shown="2048, or the model's where that is less"
     )
     vocab_size: int | None = flag(
         None, "Size of the vocabulary", shown="the preset's, else the architecture's"
@@ -202,7 +202,7 @@ class OptimizerArguments:
         0.0032, "Linear warm-up: a fraction of lr_decay_iters below 1, a number of steps from 1 on"
     )
     plateau: float = flag(
-        0.0, "Fraction of lr_decay_iters held at the peak (styles plateau, wsd) before the decay"
+        0.0, "Time at the peak before the decay, counted like warmup; wsd without it decays over the last fifth"
     )
     weight_decay: float = flag(0.2, "Decay of matrices; biases and norms are not decayed")
     beta1: float = flag(0.9, "AdamW: decay of the first moment")
