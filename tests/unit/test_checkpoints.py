@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import time
@@ -44,6 +45,13 @@ def save(folder: Path | str, *steps: int, **more) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def age(folder: Path) -> None:
+    """Make all that is in ``folder`` a minute older than this process."""
+    then = time.time() - 60
+    for path in folder.rglob("*"):
+        os.utime(path, (then, then))
 
 
 class Stop(Exception):
@@ -283,7 +291,7 @@ def test_a_replacement_cut_short_between_its_two_renames_loses_nothing(tmp_path,
     target = state()
     found.load(target)
     assert torch.equal(target["model"]["w"], state(3)["model"]["w"])
-    time.sleep(0.02)  # the clock of the file system ticks coarsely
+    age(tmp_path)
     save(tmp_path, 5)
     assert names(tmp_path) == ["llama_v2-1steps", "llama_v2-3steps", "llama_v2-5steps"]
     assert (tmp_path / "llama_v2-3steps" / "__0_0.distcp").read_bytes() == before
@@ -293,11 +301,11 @@ def test_leftovers_are_swept_but_not_those_of_a_save_that_may_be_running(tmp_pat
     old = tmp_path / ".llama_v2-2steps.0123abcd.staging"
     old.mkdir()
     (old / "__0_0.distcp").write_text("half")
-    time.sleep(0.02)
+    age(tmp_path)
     saver = manager(tmp_path)
-    time.sleep(0.02)
     new = tmp_path / ".llama_v2-2steps.0123abce.staging"
     new.mkdir()
+    os.utime(new, (time.time() + 60, time.time() + 60))
     saver.save(3, state(), {})
     assert names(tmp_path) == [new.name, "llama_v2-3steps"]
 
@@ -379,7 +387,7 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_pa
     save(tmp_path, 2, keep=1)
     assert [name for name in names(tmp_path) if parse_folder_name(name)] == ["llama_v2-2steps"]
     monkeypatch.undo()
-    time.sleep(0.02)
+    age(tmp_path)
     save(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["llama_v2-3steps"]
 
