@@ -34,7 +34,7 @@ LAYOUTS = {1: ["plain"], 2: ["fsdp"], 4: ["fsdp", "hsdp", "tensor"]}
 
 
 def models(world: int) -> list[str]:
-    """Hugging Face models cost seconds to import: they go between 1 and 2 processes, the small one further."""
+    """Hugging Face models are slow to import: they go between 1 and 2 processes, the small one further."""
     return ["small", "llama", "gpt2"] if world <= 2 else ["small"]
 
 
