@@ -132,7 +132,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     train_data, validation = open_data(args, spec.config.vocab_size, seq_len, ranks, topology)
     total_steps = count_steps(args, train_data)
 
-    model = backend.build(spec, seed=args.seed)
+    model = backend.build(spec, seed=args.seed, seq_len=seq_len)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     if spec.pretrained is None:

@@ -10,10 +10,6 @@ from typing import Any
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "backend": (("auto", "native"), "the SMP backend is not available in this version; use native"),
-    "tensor_parallel_degree": (
-        (1,),
-        "tensor parallelism is not available in this version; shard with --hybrid_shard_degree",
-    ),
     "context_parallel_degree": (
         (1,),
         "context parallelism is not available in this version; shorten --max_context_width",

@@ -162,6 +162,9 @@ class ParallelArguments:
         2, "Layers ahead that offloaded activations are loaded", unit="layers"
     )
     cpu_offload: bool = flag(False, "Keep parameters and optimizer states in host memory")
+    chunked_loss: bool = flag(
+        True, "Compute the loss by chunks of tokens, never holding all logits (models with a plain head)"
+    )
     use_torch_compile: bool = flag(False, "Compile each decoder layer")
     limit_all_gathers: bool = flag(True, "Bound the all-gathers in flight")
     forward_prefetch: bool = flag(True, "Gather the next layer during this one's forward pass")

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_train import losses
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.initialization import initialise
-from smp_train.parallel import activations, grad_norm, mesh, sharding
+from smp_train.parallel import activations, grad_norm, loss_head, mesh, sharding, tensor_parallel
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -62,14 +61,18 @@ class NativeBackend(Backend):
             mesh=dict(zip(self.mesh.root.mesh_dim_names or (), self.mesh.root.shape, strict=True)),
         )
 
-    def build(self, spec: ModelSpec, *, seed: int) -> nn.Module:
+    def build(self, spec: ModelSpec, *, seed: int, seq_len: int) -> nn.Module:
         """Build on the meta device, apply parallelism, and only then give each rank memory for its own part.
 
-        The order is the contract of this backend: activation checkpointing, then sharding, then weights.
+        The order is the contract of this backend: tensor parallelism, activation checkpointing, sharding, weights.
         """
         args = self.args
+        degree = self.mesh.degrees.tensor
+        tensor_parallel.check(spec.config, degree, seq_len)
         model = build_meta(spec, attn_implementation=args.attn_implementation)
         layers = decoder_layers(model)
+        if degree > 1:
+            tensor_parallel.apply(model, layers, self.mesh.tensor)
         if args.activation_checkpointing:
             activations.checkpoint_layers(model, layers)
         sharding.shard(
@@ -78,6 +81,11 @@ class NativeBackend(Backend):
             self.mesh.parameters,
             param_dtype=torch.bfloat16 if args.bf16 else None,
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
+        )
+        loss_head.attach(
+            model,
+            chunked=args.chunked_loss and loss_head.can_chunk(model),
+            tensor=self.mesh.tensor if degree > 1 else None,
         )
         materialise(model, self.topology.device)
         if spec.pretrained is None:
@@ -88,8 +96,7 @@ class NativeBackend(Backend):
 
     def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
         """See `Backend.loss_sum`."""
-        output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        return losses.cross_entropy_sum(output.logits, labels)
+        return model.loss_sum(input_ids, labels, attention_mask=attention_mask)  # type: ignore[operator]
 
     @contextmanager
     def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:
