@@ -30,19 +30,26 @@ def count_targets(labels: Tensor) -> Tensor:
     return (labels[:, 1:] != IGNORE_INDEX).sum()
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross entropy, in nats, of predicting token ``t + 1`` from position ``t``.
+def shift(labels: Tensor) -> Tensor:
+    """Return the targets of ``labels``: what position ``t`` is to predict, token ``t + 1``; the last predicts nothing.
+
+    Labels are shifted rather than logits: slicing the logits would copy the largest tensor of the step.
+    """
+    targets = torch.full_like(labels, IGNORE_INDEX)
+    targets[:, :-1] = labels[:, 1:]
+    return targets
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross entropy, in nats, of ``logits``.
 
     Args:
         logits: ``[batch, seq, vocab]`` in any floating dtype; the soft-max is taken in float32.
-        labels: int64 ``[batch, seq]``, not shifted, `IGNORE_INDEX` where a token is not counted.
+        targets: int64 ``[batch, seq]`` from `shift`, `IGNORE_INDEX` where a token is not counted.
 
     Returns:
         A scalar float32 tensor; zero, with a gradient of zero, when nothing is counted.
     """
-    # Shift the labels rather than the logits: slicing the logits would copy the largest tensor of the step.
-    targets = torch.full_like(labels, IGNORE_INDEX)
-    targets[:, :-1] = labels[:, 1:]
     return F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
@@ -55,7 +62,7 @@ CHUNK_ELEMENTS = 1 << 25
 def linear_cross_entropy_sum(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
+    targets: Tensor,
     *,
     bias: Tensor | None = None,
     chunk: int | None = None,
@@ -70,18 +77,16 @@ def linear_cross_entropy_sum(
     Args:
         hidden: ``[batch, seq, width]``, the last hidden states.
         weight: ``[vocab, width]``, in the type the product is to be computed in.
-        labels: int64 ``[batch, seq]``, not shifted, `IGNORE_INDEX` where a token is not counted.
+        targets: int64 ``[batch, seq]`` from `shift`, `IGNORE_INDEX` where a token is not counted.
         bias: ``[vocab]`` or None.
         chunk: Tokens at a time; by default as many as `CHUNK_ELEMENTS` logits allow.
         group: Ranks that split the vocabulary evenly between them, in order of rank: ``weight`` and ``bias`` are this
-            rank's part, hidden states and labels are the same on all, and so is the result. The gradient of the
+            rank's part, hidden states and targets are the same on all, and so is the result. The gradient of the
             hidden states is this rank's summand of the true one.
 
     Returns:
         A scalar float32 tensor.
     """
-    targets = torch.full_like(labels, IGNORE_INDEX)
-    targets[:, :-1] = labels[:, 1:]
     size = chunk or max(64, CHUNK_ELEMENTS // weight.shape[0])
     loss: Tensor = _ChunkedHead.apply(hidden.flatten(0, 1), weight, bias, targets.flatten(), size, group)
     return loss

@@ -336,7 +336,9 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
         failed=failure is not None,
     )
-    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else topology.dp_rank)
+    # Tensor peers draw alike, as they work on the same tokens; context peers do not.
+    stream = topology.dp_rank * topology.cp_size + topology.cp_rank
+    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else stream)
     result = train_utils.train_step(
         run.backend,
         run.model,

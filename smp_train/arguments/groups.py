@@ -145,7 +145,9 @@ class ParallelArguments:
         shown="the strategy's",
     )
     tensor_parallel_degree: int = flag(1, "Processes that share each matrix", unit="processes")
-    context_parallel_degree: int = flag(1, "Processes that share each sequence", unit="processes")
+    context_parallel_degree: int = flag(
+        1, "Processes that share each sequence; part of the shard degree", unit="processes"
+    )
     expert_parallel_degree: int = flag(1, "Processes that share the experts of a layer", unit="processes")
     bf16: bool = flag(True, "Compute in bfloat16 (weights and optimizer stay in float32); 0: float32")
     fp8: bool = flag(False, "Compute linear layers in 8-bit floating point")

@@ -28,9 +28,9 @@ def can_chunk(model: nn.Module) -> bool:
 
 
 def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:
-    """Give ``model`` a method ``loss_sum(input_ids, labels, **inputs)``; call it after sharding.
+    """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
 
-    It is a forward method of the root, for only there are the root's parameters, the head's weight among them, gathered.
+    It is a forward method of the root: only there are the root's parameters, the head's weight among them, gathered.
 
     Args:
         model: A sharded causal LM.
@@ -38,17 +38,17 @@ def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:
         tensor: The mesh that the vocabulary is split over, if it is.
     """
 
-    def from_logits(input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
-        return losses.cross_entropy_sum(model.forward(input_ids=input_ids, use_cache=False, **inputs).logits, labels)
+    def from_logits(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
+        return losses.cross_entropy_sum(model.forward(input_ids=input_ids, use_cache=False, **inputs).logits, targets)
 
-    def by_chunks(input_ids: Tensor, labels: Tensor, **inputs: Any) -> Tensor:
+    def by_chunks(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
         hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
         head = model.get_output_embeddings()
         weight, bias = head.weight, head.bias
         if tensor is None:
-            return losses.linear_cross_entropy_sum(hidden, weight, labels, bias=bias)
+            return losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias)
         return losses.linear_cross_entropy_sum(
-            gather_hidden(hidden, tensor), _local(weight), labels, bias=_local(bias), group=tensor.get_group()
+            gather_hidden(hidden, tensor), _local(weight), targets, bias=_local(bias), group=tensor.get_group()
         )
 
     method = by_chunks if chunked else from_logits
