@@ -20,7 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers"]
+PRELOAD = [
+    "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.tensor", "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+]  # fmt: skip
 
 
 class RankFailed(AssertionError):
@@ -34,7 +38,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _context() -> Any:
+def forkserver() -> Any:
+    """Return the multiprocessing context whose server has imported torch and transformers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -78,7 +83,7 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 1
     """
     with tempfile.TemporaryDirectory() as out:
         port = free_port()
-        context = _context()
+        context = forkserver()
         ranks = [
             context.Process(target=_body, args=(function, rank, world, port, out, args, kwargs), daemon=True)
             for rank in range(world)
