@@ -20,11 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# Imported once for all cases; a family's modules cost a fresh process seconds.
 PRELOAD = [
-    "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
-    "torch.distributed.tensor", "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-]  # fmt: skip
+    "smp_train.train_lib",
+    "torch.distributed.checkpoint",
+    *(
+        f"transformers.models.{family}.modeling_{family}"
+        for family in ("falcon", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi")
+    ),
+]
 
 
 class RankFailed(AssertionError):
