@@ -177,6 +177,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         stop=stop,
         audit=audit,
     )
+    if run.schedule.warmup_steps > total_steps:
+        log.info("--warmup of %d steps is longer than the run: --lr is not reached", run.schedule.warmup_steps)
     with runtime.together("writing run.json"):
         if ranks.is_main:
             folder.write_run(

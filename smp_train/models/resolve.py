@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import logging
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,15 @@ from smp_train.models.families import FAMILIES, MODEL_FLAGS, ROPE_SCALING, SYNON
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+logger = logging.getLogger("smp_train.models")
+
 PRESETS = Path(__file__).parent / "presets"
 # Sequence length of training where none is given, in tokens, as in the original system; less for a shorter model.
 DEFAULT_CONTEXT = 2048
 # Widths of the original system where only some are given.
 DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_context_width": DEFAULT_CONTEXT}
+# Flags that launch scripts of the original systems give to every family: answered, not refused, where one has no use.
+EVERYWHERE_GIVEN = ("rotary_pct", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 # Flags that change the shape of a weight: with weights given they may only confirm what these say.
 SHAPES = (
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
@@ -221,7 +226,9 @@ def _overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str,
             harmless = (flag.endswith("_pdrop") and value == 0) or (
                 flag == "num_key_value_heads" and value == heads
             )
-            if not harmless:
+            if flag in EVERYWHERE_GIVEN and not harmless:
+                logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)
+            elif not harmless:
                 raise ConfigError(f"--{flag} {value}: {name} has no such setting; leave it out")
         elif flag == "max_context_width":
             fields[target] = max(int(value), fields.get(target) or 0)
@@ -366,7 +373,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as failure:  # No network, no such model, no access: each has its own class.
         raise ConfigError(
-            f"{name} is no local folder, and the Hugging Face hub does not give it "
+            f"--hf_pretrained_model_name_or_dir {name}: is no folder, and the Hugging Face hub does not give it "
             f"({type(failure).__name__}); download it and give the folder"
         ) from failure
 

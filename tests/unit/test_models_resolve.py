@@ -185,7 +185,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama_v2", "model_size": "8b"}, "did you mean 7b"),
     ({"model_type": "qwen2", "model_size": "7b"}, "no presets"),
     ({"model_type": "llama_v2", "sliding_window": 4}, "--sliding_window 4"),
-    ({"model_type": "llama_v2", "resid_pdrop": 0.1}, "--resid_pdrop"),
+    ({"model_type": "llama_v2", "num_local_experts": 4}, "--num_local_experts"),
     ({"model_type": "gpt2", "num_key_value_heads": 3}, "--num_key_value_heads"),
     ({"hidden_width": 65}, "--hidden_width 65 is not a multiple of --num_heads 12"),
     ({"model_type": "llama_v2", "num_heads": 12, "num_key_value_heads": 5}, "--num_key_value_heads 5"),
@@ -205,6 +205,15 @@ def test_what_does_not_fit_is_refused_in_one_line(flags: dict[str, Any], words: 
         spec(**flags)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_launch_scripts_give_to_every_family_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "smp_train"):
+        spec(model_type="mixtral", **TINY, rotary_pct=0.25, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.1)
+    assert caplog.messages == [
+        "--rotary_pct 0.25 has no effect: mixtral has no such setting",
+        "--resid_pdrop 0.1 has no effect: mixtral has no such setting",
+    ]
 
 
 def test_folders_without_a_usable_configuration(tmp_path: Path) -> None:
