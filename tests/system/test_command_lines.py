@@ -75,9 +75,9 @@ LINES: dict[str, Line] = {
         off="--dataset None --tokenizer None",
     ),
     "000, today": Line(
-        "--max_context_width=8192 --num_key_value_heads=8 --intermediate_size=14336 --hidden_width=4096 --num_layers=32 "
-        "--num_heads=32 --model_type=llama_v3 --tokenizer=hf-internal-testing/llama-tokenizer --checkpoint_freq=5000 "
-        "--validation_freq=100 --max_steps=5000 --checkpoint_dir=./checkpoints --dataset=allenai/c4 "
+        "--max_context_width=8192 --num_key_value_heads=8 --intermediate_size=14336 --hidden_width=4096 "
+        "--num_layers=32 --num_heads=32 --model_type=llama_v3 --tokenizer=hf-internal-testing/llama-tokenizer "
+        "--checkpoint_freq=5000 --validation_freq=100 --max_steps=5000 --checkpoint_dir=./checkpoints --dataset=allenai/c4 "
         "--dataset_config_name=en --resume_from_checkpoint=./checkpoints --train_batch_size=1 --val_batch_size=1 "
         "--sharding_strategy=full --offload_activations=1",
         refused="--sm_activation_offloading",
@@ -105,7 +105,10 @@ LINES: dict[str, Line] = {
         appended=SMALL_SMP,
     ),
     "003, profiled": Line(
-        SMP.format(nsys="--profile_nsys 1 ", hf=""), refused="--profile_nsys", off="--profile_nsys 0", appended=SMALL_SMP
+        SMP.format(nsys="--profile_nsys 1 ", hf=""),
+        refused="--profile_nsys",
+        off="--profile_nsys 0",
+        appended=SMALL_SMP,
     ),
     "003, resumed": Line(
         SMP.format(nsys="", hf="") + " --resume_from_checkpoint /fsx/checkpoints", appended=SMALL_SMP
