@@ -58,8 +58,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_profiler": ((False,), "profiling is not available in this version"),
     "profile_nsys": ((False,), "profiling is not available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
-    "prompt": ((None,), "training generates nothing"),
-    "num_tokens": ((None,), "training generates nothing"),
+    "prompt": ((None,), "generating text is not available in this version; leave it out"),
+    "num_tokens": ((None,), "generating text is not available in this version; leave it out"),
 }
 
 # Flags that name a place, which may not be in S3 yet.
