@@ -16,7 +16,7 @@ import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
-from smp_train.checkpoints import CheckpointManager, find, policies
+from smp_train.checkpoints import Checkpoint, CheckpointManager, find, policies
 from smp_train.data.index import convert, open_source
 from smp_train.data.pipelines.data_pipeline import Batch, Order, Source, TrainingData, ValidationData
 from smp_train.data.synthetic import Synthetic
@@ -66,6 +66,8 @@ class Run:
     throughput: Throughput
     stop: StopRequest
     audit: DataAudit | None
+    found: Checkpoint | None
+    """What the run resumes from; None for a first start."""
     progress: Progress = field(default_factory=Progress)
     saved_step: int = 0
     """Step of the newest checkpoint that this run wrote or resumed from; there is nothing to save at step 0."""
@@ -132,10 +134,13 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     train_data, validation = open_data(args, spec.config.vocab_size, seq_len, ranks, topology)
     total_steps = count_steps(args, train_data)
 
-    model = backend.build(spec, seed=args.seed)
+    found = look_for_checkpoint(args)
+    model = backend.build(spec, seed=args.seed, initial=found is None)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
-    if spec.pretrained is None:
+    if found is not None:
+        log.info("Weights and optimizer: those of %s", found.path)
+    elif spec.pretrained is None:
         log.info("Initial weights: drawn from seed %d", args.seed)
     else:
         log.info("Initial weights: read from %s", spec.pretrained)
@@ -176,6 +181,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         ),
         stop=stop,
         audit=audit,
+        found=found,
     )
     with runtime.together("writing run.json"):
         if ranks.is_main:
@@ -191,6 +197,17 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     if args.enable_memory_profiling:
         log.info(memory_report(device, "model and optimizer built"))
     return run
+
+
+def look_for_checkpoint(args: Arguments) -> Checkpoint | None:
+    """Return the newest committed checkpoint, if the run asks for one and there is one; collective."""
+    location = args.resume_from_checkpoint
+    if location is None:
+        return None
+    found = find(location)
+    if found is None:
+        log.info("No committed checkpoint in %s yet", location)
+    return found
 
 
 def open_data(
@@ -274,13 +291,9 @@ def describe(ranks: Runtime, device: torch.device) -> str:
 
 def resume(run: Run) -> None:
     """Continue from the newest committed checkpoint, if the run asks for one and there is one; collective."""
-    location = run.args.resume_from_checkpoint
-    if location is None:
-        log.info("Starting at step 0")
-        return
-    found = find(location)
+    found = run.found
     if found is None:
-        log.info("No committed checkpoint in %s yet: starting at step 0", location)
+        log.info("Starting at step 0")
         return
     run.backend.load_state(run.model, run.optimizer, found.load)
     with runtime.together(f"resuming from {found.path}"):

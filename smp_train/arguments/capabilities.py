@@ -59,10 +59,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "tokenizing while training is not available in this version; use `smp-train prepare` first",
     ),
     "dataset_type": (("gpt_jsonl",), "only JSON-lines shards are available in this version"),
-    "finetune": ((False,), "fine-tuning is not available in this version"),
-    "pretrained_model_name": ((None,), "fine-tuning is not available in this version"),
-    "pretrained_checkpoint_file": ((None,), "fine-tuning is not available in this version"),
-    "finetune_checkpoint_load_dir": ((None,), "fine-tuning is not available in this version"),
     "use_profiler": ((False,), "profiling is not available in this version"),
     "profile_nsys": ((False,), "profiling is not available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
@@ -73,7 +69,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 # Flags that name a place, which may not be in S3 yet.
 LOCATIONS = (
     "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
-    "data_cache_dir", "hf_pretrained_model_name_or_dir",
+    "data_cache_dir", "hf_pretrained_model_name_or_dir", "pretrained_model_name", "pretrained_checkpoint_file",
+    "finetune_checkpoint_load_dir",
 )  # fmt: skip
 LOCATION_PREFIXES = ("s3://",)
 LOCATION_REASON = "places in S3 are not available in this version; use a folder"

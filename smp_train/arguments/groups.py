@@ -107,11 +107,19 @@ class ModelArguments:
 class FinetuneArguments:
     """Fine-tuning: start from weights instead of random numbers."""
 
-    finetune: bool = flag(False, "Start from pretrained weights")
-    pretrained_model_name: str | None = flag(None, "Name of the pretrained model whose configuration is used")
-    pretrained_checkpoint_file: str | None = flag(None, "Checkpoint with the pretrained weights")
+    finetune: bool = flag(
+        False, "Start from pretrained weights; with --resume_from_checkpoint from its checkpoint once there is one"
+    )
+    pretrained_model_name: str | None = flag(
+        None, "The pretrained model: its folder or its name; its configuration, and its weights if no others are given"
+    )
+    pretrained_checkpoint_file: str | None = flag(
+        None,
+        "The pretrained weights: a file (.safetensors, .bin, .pt), or a folder of them or of a checkpoint. The model "
+        "is that of --pretrained_model_name, else of --model_type and its widths, else that of config.json beside it",
+    )
     finetune_checkpoint_load_dir: str | None = flag(
-        None, "Folder that the pretrained weights lie in, where --pretrained_model_name is given"
+        None, "Folder with the weights of --pretrained_model_name, or of models by name", shown="the model's own"
     )
 
 
@@ -370,8 +378,9 @@ class Arguments(
         self.run_dir = self.run_dir or f"runs/{self.run_name}"
 
     def _model_label(self) -> str:
-        if self.hf_pretrained_model_name_or_dir:
-            return PurePosixPath(self.hf_pretrained_model_name_or_dir).name or "model"
+        pretrained = self.hf_pretrained_model_name_or_dir or (self.finetune and self.pretrained_model_name)
+        if pretrained:
+            return PurePosixPath(pretrained).name or "model"
         family = self.model_type or ("scratch" if self.model_size else "gpt_neox")
         return "-".join(part for part in (family, self.model_size) if part)
 

@@ -40,8 +40,12 @@ class Backend(ABC):
     topology: Topology
 
     @abstractmethod
-    def build(self, spec: ModelSpec, *, seed: int) -> nn.Module:
-        """Return the model ready to train: spread over the ranks, its weights initialised or loaded."""
+    def build(self, spec: ModelSpec, *, seed: int, initial: bool = True) -> nn.Module:
+        """Return the model ready to train: spread over the ranks, its weights initialised or loaded.
+
+        Without ``initial`` the weights are left unset, for `load_state` to fill: what a run started from need not be
+        there when it resumes.
+        """
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:

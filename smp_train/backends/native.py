@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from smp_train import losses
 from smp_train.backends.base import Backend, Topology
+from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
-from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.initialization import initialise
 from smp_train.parallel import activations, grad_norm, mesh, sharding
 
@@ -62,7 +62,7 @@ class NativeBackend(Backend):
             mesh=dict(zip(self.mesh.root.mesh_dim_names or (), self.mesh.root.shape, strict=True)),
         )
 
-    def build(self, spec: ModelSpec, *, seed: int) -> nn.Module:
+    def build(self, spec: ModelSpec, *, seed: int, initial: bool = True) -> nn.Module:
         """Build on the meta device, apply parallelism, and only then give each rank memory for its own part.
 
         The order is the contract of this backend: activation checkpointing, then sharding, then weights.
@@ -80,10 +80,12 @@ class NativeBackend(Backend):
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
         )
         materialise(model, self.topology.device)
+        if not initial:
+            return model
         if spec.pretrained is None:
             initialise(model, seed)
         else:
-            load_pretrained(model, spec.pretrained)
+            load_weights(model, spec.pretrained)
         return model
 
     def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:

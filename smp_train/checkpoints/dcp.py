@@ -8,7 +8,7 @@ import logging
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -168,13 +168,18 @@ class _MetadataUnpickler(pickle.Unpickler):
 class StrictLoadPlanner(DefaultLoadPlanner):
     """Refuses a checkpoint that does not hold exactly what is asked for; unpickles no arbitrary objects."""
 
+    def __init__(self, ignored: Container[str] = ()) -> None:
+        """``ignored``: entries that may be there unasked for."""
+        super().__init__()
+        self.ignored = ignored
+
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Compare what is asked for with what was saved. Raises `CheckpointError`."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
-        problems = compare(self.state_dict, metadata.state_dict_metadata)
+        problems = compare(self.state_dict, metadata.state_dict_metadata, self.ignored)
         if problems:
             raise CheckpointError(
                 f"{'; '.join(problems)} "
@@ -191,18 +196,21 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, plain)
 
 
-def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
     """Say, in up to three phrases, how the flat state ``wanted`` differs from the ``saved`` one's metadata.
 
     Saved entries of a kind that is not asked for at all (``optim.*`` when only ``model.*`` is loaded) are no
-    difference.
+    difference, nor are ``ignored`` ones.
     """
     kinds = {key.split(".")[0] for key in wanted}
     missing = [key for key in wanted if key not in saved]
     extra = [
         key
         for key in saved
-        if key not in wanted and key.split(".")[0] in kinds and not key.startswith(NOT_NEEDED)
+        if key not in wanted
+        and key.split(".")[0] in kinds
+        and key not in ignored
+        and not key.startswith(NOT_NEEDED)
     ]
     other = []
     for key, value in wanted.items():
@@ -251,18 +259,25 @@ def save_state(state: dict[str, Any], writer: Writer) -> None:
         raise CheckpointError(one_line(error)) from error
 
 
-def load_state(state: dict[str, Any], reader: Reader, label: str) -> None:
+def load_state(state: dict[str, Any], reader: Reader, label: str, ignored: Container[str] = ()) -> None:
     """Fill ``state`` in place from what ``reader`` reads, on whatever mesh it is laid out. Collective.
 
-    Raises `CheckpointError` on every rank when any rank failed, or when ``state`` and checkpoint do not
-    match.
+    Entries in ``ignored`` may be there unasked for. Raises `CheckpointError` on every rank when any rank failed, or
+    when ``state`` and checkpoint do not match.
     """
     exchange(f"cannot load {label}", reader.preload)
     try:
         with _single_process_is_fine():
-            dcp.load(state, storage_reader=reader, planner=StrictLoadPlanner())
+            dcp.load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
         raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
+
+
+def saved_entries(reader: Reader) -> Mapping[str, Any]:
+    """Return the metadata of every entry of a checkpoint by its flat name. Raises `CheckpointError`. Not collective."""
+    reader.preload()
+    entries: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    return entries
 
 
 class _single_process_is_fine(AbstractContextManager):

@@ -140,6 +140,14 @@ def _candidates(text: str, missing_ok: bool, model_type: str | None) -> tuple[st
     return str(path), names, False
 
 
+def is_checkpoint_folder(path: Path) -> bool:
+    """Return whether ``path`` is a checkpoint of this program, finished or not, or a folder with such in it."""
+    if not path.is_dir():
+        return False
+    files = open_storage(path.parent).sizes(path.name)
+    return COMMITTED in files or META in files or any(map(parse_folder_name, open_storage(path).names()))
+
+
 def _is_one_checkpoint(path: Path, storage: Storage) -> bool:
     files = storage.sizes(path.name)
     if COMMITTED in files or META in files or any(name.endswith(".distcp") for name in files):
