@@ -273,8 +273,11 @@ class CheckpointArguments:
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint, or a folder of them of which the newest complete one is taken"
     )
+    strict_resume: bool = flag(
+        False, "Stop when the newest checkpoint is damaged, rather than set it aside and take the next older one"
+    )
     save_final_model: bool = flag(False, "Write the model in Hugging Face format at the end")
-    model_dir: str | None = flag(None, "Folder the final model is written to")
+    model_dir: str | None = flag(None, "Folder the final model is written to", shown="SM_MODEL_DIR")
 
 
 @dataclass

@@ -216,6 +216,8 @@ def _check_checkpoints(args: Arguments) -> None:
             )
     if len(set(args.checkpoint_dir)) != folders:
         raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
+    if args.save_final_model and not args.model_dir:
+        raise ConfigError("--save_final_model 1 needs --model_dir (or SM_MODEL_DIR), the folder to write it to")
 
 
 def _check_data(args: Arguments) -> None:

@@ -17,8 +17,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -165,7 +171,18 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's index")
 
 
-class StrictLoadPlanner(DefaultLoadPlanner):
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """Unpickles no arbitrary objects."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load a value that is not a tensor: numbers, strings, and containers of them."""
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+class StrictLoadPlanner(PlainLoadPlanner):
     """Refuses a checkpoint that does not hold exactly what is asked for; unpickles no arbitrary objects."""
 
     def __init__(self, ignored: Container[str] = ()) -> None:
@@ -179,21 +196,17 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         """Compare what is asked for with what was saved. Raises `CheckpointError`."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
-        problems = compare(self.state_dict, metadata.state_dict_metadata, self.ignored)
+        saved = metadata.state_dict_metadata
+        if any(key.startswith("optim.") for key in self.state_dict) and all(key.startswith("model.") for key in saved):
+            raise CheckpointError("it holds weights only; start from it with --finetune 1 --pretrained_checkpoint_file")
+        problems = compare(self.state_dict, saved, self.ignored)
         if problems:
             raise CheckpointError(
                 f"{'; '.join(problems)} "
                 "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
             )
         if rank() == 0:
-            _warn_of_other_dtypes(self.state_dict, metadata.state_dict_metadata)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value that is not a tensor: numbers, strings, and containers of them."""
-        plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
+            _warn_of_other_dtypes(self.state_dict, saved)
 
 
 def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
@@ -278,6 +291,36 @@ def saved_entries(reader: Reader) -> Mapping[str, Any]:
     reader.preload()
     entries: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     return entries
+
+
+def plain_values(reader: Reader) -> dict[str, Any]:
+    """Return the numbers, strings and the like that another program stored beside its tensors, by flat name.
+
+    Left out is what is no plain value, and the optimizer's. Not collective.
+    """
+    found: dict[str, Any] = {}
+    for key, entry in saved_entries(reader).items():
+        if not isinstance(entry, BytesStorageMetadata) or key.startswith(("optim", "model")):
+            continue
+        state = {key: None}
+        try:
+            _load_state_dict(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=True)
+        except CheckpointException:
+            continue
+        if isinstance(state[key], (int, float, str, bool)):
+            found[key] = state[key]
+    return found
+
+
+def read_tensor(reader: Reader, key: str) -> torch.Tensor:
+    """Read one entry whole. Not collective. Raises `CheckpointError` where it cannot be read."""
+    entry = saved_entries(reader)[key]
+    value = torch.empty(entry.size, dtype=entry.properties.dtype)
+    try:
+        _load_state_dict({key: value}, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{key} cannot be read: {one_line(error)}") from error
+    return value
 
 
 class _single_process_is_fine(AbstractContextManager):

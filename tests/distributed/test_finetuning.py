@@ -151,3 +151,11 @@ def test_weights_that_do_not_fit_are_refused_by_all_ranks(model: Path, tmp_path:
         for name, message in said.items():
             assert re.match(expected[name], message), message
     assert (damaged / "llama_v2-5steps" / "COMMITTED").exists()  # someone else's is not set aside
+
+
+def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
+    options = {"save_final_model": 1, "model_dir": tmp_path / "final", "max_steps": 2}
+    harness.run(train, 2, flags(tmp_path, **options))
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32).state_dict()
+    saved = read_checkpoint(tmp_path / "checkpoints" / "llama_v2-2steps")
+    assert all(torch.equal(final[name], saved[f"model.{name}"]) for name in final)

@@ -74,6 +74,7 @@ COMBINATIONS = {
     "--sharding_strategy no_shard --hybrid_shard_degree 4": "contradict each other",
     "--hf-model x --from-scratch": "both choose the model",
     "--hf-model x --model_size 7b": "both choose the model",
+    "--save_final_model 1": "--save_final_model 1 needs --model_dir",
     "--finetune 1": "--finetune 1 needs weights: give --pretrained_model_name",
     "--pretrained_model_name n": "--pretrained_model_name n needs --finetune 1",
     "--pretrained_checkpoint_file f": "needs --finetune 1",
@@ -119,7 +120,7 @@ ON = {
     "sm_activation_offloading": "1", "selective_checkpointing": "1/2", "use_torch_compile": "1", "fp8": "1",
     "cpu_offload": "1", "limit_all_gathers": "0", "forward_prefetch": "0",
     "backward_fetch_policy": "backward_post",
-    "moe": "1", "checkpoint_type": "async_sharded", "save_final_model": "1", "dataset": "c4",
+    "moe": "1", "checkpoint_type": "async_sharded", "dataset": "c4",
     "dataset_config_name": "en", "tokenizer": "t", "dataset_type": "hf",
     "use_profiler": "1", "profile_nsys": "1", "data_type": "bert", "prompt": "p", "num_tokens": "5",
 }  # fmt: skip

@@ -252,6 +252,7 @@ def anonymous_memory() -> int:
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_a_rank_holds_its_part_and_one_tensor_at_most(kind: str, tmp_path: Path) -> None:
