@@ -7,12 +7,12 @@ import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_train.errors import CheckpointError
+
+if TYPE_CHECKING:  # Imported where it is used: what only looks for files does without.
+    from torch import Tensor
 
 SAFETENSORS, PICKLED = ".safetensors", (".bin", ".pt", ".pth")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -89,6 +89,8 @@ def _open_safetensors(path: Path, stack: ExitStack) -> tuple[list[str], Callable
 
 def _open_pickled(path: Path, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
     """Open a file of ``torch.save``, tensors and plain values only: nothing in it is executed."""
+    import torch
+
     try:
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -104,6 +106,8 @@ def _open_pickled(path: Path, stack: ExitStack) -> tuple[list[str], Callable[[st
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
+    from torch import Tensor
+
     for envelope in ENVELOPES:
         if isinstance(content, dict) and isinstance(content.get(envelope), dict):
             return _tensors_in(content[envelope])
