@@ -71,7 +71,7 @@ def start_from(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Te
     for name, changes in cases.items():
         args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
         backend, _ = backends.select(args, ranks, device)
-        model = backend.build(resolve(args), seed=1)
+        model = backend.build(resolve(args), seed=1, seq_len=16)
         found[name] = {canonical_name(n): p.full_tensor() for n, p in model.named_parameters()}
     runtime.stop()
     return found
@@ -131,7 +131,7 @@ def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
         args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
         backend, _ = backends.select(args, ranks, device)
         with pytest.raises(SmpTrainError) as refused:
-            backend.build(resolve(args), seed=1)
+            backend.build(resolve(args), seed=1, seq_len=16)
         said[name] = f"{type(refused.value).__name__}: {refused.value}"
     runtime.stop()
     return said
