@@ -207,7 +207,9 @@ def torchrun(folder: Path, world: int, *words: str, environ: Mapping[str, str] |
 class Ranks:
     """One warm command per rank, as some launcher would have started them on one node; a context manager."""
 
-    def __init__(self, folder: Path, world: int, *words: str, launcher: Callable[[int, int, int], dict[str, str]]) -> None:
+    def __init__(
+        self, folder: Path, world: int, *words: str, launcher: Callable[[int, int, int], dict[str, str]]
+    ) -> None:
         port = free_port()
         self.ranks = [warm(folder, *words, environ=launcher(rank, world, port)) for rank in range(world)]
 
