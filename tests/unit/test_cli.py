@@ -145,6 +145,7 @@ def test_several_processes_of_a_node_say_it_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(cli, "start_attempted", lambda: False)  # other tests of this process may have started
     said = []
     for rank in "01":
         for name, value in {
