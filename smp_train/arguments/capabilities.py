@@ -26,10 +26,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "activation offloading is not available in this version; use --activation_checkpointing 1",
     ),
-    "selective_checkpointing": (
-        (1.0, 0.0),
-        "checkpointing a part of the layers is not available in this version; use 1, every layer",
-    ),
     "use_torch_compile": ((False,), "compilation is not available in this version"),
     "fp8": ((False,), "FP8 is not available in this version; use --bf16 1"),
     "cpu_offload": (

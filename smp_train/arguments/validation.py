@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from smp_train.arguments import checkpointing
 from smp_train.arguments.capabilities import (
     INEFFECTIVE,
     LOCATION_PREFIXES,
@@ -42,6 +43,7 @@ def validate(args: Arguments, world_size: int) -> None:
     _check_not_available(args)
     _check_degrees(args, world_size)
     _check_model(args)
+    _check_activations(args)
     _check_schedule(args)
     _check_checkpoints(args)
     _check_data(args)
@@ -157,6 +159,21 @@ def _check_model(args: Arguments) -> None:
     experts, used = args.num_local_experts, args.num_experts_per_tok
     if experts and used and used > experts:
         raise ConfigError(f"--num_experts_per_tok {used} is above --num_local_experts {experts}")
+
+
+def _check_activations(args: Arguments) -> None:
+    setting, selective = args.activation_checkpointing, args.selective_checkpointing
+    if selective > 1 and selective != int(selective):
+        raise ConfigError(
+            f"--selective_checkpointing {show(selective)}: a share of the layers is below 1, and from 1 on it is "
+            "every N-th layer"
+        )
+    checkpointing.read(setting)
+    if selective != 1 and setting not in (checkpointing.NONE, checkpointing.of_layers(selective)):
+        raise ConfigError(
+            f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
+            "other; give one of them"
+        )
 
 
 def _check_schedule(args: Arguments) -> None:

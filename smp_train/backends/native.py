@@ -69,12 +69,11 @@ class NativeBackend(Backend):
         """
         args = self.args
         model = build_meta(spec, attn_implementation=args.attn_implementation)
-        layers = decoder_layers(model)
-        if args.activation_checkpointing:
-            activations.checkpoint_layers(model, layers)
+        layers = [layer for _, layer in decoder_layers(model)]
+        activations.apply(layers, args.activation_checkpointing)
         sharding.shard(
             model,
-            [model.get_submodule(name) for name, _ in layers],
+            layers,
             self.mesh.parameters,
             param_dtype=torch.bfloat16 if args.bf16 else None,
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
