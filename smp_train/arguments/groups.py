@@ -154,7 +154,9 @@ class ParallelArguments:
     context_parallel_degree: int = flag(1, "Processes that share each sequence", unit="processes")
     expert_parallel_degree: int = flag(1, "Processes that share the experts of a layer", unit="processes")
     bf16: bool = flag(True, "Compute in bfloat16 (weights and optimizer stay in float32); 0: float32")
-    fp8: bool = flag(False, "Compute linear layers in 8-bit floating point")
+    fp8: bool = flag(
+        False, "Compute the decoder layers' linear layers in 8-bit floating point, on Hopper GPUs, by torchao"
+    )
     fp8_amax_history_len: int = flag(1024, "Steps of history that FP8 scales are taken from", unit="steps")
     fp8_amax_compute_algo: str = flag(
         "max", "How an FP8 scale follows from its history", choices=("max", "most_recent")
@@ -170,14 +172,17 @@ class ParallelArguments:
     selective_checkpointing: float = flag(
         1.0, "Checkpoint in full every N-th layer only, or a share of the layers when below 1 (0.5, 1/3)"
     )
-    sm_activation_offloading: bool = flag(False, "Keep checkpointed activations in host memory until needed")
+    sm_activation_offloading: bool = flag(
+        False, "Keep in host memory what a layer's backward pass needs, until it is needed"
+    )
     activation_loading_horizon: int = flag(
         2, "Layers ahead that offloaded activations are loaded", unit="layers"
     )
-    cpu_offload: bool = flag(False, "Keep parameters and optimizer states in host memory")
+    cpu_offload: bool = flag(False, "Keep parameters, gradients and optimizer states in host memory")
     use_torch_compile: bool = flag(False, "Compile each decoder layer")
+    torch_compile_backend: str = flag("inductor", "What compiles it: a backend's name in torch.compile")
     limit_all_gathers: bool = flag(True, "Bound the all-gathers in flight")
-    forward_prefetch: bool = flag(True, "Gather the next layer during this one's forward pass")
+    forward_prefetch: bool = flag(True, "Ask for the next layer's parameters before this one's forward pass")
     backward_fetch_policy: str = flag(
         "backward_pre",
         "When the backward pass gathers the next layer",

@@ -6,6 +6,7 @@ from typing import Any
 
 from smp_train.arguments import checkpointing
 from smp_train.arguments.capabilities import (
+    DEPENDENT,
     INEFFECTIVE,
     LOCATION_PREFIXES,
     LOCATION_REASON,
@@ -169,6 +170,11 @@ def _check_activations(args: Arguments) -> None:
             "every N-th layer"
         )
     checkpointing.read(setting)
+    for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
+        if value and not args.bf16:
+            raise ConfigError(f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1")
+    if args.fp8 and args.tensor_parallel_degree > 1:
+        raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
     if selective != 1 and setting not in (checkpointing.NONE, checkpointing.of_layers(selective)):
         raise ConfigError(
             f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
@@ -228,4 +234,13 @@ def ineffective(resolved: Resolved) -> list[str]:
         if resolved.given(name) and name in flags():
             value = show(getattr(resolved.args, name))
             lines.append(f"--{name} {value} has no effect: {why}")
+    args = resolved.args
+    for name, other in DEPENDENT.items():
+        if resolved.given(name) and not getattr(args, other):
+            lines.append(f"--{name} {show(getattr(args, name))} has no effect: it needs --{other} 1")
+    if args.activation_checkpointing == checkpointing.NONE and args.selective_checkpointing not in (0, 1):
+        lines.append(
+            f"--selective_checkpointing {show(args.selective_checkpointing)} has no effect: "
+            "--activation_checkpointing is none"
+        )
     return lines

@@ -12,10 +12,14 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from smp_train.arguments import checkpointing
+from smp_train.errors import ConfigError
 
 # Costly to compute again: products of matrices, and attention kernels, which save what their backward pass needs.
 _KEPT_NAMES = (
@@ -33,15 +37,21 @@ _NOT_KEPT = {torch.ops._c10d_functional.wait_tensor.default}
 def apply(layers: list[nn.Module], setting: str) -> None:
     """Checkpoint those of the decoder ``layers`` that ``--activation_checkpointing`` asks for.
 
-    Random numbers drawn again are the same, so dropout is that of a run without checkpointing. Raises `ConfigError`
-    for a setting that is none.
+    Random numbers drawn again are the same, so dropout is that of a run without checkpointing.
+
+    Raises:
+        ConfigError: a setting that is none; or, at the first forward pass with selective:op, a layer that changes a
+            kept result in place.
     """
     share, per_operation = checkpointing.read(setting)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if per_operation:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for index in chosen(len(layers), share):
-        layers[index].forward = _checkpointed(layers[index].forward, options)
+        forward = layers[index].forward
+        if per_operation:
+            forward = _watched_once(forward)
+        layers[index].forward = _checkpointed(forward, options)
 
 
 def chosen(count: int, share: Fraction) -> list[int]:
@@ -60,8 +70,62 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     return recomputed
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keeps(operation: Any) -> bool:
     kept = operation in _KEPT or getattr(operation, "namespace", None) in _KEPT_NAMESPACES
-    if kept and operation not in _NOT_KEPT:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return kept and operation not in _NOT_KEPT
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _keeps(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _watched_once(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Watch the first pass: torch's own check misses a change through the view that every 3-D product returns.
+
+    Compiled code needs no watching: there, nothing is changed in place before it is traced.
+    """
+    seen = False
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        if seen or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        seen = True
+        with _ChangesOfKept():
+            return forward(*args, **kwargs)
+
+    return watched
+
+
+class _ChangesOfKept(TorchDispatchMode):
+    """Refuses a change in place of a kept result: computing again would start from the changed value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, tuple[Any, Tensor]] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(operation, "_schema", None)
+        for position, argument in enumerate(schema.arguments if schema is not None else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                for tensor in tree_leaves(value):
+                    if isinstance(tensor, Tensor) and _storage(tensor) in self.kept:
+                        raise ConfigError(
+                            f"--activation_checkpointing {checkpointing.PER_OPERATION}: this model changes the result "
+                            f"of {self.kept[_storage(tensor)][0]} in place ({operation}); use full, or "
+                            "--use_torch_compile 1"
+                        )
+        result = operation(*args, **kwargs)
+        if _keeps(operation):
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    # With the tensor itself, so that no other comes to lie at its address.
+                    self.kept[_storage(tensor)] = (operation, tensor)
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)
