@@ -69,8 +69,8 @@ def _unknown(name: str, spelling: str) -> ConfigError:
 def _is_switch(name: str) -> bool:
     alias = aliases.BY_NAME.get(name)
     if alias:
-        return alias.switch or (alias.read is None and all(flags()[ours].kind is bool for ours in alias.ours))
-    return name in flags() and flags()[name].kind is bool
+        return alias.switch or (alias.read is None and all(flags()[ours].switch for ours in alias.ours))
+    return name in flags() and flags()[name].switch
 
 
 def _takes_many(name: str) -> bool:
@@ -294,6 +294,7 @@ def _explain_settled(
     causes = {
         "model_type": "--from_scratch", "model_size": "--from_scratch",
         "sharding_strategy": "--hybrid_shard_degree", "run_name": "the model's name", "run_dir": "--run_name",
+        "activation_checkpointing": "--selective_checkpointing",
     }  # fmt: skip
     table = flags()
     for name, cause in causes.items():
