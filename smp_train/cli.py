@@ -36,6 +36,7 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
+    "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
     "bench": Verb("measure speed", "smp_train.bench"),
     "report": Verb("draw report.png from a run folder", "smp_train.telemetry.report"),
