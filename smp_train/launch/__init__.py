@@ -1,6 +1,6 @@
 """`smp-train launch`: from one command to a run on a Slurm cluster or this machine. Imports no torch.
 
-A run is described once (`spec`) and rendered for the place it goes to (`slurm`, `local`). `task` is what each
+A run is described once (`spec`) and rendered for the place it goes to (`slurm`, `sagemaker`, `local`). `task` is what each
 node executes, whatever brought it there, and `supervisor` starts the node's processes.
 """
 
@@ -13,6 +13,7 @@ from smp_train.errors import ConfigError
 
 PLACES = {
     "slurm": "a Slurm cluster, with a container (Enroot, Pyxis) or an environment of Python",
+    "sagemaker": "a SageMaker training job",
     "local": "this machine, or several started by hand",
 }
 

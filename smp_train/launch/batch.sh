@@ -106,8 +106,9 @@ case "$first" in
     exit "${code%% *}"
     ;;
 esac
-if [ "$asked" = TERM ] && ! scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q 'JobState=RUNNING'; then
-  say "cancelled; submit the same script again to go on"
+state=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
+if [ "$asked" = TERM ] && [ "$state" != RUNNING ]; then
+  say "ended by Slurm ($state): it starts the job again when it lost a node; otherwise submit the same script again to go on"
   exit 143
 fi
 stopped=$(cat "$RUN_DIR/STOPPED" 2>/dev/null)

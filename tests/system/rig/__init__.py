@@ -49,7 +49,7 @@ class Rig:
         names = [f"n{number}" for number in range(1, self.nodes + 1)]
         lines = [
             "ClusterName=rig", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
-            "AuthType=auth/munge", f"AuthInfo=socket={self.folder}/run/munge.sock,cred_expire=2",
+            "AuthType=auth/munge", f"AuthInfo=socket={self.folder}/run/munge.sock,cred_expire=5",
             f"SlurmctldPort={port}", f"SlurmctldPidFile={self.folder}/run/slurmctld.pid",
             f"SlurmdPidFile={self.folder}/run/slurmd-%n.pid", f"SlurmdSpoolDir={self.folder}/spool/%n",
             f"StateSaveLocation={self.folder}/state", f"SlurmctldLogFile={self.folder}/log/slurmctld.log",
