@@ -118,7 +118,9 @@ def _train(words: list[str], failing: Failing) -> int:
     failing.debug = failing.debug or resolved.args.debug
     if resolved.args.print_config:
         if failing.runtime.is_main:
-            print(print_config(resolved), end="")
+            from smp_train.models.resolve import settled_flags
+
+            print(print_config(resolved, settled_flags(resolved.args)), end="")
             print("".join(f"# {line}\n" for line in ineffective(resolved)), end="")
         return 0
     validate(resolved.args, failing.runtime.world_size)

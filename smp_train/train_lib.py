@@ -20,10 +20,10 @@ from smp_train.checkpoints import CheckpointManager, find, policies
 from smp_train.data.index import convert, open_source
 from smp_train.data.pipelines.data_pipeline import Batch, Order, Source, TrainingData, ValidationData
 from smp_train.data.synthetic import Synthetic
-from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
-from smp_train.models.resolve import ModelSpec, resolve
+from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.runtime import Runtime
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
@@ -33,9 +33,6 @@ from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
 from smp_train.telemetry.run_folder import RunFolder, versions
 
 log = get_logger()
-
-DEFAULT_CONTEXT = 2048
-"""Sequence length of training where none is given, in tokens, as in the original system."""
 
 
 @dataclass
@@ -135,7 +132,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     train_data, validation = open_data(args, spec.config.vocab_size, seq_len, ranks, topology)
     total_steps = count_steps(args, train_data)
 
-    model = backend.build(spec, seed=args.seed)
+    model = backend.build(spec, seed=args.seed, seq_len=seq_len)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     if spec.pretrained is None:
@@ -339,7 +336,9 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
         failed=failure is not None,
     )
-    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else topology.dp_rank)
+    # Tensor peers draw alike, as they work on the same tokens; context peers do not.
+    stream = topology.dp_rank * topology.cp_size + topology.cp_rank
+    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else stream)
     result = train_utils.train_step(
         run.backend,
         run.model,
@@ -354,6 +353,9 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         with runtime.together("reading the training data"):
             if failure is not None:
                 raise failure
+    if tokens == 0:
+        samples = f"samples {progress.consumed} to {progress.consumed + run.train_data.global_batch - 1}"
+        raise DataError(f"step {progress.step + 1}: {samples} have no counted token; is --max_context_width too short?")
     progress.step += 1
     progress.consumed += run.train_data.global_batch
     progress.tokens += tokens

@@ -20,7 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers"]
+# Imported once for all cases; a family's modules cost a fresh process seconds.
+PRELOAD = [
+    "smp_train.train_lib",
+    "torch.distributed.checkpoint",
+    *(
+        f"transformers.models.{family}.modeling_{family}"
+        for family in ("falcon", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi")
+    ),
+]
 
 
 class RankFailed(AssertionError):

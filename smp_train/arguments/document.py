@@ -7,7 +7,8 @@ makes the table.
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from smp_train.arguments.aliases import ALIASES, SMP_KEYS
 from smp_train.arguments.capabilities import INEFFECTIVE, REFUSED
@@ -102,10 +103,14 @@ def help_text(width: int = 100) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def print_config(resolved: Resolved) -> str:
-    """Return every setting with its value and where that came from, grouped and aligned."""
+def print_config(resolved: Resolved, settled: Mapping[str, tuple[Any, str]] | None = None) -> str:
+    """Return every setting with its value and where that came from, grouped and aligned.
+
+    ``settled`` says what flags that were not given come to, such as a preset's widths, and where that is from.
+    """
     table = flags()
-    values = {name: show(getattr(resolved.args, name)) for name in table}
+    known = settled or {}
+    values = {name: show(known[name][0] if name in known else getattr(resolved.args, name)) for name in table}
     name_width = max(map(len, table))
     value_width = min(40, max(map(len, values.values())))
     lines = []
@@ -113,7 +118,7 @@ def print_config(resolved: Resolved) -> str:
         lines += ["", f"# {title(group)}"]
         for flag in table.values():
             if flag.group is group:
-                source = resolved.sources[flag.name]
+                source = known[flag.name][1] if flag.name in known else resolved.sources[flag.name]
                 if source == "default" and values[flag.name] == "-" and flag.metadata["shown"]:
                     source = f"default: {flag.shown_default}"
                 lines.append(f"{flag.name:<{name_width}}  {values[flag.name]:<{value_width}}  {source}")

@@ -41,7 +41,7 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-PRESET = "the preset's"
+PRESET = "the model's"
 
 
 @dataclass
@@ -63,7 +63,7 @@ class ModelArguments:
         False, "Train a preset of the from-scratch ladder (350m to 70b; --model_size, or 7b)"
     )
     max_context_width: int | None = flag(
-        None, "Sequence length of training", unit="tokens", shown="the preset's, else 2048"
+        None, "Sequence length of training", unit="tokens", shown="2048, or the model's where that is less"
     )
     vocab_size: int | None = flag(
         None, "Size of the vocabulary", shown="the preset's, else the architecture's"
@@ -145,7 +145,9 @@ class ParallelArguments:
         shown="the strategy's",
     )
     tensor_parallel_degree: int = flag(1, "Processes that share each matrix", unit="processes")
-    context_parallel_degree: int = flag(1, "Processes that share each sequence", unit="processes")
+    context_parallel_degree: int = flag(
+        1, "Processes that share each sequence; part of the shard degree", unit="processes"
+    )
     expert_parallel_degree: int = flag(1, "Processes that share the experts of a layer", unit="processes")
     bf16: bool = flag(True, "Compute in bfloat16 (weights and optimizer stay in float32); 0: float32")
     fp8: bool = flag(False, "Compute linear layers in 8-bit floating point")
@@ -162,6 +164,9 @@ class ParallelArguments:
         2, "Layers ahead that offloaded activations are loaded", unit="layers"
     )
     cpu_offload: bool = flag(False, "Keep parameters and optimizer states in host memory")
+    chunked_loss: bool = flag(
+        True, "Compute the loss by chunks of tokens, never holding all logits (models with a plain head)"
+    )
     use_torch_compile: bool = flag(False, "Compile each decoder layer")
     limit_all_gathers: bool = flag(True, "Bound the all-gathers in flight")
     forward_prefetch: bool = flag(True, "Gather the next layer during this one's forward pass")
@@ -202,7 +207,7 @@ class OptimizerArguments:
         0.0032, "Linear warm-up: a fraction of lr_decay_iters below 1, a number of steps from 1 on"
     )
     plateau: float = flag(
-        0.0, "Fraction of lr_decay_iters held at the peak (styles plateau, wsd) before the decay"
+        0.0, "Time at the peak before the decay, counted like warmup; wsd without it decays over the last fifth"
     )
     weight_decay: float = flag(0.2, "Decay of matrices; biases and norms are not decayed")
     beta1: float = flag(0.9, "AdamW: decay of the first moment")

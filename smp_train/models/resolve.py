@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 PRESETS = Path(__file__).parent / "presets"
+# Sequence length of training where none is given, in tokens, as in the original system; less for a shorter model.
+DEFAULT_CONTEXT = 2048
 # Widths of the original system where only some are given.
-DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_context_width": 2048}
+DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_context_width": DEFAULT_CONTEXT}
 # Flags that change the shape of a weight: with weights given they may only confirm what these say.
 SHAPES = (
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
@@ -92,30 +94,61 @@ def resolve(args: Any) -> ModelSpec:
     over it.
 
     Raises:
-        ConfigError: unknown family or preset (nearest named), a flag the family has no use for, widths that
-        do not
+        ConfigError: unknown family or preset (nearest named), a flag the family has no use for, widths that do not
             fit together, or a folder without a usable configuration.
     """
     given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
     location = getattr(args, "hf_pretrained_model_name_or_dir", None)
     if location:
         return _from_hugging_face(str(location), given)
+    family_name, family, name, fields = _begin_with(args)
+    if not getattr(args, "model_size", None):
+        given = DEFAULT_WIDTHS | given
+        given = _derived_widths(family, given) | given
+    _overlay(fields, family, family_name, given)
+    _drop_outside_tokens(fields)
+    return ModelSpec(name, family_name, _configuration(family.hf_model_type, fields, name))
+
+
+def _begin_with(args: Any) -> tuple[str, Family, str, dict[str, Any]]:
+    """Return the family (its name and itself), the model's name, and the configuration fields that flags go over."""
     size = getattr(args, "model_size", None)
     family_name = _family_name(getattr(args, "model_type", None) or ("scratch" if size else "gpt_neox"))
     family = FAMILIES.get(family_name) or Family(family_name, _fields_of(family_name))
     if size:
         preset = _preset(family_name, str(size))
-        fields, name = copy.deepcopy(preset.config), preset.name  # transformers writes into what it is given.
-    else:
-        given = DEFAULT_WIDTHS | given
-        fields, name = dict(family.defaults), family_name
-        if "intermediate_size" in family.fields:
-            given.setdefault("intermediate_size", family.width(given["hidden_width"]))
-        if "num_key_value_heads" in family.fields and family.hf_model_type != "falcon":
-            given.setdefault("num_key_value_heads", given["num_heads"])
-    _overlay(fields, family, family_name, given)
-    _drop_outside_tokens(fields)
-    return ModelSpec(name, family_name, _configuration(family.hf_model_type, fields, name))
+        # A copy: transformers writes into what it is given.
+        return family_name, family, preset.name, copy.deepcopy(preset.config)
+    return family_name, family, family_name, dict(family.defaults)
+
+
+def _derived_widths(family: Family, given: dict[str, Any]) -> dict[str, Any]:
+    widths: dict[str, Any] = {}
+    if "intermediate_size" in family.fields:
+        widths["intermediate_size"] = family.width(given["hidden_width"])
+    if "num_key_value_heads" in family.fields and family.hf_model_type != "falcon":
+        widths["num_key_value_heads"] = given["num_heads"]
+    return widths
+
+
+def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
+    """Return what the model flags that were not given come to, each with where that is from; builds nothing.
+
+    Empty for a Hugging Face model, whose configuration is its own. Raises `ConfigError` for an unknown preset.
+    """
+    if getattr(args, "hf_pretrained_model_name_or_dir", None):
+        return {}
+    _, family, name, fields = _begin_with(args)
+    sized = bool(getattr(args, "model_size", None))
+    settled: dict[str, tuple[Any, str]] = {}
+    if not sized:
+        widths = DEFAULT_WIDTHS | {f: v for f in MODEL_FLAGS if (v := getattr(args, f, None)) is not None}
+        settled |= {flag: (value, "default") for flag, value in {**_derived_widths(family, widths), **widths}.items()}
+    source = f"preset {name}" if sized else f"default of {name}"
+    settled |= {flag: (fields[key], source) for flag, key in family.fields.items() if fields.get(key) is not None}
+    longest = fields.get(family.fields.get("max_context_width", ""), DEFAULT_CONTEXT)
+    settled["max_context_width"] = (min(DEFAULT_CONTEXT, longest), "default")
+    return {flag: value for flag, value in settled.items() if getattr(args, flag, None) is None}
 
 
 def _suggest(word: str, known: list[str]) -> str:
