@@ -1,7 +1,7 @@
 """`smp-train launch`: from one command to a run on a Slurm cluster or this machine. Imports no torch.
 
-A run is described once (`spec`) and rendered for the place it goes to (`slurm`, `sagemaker`, `local`). `task` is what each
-node executes, whatever brought it there, and `supervisor` starts the node's processes.
+A run is described once and rendered for the place it goes to (`slurm`, `sagemaker`, `local`). `task` is what each node
+of a cluster executes, whatever brought it there, and `supervisor` starts the node's processes.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ command=("$PYTHON" -m smp_train.launch.task)
 step=(--kill-on-bad-exit=1 --ntasks-per-node=1 --label)
 # HyperPod's plugin swaps a bad node and runs the same srun again. Stock Slurm does not know the option.
 if srun --help 2>&1 | grep -q -- --auto-resume; then step+=(--auto-resume=1); fi
-task=(--nproc "${NPROC:-auto}" --max_attempts "${MAX_ATTEMPTS:-3}")
+task=(--nproc "${NPROC:-auto}" --max_attempts "${MAX_ATTEMPTS:-3}" --failures "$RUN_DIR/logs")
 [ -z "${INSTANCE_TYPE:-}" ] || task+=(--instance_type "$INSTANCE_TYPE")
 case "${PROFILE:-}" in
   '' | 0 | none) ;;

@@ -33,9 +33,7 @@ SOCKETS_SLURM = "^docker,lo,veth"
 SOCKETS_KUBERNETES = "^lo,docker,veth,eni,pod-id-link0"
 
 
-def variables(
-    instance: Instance | None, *, tensor_parallel: bool = False, kubernetes: bool = False
-) -> dict[str, str]:
+def variables(instance: Instance | None, *, tensor_parallel: bool = False, kubernetes: bool = False) -> dict[str, str]:
     """Return what a launcher exports for training on ``instance`` (None: unknown, or no GPU)."""
     chosen = {
         "HF_HUB_ETAG_TIMEOUT": "60",

@@ -112,7 +112,9 @@ def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
     """Return training flags as hyperparameters by name; numbers are numbers, lists are lists."""
     found: dict[str, Any] = {}
     for given in read_command_line(words, []):
-        found[given.name] = [_plain(one) for one in given.value] if isinstance(given.value, list) else _plain(given.value)
+        found[given.name] = (
+            [_plain(one) for one in given.value] if isinstance(given.value, list) else _plain(given.value)
+        )
     return found
 
 
@@ -145,7 +147,9 @@ def build(words: Sequence[str] | Mapping[str, Any], **options: Any) -> Job:
         raise ConfigError("--instance_type is missing, such as ml.p5.48xlarge")
     instance = find(values["instance_type"])
     environ = {"SM_TRAINING_ENV": "{}", "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data"}
-    environ |= {f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in ("train", "test") if values[name]}
+    environ |= {
+        f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in ("train", "test") if values[name]
+    }
     resolved = parse(flags, environ)
     validate(resolved.args, values["instance_count"] * instance.gpus)
     job = Job(
@@ -206,14 +210,18 @@ def _check(job: Job) -> None:
             raise ConfigError("--fsx needs --subnets and --security_groups of the file system's VPC")
     on_fsx = all(place.startswith(FSX + "/") or place == FSX for place in args.checkpoint_dir)
     if on_fsx and not job.fsx:
-        raise ConfigError(f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder")
+        raise ConfigError(
+            f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder"
+        )
     if job.instance_count > 1 and not on_fsx:
         raise ConfigError(
             f"{job.instance_count} instances share no disk, and a checkpoint is written by all of them: give --fsx, and "
             f"--checkpoint_dir {FSX}/<folder>"
         )
     if job.spot and not (job.checkpoints or on_fsx):
-        raise ConfigError("--spot without --checkpoints starts from the beginning after every interruption; give --checkpoints")
+        raise ConfigError(
+            "--spot without --checkpoints starts from the beginning after every interruption; give --checkpoints"
+        )
     if job.spot and job.keep_alive:
         raise ConfigError("--keep_alive: SageMaker has no warm pools of spot instances; give --spot or --keep_alive")
     if job.max_wait is not None and not job.spot:
@@ -290,7 +298,13 @@ def request(job: Job, *, region: str, name: str, code: str) -> dict[str, Any]:
 
 
 _SDK_TEXTS = frozenset(
-    {"sagemaker_program", "sagemaker_submit_directory", "sagemaker_job_name", "sagemaker_region", "sagemaker_instance_type"}
+    {
+        "sagemaker_program",
+        "sagemaker_submit_directory",
+        "sagemaker_job_name",
+        "sagemaker_region",
+        "sagemaker_instance_type",
+    }
 )
 
 
@@ -325,7 +339,9 @@ def _walk(shape: Any, value: Any, where: str) -> None:
     if not isinstance(value, bool):
         for bound, wrong in (("min", size < limits.get("min", size)), ("max", size > limits.get("max", size))):
             if wrong:
-                unit = "" if isinstance(value, int | float) else (" characters" if isinstance(value, str) else " entries")
+                unit = (
+                    "" if isinstance(value, int | float) else (" characters" if isinstance(value, str) else " entries")
+                )
                 raise ConfigError(f"{where}: {size}{unit}, SageMaker's {bound}imum is {limits[bound]}")
     if isinstance(value, str):
         pattern = limits.get("pattern")
@@ -377,7 +393,11 @@ def archive(folder: Path) -> bytes:
 
 
 def estimator(
-    words: Sequence[str] | Mapping[str, Any], *, source_dir: str | Path | None = None, sagemaker_session: Any = None, **options: Any
+    words: Sequence[str] | Mapping[str, Any],
+    *,
+    source_dir: str | Path | None = None,
+    sagemaker_session: Any = None,
+    **options: Any,
 ) -> Any:
     """Return a ready `sagemaker.pytorch.PyTorch`; ``estimator(...).fit(inputs(...))`` starts the job.
 
@@ -497,7 +517,9 @@ def check_account(job: Job, session: Any) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch sagemaker`` and return its exit code."""
     if {"-h", "--help"} & set(words):
-        usage = "smp-train launch sagemaker --role ARN --instance_type ml.T --instance_count N [options] <training flags>"
+        usage = (
+            "smp-train launch sagemaker --role ARN --instance_type ml.T --instance_count N [options] <training flags>"
+        )
         print(help_text(usage, str(__doc__), OPTIONS))
         return 0
     options, training = split(words, OPTIONS)
@@ -520,7 +542,9 @@ def main(words: Sequence[str]) -> int:
     if check:
         return 0
     submit(wanted, session, code)
-    console = f"https://{session.region_name}.console.aws.amazon.com/sagemaker/home?region={session.region_name}#/jobs/{name}"
+    console = (
+        f"https://{session.region_name}.console.aws.amazon.com/sagemaker/home?region={session.region_name}#/jobs/{name}"
+    )
     print(f"submitted {name}")
     print(f"log:    {console}")
     print(f"follow: aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {name} --follow")

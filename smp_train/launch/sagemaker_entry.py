@@ -15,4 +15,3 @@ def main() -> int:
     with suppress(ConfigError):  # which the training says, once per node
         words, _ = complete(words, os.environ)
     return cli.main(["train", *words])
-

@@ -101,7 +101,9 @@ def _mounts(spec: Spec, options: dict[str, Any]) -> list[str]:
     mounts += [one for one in places if not any(one.startswith(other.rstrip("/") + "/") for other in places)]
     for mount in mounts:
         if "," in mount or mount.count(":") > 2:
-            raise ConfigError(f"mount {mount!r}: pyxis cannot express a path with a comma or a colon; rename the folder")
+            raise ConfigError(
+                f"mount {mount!r}: pyxis cannot express a path with a comma or a colon; rename the folder"
+            )
     return mounts
 
 
@@ -135,7 +137,9 @@ def sbatch(script: str, *options: str) -> str:
         ConfigError: with sbatch's own words and what to do about them.
     """
     if not shutil.which("sbatch"):
-        raise ConfigError("there is no sbatch here; run this on a node of the cluster, or add --dry_run to see the script")
+        raise ConfigError(
+            "there is no sbatch here; run this on a node of the cluster, or add --dry_run to see the script"
+        )
     done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, check=False)
     said = (done.stdout + done.stderr).strip()
     if done.returncode:
@@ -168,7 +172,9 @@ def warnings(options: dict[str, Any]) -> list[str]:
             f"TaskPlugin={config.get('TaskPlugin')}: HyperPod's auto-resume needs task/none; lost nodes are answered by a requeue"
         )
     if options["image"] and "--container-image" not in helped:
-        raise ConfigError("this cluster's srun knows no --container-image; install pyxis, or use --python instead of --image")
+        raise ConfigError(
+            "this cluster's srun knows no --container-image; install pyxis, or use --python instead of --image"
+        )
     gres = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, check=False).stdout
     if "gpu" in gres and not options["gpus_per_node"]:
         found.append("this cluster has GRES: without --gpus_per_node the job may see no GPU")
@@ -178,7 +184,11 @@ def warnings(options: dict[str, Any]) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch slurm`` and return its exit code."""
     if {"-h", "--help"} & set(words):
-        print(help_text("smp-train launch slurm --nodes N --instance_type T [options] <training flags>", str(__doc__), OPTIONS))
+        print(
+            help_text(
+                "smp-train launch slurm --nodes N --instance_type T [options] <training flags>", str(__doc__), OPTIONS
+            )
+        )
         return 0
     options, training = split(words, OPTIONS)
     if options["profile"] not in (None, "torch", "nsys"):

@@ -95,11 +95,9 @@ def build(
         nodes=nodes,
         processes=processes,
         instance=instance,
-        environment=variables(
-            instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes
-        )
+        environment=variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
         | read_env(env),
-        warnings=tuple([*lint(os.environ if environ is None else environ), *ineffective(resolved)]),
+        warnings=(*lint(os.environ if environ is None else environ), *ineffective(resolved)),
     )
 
 

@@ -29,10 +29,12 @@ INSIDE = "/.smp-train-inside"
 """Launchers mount something here; where it is missing, the container was not entered."""
 FIRST_PORT, PORTS = 20000, 10000  # below the range that systems hand out by themselves
 GUARD = "launches.jsonl"
+NSYS = "SMP_TRAIN_UNDER_NSYS"
+"""Set for the second start of a task, the one that nsys makes."""
 
 
 class BadNodeError(SmpTrainError):
-    """This node is not what the run needs; another may be."""
+    """A node that is not what the run needs; another may be."""
 
     exit_code = 75
 
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m smp_train.launch.task", allow_abbrev=False)
     options.add_argument("--nproc", default="auto", help="processes on each node; auto: one per GPU, or one")
     options.add_argument("--instance_type", help="check this node against the table of instance types")
+    options.add_argument("--failures", type=Path, help="folder for what failed where (default: logs of the run folder)")
     options.add_argument("--inside", action="store_true", help="insist on running inside the container")
     options.add_argument("--max_attempts", type=int, default=3, help="starts without a new checkpoint that are allowed")
     options.add_argument("--nsys", action="store_true", help="record this node with Nsight Systems")
@@ -186,7 +189,9 @@ def nsys_command(run_dir: Path, words: Sequence[str]) -> list[str]:
     places = ["nsys", "/fsx/nsight-efa/target-linux-x64/nsys", "/usr/local/cuda/bin/nsys"]
     nsys = next((found for found in map(shutil.which, places) if found), None)
     if nsys is None:
-        raise ConfigError(f"nsys is on none of {', '.join(places)}; install Nsight Systems, or mount it into the container")
+        raise ConfigError(
+            f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
+        )
     report = run_dir / "profile" / "job%q{SLURM_JOB_ID}_node%q{SLURM_NODEID}_%h"
     return [
         nsys, "profile", "--trace", "cuda,nvtx", "--sample", "none", "--capture-range", "cudaProfilerApi",
@@ -199,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     before, training = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = parser().parse_args(before)
-    run_dir: Path | None = None
+    failures: Path | None = options.failures
     attempt = attempt_name(os.environ)
     node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
     try:
@@ -210,31 +215,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         training, resolved = launch_flags.complete(training)
         run_dir = Path(resolved.args.run_dir)
+        failures = failures or run_dir / "logs"
+        if not options.dry_run:
+            _make(run_dir / "logs" / attempt)
+            if node == 0 and NSYS not in os.environ:
+                guard(run_dir, resolved.args.checkpoint_dir, os.environ, options.max_attempts, attempt)
         instance = find(options.instance_type) if options.instance_type else None
         place = find_place(os.environ, check_node(instance, options.nproc, count_gpus()))
         command = [sys.executable, "-m", "smp_train", "train", *training]
-        environ = variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1) | dict(os.environ)
         if options.dry_run:
             print(json.dumps({"place": vars(place), "command": command}, indent=1))
             return 0
-        log_dir = run_dir / "logs" / attempt
-        _make(log_dir)
-        if options.nsys:
+        if options.nsys and NSYS not in os.environ:
             _make(run_dir / "profile")
-            kept = [word for word in before if word != "--nsys"]
-            again = [sys.executable, "-m", "smp_train.launch.task", *kept, "--", *training]
-            full = nsys_command(run_dir, again)
-            os.execv(full[0], full)
-        if place.node_rank == 0:
-            guard(run_dir, resolved.args.checkpoint_dir, os.environ, options.max_attempts, attempt)
-        code, failure = supervise(command, place, environ=environ, log_dir=log_dir)
+            again = nsys_command(run_dir, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
+            os.execve(again[0], again, {**os.environ, NSYS: "1"})
+        environ = variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1) | dict(os.environ)
+        code, failure = supervise(command, place, environ=environ, log_dir=run_dir / "logs" / attempt)
     except SmpTrainError as error:
         print(f"smp-train: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = error.exit_code
         failure = Failure(-1, socket.gethostname(), code, CAUSES.get(type(error), "error"))
         print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
-    if failure is not None and run_dir is not None:
-        _remember(run_dir, attempt, node, failure)
+    if failure is not None and failures is not None:
+        _remember(failures / attempt, node, failure)
     return code
 
 
@@ -245,10 +249,9 @@ def _make(folder: Path) -> None:
         raise ConfigError(f"{folder}: {problem.strerror}; set --run_dir to a folder that all nodes can write") from None
 
 
-def _remember(run_dir: Path, attempt: str, node: int, failure: Failure) -> None:
+def _remember(folder: Path, node: int, failure: Failure) -> None:
     """Leave the failing rank where the batch script and people find it; what comes first sorts first."""
     with suppress(OSError):
-        folder = run_dir / "logs" / attempt
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"failed-{time.time():.3f}-node-{node}").write_text(failure.line() + "\n", encoding="utf-8")
 

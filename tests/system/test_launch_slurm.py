@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +21,8 @@ pytestmark = [
     pytest.mark.skipif(not USABLE, reason=f"needs root and Debian's slurm-wlm, munge, libslurm-dev (no {MISSING})"),
 ]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
-STEPS = 120
-FLAGS = {**TINY, "num_layers": 1, "max_steps": STEPS, "checkpoint_freq": 20}
+STEPS = 60
+FLAGS = {**TINY, "num_layers": 1, "max_steps": STEPS, "checkpoint_freq": 10}
 
 
 def words(**changes: Any) -> list[str]:
@@ -36,8 +38,16 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 def submit(rig: Rig, script: str, folder: Path, flags: list[str], *sbatch: str, **environ: str) -> tuple[str, Path]:
     """Submit a launcher as a user would, from ``folder``, and return (job id, its output file)."""
     folder.mkdir(parents=True, exist_ok=True)
-    environ = {"NPROC": "2", "PYTHON": sys.executable, "RUN_DIR": str(folder / "run"), "OMP_NUM_THREADS": "1", **environ}
-    job = rig.run("sbatch", "--parsable", "--nodes=2", *sbatch, str(SCRIPTS / script), *flags, cwd=folder, **environ).strip()
+    environ = {
+        "NPROC": "2",
+        "PYTHON": sys.executable,
+        "RUN_DIR": str(folder / "run"),
+        "OMP_NUM_THREADS": "1",
+        **environ,
+    }
+    job = rig.run(
+        "sbatch", "--parsable", "--nodes=2", *sbatch, str(SCRIPTS / script), *flags, cwd=folder, **environ
+    ).strip()
     return job, folder / f"slurm-{job}.out"
 
 
@@ -80,7 +90,7 @@ def test_environment_trains_to_done(undisturbed: Path) -> None:
 def test_container_trains_to_done(rig: Rig, tmp_path: Path) -> None:
     image = tmp_path / "smpv2.sqsh"
     image.touch()
-    job, log = submit(rig, "launch_training_enroot.sh", tmp_path, words(max_steps=4), IMAGE=str(image))
+    job, log = submit(rig, "launch_training_enroot.sh", tmp_path, words(max_steps=4), IMAGE=str(image), NPROC="1")
     assert rig.wait_for_end(job, 120, log) == "COMPLETED", log.read_text()
     assert done(tmp_path) == 4
     assert f"smp-train: finished: {tmp_path}/run/DONE" in log.read_text()
@@ -98,7 +108,7 @@ def same_end(first: Path, second: Path) -> None:
 
 def test_lost_node_is_replaced_and_nothing_changes(rig: Rig, undisturbed: Path, tmp_path: Path) -> None:
     job, log = submit(rig, "launch_training_conda.sh", tmp_path, words())
-    rig.wait(lambda: reached(tmp_path, 50), 60, "step 50")
+    rig.wait(lambda: reached(tmp_path, 25), 90, "step 25")
     nodes = starts(tmp_path)[0]["nodes"]
     rig.crash("n2")
     try:
@@ -107,23 +117,23 @@ def test_lost_node_is_replaced_and_nothing_changes(rig: Rig, undisturbed: Path, 
         rig.boot("n2")
     assert nodes == "n[1-2]"
     assert starts(tmp_path)[-1]["nodes"] == "n[1,3]"
-    assert starts(tmp_path)[-1]["committed_step"] >= 40
+    assert starts(tmp_path)[-1]["committed_step"] >= 20
     same_end(undisturbed, tmp_path)
     rig.wait(lambda: rig.idle() == rig.nodes, 30, "the node to come back")
 
 
 def test_out_of_time_saves_and_goes_on(rig: Rig, undisturbed: Path, tmp_path: Path) -> None:
     job, log = submit(rig, "launch_training_conda.sh", tmp_path, words(checkpoint_freq=1000))
-    rig.wait(lambda: reached(tmp_path, 30), 60, "step 30")
+    rig.wait(lambda: reached(tmp_path, 20), 90, "step 20")
     rig.run("scancel", "--batch", "--signal=USR1", job)
     assert rig.wait_for_end(job, 120, log) == "COMPLETED", log.read_text()
     assert len(starts(tmp_path)) == 2
-    assert starts(tmp_path)[1]["committed_step"] >= 30
+    assert starts(tmp_path)[1]["committed_step"] >= 20
     same_end(undisturbed, tmp_path)
 
 
 def test_cancelled_job_does_not_come_back(rig: Rig, tmp_path: Path) -> None:
-    job, _ = submit(rig, "launch_training_conda.sh", tmp_path, words(max_steps=100000))
+    job, _ = submit(rig, "launch_training_conda.sh", tmp_path, words(max_steps=100000), "--nodes=1", NPROC="1")
     rig.wait(lambda: reached(tmp_path, 3), 60, "step 3")
     rig.run("scancel", job)
     rig.wait(lambda: rig.state(job) == "CANCELLED" and rig.idle() == rig.nodes, 60, "the job to end")
@@ -143,17 +153,39 @@ def test_crash_loop_stops(rig: Rig, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "flags", "environ", "said"),
     [
-        ("launch_training_enroot.sh", {}, {"IMAGE": "/nowhere.sqsh"}, "no image /nowhere.sqsh on n1; make it with docker_build.sh"),
-        ("launch_training_conda.sh", {}, {"PYTHON": "/no/python"}, "no interpreter /no/python on n1; run setup_conda_env.sh"),
-        ("launch_training_conda.sh", {"use_synthetic_data": None}, {"TRAINING_DIR": "/no/data"}, "no folder /no/data on n1"),
+        (
+            "launch_training_enroot.sh",
+            {},
+            {"IMAGE": "/nowhere.sqsh"},
+            "no image /nowhere.sqsh on n1; make it with docker_build.sh",
+        ),
+        (
+            "launch_training_conda.sh",
+            {},
+            {"PYTHON": "/no/python"},
+            "no interpreter /no/python on n1; run setup_conda_env.sh",
+        ),
+        (
+            "launch_training_conda.sh",
+            {"use_synthetic_data": None},
+            {"TRAINING_DIR": "/no/data"},
+            "no folder /no/data on n1",
+        ),
         ("launch_training_conda.sh", {"max_stepz": 3}, {}, "unknown flag --max_stepz; did you mean --max_steps?"),
-        ("launch_training_conda.sh", {}, {"INSTANCE_TYPE": "p5.48xlarge", "NPROC": "auto"}, "0 of 8 GPUs are visible on this p5.48xlarge"),
+        (
+            "launch_training_conda.sh",
+            {},
+            {"INSTANCE_TYPE": "p5.48xlarge", "NPROC": "auto"},
+            "0 of 8 GPUs are visible on this p5.48xlarge",
+        ),
     ],
     ids=["image", "interpreter", "data", "flag", "gpus"],
 )
-def test_refused_at_start(rig: Rig, tmp_path: Path, script: str, flags: dict[str, Any], environ: dict[str, str], said: str) -> None:
+def test_refused_at_start(
+    rig: Rig, tmp_path: Path, script: str, flags: dict[str, Any], environ: dict[str, str], said: str
+) -> None:
     job, log = submit(rig, script, tmp_path, words(**flags), MAX_ATTEMPTS="1", **environ)
-    assert rig.wait_for_end(job, 60, log) == "FAILED"
+    assert rig.wait_for_end(job, 90, log) == "FAILED"
     assert said in log.read_text()
 
 
@@ -161,5 +193,35 @@ def test_missing_mount_is_refused(rig: Rig, tmp_path: Path) -> None:
     image = tmp_path / "x.sqsh"
     image.touch()
     job, log = submit(rig, "launch_training_enroot.sh", tmp_path, words(), IMAGE=str(image), TEST_DIR="/no/test")
-    assert rig.wait_for_end(job, 60, log) == "FAILED"
+    assert rig.wait_for_end(job, 90, log) == "FAILED"
     assert "no folder /no/test on n1" in log.read_text()
+
+
+def worker_of(node: str, rig: Rig) -> int:
+    """Return the process id of a training process on a node."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environ = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            wanted = {f"SLURMD_NODENAME={node}".encode(), f"RIG={rig.folder}".encode(), b"LOCAL_RANK=1"}
+            if wanted <= set(environ):
+                return int(entry.name)
+    raise AssertionError(f"no training process on {node}")
+
+
+def test_auto_resume_swaps_the_node(undisturbed: Path, tmp_path: Path) -> None:
+    with Rig(tmp_path / "r", auto_resume=True) as rig:
+        job, log = submit(rig, "launch_training_conda.sh", tmp_path, words(), "--exclusive")
+        rig.wait(lambda: reached(tmp_path, 25), 90, "step 25")
+        (rig.folder / "run/bad_nodes").write_text("n2\n")
+        os.kill(worker_of("n2", rig), signal.SIGKILL)
+        assert rig.wait_for_end(job, 120, log) == "COMPLETED", log.read_text()
+    first, second = starts(tmp_path)
+    assert (first["nodes"], second["nodes"]) == ("n[1-2]", "n[1,3]")
+    assert first["attempt"].rpartition(".")[0] == second["attempt"].rpartition(".")[0], (
+        "the same start of the batch script"
+    )
+    assert "cause=killed" in log.read_text()
+    same_end(undisturbed, tmp_path)

@@ -5,6 +5,7 @@ Each node is a `slurmd` in namespaces of its own: it has its own host name, and 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+RIGS = itertools.count()
 MISSING = [name for name in ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "gcc") if not shutil.which(name)]
 USABLE = not MISSING and os.geteuid() == 0
 
@@ -45,7 +47,7 @@ class Rig:
         etc, host = self.folder / "etc", socket.gethostname().partition(".")[0]
         (etc / "munge.key").write_bytes(os.urandom(1024))
         (etc / "munge.key").chmod(0o600)
-        port = 26000 + os.getpid() % 4000
+        port = 15000 + os.getpid() % 400 * 10 + next(RIGS) * 5000
         names = [f"n{number}" for number in range(1, self.nodes + 1)]
         lines = [
             "ClusterName=rig", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
@@ -65,15 +67,23 @@ class Rig:
             f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port + number} CPUs=8 RealMemory=1000 State=UNKNOWN"
             for number, name in enumerate(names, 1)
         ]
-        lines.append(f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60")
-        lines.append(f"PartitionName=prio Nodes=n[1-{self.nodes}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF")
+        lines.append(
+            f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60"
+        )
+        lines.append(
+            f"PartitionName=prio Nodes=n[1-{self.nodes}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF"
+        )
         (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
-        (etc / "hosts").write_text("\n".join([f"127.0.0.1 localhost {host}", *(f"127.0.0.1 {name}" for name in names)]) + "\n")
+        (etc / "hosts").write_text(
+            "\n".join([f"127.0.0.1 localhost {host}", *(f"127.0.0.1 {name}" for name in names)]) + "\n"
+        )
         plugins = []
         for wanted, name in ((pyxis, "pyxis_double"), (auto_resume, "auto_resume_double")):
             if wanted:
                 library = self.folder / f"{name}.so"
-                subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", library, HERE / f"{name}.c"], check=True, timeout=60)
+                subprocess.run(
+                    ["gcc", "-shared", "-fPIC", "-w", "-o", library, HERE / f"{name}.c"], check=True, timeout=60
+                )
                 plugins.append(f"required {library}")
         (etc / "plugstack.conf").write_text("\n".join(plugins) + "\n")
 
@@ -113,9 +123,7 @@ class Rig:
 
     def boot(self, node: str) -> None:
         """Start a node."""
-        inside = (
-            f"mount --bind '{self.folder}/etc/hosts' /etc/hosts; hostname {node}; exec slurmd -D -N {node}"
-        )
+        inside = f"mount --bind '{self.folder}/etc/hosts' /etc/hosts; hostname {node}; exec slurmd -D -N {node}"
         self._start(
             node, "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc", "bash", "-c", inside
         )  # fmt: skip
@@ -148,7 +156,10 @@ class Rig:
         deadline = time.monotonic() + seconds
         while not true():
             if time.monotonic() > deadline:
-                tails = [f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted((self.folder / "log").iterdir())]
+                tails = [
+                    f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+                    for path in sorted((self.folder / "log").iterdir())
+                ]
                 raise AssertionError(f"waited {seconds} s for {what}\n" + "\n".join(tails))
             time.sleep(0.2)
 
@@ -158,7 +169,9 @@ class Rig:
         try:
             self.wait(lambda: self.state(job) in over, seconds, f"job {job}")
         except AssertionError as late:
-            raise AssertionError(f"{late}\n--- job\n{log.read_text()[-6000:] if log and log.exists() else ''}") from None
+            raise AssertionError(
+                f"{late}\n--- job\n{log.read_text()[-6000:] if log and log.exists() else ''}"
+            ) from None
         return self.state(job)
 
 
