@@ -138,7 +138,5 @@ class ContextSplit:
         allowed = keys <= tokens
         if window is not None:
             allowed &= keys > tokens - window
-        if self._visible is None:
-            return allowed
-        # A padded token attends to itself, so that no soft-max is over nothing.
-        return (allowed & self._visible[:, None, None, :end]) | (keys == tokens)
+        # A token with padding only before it attends to nothing: torch then gives zeros, as without a split.
+        return allowed if self._visible is None else allowed & self._visible[:, None, None, :end]
