@@ -55,8 +55,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "pretrained_model_name": ((None,), "fine-tuning is not available in this version"),
     "pretrained_checkpoint_file": ((None,), "fine-tuning is not available in this version"),
     "finetune_checkpoint_load_dir": ((None,), "fine-tuning is not available in this version"),
-    "use_profiler": ((False,), "profiling is not available in this version"),
-    "profile_nsys": ((False,), "profiling is not available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
     "prompt": ((None,), "training generates nothing"),
     "num_tokens": ((None,), "training generates nothing"),

@@ -7,10 +7,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from smp_train.errors import ConfigError
 from smp_train.launch import task
 from smp_train.launch.options import COMMON, Option, help_text, split
-from smp_train.launch.spec import build, explain
+from smp_train.launch.spec import build, explain, profile_flags
 
 OPTIONS = (
     *COMMON,
@@ -22,7 +21,6 @@ OPTIONS = (
     Option("env", "further environment variables: NAME=VALUE", many=True),
     Option("profile", "torch: PyTorch profiler; nsys: Nsight Systems"),
 )
-PROFILES = {None: [], "torch": ["--use_profiler=1"], "nsys": ["--profile_nsys=1"]}
 
 
 def main(words: Sequence[str]) -> int:
@@ -31,15 +29,13 @@ def main(words: Sequence[str]) -> int:
         print(help_text("smp-train launch local [--nproc N] [options] <training flags>", str(__doc__), OPTIONS))
         return 0
     options, training = split(words, OPTIONS)
-    if options["profile"] not in PROFILES:
-        raise ConfigError(f"--profile {options['profile']}: is not torch or nsys")
     for name in ("nnodes", "node_rank", "master_addr", "master_port"):
         if options[name] is not None:
             os.environ[name.upper()] = str(options[name])
     processes = options["nproc"] or task.count_gpus() or 1
     place = task.find_place({k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}, processes)
     spec = build(
-        [*training, *PROFILES[options["profile"]]],
+        [*training, *profile_flags(options["profile"])],
         nodes=place.nodes,
         processes=processes,
         instance_type=None,

@@ -215,7 +215,7 @@ def _check(job: Job) -> None:
         )
     if job.instance_count > 1 and not on_fsx:
         raise ConfigError(
-            f"{job.instance_count} instances share no disk, and a checkpoint is written by all of them: give --fsx, and "
+            f"{job.instance_count} instances share no disk, and a checkpoint is written by all of them: give --fsx and "
             f"--checkpoint_dir {FSX}/<folder>"
         )
     if job.spot and not (job.checkpoints or on_fsx):

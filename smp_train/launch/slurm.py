@@ -13,7 +13,7 @@ from typing import Any
 
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch.options import COMMON, Option, help_text, split
-from smp_train.launch.spec import CODE_DIR, Spec, build, explain
+from smp_train.launch.spec import CODE_DIR, Spec, build, explain, profile_flags
 
 BODY = Path(__file__).with_name("batch.sh")
 OPTIONS = (
@@ -169,7 +169,8 @@ def warnings(options: dict[str, Any]) -> list[str]:
     helped = subprocess.run(["srun", "--help"], capture_output=True, text=True, check=False).stdout
     if "--auto-resume" in helped and config.get("TaskPlugin") not in ("task/none", "(null)"):
         found.append(
-            f"TaskPlugin={config.get('TaskPlugin')}: HyperPod's auto-resume needs task/none; lost nodes are answered by a requeue"
+            f"TaskPlugin={config.get('TaskPlugin')}: HyperPod's auto-resume needs task/none; a lost node "
+            "is answered by a requeue"
         )
     if options["image"] and "--container-image" not in helped:
         raise ConfigError(
@@ -191,10 +192,8 @@ def main(words: Sequence[str]) -> int:
         )
         return 0
     options, training = split(words, OPTIONS)
-    if options["profile"] not in (None, "torch", "nsys"):
-        raise ConfigError(f"--profile {options['profile']}: is not torch or nsys")
     spec = build(
-        training,
+        [*training, *profile_flags(options["profile"])],
         nodes=options["nodes"],
         processes=options["nproc"],
         instance_type=options["instance_type"],

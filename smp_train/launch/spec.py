@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved, ineffective, parse, validate
-from smp_train.arguments.aliases import ALIASES
 from smp_train.errors import ConfigError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch.environment import lint, variables
@@ -122,9 +121,12 @@ def read_env(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def names_of(flag: str) -> set[str]:
-    """Return a training flag's name and its aliases."""
-    return {flag, *(alias.name for alias in ALIASES if alias.ours == (flag,))}
+def profile_flags(kind: str | None) -> list[str]:
+    """Return the training flags of ``--profile``."""
+    known = {None: [], "torch": ["--use_profiler=1"], "nsys": ["--profile_nsys=1"]}
+    if kind not in known:
+        raise ConfigError(f"--profile {kind}: is not torch or nsys")
+    return known[kind]
 
 
 def explain(spec: Spec) -> list[str]:

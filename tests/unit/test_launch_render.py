@@ -20,7 +20,7 @@ from tests.training import SAMPLE
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-SCRIPTS = sorted((ROOT / "launchers").glob("*/*.sh")) + [ROOT / "docker_build.sh", ROOT / "smp_train/launch/batch.sh"]
+SCRIPTS = [*sorted((ROOT / "launchers").glob("*/*.sh")), ROOT / "docker_build.sh", ROOT / "smp_train/launch/batch.sh"]
 ROLE = "arn:aws:iam::123456789012:role/training"
 
 
@@ -242,7 +242,7 @@ def test_shellcheck(path: Path) -> None:
 def test_every_script_shows_what_it_would_do(script: str, environ: dict[str, str], words: list[str]) -> None:
     done = subprocess.run(
         [ROOT / "launchers" / script, *words, "--dry_run"], capture_output=True, text=True, check=False, cwd="/",
-        env={"PATH": os.environ["PATH"], "HOME": "/", "PYTHON": "<python>" if "slurm" in script else sys.executable, **environ},
+        env={"PATH": os.environ["PATH"], "PYTHON": "<python>" if "slurm" in script else sys.executable, **environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     compare(f"{Path(script).stem}.txt", done.stdout.replace(str(ROOT), "<code>"))

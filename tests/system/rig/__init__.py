@@ -64,11 +64,11 @@ class Rig:
             "AccountingStorageType=accounting_storage/none", f"PlugStackConfig={etc}/plugstack.conf",
         ]  # fmt: skip
         lines += [
-            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port + number} CPUs=8 RealMemory=1000 State=UNKNOWN"
+            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port + number} CPUs=8 RealMemory=1000"
             for number, name in enumerate(names, 1)
         ]
         lines.append(
-            f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60"
+            f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES PriorityTier=1 GraceTime=60"
         )
         lines.append(
             f"PartitionName=prio Nodes=n[1-{self.nodes}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF"
@@ -125,7 +125,8 @@ class Rig:
         """Start a node."""
         inside = f"mount --bind '{self.folder}/etc/hosts' /etc/hosts; hostname {node}; exec slurmd -D -N {node}"
         self._start(
-            node, "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc", "bash", "-c", inside
+            node, "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc",
+            "bash", "-c", inside,
         )  # fmt: skip
 
     def crash(self, node: str) -> None:
