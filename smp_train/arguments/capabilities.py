@@ -56,8 +56,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "pretrained_checkpoint_file": ((None,), "fine-tuning is not available in this version"),
     "finetune_checkpoint_load_dir": ((None,), "fine-tuning is not available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
-    "prompt": ((None,), "training generates nothing"),
-    "num_tokens": ((None,), "training generates nothing"),
+    "prompt": ((None,), "generating text is not available in this version; leave it out"),
+    "num_tokens": ((None,), "generating text is not available in this version; leave it out"),
 }
 
 # Flags that name a place, which may not be in S3 yet.
