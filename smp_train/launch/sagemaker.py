@@ -278,8 +278,9 @@ def request(job: Job, *, region: str, name: str, code: str) -> dict[str, Any]:
         "StoppingCondition": stopping,
         "OutputDataConfig": {"S3OutputPath": job.output or code.rpartition("/")[0]},
         "ProfilerConfig": {"DisableProfiler": True},
-        "EnableManagedSpotTraining": job.spot,
     }
+    if job.spot:
+        wanted["EnableManagedSpotTraining"] = True
     channels = _channels(job)
     if channels:
         wanted["InputDataConfig"] = channels
@@ -446,6 +447,7 @@ def estimator(
         metric_definitions=[dict(one) for one in METRIC_DEFINITIONS],
         environment=dict(job.environment) or None,
         tags=[{"Key": key, "Value": value} for key, value in job.tags.items()] or None,
+        enable_sagemaker_metrics=True,
         debugger_hook_config=False,
         disable_profiler=True,
         sagemaker_session=sagemaker_session,
