@@ -7,7 +7,7 @@
 #SBATCH --signal=B:USR1@300
 #
 # Train in a container (Enroot and Pyxis): 70B Llama 2 on synthetic data and 8 nodes unless told otherwise.
-# IMAGE: the Enroot file that docker_build.sh makes.
+# IMAGE: the Enroot file that docker_build.sh makes: smpv2.sqsh in the checkout, or smp-train.sqsh where there is only that.
 # Submit it as it is:  sbatch [--nodes=N] launch_training_enroot.sh [training flags]
 # `./launch_training_enroot.sh --dry_run [training flags]` prints what each node would be given. Variables: see training.sh.
 
@@ -20,7 +20,10 @@ fi
 source "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh" || exit 2
 if [ -z "${SLURM_JOB_ID:-}$DRY_RUN" ]; then exec sbatch "$0" "$@"; fi
 
-IMAGE=${IMAGE:-$HYPERPOD_PATH/smpv2.sqsh}
+if [ -z "${IMAGE:-}" ]; then
+  IMAGE=$HYPERPOD_PATH/smpv2.sqsh
+  [ -e "$IMAGE" ] || [ ! -e "$HYPERPOD_PATH/smp-train.sqsh" ] || IMAGE=$HYPERPOD_PATH/smp-train.sqsh
+fi
 PYTHON=${PYTHON:-python}
 # shellcheck source-path=SCRIPTDIR source=../../smp_train/launch/batch.sh
 source "$HYPERPOD_PATH/smp_train/launch/batch.sh"

@@ -20,7 +20,7 @@ from typing import Any
 from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.parse import read_command_line
 from smp_train.errors import ConfigError
-from smp_train.launch.instances import Instance, find
+from smp_train.launch.instances import Instance, check_image, find
 from smp_train.launch.options import COMMON, Option, help_text, split
 from smp_train.launch.spec import CODE_DIR, read_env
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
@@ -201,6 +201,8 @@ def _check(job: Job) -> None:
         place = getattr(job, name)
         if place and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", place):
             raise ConfigError(f"--{name} {place}: is not s3://bucket/prefix")
+    if job.image:
+        check_image(job.instance, job.image)
     if job.input_mode not in ("FastFile", "File"):
         raise ConfigError(f"--input_mode {job.input_mode}: is not FastFile or File")
     if job.fsx:

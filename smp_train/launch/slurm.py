@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.launch.instances import check_image
 from smp_train.launch.options import COMMON, Option, help_text, split
 from smp_train.launch.spec import CODE_DIR, Spec, build, explain, profile_flags
 
@@ -199,6 +200,8 @@ def main(words: Sequence[str]) -> int:
         instance_type=options["instance_type"],
         env=options["env"],
     )
+    if spec.instance and options["image"]:
+        check_image(spec.instance, options["image"])
     script = render(spec, options)
     if options["dry_run"]:
         print(script, end="")

@@ -214,12 +214,18 @@ def test_lint_names_what_is_better_unset() -> None:
     assert environment.lint({"NCCL_SOCKET_IFNAME": "^lo"}) == []
 
 
+def test_image_must_know_the_gpu() -> None:
+    smp = "658645717510.dkr.ecr.us-west-2.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
+    instances.check_image(instances.find("p5.48xlarge"), smp)
+    instances.check_image(instances.find("p6-b200.48xlarge"), "/fsx/image-without-a-word.sqsh")
+    with pytest.raises(ConfigError, match=r"CUDA 12\.4 does not know the B200 of p6-b200\.48xlarge, which needs 12\.8"):
+        instances.check_image(instances.find("p6-b200.48xlarge"), smp)
+
+
 def test_instance_table_makes_sense() -> None:
     for instance in instances.instances().values():
         assert instance.gpus in (1, 2, 4, 8)
         assert instance.efa >= 1 or not instance.rdma
-    assert not instances.find("p6-b200.48xlarge").runs_cuda("12.4")
-    assert instances.find("p5.48xlarge").runs_cuda("12.4")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
