@@ -37,7 +37,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "without it",
     ),
     "checkpoint_type": (("sharded",), "only sharded checkpoints are available in this version"),
-    "save_final_model": ((False,), "exporting the final model is not available in this version"),
     "dataset": (
         (None,),
         "streaming a data set is not available in this version; give shards by --training_dir",
@@ -51,10 +50,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "tokenizing while training is not available in this version; use `smp-train prepare` first",
     ),
     "dataset_type": (("gpt_jsonl",), "only JSON-lines shards are available in this version"),
-    "finetune": ((False,), "fine-tuning is not available in this version"),
-    "pretrained_model_name": ((None,), "fine-tuning is not available in this version"),
-    "pretrained_checkpoint_file": ((None,), "fine-tuning is not available in this version"),
-    "finetune_checkpoint_load_dir": ((None,), "fine-tuning is not available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
     "prompt": ((None,), "generating text is not available in this version; leave it out"),
     "num_tokens": ((None,), "generating text is not available in this version; leave it out"),
@@ -63,7 +58,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 # Flags that name a place, which may not be in S3 yet.
 LOCATIONS = (
     "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
-    "data_cache_dir", "hf_pretrained_model_name_or_dir",
+    "data_cache_dir", "hf_pretrained_model_name_or_dir", "pretrained_model_name", "pretrained_checkpoint_file",
+    "finetune_checkpoint_load_dir", "model_dir",
 )  # fmt: skip
 LOCATION_PREFIXES = ("s3://",)
 LOCATION_REASON = "places in S3 are not available in this version; use a folder"
@@ -96,5 +92,4 @@ INEFFECTIVE: dict[str, str] = {
     "moe_fp8_checkpoint_moe": "it needs --moe 1",
     "data_num_workers": "a thread of each rank reads ahead",
     "logging_freq_for_avg": "speeds are averaged from one log line to the next",
-    "model_dir": "it needs --save_final_model 1",
 }

@@ -252,6 +252,8 @@ def _platform_defaults(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]
             found[name] = (environ[variable], variable)
     if is_sagemaker(environ):
         found["checkpoint_dir"] = (["/opt/ml/checkpoints"], "SageMaker")
+    if environ.get("SM_MODEL_DIR"):
+        found["model_dir"] = (environ["SM_MODEL_DIR"], "SM_MODEL_DIR")
     if environ.get("SM_OUTPUT_DATA_DIR"):
         found["run_dir"] = (environ["SM_OUTPUT_DATA_DIR"], "SM_OUTPUT_DATA_DIR")
     return found

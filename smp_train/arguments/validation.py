@@ -146,6 +146,7 @@ def _check_model(args: Arguments) -> None:
             f"--hf_pretrained_model_name_or_dir (--hf_model) and {other} both choose the model; "
             "give one of them"
         )
+    _check_finetuning(args)
     width, heads, kv = args.hidden_width, args.num_heads, args.num_key_value_heads
     if width and heads and width % heads:
         raise ConfigError(f"--hidden_width {width} is not a multiple of --num_heads {heads}")
@@ -157,6 +158,32 @@ def _check_model(args: Arguments) -> None:
     experts, used = args.num_local_experts, args.num_experts_per_tok
     if experts and used and used > experts:
         raise ConfigError(f"--num_experts_per_tok {used} is above --num_local_experts {experts}")
+
+
+def _check_finetuning(args: Arguments) -> None:
+    model, file, folder = (
+        args.pretrained_model_name, args.pretrained_checkpoint_file, args.finetune_checkpoint_load_dir,
+    )  # fmt: skip
+    if not args.finetune:
+        for name in ("pretrained_model_name", "pretrained_checkpoint_file", "finetune_checkpoint_load_dir"):
+            if getattr(args, name):
+                raise ConfigError(f"--{name} {getattr(args, name)} needs --finetune 1")
+        return
+    if not (model or file or args.hf_pretrained_model_name_or_dir):
+        raise ConfigError(
+            "--finetune 1 needs weights: give --pretrained_model_name (with --finetune_checkpoint_load_dir where they "
+            "lie elsewhere) or --pretrained_checkpoint_file"
+        )
+    if model and args.hf_pretrained_model_name_or_dir:
+        raise ConfigError(
+            "--pretrained_model_name and --hf_pretrained_model_name_or_dir both choose the model; give one of them"
+        )
+    if file and folder:
+        raise ConfigError(
+            "--pretrained_checkpoint_file and --finetune_checkpoint_load_dir both choose the weights; give one of them"
+        )
+    if folder and not (model or args.hf_pretrained_model_name_or_dir):
+        raise ConfigError("--finetune_checkpoint_load_dir needs --pretrained_model_name, to know the model's shape")
 
 
 def _check_schedule(args: Arguments) -> None:
@@ -189,6 +216,8 @@ def _check_checkpoints(args: Arguments) -> None:
             )
     if len(set(args.checkpoint_dir)) != folders:
         raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
+    if args.save_final_model and not args.model_dir:
+        raise ConfigError("--save_final_model 1 needs --model_dir (or SM_MODEL_DIR), the folder to write it to")
 
 
 def _check_data(args: Arguments) -> None:

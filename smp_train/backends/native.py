@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_train import losses, runtime
+from smp_train import losses
 from smp_train.backends.base import Backend, Topology
+from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
-from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.initialization import initialise
 from smp_train.parallel import activations, context, grad_norm, loss_head, mesh, sharding, tensor_parallel
 
@@ -63,7 +63,7 @@ class NativeBackend(Backend):
             mesh=dict(zip(self.mesh.root.mesh_dim_names or (), self.mesh.root.shape, strict=True)),
         )
 
-    def build(self, spec: ModelSpec, *, seed: int, seq_len: int) -> nn.Module:
+    def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build on the meta device, apply parallelism, and only then give each rank memory for its own part.
 
         The order is the contract of this backend: tensor parallelism, activation checkpointing, sharding, weights.
@@ -94,11 +94,12 @@ class NativeBackend(Backend):
             tensor=self.mesh.tensor if degrees.tensor > 1 else None,
         )
         materialise(model, self.topology.device)
+        if not initial:
+            return model
         if spec.pretrained is None:
             initialise(model, seed)
         else:
-            with runtime.together(f"reading {spec.pretrained}"):
-                load_pretrained(model, spec.pretrained)
+            load_weights(model, spec.pretrained)
         return model
 
     def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -17,7 +17,8 @@ FLOORS = [
     {"train_lib"},
     {"train_utils"},
     {"backends", "data", "checkpoints", "telemetry", "stop"},
-    {"parallel", "models", "losses", "learning_rates"},
+    {"parallel"},
+    {"models", "losses", "learning_rates"},
     {"arguments", "runtime", "errors", "__init__"},
 ]
 NEIGHBOURS = {("cli", "bench"), ("cli", "launch"), ("launch", "cli"), ("__main__", "cli"), ("backends", "checkpoints")}
