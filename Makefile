@@ -32,7 +32,7 @@ test: lint
 .venv-sagemaker/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-sagemaker
 	.venv-sagemaker/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[sagemaker]' \
-		'sagemaker==2.257.7' 'sagemaker-training==5.1.4' 'moto[s3,iam,sts]==5.2.5' pytest pytest-timeout
+		'sagemaker==2.257.7' 'sagemaker-training==5.1.4' 'moto[iam,s3,sagemaker,sts]==5.2.5' pytest pytest-timeout
 	touch $@
 
 test-sagemaker: venv .venv-sagemaker/.installed
