@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,3 +226,44 @@ def test_auto_resume_swaps_the_node(undisturbed: Path, tmp_path: Path) -> None:
     )
     assert "cause=killed" in log.read_text()
     same_end(undisturbed, tmp_path)
+
+
+def command(rig: Rig, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run `smp-train launch slurm` for a tiny run on one node."""
+    return subprocess.run(
+        [sys.executable, "-m", "smp_train", "launch", "slurm", "--nproc", "1", *more, *words(max_steps=3)],
+        cwd=folder, env={**rig.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_command_checks_and_submits(rig: Rig, tmp_path: Path) -> None:
+    checked = command(rig, tmp_path, "--partition", "dev", "--check")
+    assert checked.returncode == 0, checked.stderr
+    assert "to start at" in checked.stderr, "sbatch says when it would"
+    submitted = command(rig, tmp_path, "--partition", "dev", "--run_dir", "here")
+    assert submitted.returncode == 0, submitted.stderr
+    lines = dict(line.split(maxsplit=1) for line in submitted.stdout.splitlines())
+    job = lines["submitted"].removeprefix("job ")
+    assert lines["log:"] == f"{tmp_path}/here/logs/slurm-{job}.out"
+    assert rig.wait_for_end(job, 90, Path(lines["log:"])) == "COMPLETED"
+    assert json.loads((tmp_path / "here/DONE").read_text())["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--partition", "moon"], "`sinfo` lists the partitions"),
+        (["--nodes", "9"], "fewer --nodes"),
+        (["--gpus_per_node", "8"], "leave --gpus_per_node out: this cluster has no GRES"),
+        (["--image", "/nowhere.sqsh"], "--image /nowhere.sqsh: no such file; make it with docker_build.sh"),
+        (["--image", "/dev/null", "--mounts", "/no/mount"], "--mounts /no/mount: /no/mount does not exist"),
+        (["--python", "/no/python"], "--python /no/python: no such interpreter"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_command_refuses_before_it_submits(rig: Rig, tmp_path: Path, options: list[str], said: str) -> None:
+    refused = command(rig, tmp_path, *options)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert rig.run("squeue", "-h", "-t", "PENDING") == ""
