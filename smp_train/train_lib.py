@@ -32,6 +32,7 @@ from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import batch_line, get_logger, setup_logging, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
+from smp_train.telemetry.profiling import Profiler
 from smp_train.telemetry.run_folder import RunFolder, versions
 
 log = get_logger()
@@ -332,14 +333,17 @@ def fit(run: Run) -> bool:
     )  # fmt: skip
     batches = run.train_data.batches(progress.consumed)
     stopped = False
+    profiler = Profiler(args, run.folder.path, run.runtime.rank)
     while progress.step < run.total_steps and not stopped:
-        stopped = step(run, batches)
+        with profiler.step(progress.step + 1):
+            stopped = step(run, batches)
         last = stopped or progress.step == run.total_steps
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
             validate(run)
         if last or run.checkpoints.due(progress.step):
             save(run, force=last)
     batches.close()
+    profiler.close()
     return stopped
 
 

@@ -41,8 +41,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "tokenizing while training is not available in this version; use `smp-train prepare` first",
     ),
     "dataset_type": (("gpt_jsonl",), "only JSON-lines shards are available in this version"),
-    "use_profiler": ((False,), "profiling is not available in this version"),
-    "profile_nsys": ((False,), "profiling is not available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
     "prompt": ((None,), "generating text is not available in this version; leave it out"),
     "num_tokens": ((None,), "generating text is not available in this version; leave it out"),

@@ -317,6 +317,8 @@ class LoggingArguments:
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
     use_profiler: bool = flag(False, "Record the PyTorch profiler")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
+    profile_start: int = flag(6, "First step to profile, counted from each start of the run", unit="steps")
+    profile_steps: int = flag(3, "Steps to profile", unit="steps")
 
 
 @dataclass

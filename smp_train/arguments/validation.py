@@ -19,7 +19,7 @@ from smp_train.errors import ConfigError
 
 AT_LEAST_ONE = (
     "train_batch_size", "gradient_accumulation_steps", "max_steps", "epochs", "steps_per_epoch",
-    "lr_decay_iters",
+    "lr_decay_iters", "profile_start", "profile_steps",
     "logging_freq", "logging_freq_for_avg", "validation_freq", "validation_batches", "val_batch_size",
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
     "sliding_window", "num_local_experts", "num_experts_per_tok",

@@ -21,7 +21,7 @@ FLOORS = [
     {"models", "losses", "learning_rates"},
     {"arguments", "runtime", "errors", "__init__"},
 ]
-NEIGHBOURS = {("cli", "bench"), ("cli", "launch"), ("__main__", "cli"), ("backends", "checkpoints")}
+NEIGHBOURS = {("cli", "bench"), ("cli", "launch"), ("launch", "cli"), ("__main__", "cli"), ("backends", "checkpoints")}
 
 
 def room(path: Path) -> str:
