@@ -48,14 +48,3 @@ def test_savers_change_no_number(mesh: str, saver: str, reference: list[dict], t
     for ours, theirs in zip(steps(tmp_path), reference, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=TOLERANCE)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp2", "cp2"])
-def test_compiled(mesh: str, reference: list[dict], tmp_path: Path) -> None:
-    world, changes = MESHES[mesh]
-    compiled = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
-    harness.run(train, world, flags(tmp_path, **{**options(), **changes, **compiled}))
-    for ours, theirs in zip(steps(tmp_path), reference, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=TOLERANCE)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=TOLERANCE)
