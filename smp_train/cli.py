@@ -36,7 +36,9 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
+    "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
+    "checkpoint": Verb("list, verify, export, import and prune checkpoints", "smp_train.checkpoints.cli"),
     "bench": Verb("measure speed", "smp_train.bench"),
     "report": Verb("draw report.png from a run folder", "smp_train.telemetry.report"),
 }
@@ -177,7 +179,8 @@ LOST_PEER = re.compile(
 def _internal(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and world_size() > 1 and LOST_PEER.search(text):
-        return f"error: lost touch with another rank, whose own message says why: {text[:200]}"
+        reason = re.sub(r"^\[\S+:\d+\] ", "", text).partition(". ")[0]
+        return f"error: lost touch with another rank; its own message, or the launcher's, says why ({reason[:200]})"
     return f"internal error: {type(error).__name__}: {text} (run again with --debug 1 for the traceback)"
 
 

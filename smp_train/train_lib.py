@@ -6,8 +6,9 @@ import math
 import os
 import platform
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
-from smp_train.checkpoints import CheckpointManager, find, policies
+from smp_train.checkpoints import Checkpoint, CheckpointManager, find, open_checkpoint, policies
+from smp_train.checkpoints.export import export, tokenizer_beside
 from smp_train.data.index import convert, open_source
 from smp_train.data.pipelines.data_pipeline import Batch, Order, Source, TrainingData, ValidationData
 from smp_train.data.synthetic import Synthetic
@@ -30,9 +32,13 @@ from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import batch_line, get_logger, setup_logging, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
+from smp_train.telemetry.profiling import Profiler
 from smp_train.telemetry.run_folder import RunFolder, versions
 
 log = get_logger()
+
+READ_TOGETHER = 16
+"""Validation batches that are read before the ranks ask each other whether all could."""
 
 
 @dataclass
@@ -66,9 +72,12 @@ class Run:
     throughput: Throughput
     stop: StopRequest
     audit: DataAudit | None
+    found: Checkpoint | None
+    """What the run resumes from; None for a first start."""
     progress: Progress = field(default_factory=Progress)
     saved_step: int = 0
     """Step of the newest checkpoint that this run wrote or resumed from; there is nothing to save at step 0."""
+    saved_path: str | None = None
 
     def close(self) -> None:
         """Flush and close what was opened, give signals back, and leave the process group."""
@@ -91,11 +100,15 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
         resume(run)
         if run.args.evaluate_only:
             validate(run)
-            return 0
-        stopped = fit(run)
-        finish(run, stopped=stopped)
-    finally:
-        run.close()
+        else:
+            stopped = fit(run)
+            finish(run, stopped=stopped)
+    except BaseException:
+        # Leaving the group in order would wait for peers, and the message with it: the process is to end as it is.
+        if ranks.world_size == 1:
+            run.close()
+        raise
+    run.close()
     return 0
 
 
@@ -132,10 +145,13 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     train_data, validation = open_data(args, spec.config.vocab_size, seq_len, ranks, topology)
     total_steps = count_steps(args, train_data)
 
-    model = backend.build(spec, seed=args.seed)
+    found = look_for_checkpoint(args)
+    model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
-    if spec.pretrained is None:
+    if found is not None:
+        log.info("Weights and optimizer: those of %s", found.path)
+    elif spec.pretrained is None:
         log.info("Initial weights: drawn from seed %d", args.seed)
     else:
         log.info("Initial weights: read from %s", spec.pretrained)
@@ -176,7 +192,10 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         ),
         stop=stop,
         audit=audit,
+        found=found,
     )
+    if run.schedule.warmup_steps > total_steps:
+        log.info("--warmup of %d steps is longer than the run: --lr is not reached", run.schedule.warmup_steps)
     with runtime.together("writing run.json"):
         if ranks.is_main:
             folder.write_run(
@@ -191,6 +210,17 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     if args.enable_memory_profiling:
         log.info(memory_report(device, "model and optimizer built"))
     return run
+
+
+def look_for_checkpoint(args: Arguments) -> Checkpoint | None:
+    """Return the newest committed checkpoint, if the run asks for one and there is one; collective."""
+    location = args.resume_from_checkpoint
+    if location is None:
+        return None
+    found = find(location, strict=args.strict_resume)
+    if found is None:
+        log.info("No committed checkpoint in %s yet", location)
+    return found
 
 
 def open_data(
@@ -274,19 +304,15 @@ def describe(ranks: Runtime, device: torch.device) -> str:
 
 def resume(run: Run) -> None:
     """Continue from the newest committed checkpoint, if the run asks for one and there is one; collective."""
-    location = run.args.resume_from_checkpoint
-    if location is None:
-        log.info("Starting at step 0")
-        return
-    found = find(location)
+    found = run.found
     if found is None:
-        log.info("No committed checkpoint in %s yet: starting at step 0", location)
+        log.info("Starting at step 0")
         return
     run.backend.load_state(run.model, run.optimizer, found.load)
     with runtime.together(f"resuming from {found.path}"):
         consumed = run.train_data.check_state(found.meta["data"])
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
-    run.saved_step = found.step
+    run.saved_step, run.saved_path = found.step, found.path
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
 
@@ -307,25 +333,28 @@ def fit(run: Run) -> bool:
     )  # fmt: skip
     batches = run.train_data.batches(progress.consumed)
     stopped = False
+    profiler = Profiler(args, run.folder.path, run.runtime.rank)
     while progress.step < run.total_steps and not stopped:
-        stopped = step(run, batches)
+        with profiler.step(progress.step + 1):
+            stopped = step(run, batches)
         last = stopped or progress.step == run.total_steps
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
             validate(run)
         if last or run.checkpoints.due(progress.step):
             save(run, force=last)
     batches.close()
+    profiler.close()
     return stopped
 
 
 def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     """Make one update and log it; return whether any rank was asked to stop; collective."""
     args, progress, topology = run.args, run.progress, run.backend.topology
-    failure: SmpTrainError | None = None
+    failure: Exception | None = None
     with run.throughput.data_wait():
         try:
             micro_batches = next(batches)
-        except SmpTrainError as error:
+        except Exception as error:
             # The others are about to enter this step's collectives: take part with nothing, then stop together.
             failure = error
             micro_batches = [Batch.blank(args.train_batch_size, run.train_data.seq_len)]
@@ -336,7 +365,9 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
         failed=failure is not None,
     )
-    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else topology.dp_rank)
+    # Tensor peers draw alike, as they work on the same tokens; context peers do not.
+    stream = topology.dp_rank * topology.cp_size + topology.cp_rank
+    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else stream)
     result = train_utils.train_step(
         run.backend,
         run.model,
@@ -398,9 +429,18 @@ def validate(run: Run) -> None:
     if run.validation is None:
         raise ConfigError("there is no validation data; give --test_dir")
     with run.throughput.pause():
-        loss = train_utils.evaluate(run.backend, run.model, run.validation.batches())
+        loss = train_utils.evaluate(run.backend, run.model, read_together(run.validation))
     log.info(validation_line(run.progress.step, loss))
     run.metrics.event("evaluate", step=run.progress.step, loss=loss)
+
+
+def read_together(data: ValidationData) -> Iterator[Batch]:
+    """Yield the batches, read a few at a time so that all ranks learn of a failure before they go on; collective."""
+    batches = data.batches()
+    for _ in range(0, len(data), READ_TOGETHER):
+        with runtime.together("reading the validation data"):
+            some = list(islice(batches, READ_TOGETHER))
+        yield from some
 
 
 def save(run: Run, *, force: bool) -> None:
@@ -425,6 +465,7 @@ def save(run: Run, *, force: bool) -> None:
     seconds = time.perf_counter() - began
     run.saved_step = progress.step
     for path in paths:
+        run.saved_path = path
         log.info("Saved %s in %.1f s", path, seconds)
         run.metrics.event("save", step=progress.step, checkpoint=path, seconds=seconds)
 
@@ -432,6 +473,8 @@ def save(run: Run, *, force: bool) -> None:
 def finish(run: Run, *, stopped: bool) -> None:
     """Leave the marker that tells a launcher how the run ended."""
     at = run.progress.step
+    if run.args.save_final_model and not stopped:
+        save_final_model(run)
     if run.runtime.is_main:
         if stopped:
             run.folder.mark_stopped(at)
@@ -442,3 +485,18 @@ def finish(run: Run, *, stopped: bool) -> None:
         log.info("Stopped at step %d of %d on request; run the same command again to go on", at, run.total_steps)
     else:
         log.info("Finished: step %d of %d", at, run.total_steps)
+
+
+def save_final_model(run: Run) -> None:
+    """Write the model of the last checkpoint, which is the final one, as Hugging Face has it; collective.
+
+    Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own.
+    """
+    model_dir, args = run.args.model_dir, run.args
+    assert model_dir is not None, "checked by arguments.validate"
+    with runtime.together("writing the final model"):
+        if run.runtime.is_main and run.saved_path is not None:
+            began = time.perf_counter()
+            tokenizer = args.tokenizer or tokenizer_beside(run.spec.pretrained)
+            export(open_checkpoint(run.saved_path), model_dir, tokenizer=tokenizer, replace=True)
+            log.info("Wrote the final model to %s in %.1f s", model_dir, time.perf_counter() - began)

@@ -10,17 +10,9 @@ from typing import Any
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "backend": (("auto", "native"), "the SMP backend is not available in this version; use native"),
-    "tensor_parallel_degree": (
-        (1,),
-        "tensor parallelism is not available in this version; shard with --hybrid_shard_degree",
-    ),
-    "context_parallel_degree": (
-        (1,),
-        "context parallelism is not available in this version; shorten --max_context_width",
-    ),
     "expert_parallel_degree": (
         (1,),
-        "expert parallelism is not available in this version; shard with --hybrid_shard_degree",
+        "a degree of its own for experts is not available; --tensor_parallel_degree deals a layer's experts out",
     ),
     "limit_all_gathers": (
         (True,),
@@ -36,7 +28,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "without it",
     ),
     "checkpoint_type": (("sharded",), "only sharded checkpoints are available in this version"),
-    "save_final_model": ((False,), "exporting the final model is not available in this version"),
     "dataset": (
         (None,),
         "streaming a data set is not available in this version; give shards by --training_dir",
@@ -50,21 +41,16 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "tokenizing while training is not available in this version; use `smp-train prepare` first",
     ),
     "dataset_type": (("gpt_jsonl",), "only JSON-lines shards are available in this version"),
-    "finetune": ((False,), "fine-tuning is not available in this version"),
-    "pretrained_model_name": ((None,), "fine-tuning is not available in this version"),
-    "pretrained_checkpoint_file": ((None,), "fine-tuning is not available in this version"),
-    "finetune_checkpoint_load_dir": ((None,), "fine-tuning is not available in this version"),
-    "use_profiler": ((False,), "profiling is not available in this version"),
-    "profile_nsys": ((False,), "profiling is not available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
-    "prompt": ((None,), "training generates nothing"),
-    "num_tokens": ((None,), "training generates nothing"),
+    "prompt": ((None,), "generating text is not available in this version; leave it out"),
+    "num_tokens": ((None,), "generating text is not available in this version; leave it out"),
 }
 
 # Flags that name a place, which may not be in S3 yet.
 LOCATIONS = (
     "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
-    "data_cache_dir", "hf_pretrained_model_name_or_dir",
+    "data_cache_dir", "hf_pretrained_model_name_or_dir", "pretrained_model_name", "pretrained_checkpoint_file",
+    "finetune_checkpoint_load_dir", "model_dir",
 )  # fmt: skip
 LOCATION_PREFIXES = ("s3://",)
 LOCATION_REASON = "places in S3 are not available in this version; use a folder"
@@ -102,5 +88,4 @@ INEFFECTIVE: dict[str, str] = {
     "moe_fp8_checkpoint_moe": "it needs --moe 1",
     "data_num_workers": "a thread of each rank reads ahead",
     "logging_freq_for_avg": "speeds are averaged from one log line to the next",
-    "model_dir": "it needs --save_final_model 1",
 }

@@ -113,11 +113,19 @@ class ModelArguments:
 class FinetuneArguments:
     """Fine-tuning: start from weights instead of random numbers."""
 
-    finetune: bool = flag(False, "Start from pretrained weights")
-    pretrained_model_name: str | None = flag(None, "Name of the pretrained model whose configuration is used")
-    pretrained_checkpoint_file: str | None = flag(None, "Checkpoint with the pretrained weights")
+    finetune: bool = flag(
+        False, "Start from pretrained weights; with --resume_from_checkpoint from its checkpoint once there is one"
+    )
+    pretrained_model_name: str | None = flag(
+        None, "The pretrained model: its folder or its name; its configuration, and its weights if no others are given"
+    )
+    pretrained_checkpoint_file: str | None = flag(
+        None,
+        "The pretrained weights: a file (.safetensors, .bin, .pt), or a folder of them or of a checkpoint. The model "
+        "is that of --pretrained_model_name, else of --model_type and its widths, else that of config.json beside it",
+    )
     finetune_checkpoint_load_dir: str | None = flag(
-        None, "Folder that the pretrained weights lie in, where --pretrained_model_name is given"
+        None, "Folder with the weights of --pretrained_model_name, or of models by name", shown="the model's own"
     )
 
 
@@ -151,7 +159,9 @@ class ParallelArguments:
         shown="the strategy's",
     )
     tensor_parallel_degree: int = flag(1, "Processes that share each matrix", unit="processes")
-    context_parallel_degree: int = flag(1, "Processes that share each sequence", unit="processes")
+    context_parallel_degree: int = flag(
+        1, "Processes that share each sequence; part of the shard degree", unit="processes"
+    )
     expert_parallel_degree: int = flag(1, "Processes that share the experts of a layer", unit="processes")
     bf16: bool = flag(True, "Compute in bfloat16 (weights and optimizer stay in float32); 0: float32")
     fp8: bool = flag(
@@ -179,6 +189,9 @@ class ParallelArguments:
         2, "Layers ahead that offloaded activations are loaded", unit="layers"
     )
     cpu_offload: bool = flag(False, "Keep parameters, gradients and optimizer states in host memory")
+    chunked_loss: bool = flag(
+        True, "Compute the loss by chunks of tokens, never holding all logits (models with a plain head)"
+    )
     use_torch_compile: bool = flag(False, "Compile each decoder layer")
     torch_compile_backend: str = flag("inductor", "What compiles it: a backend's name in torch.compile")
     limit_all_gathers: bool = flag(True, "Bound the all-gathers in flight")
@@ -283,8 +296,11 @@ class CheckpointArguments:
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint, or a folder of them of which the newest complete one is taken"
     )
+    strict_resume: bool = flag(
+        False, "Stop when the newest checkpoint is damaged, rather than set it aside and take the next older one"
+    )
     save_final_model: bool = flag(False, "Write the model in Hugging Face format at the end")
-    model_dir: str | None = flag(None, "Folder the final model is written to")
+    model_dir: str | None = flag(None, "Folder the final model is written to", shown="SM_MODEL_DIR")
 
 
 @dataclass
@@ -301,6 +317,8 @@ class LoggingArguments:
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
     use_profiler: bool = flag(False, "Record the PyTorch profiler")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
+    profile_start: int = flag(6, "First step to profile, counted from each start of the run", unit="steps")
+    profile_steps: int = flag(3, "Steps to profile", unit="steps")
 
 
 @dataclass
@@ -391,8 +409,9 @@ class Arguments(
         self.run_dir = self.run_dir or f"runs/{self.run_name}"
 
     def _model_label(self) -> str:
-        if self.hf_pretrained_model_name_or_dir:
-            return PurePosixPath(self.hf_pretrained_model_name_or_dir).name or "model"
+        pretrained = self.hf_pretrained_model_name_or_dir or (self.finetune and self.pretrained_model_name)
+        if pretrained:
+            return PurePosixPath(pretrained).name or "model"
         family = self.model_type or ("scratch" if self.model_size else "gpt_neox")
         return "-".join(part for part in (family, self.model_size) if part)
 

@@ -40,8 +40,13 @@ class Backend(ABC):
     topology: Topology
 
     @abstractmethod
-    def build(self, spec: ModelSpec, *, seed: int) -> nn.Module:
-        """Return the model ready to train: spread over the ranks, its weights initialised or loaded."""
+    def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
+        """Return the model ready to train: spread over the ranks, its weights initialised or loaded.
+
+        Without ``initial`` the weights are left unset, for `load_state` to fill: what a run started from need not be
+        there when it resumes. Raises `ConfigError` for a model, or a sequence length in tokens, that the mesh does
+        not divide.
+        """
 
     @abstractmethod
     def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:

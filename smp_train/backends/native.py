@@ -13,12 +13,23 @@ from torch import Tensor, nn
 
 from smp_train import losses
 from smp_train.backends.base import Backend, Topology
+from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import ConfigError
 from smp_train.models import build
-from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.initialization import initialise
-from smp_train.parallel import activations, compile, float8, grad_norm, mesh, offload, sharding
+from smp_train.parallel import (
+    activations,
+    compile,
+    context,
+    float8,
+    grad_norm,
+    loss_head,
+    mesh,
+    offload,
+    sharding,
+    tensor_parallel,
+)
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -35,7 +46,7 @@ class NativeBackend(Backend):
 
     name = "native"
 
-    def __init__(self, args: Arguments, runtime: Runtime, device: torch.device) -> None:
+    def __init__(self, args: Arguments, ranks: Runtime, device: torch.device) -> None:
         """Lay out the ranks; collective. Raises `ConfigError` for what this backend or this torch cannot do."""
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         if version < OLDEST_TORCH:
@@ -52,14 +63,15 @@ class NativeBackend(Backend):
             logger.info("--cpu_offload 1 has no effect: on a CPU everything is in host memory")
         self.offload: offload.Offload | None = None
         degrees = mesh.plan(
-            world_size=runtime.world_size,
-            local_world_size=runtime.local_world_size,
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
             sharding_strategy=args.sharding_strategy,
             hybrid_shard_degree=args.hybrid_shard_degree,
             tensor=args.tensor_parallel_degree,
             context=args.context_parallel_degree,
         )
         self.mesh = mesh.Mesh(degrees, device.type)
+        self.context: context.ContextSplit | None = None
         self._loss_group = self.mesh.loss_group()
         self.topology = Topology(
             device=device,
@@ -72,16 +84,26 @@ class NativeBackend(Backend):
             mesh=dict(zip(self.mesh.root.mesh_dim_names or (), self.mesh.root.shape, strict=True)),
         )
 
-    def build(self, spec: ModelSpec, *, seed: int) -> nn.Module:
+    def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build on the meta device, apply parallelism, and only then give each rank memory for its own part.
 
-        The order is the contract of this backend: 8-bit linear layers, activation checkpointing, compilation (of what
-        checkpointing made of a layer), activation offloading (around compiled code), sharding, then weights.
+        The order is the contract of this backend: context and tensor parallelism, 8-bit linear layers, activation
+        checkpointing, compilation (of what checkpointing made of a layer), activation offloading (around compiled
+        code), sharding, then weights.
         """
         args = self.args
         device = self.topology.device
+        degrees = self.mesh.degrees
+        context.check(degrees.context, seq_len, args.attn_implementation)
+        tensor_parallel.check(spec.config, degrees.tensor, seq_len // degrees.context)
         model = build.build_meta(spec, attn_implementation=args.attn_implementation)
-        layers = [layer for _, layer in build.decoder_layers(model)]
+        named = build.decoder_layers(model)
+        layers = [layer for _, layer in named]
+        if degrees.context > 1:
+            self.context = context.ContextSplit(self.mesh.context, seq_len)
+            self.context.apply(model)
+        if degrees.tensor > 1:
+            tensor_parallel.apply(model, named, self.mesh.tensor)
         if args.fp8:
             logger.info("FP8: %d linear layers", float8.apply(layers))
         activations.apply(layers, args.activation_checkpointing)
@@ -91,7 +113,7 @@ class NativeBackend(Backend):
             horizon = args.activation_loading_horizon
             self.offload = offload.apply(layers, device=device, horizon=horizon)
             if horizon >= len(layers):
-                logger.info("--activation_loading_horizon %d covers all %d layers: none is offloaded", horizon, len(layers))
+                logger.info("--activation_loading_horizon %d covers all layers: none is offloaded", horizon)
         sharding.shard(
             model,
             layers,
@@ -101,17 +123,29 @@ class NativeBackend(Backend):
             forward_prefetch=args.forward_prefetch,
             cpu_offload=self.cpu_offload,
         )
+        loss_head.attach(
+            model,
+            chunked=args.chunked_loss and loss_head.can_chunk(model),
+            tensor=self.mesh.tensor if degrees.tensor > 1 else None,
+        )
         build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
+        if not initial:
+            return model
         if spec.pretrained is None:
             initialise(model, seed)
         else:
-            load_pretrained(model, spec.pretrained)
+            load_weights(model, spec.pretrained)
         return model
 
     def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
         """See `Backend.loss_sum`."""
-        output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        return losses.cross_entropy_sum(output.logits, labels)
+        targets = losses.shift(labels)
+        inputs: dict[str, Any] = {"attention_mask": attention_mask}
+        if self.context is not None:
+            self.context.show(attention_mask)
+            input_ids, targets = self.context.split(input_ids), self.context.split(targets)
+            inputs = {"position_ids": self.context.positions(input_ids.device)}
+        return model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
 
     @contextmanager
     def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:

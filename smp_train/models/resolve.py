@@ -5,22 +5,31 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import ConfigError
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, ROPE_SCALING, SYNONYMS, Family
+from smp_train.models.weight_files import weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+logger = logging.getLogger("smp_train.models")
+
 PRESETS = Path(__file__).parent / "presets"
+CONFIG_FILE = "config.json"
+# What a checkpoint of ours says of itself; the configuration is its "model_config".
+OUR_META = "meta.json"
 # Sequence length of training where none is given, in tokens, as in the original system; less for a shorter model.
 DEFAULT_CONTEXT = 2048
 # Widths of the original system where only some are given.
 DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_context_width": DEFAULT_CONTEXT}
+# Flags that launch scripts of the original systems give to every family: answered, not refused, where one has no use.
+EVERYWHERE_GIVEN = ("rotary_pct", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 # Flags that change the shape of a weight: with weights given they may only confirm what these say.
 SHAPES = (
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
@@ -36,7 +45,7 @@ class ModelSpec:
         name: "llama_v2-7b", "llama_v2" when built from widths, or the Hugging Face name.
         model_type: family name, used in the names of checkpoint folders.
         config: transformers configuration.
-        pretrained: folder with weights to start from, or None for random initial weights.
+        pretrained: where the weights to start from are (folder or file), or None for random initial weights.
     """
 
     name: str
@@ -88,7 +97,8 @@ def resolve(args: Any) -> ModelSpec:
     """Return the model that the flags describe.
 
     ``args`` has the model flags as attributes; None stands for not given. In order of what decides:
-    ``hf_pretrained_model_name_or_dir`` (folder, config.json or hub name), ``model_type`` and ``model_size``
+    ``hf_pretrained_model_name_or_dir`` or, with ``finetune``, ``pretrained_model_name`` (folder, config.json or hub
+    name) or what lies beside ``pretrained_checkpoint_file``, ``model_type`` and ``model_size``
     (preset), ``model_type`` and widths (missing widths: 768 wide, 12 layers, 12 heads; ``model_type``
     missing: gpt_neox, or the from-scratch ladder when a size is given). Other flags that are given are laid
     over it.
@@ -98,15 +108,55 @@ def resolve(args: Any) -> ModelSpec:
             fit together, or a folder without a usable configuration.
     """
     given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
-    location = getattr(args, "hf_pretrained_model_name_or_dir", None)
+    location, weights = _configuration_and_weights(args, given)
     if location:
-        return _from_hugging_face(str(location), given)
+        return _from_hugging_face(location, given, weights)
+    return replace(_from_flags(args, given), pretrained=weights)
+
+
+def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return where the configuration comes from (None: the flags), and the weights (None: from beside it)."""
+    location = getattr(args, "hf_pretrained_model_name_or_dir", None)
+    if not getattr(args, "finetune", False):
+        return location, None
+    name, folder, file = args.pretrained_model_name, args.finetune_checkpoint_load_dir, args.pretrained_checkpoint_file
+    for flag, place in (("finetune_checkpoint_load_dir", folder), ("pretrained_checkpoint_file", file)):
+        if place is not None and not Path(place).expanduser().exists():
+            raise ConfigError(f"{place} does not exist (--{flag})")
+    if folder is not None:
+        # Clusters without a way to the hub keep models in one folder, under their names.
+        own = Path(folder).expanduser()
+        elsewhere = name is None or Path(name).expanduser().exists()
+        own = own if elsewhere or not (own / name).is_dir() else own / name
+        here = not elsewhere and (own / CONFIG_FILE).is_file()
+        return location or (str(own / CONFIG_FILE) if here else name), str(own)
+    if file is not None:
+        path = Path(file).expanduser()
+        described = args.model_type or args.model_size or any(flag in given for flag in SHAPES)
+        return location or name or (None if described else _beside(path)), str(path)
+    return location or name, None
+
+
+def _beside(weights: Path) -> str:
+    """Return the file with the configuration that lies beside the weights; flags would say more than none."""
+    folder = weights if weights.is_dir() else weights.parent
+    for name in (CONFIG_FILE, OUR_META):
+        if (folder / name).is_file():
+            return str(folder / name)
+    raise ConfigError(
+        f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
+        "--model_type and its widths"
+    )
+
+
+def _from_flags(args: Any, given: dict[str, Any]) -> ModelSpec:
+    """Return the model of a preset, or of widths."""
     family_name, family, name, fields = _begin_with(args)
     if not getattr(args, "model_size", None):
         given = DEFAULT_WIDTHS | given
         given = _derived_widths(family, given) | given
     _overlay(fields, family, family_name, given)
-    _drop_outside_tokens(fields)
+    _drop_outside_tokens(fields, family.hf_model_type)
     return ModelSpec(name, family_name, _configuration(family.hf_model_type, fields, name))
 
 
@@ -136,7 +186,8 @@ def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
 
     Empty for a Hugging Face model, whose configuration is its own. Raises `ConfigError` for an unknown preset.
     """
-    if getattr(args, "hf_pretrained_model_name_or_dir", None):
+    given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
+    if _configuration_and_weights(args, given)[0]:
         return {}
     _, family, name, fields = _begin_with(args)
     sized = bool(getattr(args, "model_size", None))
@@ -146,9 +197,19 @@ def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
         settled |= {flag: (value, "default") for flag, value in {**_derived_widths(family, widths), **widths}.items()}
     source = f"preset {name}" if sized else f"default of {name}"
     settled |= {flag: (fields[key], source) for flag, key in family.fields.items() if fields.get(key) is not None}
+    given = {"num_heads": args.num_heads} if args.num_heads is not None else {}
+    following = _following_heads(family, fields, given)
+    settled |= {flag: (value, "follows from --num_heads") for flag, value in following.items()}
     longest = fields.get(family.fields.get("max_context_width", ""), DEFAULT_CONTEXT)
     settled["max_context_width"] = (min(DEFAULT_CONTEXT, longest), "default")
     return {flag: value for flag, value in settled.items() if getattr(args, flag, None) is None}
+
+
+def _following_heads(family: Family, fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return key-value heads equal to the given heads where the model has as many of one as of the other."""
+    heads, key_value = (fields.get(family.fields.get(flag, "")) for flag in ("num_heads", "num_key_value_heads"))
+    followed = "num_heads" in given and key_value is not None and key_value == heads
+    return {"num_key_value_heads": given["num_heads"]} if followed else {}
 
 
 def _suggest(word: str, known: list[str]) -> str:
@@ -203,7 +264,7 @@ def _preset(family: str, size: str) -> Preset:
 def _overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, Any]) -> None:
     """Write the given flags into the configuration fields; none is dropped in silence."""
     heads = given.get("num_heads", fields.get(family.fields.get("num_heads", "")))
-    for flag, value in given.items():
+    for flag, value in (_following_heads(family, fields, given) | given).items():
         target = family.fields.get(flag)
         if flag in ROPE_SCALING and target:
             continue
@@ -211,7 +272,9 @@ def _overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str,
             harmless = (flag.endswith("_pdrop") and value == 0) or (
                 flag == "num_key_value_heads" and value == heads
             )
-            if not harmless:
+            if flag in EVERYWHERE_GIVEN and not harmless:
+                logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)
+            elif not harmless:
                 raise ConfigError(f"--{flag} {value}: {name} has no such setting; leave it out")
         elif flag == "max_context_width":
             fields[target] = max(int(value), fields.get(target) or 0)
@@ -242,10 +305,13 @@ def _overlay_rope(fields: dict[str, Any], family: Family, given: dict[str, Any])
         raise ConfigError(f"--rope_scaling_type {kind} is not known; known: default, llama3")
 
 
-def _drop_outside_tokens(fields: dict[str, Any]) -> None:
+def _drop_outside_tokens(fields: dict[str, Any], hf_model_type: str) -> None:
     # A vocabulary cut down by --vocab_size no longer holds the family's special tokens.
+    from transformers import CONFIG_MAPPING
+
+    defaults = CONFIG_MAPPING[hf_model_type]()
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = fields.get(key)
+        value = fields.get(key, getattr(defaults, key, None))
         if isinstance(value, int) and value >= fields.get("vocab_size", value + 1):
             fields[key] = None
 
@@ -311,49 +377,60 @@ def _check_widths(hf_model_type: str, fields: dict[str, Any], name: str) -> None
         )
 
 
-def _from_hugging_face(location: str, given: dict[str, Any]) -> ModelSpec:
-    """Return the specification of a folder, of one config.json (random weights), or of a model on the hub."""
+def _from_hugging_face(location: str, given: dict[str, Any], weights: str | None = None) -> ModelSpec:
+    """Return the specification of a folder, of one config.json (random weights), or of a model on the hub.
+
+    ``weights`` are taken instead of what lies beside the configuration.
+    """
     path = Path(location).expanduser()
-    weights: str | None = None
     if path.is_file():
         config = _load_config(path)
     elif path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} (--hf_pretrained_model_name_or_dir) has no config.json")
-        config = _load_config(path / "config.json")
-        weights = str(path) if _has_weights(path) else None
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{path} has no {CONFIG_FILE}: it is not the folder of a Hugging Face model")
+        config = _load_config(path / CONFIG_FILE)
+        weights = weights or (str(path) if weight_files(path) else None)
     elif location.startswith((".", "/", "~")) or (location.count("/") != 1 and "/" in location):
-        raise ConfigError(f"{location} does not exist (--hf_pretrained_model_name_or_dir)")
+        raise ConfigError(f"{location} does not exist; give the folder of a Hugging Face model, or its name")
     else:
-        folder = _download(location)
-        config = _load_config(folder / "config.json")
-        weights = str(folder) if _has_weights(folder) else None
+        folder = _download(location, with_weights=weights is None)
+        config = _load_config(folder / CONFIG_FILE)
+        weights = weights or (str(folder) if weight_files(folder) else None)
     laid = _lay_over(config, given, weights, location)
     name = location if not path.exists() else (path.parent.name if path.is_file() else path.name)
     return ModelSpec(name or config.model_type, _our_name(config), laid, weights)
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 def _load_config(path: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
+        if path.name == OUR_META:
+            return config_of(json.loads(path.read_text(encoding="utf-8"))["model_config"])
         return AutoConfig.from_pretrained(str(path))
     except Exception as failure:  # Anything a file of unknown origin may lead to.
         raise ConfigError(f"transformers cannot read {path}: {_one_line(failure)}") from failure
 
 
-def _download(name: str) -> Path:
+def config_of(fields: dict[str, Any]) -> PretrainedConfig:
+    """Return the configuration that a checkpoint of ours has as ``model_config``. Raises KeyError for another type."""
+    from transformers import CONFIG_MAPPING
+
+    config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    return config
+
+
+def _download(name: str, *, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", *["*.safetensors"] * with_weights]))
+        if with_weights and not weight_files(folder):
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.bin"]))
+        return folder
     except Exception as failure:  # No network, no such model, no access: each has its own class.
         raise ConfigError(
-            f"{name} is no local folder, and the Hugging Face hub does not give it "
+            f"--hf_pretrained_model_name_or_dir {name}: is no folder, and the Hugging Face hub does not give it "
             f"({type(failure).__name__}); download it and give the folder"
         ) from failure
 
@@ -378,7 +455,7 @@ def _lay_over(
             raise ConfigError(
                 f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}"
             )
-    _drop_outside_tokens(fields)
+    _drop_outside_tokens(fields, config.model_type)
     _check_widths(config.model_type, fields, location)
     try:
         return type(config).from_dict(fields)

@@ -144,20 +144,15 @@ class Stored:
 class Packed:
     """What autograd holds in place of a tensor: where it lies in a storage."""
 
-    def __init__(self, stored: Stored, tensor: Tensor, outer: DTensor | None) -> None:
+    def __init__(self, stored: Stored, tensor: Tensor) -> None:
         self.stored = stored
         self.dtype = tensor.dtype
         self.layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        self.outer = None if outer is None else (outer.__tensor_flatten__()[1], outer.size(), outer.stride())
 
     def tensor(self) -> Tensor:
         """Return the tensor, on the device."""
         storage = self.stored.get().untyped_storage()
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
-        if self.outer is None:
-            return tensor
-        spec, size, stride = self.outer
-        return DTensor.__tensor_unflatten__({"_local_tensor": tensor}, spec, size, stride)
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
 
 
 class LayerPass:
@@ -173,6 +168,8 @@ class LayerPass:
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
         """Autograd saves ``tensor``: note it for the way out, or hand it back to be held as it is."""
+        if isinstance(tensor, DTensor):  # between the blocks of a tensor group; autograd wants its mesh back with it
+            return tensor
         plain = _plain(tensor)
         if not self.away or plain is None or plain.device != self.offload.lane.device:
             return tensor
@@ -183,7 +180,7 @@ class LayerPass:
         if key not in self.fresh:
             source = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(storage)
             self.fresh[key] = Stored(source, self.offload.lane, self.offload.pool)
-        return Packed(self.fresh[key], plain, tensor if isinstance(tensor, DTensor) else None)
+        return Packed(self.fresh[key], plain)
 
     def unpack(self, packed: Tensor | Packed) -> Tensor:
         """The backward pass wants a tensor: call for the layers it comes to next, and return this one."""

@@ -43,7 +43,7 @@ def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian", "--lr", "3"]) == 2
     assert capsys.readouterr().err == "smp-train: error: unknown verb 'trian'; did you mean train?\n"
     assert cli.main(["zzz"]) == 2
-    assert "the verbs are train, prepare, bench, report" in capsys.readouterr().err
+    assert "the verbs are train, launch, prepare, checkpoint, bench, report" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,7 @@ def test_several_processes_of_a_node_say_it_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(cli, "start_attempted", lambda: False)  # other tests of this process may have started
     said = []
     for rank in "01":
         for name, value in {
