@@ -122,7 +122,7 @@ def _train(words: list[str], failing: Failing) -> int:
             from smp_train.models.resolve import settled_flags
 
             print(print_config(resolved, settled_flags(resolved.args)), end="")
-            print("".join(f"# {line}\n" for line in ineffective(resolved)), end="")
+            print("".join(f"# {line}\n" for line in ineffective(resolved, resolved.args.backend)), end="")
         return 0
     validate(resolved.args, failing.runtime.world_size)
     from smp_train.models.resolve import settled_flags

@@ -122,10 +122,9 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         audit = DataAudit(folder.path, ranks.rank) if args.data_audit else None
     stop = StopRequest(folder.stop)
     log.info("smp-train %s, torch %s, %s", smp_train.__version__, torch.__version__, describe(ranks, device))
-    for line in arguments.ineffective(resolved):
-        log.info(line)
-
     backend, why = backends.select(args, ranks, device)
+    for line in arguments.ineffective(resolved, backend.name):
+        log.info(line)
     topology = backend.topology
     layout = " x ".join(f"{name} {size}" for name, size in topology.mesh.items())
     log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout)
@@ -160,6 +159,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         betas=(args.beta1, args.beta2),
         eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
+        decays=backend.decays,
     )
     run = Run(
         args=args,

@@ -6,7 +6,7 @@ Nothing here waits for the device except where its docstring says so.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,17 +19,23 @@ from smp_train.errors import DataError
 
 
 def build_optimizer(
-    model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decays: Callable[[str, Tensor], bool] = lambda name, parameter: parameter.ndim >= 2,
 ) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices only: norms and biases, of fewer than two dimensions, have none.
+    """Return AdamW with weight decay on what ``decays`` says: by default on matrices, not on norms and biases.
 
     The kernel is fused: one per group instead of thousands.
     """
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (decay if parameter.ndim >= 2 else no_decay).append(parameter)
+            (decay if decays(name, parameter) else no_decay).append(parameter)
     groups = [
         {"params": decay, "weight_decay": weight_decay},
         {"params": no_decay, "weight_decay": 0.0},

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "backend": (("auto", "native"), "the SMP backend is not available in this version; use native"),
     "expert_parallel_degree": (
         (1,),
         "a degree of its own for experts is not available; --tensor_parallel_degree deals a layer's experts out",
@@ -60,6 +59,14 @@ DEPENDENT: dict[str, str] = {
     "activation_loading_horizon": "sm_activation_offloading",
     "torch_compile_backend": "use_torch_compile",
 }
+
+# Flags of `INEFFECTIVE` that SMP reads.
+OF_SMP = frozenset(
+    {
+        "delayed_param", "use_smp_implementation", "fsdp_cache_flush_warnings", "allow_empty_shards", "random_seed",
+        "smp_config",
+    }
+)  # fmt: skip
 
 INEFFECTIVE: dict[str, str] = {
     "delayed_param": "parameters are always created after sharding",

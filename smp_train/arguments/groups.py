@@ -326,6 +326,7 @@ class RuntimeArguments:
     """Running: configuration files, communication and debugging."""
 
     config: str | None = flag(None, "YAML or JSON file of flags; flags given elsewhere win over it")
+    smp_config: str | None = flag(None, "JSON file of SMP v2's configuration keys; flags given elsewhere win over it")
     print_config: bool = flag(False, "Print every setting with where its value came from, and exit")
     debug: bool = flag(False, "Print tracebacks")
     distributed_backend: str = flag(

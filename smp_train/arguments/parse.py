@@ -8,6 +8,7 @@ SMP's own configuration is one side, names that disagree are refused.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,6 +185,17 @@ def read_config(path: str) -> list[Given]:
     return found
 
 
+def read_smp_config(path: str) -> list[Given]:
+    """Read SMP's own configuration file, a JSON object of the keys that ``torch.sagemaker.init`` takes."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"--smp_config {path}: {problem}; give a JSON file of SMP's configuration keys") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--smp_config {path}: expected an object of SMP's configuration keys")
+    return [Given("mp_parameters", content, f"--smp_config {path}", f"config file {path}")]
+
+
 def _settings(given: Given, notes: list[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield (our flag, its value, source) for a setting under any name; empty ones are dropped."""
     if given.name == "mp_parameters":
@@ -274,6 +286,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
     config = next((layer["config"][0] for layer in layers if "config" in layer), None)
     if config:
         layers.append(_merge(read_config(config), notes))
+    smp_config = next((layer["smp_config"][0] for layer in layers if "smp_config" in layer), None)
+    if smp_config:
+        layers.append(_merge(read_smp_config(smp_config), notes))
     layers.append(_platform_defaults(environ))
     values: dict[str, Any] = {}
     sources = dict.fromkeys(flags(), DEFAULT)

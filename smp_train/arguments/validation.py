@@ -11,6 +11,7 @@ from smp_train.arguments.capabilities import (
     LOCATION_PREFIXES,
     LOCATION_REASON,
     LOCATIONS,
+    OF_SMP,
     REFUSED,
 )
 from smp_train.arguments.groups import STRATEGIES, Arguments, flags, show
@@ -256,10 +257,12 @@ def _check_data(args: Arguments) -> None:
         raise ConfigError(f"{cause} needs --test_dir (or the SageMaker channel test) to validate on")
 
 
-def ineffective(resolved: Resolved) -> list[str]:
-    """Return one line per setting that was given and changes nothing, and the notes of parsing."""
+def ineffective(resolved: Resolved, backend: str = "native") -> list[str]:
+    """Return one line per setting that was given and changes nothing on ``backend``, and the notes of parsing."""
     lines = list(resolved.notes)
     for name, why in INEFFECTIVE.items():
+        if backend == "smp" and name in OF_SMP:
+            continue
         if resolved.given(name) and name in flags():
             value = show(getattr(resolved.args, name))
             lines.append(f"--{name} {value} has no effect: {why}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
+from smp_train import runtime
+from smp_train.backends import smp_library
 from smp_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,17 +16,37 @@ if TYPE_CHECKING:
     from smp_train.backends.base import Backend
     from smp_train.runtime import Runtime
 
+logger = logging.getLogger("smp_train.backends")
 
-def select(args: Arguments, runtime: Runtime, device: torch.device) -> tuple[Backend, str]:
-    """Return the backend that ``--backend`` asks for, and in a few words why it was taken; collective."""
+
+def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backend, str]:
+    """Return the backend that ``--backend`` asks for, and in a few words why it was taken; collective.
+
+    ``auto`` takes SMP where ``torch.sagemaker`` can be imported and initialised, and the native backend otherwise,
+    after a warning that names the cause where there is a ``torch.sagemaker``.
+    """
     from smp_train.backends.native import NativeBackend
 
+    if args.backend == "native":
+        return NativeBackend(args, ranks, device), "--backend native"
     if args.backend == "smp":
-        raise ConfigError("--backend smp is not available in this version; use --backend native")
-    why = "--backend native" if args.backend == "native" else _why_native()
-    return NativeBackend(args, runtime, device), why
+        with runtime.together("starting SMP"):
+            library = smp_library.start(args)
+        return _smp(args, ranks, device, library), "--backend smp"
+    if runtime.any_rank(not smp_library.installed()):
+        return NativeBackend(args, ranks, device), "this torch has no torch.sagemaker"
+    library, failure = None, None
+    try:
+        library = smp_library.start(args)
+    except ConfigError as cause:
+        failure = cause
+    if runtime.any_rank(failure is not None):
+        logger.warning("SMP is here but cannot be used: %s", failure or "another rank's message says why")
+        return NativeBackend(args, ranks, device), "SMP cannot be used here"
+    return _smp(args, ranks, device, library), "torch.sagemaker is here"
 
 
-def _why_native() -> str:
-    found = importlib.util.find_spec("torch.sagemaker") is not None
-    return "this version has no SMP backend yet" if found else "this torch has no torch.sagemaker"
+def _smp(args: Arguments, ranks: Runtime, device: torch.device, library: Any) -> Backend:
+    from smp_train.backends.smp import SmpBackend
+
+    return SmpBackend(args, ranks, device, library)

@@ -67,6 +67,10 @@ class Backend(ABC):
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale gradients to a global 2-norm of at most ``max_norm`` (0: leave them) and return the norm before."""
 
+    def decays(self, name: str, parameter: Tensor) -> bool:
+        """Tell whether a parameter of the built model decays: matrices do, norms and biases do not."""
+        return parameter.ndim >= 2
+
     @abstractmethod
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Return ``values``, on the device, summed over all ranks that hold different tokens; collective."""

@@ -18,6 +18,7 @@ from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import ConfigError
 from smp_train.models import build
+from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import initialise
 from smp_train.parallel import (
     activations,
@@ -124,7 +125,7 @@ class NativeBackend(Backend):
         )
         loss_head.attach(
             model,
-            chunked=args.chunked_loss and loss_head.can_chunk(model),
+            chunked=args.chunked_loss and can_chunk(model),
             tensor=self.mesh.tensor if degrees.tensor > 1 else None,
         )
         build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)

@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -40,6 +41,8 @@ NAMED_IN_MESSAGES = 3
 # What torch's own optimizer state dicts carry besides state. Hyper-parameters come from the arguments of the
 # run.
 NOT_NEEDED = ("optim.param_groups",)
+# SMP's tensor-parallel ranks each save a tree of their own, under their rank; each reads its own.
+TENSOR_PEER = re.compile(r"(model|optim\.state)\.tp\d+\.")
 
 
 class Writer(StorageWriter):
@@ -216,6 +219,7 @@ def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contai
     difference, nor are ``ignored`` ones.
     """
     kinds = {key.split(".")[0] for key in wanted}
+    peers = any(TENSOR_PEER.match(key) for key in wanted)
     missing = [key for key in wanted if key not in saved]
     extra = [
         key
@@ -223,6 +227,7 @@ def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contai
         if key not in wanted
         and key.split(".")[0] in kinds
         and key not in ignored
+        and not (peers and TENSOR_PEER.match(key))
         and not key.startswith(NOT_NEEDED)
     ]
     other = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -124,6 +124,28 @@ def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
                 raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
             drawn += _fill(local, part_of(param), program or [], seed, name, chunk)
     return drawn
+
+
+def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], None]:
+    """Return a function that fills the parameters which one module of ``model`` itself holds, whole and on a device.
+
+    For whoever gives modules memory one after the other (FSDP1's ``param_init_fn``). What it draws is what `initialise`
+    draws; make it before anything is wrapped. Of tied parameters only the first is filled: tie the others to it.
+    """
+    programs = programs_of(model)
+    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    first = {name for name, _ in model.named_parameters()}
+
+    @torch.no_grad()
+    def initialise_module(module: nn.Module) -> None:
+        for key, param in module.named_parameters(recurse=False):
+            name = prefixes[id(module)] + key
+            if name in first:
+                program = programs.get(name)
+                _check(name, program)
+                _fill(param, part_of(param), program or [], seed, name, None)
+
+    return initialise_module
 
 
 def programs_of(model: nn.Module) -> dict[str, Program]:

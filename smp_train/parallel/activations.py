@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from smp_train.arguments import checkpointing
 from smp_train.errors import ConfigError
+from smp_train.parallel.spread import chosen
 
 # Costly to compute again: products of matrices, and attention kernels, which save what their backward pass needs.
 _KEPT_NAMES = (
@@ -52,15 +52,6 @@ def apply(layers: list[nn.Module], setting: str) -> None:
         if per_operation:
             forward = _watched_once(forward)
         layers[index].forward = _checkpointed(forward, options)
-
-
-def chosen(count: int, share: Fraction) -> list[int]:
-    """Return which of ``count`` layers are checkpointed for a share from 0 to 1: evenly spread, as fms-fsdp does.
-
-    Layer i is, where (i + 1) * share passes another k + 1/2: of every N for a share of 1/N the middle one.
-    """
-    half = Fraction(1, 2)
-    return [i for i in range(count) if (share * (i + 1) + half) // 1 > (share * i + half) // 1]
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -1,0 +1,130 @@
+"""What FSDP1 holds as the tree that the native backend saves: same names, same shapes, DTensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp_train.checkpoints.state import canonical_name, create_optimizer_state
+
+try:
+    from torch.distributed.tensor import DTensor, Shard
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor, Shard
+
+
+class Tree:
+    """The state of a model that FSDP1 wraps, and of its optimizer, to save and to load.
+
+    A part of a parameter is what FSDP1's sharded state dict gives: the rank's ``torch.chunk`` of the first dimension,
+    as in FSDP2, so checkpoints of either load into the other. Replicas hold the same pieces.
+
+    Args:
+        root: The FSDP module.
+        names: Canonical names of its parameters, tied ones once, as they were before it was wrapped.
+        sharded: Whether parameters are cut at all.
+        device: Where they are.
+        place: Under which name this rank's tree stands among those of its tensor peers; None without them.
+    """
+
+    def __init__(
+        self, root: Any, names: list[str], *, sharded: bool, device: torch.device, place: str | None
+    ) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        self.root, self.names, self.sharded, self.place = root, set(names), sharded, place
+        self.mesh: Any = None
+        if sharded:
+            self.mesh = DeviceMesh.from_group(root.process_group, device.type)
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the tree; collective."""
+        create_optimizer_state(optimizer)
+        return self._arranged(*self._read(optimizer))
+
+    def load(self, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]) -> None:
+        """Let ``read`` fill the tree, and give what it brought to the model and the optimizer; collective."""
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        create_optimizer_state(optimizer)
+        model, optim = self._read(optimizer)
+        read(self._arranged(model, optim))
+        if not self.sharded:
+            return  # the tensors are the model's and the optimizer's own
+        with self._as_sharded():
+            self.root.load_state_dict(model)
+            optimizer.load_state_dict(
+                FSDP.optim_state_dict_to_load(model=self.root, optim=optimizer, optim_state_dict=optim)
+            )
+
+    def _arranged(self, model: dict[str, Any], optim: dict[str, Any]) -> dict[str, Any]:
+        tensors = {name: self._as_dtensor(value) for name, value in model.items() if name in self.names}
+        state = {
+            name: {key: self._as_dtensor(value) for key, value in values.items()}
+            for name, values in sorted(optim["state"].items())
+        }
+        if self.place is None:
+            return {"model": tensors, "optim": {"state": state}}
+        return {"model": {self.place: tensors}, "optim": {"state": {self.place: state}}}
+
+    def _read(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return FSDP1's own state dicts under canonical names; a tied weight is one tensor under all of its."""
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        if not self.sharded:
+            parameters = {canonical_name(name): p for name, p in self.root.named_parameters()}
+            state = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
+            return {name: p.detach() for name, p in parameters.items()}, {"state": state}
+        with self._as_sharded():
+            model = {canonical_name(name): value for name, value in self.root.state_dict().items()}
+            optim = FSDP.optim_state_dict(self.root, optimizer)
+        # Tied weights: what is loaded into the first must reach the others.
+        first = {name for name in model if name in self.names}
+        for alias, target in self._aliases(model, first).items():
+            model[alias] = model[target]
+        optim["state"] = {canonical_name(name): values for name, values in optim["state"].items()}
+        return model, optim
+
+    def _aliases(self, model: dict[str, Any], first: set[str]) -> dict[str, str]:
+        """Return the other names of tied weights, each with its first."""
+        module = self.root.module
+        of: dict[int, str] = {}
+        found = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            name = canonical_name(name)
+            if id(parameter) in of and name in model and name not in first:
+                found[name] = of[id(parameter)]
+            of.setdefault(id(parameter), name)
+        return found
+
+    @contextmanager
+    def _as_sharded(self) -> Iterator[None]:
+        import torch.distributed.fsdp as fsdp
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch: FSDP1's state dicts are to go
+            with fsdp.FullyShardedDataParallel.state_dict_type(
+                self.root,
+                fsdp.StateDictType.SHARDED_STATE_DICT,
+                fsdp.ShardedStateDictConfig(offload_to_cpu=False),
+                fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False),
+            ):
+                yield
+
+    def _as_dtensor(self, value: Any) -> Any:
+        """Return a `DTensor` that shares the memory of FSDP1's ``ShardedTensor``."""
+        if not hasattr(value, "local_shards"):
+            return value
+        shards = value.local_shards()
+        size = value.size()
+        if shards:
+            local: Tensor = shards[0].tensor
+        else:
+            local = torch.empty((0, *size[1:]), dtype=value.dtype, device=self.mesh.device_type)
+        stride = torch.empty(size, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=size, stride=stride)

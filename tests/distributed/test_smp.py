@@ -1,0 +1,335 @@
+"""The SMP backend on a stand-in for `torch.sagemaker`: the native numbers, the documented calls, in their order."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.training import SAMPLE, flags, read_checkpoint, steps, train
+
+TOLERANCE = 1e-5
+Journal = list[tuple[str, dict[str, str]]]
+
+DATA = {"use_synthetic_data": None, "training_dir": SAMPLE / "train", "vocab_size": 4096, "max_context_width": 64}
+
+
+def train_on_smp(command_line: list[str], release: str = "2.8", **environ: str) -> Journal:
+    """Train on this rank with the stand-in installed, and return what it was asked."""
+    import os
+
+    from tests import standin
+
+    os.environ.update(environ)
+
+    library = standin.chosen()
+    library.install(release)
+    assert train(command_line) == 0
+    return [(what, {key: repr(value) for key, value in facts.items()}) for what, facts in library.journal]
+
+
+def smp(folder: Path, **changes: Any) -> list[str]:
+    return flags(folder, backend="smp", **{**DATA, **changes})
+
+
+def numbers(folder: Path) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in steps(folder)]
+
+
+def alike(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=TOLERANCE)
+
+
+@cache
+def native(folder: Path, **changes: Any) -> list[tuple[float, float]]:
+    harness.run(train, 1, flags(folder, **DATA, train_batch_size=4, **changes))
+    return numbers(folder)
+
+
+# --- from scratch: the same seed gives the same weights, on this backend and the other -------------
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {"train_batch_size": 4}),
+    "full": (2, {"train_batch_size": 2}),
+    "accumulation": (2, {"train_batch_size": 1, "gradient_accumulation_steps": 2}),
+    "degree 2 of 4": (4, {"train_batch_size": 1, "hybrid_shard_degree": 2}),
+    "degree 4 of 4": (4, {"train_batch_size": 1, "hybrid_shard_degree": 4}),
+    "replicated": (2, {"train_batch_size": 2, "hybrid_shard_degree": 1}),
+    "offloaded": (2, {"train_batch_size": 2, "sm_activation_offloading": 1, "activation_loading_horizon": 1}),
+    "every second layer": (2, {"train_batch_size": 2, "activation_checkpointing": "selective:2"}),
+    "full logits, not delayed": (2, {"train_batch_size": 2, "chunked_loss": 0, "delayed_param": 0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trains_like_the_native_backend(
+    layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    world, changes = LAYOUTS[layout]
+    harness.run(train_on_smp, world, smp(tmp_path, **changes))
+    alike(numbers(tmp_path), native(tmp_path_factory.getbasetemp() / "smp-native"))
+
+
+@pytest.mark.slow
+def test_tied_embeddings(tmp_path: Path) -> None:
+    changes = {"tie_word_embeddings": 1, "checkpoint_freq": 2}
+    harness.run(train_on_smp, 2, smp(tmp_path / "smp", train_batch_size=2, **changes))
+    harness.run(train, 1, flags(tmp_path / "native", **DATA, train_batch_size=4, **changes))
+    alike(numbers(tmp_path / "smp"), numbers(tmp_path / "native"))
+    ours, theirs = (
+        read_checkpoint(tmp_path / name / "checkpoints" / "llama_v2-2steps") for name in ("smp", "native")
+    )
+    assert ours.keys() == theirs.keys()
+
+
+# --- what is called, with what, and when -----------------------------------------------------------
+
+ORDER = ["init", "DelayedParamIniter", "validate_params_and_buffers_inited", "FSDP", "activation_checkpointing"]
+
+
+def names(journal: Journal) -> list[str]:
+    return [what for what, _ in journal if what not in ("forward",)]
+
+
+GOLDEN: dict[str, tuple[int, dict[str, Any], list[str], str]] = {
+    "shard0": (2, {}, ORDER, "FULL_SHARD"),
+    "shard2 with 4 replicas": (8, {"hybrid_shard_degree": 2}, ORDER, "HYBRID_SHARD"),
+    "tp2 shard4": (
+        8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 4}, ["init", "transform", *ORDER[1:]], "HYBRID_SHARD",
+    ),
+    "tp2 shard0, offloaded": (
+        4, {"tensor_parallel_degree": 2, "sm_activation_offloading": 1},
+        ["init", "transform", *ORDER[1:], "offload_wrapper"], "HYBRID_SHARD",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GOLDEN)
+def test_calls(case: str, tmp_path: Path) -> None:
+    world, changes, order, strategy = GOLDEN[case]
+    journals = harness.run(train_on_smp, world, smp(tmp_path, max_steps=2, **changes))
+    for journal in journals:
+        assert names(journal) == [*order, "optimizer", "clip_grad_norm_", "clip_grad_norm_"]
+        facts = dict(journal)
+        config = eval(facts["init"]["config"])
+        assert config["hybrid_shard_degree"] == changes.get("hybrid_shard_degree", 0)
+        assert config["tensor_parallel_degree"] == changes.get("tensor_parallel_degree", 1)
+        assert config["sm_activation_offloading"] is bool(changes.get("sm_activation_offloading"))
+        assert set(eval(facts["init"]["origin"]).values()) == {"config"}  # nothing is left to SMP's defaults
+        assert facts["init"]["group"] == "True"
+        assert facts["FSDP"]["rewritten"] == repr(strategy)
+        assert facts["FSDP"]["use_orig_params"] == "True"
+        assert facts["FSDP"]["sync_module_states"] == "False"
+        assert {"process_group", "device_mesh"}.isdisjoint(facts["FSDP"])
+        layers = "TransformerLayer" if "transform" in order else "LlamaDecoderLayer"
+        assert facts["activation_checkpointing"]["classes"] == repr([layers])
+        assert facts["activation_checkpointing"]["impl"] == "'REENTRANT'"
+        assert facts["clip_grad_norm_"]["root"] == "'FullyShardedDataParallel'"
+
+
+def test_configuration_comes_from_the_launcher_and_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "smp.json"
+    file.write_text(json.dumps({"hybrid_shard_degree": 1, "activation_loading_horizon": 4, "allow_empty_shards": True}))
+    launcher = json.dumps({"hybrid_shard_degree": 2, "random_seed": 7})
+    journals = harness.run(
+        train_on_smp, 2, smp(tmp_path, max_steps=1, smp_config=file), SM_HP_MP_PARAMETERS=launcher
+    )
+    config = eval(dict(journals[0])["init"]["config"])
+    assert (config["hybrid_shard_degree"], config["activation_loading_horizon"]) == (2, 4)
+    assert (config["allow_empty_shards"], config["random_seed"]) == (True, 7)
+    assert "--allow_empty_shards" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+
+
+# --- from weights, with SMP's own implementation ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    harness.run(
+        train, 1, flags(folder, max_steps=1, vocab_size=4096, save_final_model=1, model_dir=folder / "model", seed=5)
+    )
+    return folder / "model"
+
+
+TUNED: dict[str, tuple[int, dict[str, Any]]] = {
+    "no transform": (2, {"train_batch_size": 2}),
+    "tp2": (2, {"train_batch_size": 4, "tensor_parallel_degree": 2}),
+    "tp2 shard2": (4, {"train_batch_size": 2, "tensor_parallel_degree": 2, "hybrid_shard_degree": 2}),
+    "tp2 shard1": (4, {"train_batch_size": 2, "tensor_parallel_degree": 2, "hybrid_shard_degree": 1}),
+    "tp2 shard2, 2 replicas": (
+        8, {"train_batch_size": 1, "tensor_parallel_degree": 2, "hybrid_shard_degree": 2},
+    ),
+    "transform alone": (2, {"train_batch_size": 2, "use_smp_implementation": 1}),
+}  # fmt: skip
+OF_THE_MODEL = ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads",
+                "intermediate_size")  # fmt: skip
+
+
+def tuned(pretrained: Path) -> dict[str, Any]:
+    return {"hf_pretrained_model_name_or_dir": pretrained, **dict.fromkeys(OF_THE_MODEL)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TUNED)
+def test_finetunes_like_the_native_backend(
+    layout: str, pretrained: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    world, changes = TUNED[layout]
+    journals = harness.run(train_on_smp, world, smp(tmp_path, **tuned(pretrained), **changes))
+    folder = tmp_path_factory.getbasetemp() / "smp-native-tuned"
+    if not (folder / "run" / "DONE").exists():
+        harness.run(train, 1, flags(folder, **{**DATA, **tuned(pretrained)}, train_batch_size=4))
+    alike(numbers(tmp_path), numbers(folder))
+    for rank, journal in enumerate(journals):
+        facts = dict(journal)
+        # Only rank 0 has weights; the others' parameters wait on the meta device for FSDP to send them.
+        assert ("DelayedParamIniter" in facts) == (rank > 0)
+        assert facts["FSDP"]["sync_module_states"] == "True"
+        assert "validate_params_and_buffers_inited" not in facts
+        if "transform" in facts:
+            assert facts["transform"]["load_state_dict_from_rank0"] == "True"
+
+
+# --- checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["smp to native", "native to smp"])
+@pytest.mark.parametrize("layout", ["full", "degree 2 of 4", "replicated"])
+def test_runs_move_between_backends(way: str, layout: str, tmp_path: Path) -> None:
+    world, changes = LAYOUTS[layout]
+    shared = {"checkpoint_freq": 2, "lr_decay_iters": 4, **changes}
+    from_smp = way == "smp to native"
+    kinds = [(train_on_smp, "smp"), (train, "native")]
+    (first, name), (second, other) = kinds if from_smp else kinds[::-1]
+    harness.run(first, world, flags(tmp_path, **DATA, **shared, max_steps=2, backend=name))
+    resumed = {**shared, "resume_from_checkpoint": tmp_path / "checkpoints"}
+    harness.run(second, world, flags(tmp_path, **DATA, **resumed, max_steps=4, backend=other))
+    straight = tmp_path / "straight"
+    harness.run(second, world, flags(straight, **DATA, **shared, max_steps=4, backend=other))
+    alike(numbers(tmp_path), numbers(straight))
+    # What was read is what was saved, bit for bit: taken up and saved again in a step that changes nothing.
+    saved = read_checkpoint(tmp_path / "checkpoints" / "llama_v2-2steps")
+    idle = {**shared, **only(tmp_path), "max_steps": 3, "checkpoint_freq": 1}
+    idle |= {"lr": 1e-30, "min_lr": 0, "weight_decay": 0}
+    harness.run(second, world, flags(tmp_path / "idle", **DATA, **idle, backend=other))
+    again = read_checkpoint(tmp_path / "idle" / "checkpoints" / "llama_v2-3steps")
+    assert saved.keys() == again.keys()
+    weights = [name for name in saved if name.startswith("model.")]
+    assert weights
+    assert all((saved[name] == again[name]).all() for name in weights)
+
+
+def only(folder: Path) -> dict[str, Any]:
+    """Return the flag that resumes from the checkpoint of step 2, whatever came after it."""
+    return {"resume_from_checkpoint": folder / "checkpoints" / "llama_v2-2steps"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["full", "tp2 shard2"])
+def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
+    world, changes = {**LAYOUTS, **TUNED}[layout]
+    shared = {"checkpoint_freq": 2, "lr_decay_iters": 4, **changes}
+    harness.run(train_on_smp, world, smp(tmp_path / "straight", **shared, max_steps=4))
+    harness.run(train_on_smp, world, smp(tmp_path / "resumed", **shared, max_steps=2))
+    again = smp(tmp_path / "resumed", **shared, max_steps=4, resume_from_checkpoint=tmp_path / "resumed/checkpoints")
+    harness.run(train_on_smp, world, again)
+    assert numbers(tmp_path / "resumed") == numbers(tmp_path / "straight")
+    one, two = (read_checkpoint(tmp_path / name / "checkpoints/llama_v2-4steps") for name in ("straight", "resumed"))
+    assert one.keys() == two.keys()
+    assert all((one[key] == two[key]).all() for key in one if hasattr(one[key], "all"))
+
+
+@pytest.mark.slow
+def test_resume_of_a_finetune_does_not_read_the_weights_again(pretrained: Path, tmp_path: Path) -> None:
+    changes = {**tuned(pretrained), "train_batch_size": 2, "checkpoint_freq": 2, "lr_decay_iters": 4}
+    harness.run(train_on_smp, 2, smp(tmp_path, **changes, max_steps=2))
+    resumed = smp(tmp_path, **changes, max_steps=4, resume_from_checkpoint=tmp_path / "checkpoints")
+    for journal in harness.run(train_on_smp, 2, resumed):
+        facts = dict(journal)
+        assert "DelayedParamIniter" in facts  # on every rank: all parameters come from the checkpoint
+        assert facts["FSDP"]["sync_module_states"] == "False"
+    harness.run(train_on_smp, 2, smp(tmp_path / "straight", **changes, max_steps=4))
+    assert numbers(tmp_path) == numbers(tmp_path / "straight")
+
+
+# --- where SMP cannot be used ----------------------------------------------------------------------
+
+
+def train_where_smp_refuses(command_line: list[str]) -> tuple[int, str]:
+    """Train with a `torch.sagemaker` whose init fails; return the exit code and what was logged."""
+    import io
+    from contextlib import redirect_stdout
+
+    from smp_train.errors import SmpTrainError
+    from tests import standin
+
+    standin.install("2.8")
+    import torch.sagemaker as tsm
+
+    def refuse(config: Any) -> None:
+        raise RuntimeError("this platform is not supported")
+
+    tsm.init = refuse
+    with redirect_stdout(io.StringIO()) as out:
+        try:
+            return train(command_line), out.getvalue()
+        except SmpTrainError as error:
+            return error.exit_code, str(error)
+
+
+def test_an_unusable_library_is_named_and_done_without(tmp_path: Path) -> None:
+    code, said = harness.run(train_where_smp_refuses, 2, flags(tmp_path, backend="auto"))[0]
+    assert code == 0
+    assert "SMP is here but cannot be used" in said
+    assert "this platform is not supported" in said
+    assert "/var/log/aws/clusters" in said
+    assert "Backend: native (SMP cannot be used here)" in said
+
+
+def test_an_unusable_library_stops_who_asks_for_it(tmp_path: Path) -> None:
+    for code, said in harness.run(train_where_smp_refuses, 2, smp(tmp_path)):
+        assert code == 2
+        assert "torch.sagemaker.init refuses: this platform is not supported" in said
+
+
+REFUSED = {
+    "no library": ({}, r"this torch has no torch\.sagemaker"),
+    "context": ({"context_parallel_degree": 1, "fp8": 1, "bf16": 1}, r"--fp8 1 with --backend smp"),
+    "compile": ({"use_torch_compile": 1}, r"--use_torch_compile 1 with --backend smp"),
+    "per operation": ({"activation_checkpointing": "selective:op"}, r"SMP checkpoints whole layers"),
+    "offload": (
+        {"sm_activation_offloading": 1, "activation_checkpointing": "none"}, r"needs checkpointing",
+    ),
+}  # fmt: skip
+
+
+def refusal_of(command_line: list[str], installed: bool) -> str:
+    from smp_train.errors import ConfigError
+    from tests import standin
+
+    if installed:
+        standin.install()
+    try:
+        train(command_line)
+    except ConfigError as error:
+        return str(error)
+    return "it trained"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, tmp_path: Path) -> None:
+    changes, message = REFUSED[case]
+    import re
+
+    (said,) = harness.run(refusal_of, 1, smp(tmp_path, **changes), case != "no library")
+    assert re.search(message, said), said

@@ -1,0 +1,46 @@
+"""A stand-in for SMP v2's `torch.sagemaker`, written from its public contract; real training over gloo inside.
+
+``install(version)`` makes ``import torch.sagemaker`` work in this process; everything done through it is written to
+`journal`. What tests load is named by the environment variable SMP_STANDIN (a module with ``install`` and ``journal``;
+default this one), so that the same tests run against another stand-in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent / "torch_sagemaker"
+
+journal: list[tuple[str, dict[str, Any]]] = []
+"""(what was called, with what), in order, on this rank."""
+version: tuple[int, int] = (2, 8)
+
+
+def record(what: str, **facts: Any) -> None:
+    """Add one entry to the journal."""
+    journal.append((what, facts))
+
+
+def install(release: str = "2.8") -> None:
+    """Make `torch.sagemaker` of SMP ``release`` (2.3 to 2.8) importable in this process, and patch FSDP as it does."""
+    import torch
+
+    from tests.standin import patches
+
+    global version
+    major, minor = (int(part) for part in release.split(".")[:2])
+    version = (major, minor)
+    if str(HERE) not in torch.__path__:
+        torch.__path__.append(str(HERE))
+    importlib.invalidate_caches()
+    patches.apply()
+
+
+def chosen() -> Any:
+    """Return the stand-in that SMP_STANDIN names."""
+    return importlib.import_module(os.environ.get("SMP_STANDIN", "tests.standin"))
+
+

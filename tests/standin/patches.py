@@ -1,0 +1,163 @@
+"""What SMP's own build of torch accepts beyond the stock one, and what FSDP1 lacks on CPUs."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests import standin
+
+_applied = False
+
+
+def apply() -> None:
+    """Patch once per process."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+    import torch.distributed.fsdp as fsdp
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    stock = fsdp.FullyShardedDataParallel
+    original = stock.__init__
+
+    def init(self: Any, module: nn.Module, *args: Any, post_param_init_fn: Any = None, **kwargs: Any) -> None:
+        import torch.sagemaker as tsm
+
+        if not _is_root_call(kwargs):
+            original(self, module, *args, **kwargs)
+            return
+        settings = dict(kwargs, post_param_init_fn=post_param_init_fn)
+        strategy, groups = _strategy(tsm.state, kwargs.get("sharding_strategy"), settings)
+        standin.record(
+            "FSDP",
+            **{key: value for key, value in settings.items() if key not in ("auto_wrap_policy",)},
+            rewritten=strategy.name,
+        )
+        dtypes = {p.dtype for p in module.parameters()}
+        assert dtypes == {torch.float32}, f"parameters must be float32 when FSDP wraps them: {dtypes}"
+        kwargs["sharding_strategy"] = strategy
+        if groups is not None:
+            kwargs["process_group"] = groups
+        kwargs["_smp_inside"] = True
+        with _real_device(kwargs), _ties(module, kwargs, post_param_init_fn):
+            inner = {key: value for key, value in kwargs.items() if key != "_smp_inside"}
+            _inside.append(True)
+            try:
+                original(self, module, *args, **inner)
+            finally:
+                _inside.pop()
+
+    stock.__init__ = init  # type: ignore[method-assign]
+    if not torch.cuda.is_available():
+        from torch.distributed.fsdp import _init_utils
+
+        # Stock FSDP1 broadcasts from rank 0 on GPUs only; gloo does it as well.
+        _init_utils._check_module_states_for_sync_module_states = lambda states: None
+    _patch_wrappers(wrappers)
+    optimizer = torch.optim.Optimizer.__init__
+
+    def optimizer_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        standin.record("optimizer")
+        optimizer(self, *args, **kwargs)
+
+    torch.optim.Optimizer.__init__ = optimizer_init  # type: ignore[method-assign]
+
+
+_inside: list[bool] = []
+
+
+def _is_root_call(kwargs: dict[str, Any]) -> bool:
+    return not _inside
+
+
+def _strategy(state: Any, wanted: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
+    """Rewrite the strategy as SMP does, and return it with the groups to shard over."""
+    from torch.distributed.fsdp import ShardingStrategy as S
+
+    if not state.ready:
+        raise RuntimeError("torch.sagemaker.init has not been called")
+    state.sharded = True
+    if state.native and state.hybrid_shard_degree == 0:
+        state.sharded = wanted != S.NO_SHARD
+        return wanted, None
+    for name in ("process_group", "device_mesh"):
+        if settings.get(name) is not None:
+            raise RuntimeError(f"SMP shards over groups of its own: pass no {name}")
+    if state.shard == 1:
+        state.sharded = False
+        return S.NO_SHARD, state.group("replica")
+    shard, replica = state.group("shard"), state.group("replica")
+    hybrid = wanted if wanted in (S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2) else S.HYBRID_SHARD
+    return hybrid, (shard, replica)
+
+
+@contextmanager
+def _real_device(kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("device_id") is None and not torch.cuda.is_available():
+        kwargs["device_id"] = torch.device("cpu")
+    yield
+
+
+@contextmanager
+def _ties(module: nn.Module, kwargs: dict[str, Any], post: Any) -> Any:
+    """Call ``post`` once FSDP has given every parameter memory, and before it flattens them."""
+    from torch.distributed.fsdp import _init_utils as utils
+
+    original = utils._materialize_with_param_init_fn
+
+    def materialise(root: nn.Module, *args: Any, **options: Any) -> None:
+        original(root, *args, **options)
+        if post is not None:
+            post(root)
+
+    utils._materialize_with_param_init_fn = materialise
+    try:
+        yield
+    finally:
+        utils._materialize_with_param_init_fn = original
+
+
+def _patch_wrappers(wrappers: Any) -> None:
+    apply_stock, offload_stock, wrap_stock = (
+        wrappers.apply_activation_checkpointing, wrappers.offload_wrapper, wrappers.checkpoint_wrapper,
+    )  # fmt: skip
+    seen: dict[str, Any] = {"impl": None}
+
+    def wrap(module: nn.Module, checkpoint_impl: Any = wrappers.CheckpointImpl.NO_REENTRANT, **kwargs: Any) -> Any:
+        seen["impl"] = checkpoint_impl
+        return wrap_stock(module, checkpoint_impl=checkpoint_impl, **kwargs)
+
+    def checkpointing(model: nn.Module, **kwargs: Any) -> None:
+        classes = {type(m).__name__ for m in model.modules() if kwargs["check_fn"](m)}
+        apply_stock(model, **kwargs)
+        standin.record(
+            "activation_checkpointing", classes=sorted(classes), impl=seen["impl"].name, root=type(model).__name__
+        )
+
+    def offload(model: nn.Module) -> nn.Module:
+        import torch.sagemaker as tsm
+
+        standin.record("offload_wrapper", root=type(model).__name__, impl=seen["impl"] and seen["impl"].name)
+        if seen["impl"] is None:
+            raise RuntimeError("offload_wrapper needs activation checkpointing")
+        if tsm.state.sm_activation_offloading and seen["impl"] is not wrappers.CheckpointImpl.REENTRANT:
+            raise RuntimeError("SMP's offloading needs the reentrant implementation of checkpointing")
+        return offload_stock(model) if torch.cuda.is_available() else _OnCpu(model)
+
+    class _OnCpu(wrappers.OffloadWrapper):
+        """Stock offloading pins memory, which needs a GPU: here activations are where they are to go already."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+
+    _OnCpu.__name__ = "OffloadWrapper"
+    wrappers.checkpoint_wrapper = wrap
+    wrappers.apply_activation_checkpointing = checkpointing
+    wrappers.offload_wrapper = offload
+
+

@@ -1,0 +1,61 @@
+"""Initialisation of parameters that are on the meta device until FSDP shards them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from tests import standin
+
+from .state_handler import state
+from .utils.module_utils import empty_module_params, move_buffers_to_device
+
+
+class DelayedParamIniter:
+    """See the contract, section 4."""
+
+    def __init__(
+        self, model: nn.Module, init_method_using_config: Callable | None = None, verbose: bool = False
+    ) -> None:
+        if not state.ready:
+            raise RuntimeError("torch.sagemaker.init has not been called")
+        standin.record("DelayedParamIniter", custom=init_method_using_config is not None)
+        self.model, self.method = model, init_method_using_config
+        self.total = sum(p.numel() for p in model.parameters())
+        self.done: dict[int, int] = {}
+
+    def get_param_init_fn(self) -> Callable[[nn.Module], None]:
+        def initialise(module: nn.Module) -> None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+            empty_module_params(module, device=device)
+            move_buffers_to_device(module, device=device)
+            with torch.no_grad():
+                if self.method is not None:
+                    self.method(module)
+                elif hasattr(self.model, "_init_weights"):
+                    self.model._init_weights(module)
+            self.done[id(module)] = sum(p.numel() for p in module.parameters(recurse=False))
+
+        return initialise
+
+    def get_post_param_init_fn(self) -> Callable[[nn.Module], None]:
+        def tie(module: nn.Module) -> None:
+            if hasattr(module, "tie_weights"):
+                module.tie_weights()
+
+        return tie
+
+    @contextmanager
+    def validate_params_and_buffers_inited(self, enabled: bool = True) -> Iterator[None]:
+        standin.record("validate_params_and_buffers_inited", enabled=enabled)
+        yield
+        if enabled:
+            done = sum(self.done.values())
+            assert done >= self.total, f"{done} of {self.total} parameters initialised"
+            tensors = [*self.model.parameters(), *self.model.buffers()]
+            assert not any(t.is_meta for t in tensors), "something is still on the meta device"
+
+

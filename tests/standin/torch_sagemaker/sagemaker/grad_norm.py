@@ -1,0 +1,39 @@
+"""The global gradient norm over tensor and shard ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import standin
+
+from .state_handler import state
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: Any, max_norm: float) -> Tensor:
+    """Scale gradients to a global 2-norm of at most ``max_norm`` and return the norm before."""
+    wrapped = type(model).__name__ == "OffloadWrapper"
+    if wrapped and standin.version < (2, 8):
+        raise RuntimeError("clip_grad_norm_ takes an offload-wrapped model from SMP 2.8 on")
+    standin.record("clip_grad_norm_", max_norm=max_norm, root=type(model).__name__)
+    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    split = getattr(state, "split_parameters", set())
+    sums = torch.zeros(2, dtype=torch.float64)
+    for name, gradient in gradients:
+        own = any(name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "").endswith(s)
+                  for s in split)  # fmt: skip
+        sums[int(own)] += gradient.double().pow(2).sum().cpu()
+    if getattr(state, "sharded", True):
+        dist.all_reduce(sums, group=state.group("shard"))
+    whole = sums[1:].clone()
+    if state.tp_size > 1:
+        dist.all_reduce(whole, group=state.group("tensor"))
+    norm = (sums[0] + whole[0]).sqrt().float()
+    if norm > max_norm:
+        for _, gradient in gradients:
+            gradient.mul_(max_norm / (norm + 1e-6))
+    return norm
