@@ -103,6 +103,7 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
             stopped = fit(run)
             finish(run, stopped=stopped)
     except BaseException:
+        run.checkpoints.close()
         # Leaving the group in order would wait for peers, and the message with it: the process is to end as it is.
         if ranks.world_size == 1:
             run.close()
@@ -135,7 +136,9 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     with runtime.together("choosing the model"):
         spec = resolve(args)
     checkpoints = CheckpointManager(
-        policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints), model_type=spec.model_type
+        policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints),
+        model_type=spec.model_type,
+        asynchronous=args.checkpoint_type == "async_sharded",
     )
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
@@ -161,6 +164,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
     )
+    # A save in the background copies while the next gradients are computed; the update must not overtake it.
+    optimizer.register_step_pre_hook(lambda *_: checkpoints.staged())
     run = Run(
         args=args,
         runtime=ranks,
@@ -453,17 +458,20 @@ def save(run: Run, *, force: bool) -> None:
         "mesh": run.backend.topology.mesh,
         "versions": versions(),
     }
-    began = time.perf_counter()
+    report_saves(run)
     with run.throughput.pause():
-        paths = run.checkpoints.save(
-            progress.step, run.backend.state_dict(run.model, run.optimizer), meta, force=force
-        )
-    seconds = time.perf_counter() - began
-    run.saved_step = progress.step
-    for path in paths:
-        run.saved_path = path
-        log.info("Saved %s in %.1f s", path, seconds)
-        run.metrics.event("save", step=progress.step, checkpoint=path, seconds=seconds)
+        run.checkpoints.save(progress.step, run.backend.state_dict(run.model, run.optimizer), meta, force=force)
+        run.saved_step = progress.step
+        if force or not run.checkpoints.asynchronous:
+            report_saves(run)
+
+
+def report_saves(run: Run) -> None:
+    """Wait for the save that is being written, if there is one, and tell what has been committed; collective."""
+    for saved in run.checkpoints.finish():
+        run.saved_path = saved.path
+        log.info("Saved %s in %.1f s", saved.path, saved.seconds)
+        run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
 
 
 def finish(run: Run, *, stopped: bool) -> None:

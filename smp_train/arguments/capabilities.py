@@ -36,7 +36,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "SMP's expert implementation is not available in this version; --model_type mixtral trains "
         "without it",
     ),
-    "checkpoint_type": (("sharded",), "only sharded checkpoints are available in this version"),
+    "checkpoint_type": (
+        ("sharded", "async_sharded"),
+        "it is SMP's; sharded and async_sharded checkpoints load on any mesh",
+    ),
     "dataset": (
         (None,),
         "streaming a data set is not available in this version; give shards by --training_dir",

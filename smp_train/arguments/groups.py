@@ -272,7 +272,8 @@ class CheckpointArguments:
     num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints kept, per folder")
     checkpoint_type: str = flag(
         "sharded",
-        "How checkpoints are written",
+        "How checkpoints are written: while training waits, or (async_sharded) in the background, from a copy in host "
+        "memory; the files are the same",
         choices=("sharded", "local", "use_pg_with_util", "async_sharded", "async_local"),
     )
     resume_from_checkpoint: str | None = flag(

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 from smp_train.errors import ConfigError
 
-BENCHMARKS = {"step": "the train step against a bare FSDP2 loop"}
+BENCHMARKS = {
+    "step": "the train step against a bare FSDP2 loop",
+    "checkpoint": "a save in the background against synchronous DCP and against one gathered file",
+}
 
 
 def main(argv: Sequence[str]) -> int:
