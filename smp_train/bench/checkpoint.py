@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="parameters and optimizer state (default 1)")
     parser.add_argument("--folder", help="where to write (default: the system's folder for temporary files)")
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind, alternating (default 3)")
-    parser.add_argument("--rows", type=int, default=512, help="rows of a batch: how long a step takes (default 512)")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a batch: how long a step takes (default 64)")
     options = parser.parse_args(argv)
     ranks = runtime.detect()
     runtime.start(ranks, distributed_backend="gloo", timeout_seconds=600)
