@@ -17,9 +17,8 @@ from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints import CheckpointManager, find, policies
-from smp_train.data.index import convert, open_source
-from smp_train.data.pipelines.data_pipeline import Batch, Order, Source, TrainingData, ValidationData
-from smp_train.data.synthetic import Synthetic
+from smp_train.data.opening import open_data
+from smp_train.data.pipelines.data_pipeline import Batch, TrainingData, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
@@ -129,7 +128,15 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         checkpoints.check_writable()
     checkpoints.check_shared()
     seq_len = args.max_context_width or min(DEFAULT_CONTEXT, spec.config.max_position_embeddings)
-    train_data, validation = open_data(args, spec.config.vocab_size, seq_len, ranks, topology)
+    train_data, validation = open_data(
+        args,
+        vocab_size=spec.config.vocab_size,
+        seq_len=seq_len,
+        ranks=ranks,
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        pin_memory=device.type == "cuda",
+    )
     total_steps = count_steps(args, train_data)
 
     model = backend.build(spec, seed=args.seed)
@@ -193,54 +200,6 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     return run
 
 
-def open_data(
-    args: Arguments, vocab_size: int, seq_len: int, ranks: Runtime, topology: Topology
-) -> tuple[TrainingData, ValidationData | None]:
-    """Open the training and the validation data as this rank sees them; collective."""
-
-    def open_folder(folder: str) -> Source:
-        options: dict[str, Any] = {
-            "vocab_size": vocab_size, "cache_dir": args.data_cache_dir, "zipped": args.zipped_data,
-        }  # fmt: skip
-        with runtime.together(f"reading {folder}"):
-            convert(folder, rank=ranks.rank, world=ranks.world_size, **options)
-        with runtime.together(f"opening {folder}"):
-            return open_source(folder, rank=ranks.local_rank, world=ranks.local_world_size, **options)
-
-    source: Source
-    held_out: Source | None = None
-    if args.use_synthetic_data:
-        source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
-        # Another seed, not another part: synthetic rows have no end.
-        held_out = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
-    else:
-        assert args.training_dir is not None, "checked by arguments.validate"
-        source = open_folder(args.training_dir)
-        if args.test_dir is not None:
-            held_out = open_folder(args.test_dir)
-    share: dict[str, Any] = {
-        "seq_len": seq_len, "dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "long": args.long,
-        "pin_memory": topology.device.type == "cuda",
-    }  # fmt: skip
-    with runtime.together("preparing the data"):
-        training = TrainingData(
-            source,
-            Order(len(source), args.seed, args.shuffle),
-            micro_batch=args.train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            **share,
-        )
-        if held_out is None:
-            return training, None
-        return training, ValidationData(
-            held_out,
-            micro_batch=args.val_batch_size,
-            max_batches=args.validation_batches,
-            fast=args.fast_validation,
-            **share,
-        )
-
-
 def count_steps(args: Arguments, training: TrainingData) -> int:
     """Return the optimizer steps of the whole run: --max_steps, or fewer where --epochs ends first.
 
@@ -284,7 +243,9 @@ def resume(run: Run) -> None:
         return
     run.backend.load_state(run.model, run.optimizer, found.load)
     with runtime.together(f"resuming from {found.path}"):
-        consumed = run.train_data.check_state(found.meta["data"])
+        consumed = run.train_data.check_state(
+            found.meta["data"], allow_data_change=run.args.allow_data_change
+        )
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     run.saved_step = found.step
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)

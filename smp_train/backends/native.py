@@ -86,9 +86,17 @@ class NativeBackend(Backend):
             load_pretrained(model, spec.pretrained)
         return model
 
-    def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """See `Backend.loss_sum`."""
-        output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    def loss_sum(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """See `Backend.loss_sum`; transformers derives from the positions which tokens may attend to each other."""
+        packed = {} if position_ids is None else {"position_ids": position_ids}
+        output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **packed)
         return losses.cross_entropy_sum(output.logits, labels)
 
     @contextmanager

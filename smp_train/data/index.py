@@ -17,8 +17,10 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
+
+import numpy as np
 
 from smp_train.data import token_cache
 from smp_train.data.source import Row, Source
@@ -159,7 +161,7 @@ class TokenShards(Source):
     """Rows of converted shards, numbered through the shards in order of their names."""
 
     def __init__(self, shards: list[Shard], found: list[tuple[str, Header]]) -> None:
-        self.shards = shards
+        self.files = shards
         self._bases = [base for base, _ in found]
         self.headers = [header for _, header in found]
         self._starts = [0, *accumulate(header.rows for header in self.headers)]
@@ -177,14 +179,22 @@ class TokenShards(Source):
         return self._starts[-1]
 
     @property
-    def last_shard(self) -> range:
-        """Rows of the last shard."""
-        return range(self._starts[-2], self._starts[-1])
+    def shards(self) -> list[range]:
+        """Rows of each shard."""
+        return [range(a, b) for a, b in pairwise(self._starts)]
+
+    def lengths(self, shard: int) -> np.ndarray:
+        """Return the tokens of each row of a shard, without padding at its ends."""
+        with self._lock:
+            return self._reader(shard).lengths()
 
     def _locate(self, index: int) -> tuple[ShardReader, int]:
         if not 0 <= index < self._starts[-1]:
             raise IndexError(f"row {index} of {len(self)}")
         number = bisect.bisect_right(self._starts, index) - 1
+        return self._reader(number), index - self._starts[number]
+
+    def _reader(self, number: int) -> ShardReader:
         reader = self._open.get(number)
         if reader is None:
             reader = self._open[number] = ShardReader(self._bases[number])
@@ -192,7 +202,7 @@ class TokenShards(Source):
                 self._open.popitem(last=False)[1].close()
         else:
             self._open.move_to_end(number)
-        return reader, index - self._starts[number]
+        return reader
 
     def row(self, index: int) -> Row:
         """Read one row. Raises DataError when the cache under it is damaged."""
@@ -210,12 +220,12 @@ class TokenShards(Source):
         """Totals: shards, rows, tokens, counted tokens, and the longest row with its shard and line."""
         longest = max(range(len(self.headers)), key=lambda i: self.headers[i].longest)
         return {
-            "shards": len(self.shards),
+            "shards": len(self.files),
             "rows": len(self),
             "tokens": sum(header.tokens for header in self.headers),
             "counted_tokens": sum(header.counted for header in self.headers),
             "longest": self.headers[longest].longest,
-            "longest_at": f"{self.shards[longest].path}:{self.headers[longest].longest_line}",
+            "longest_at": f"{self.files[longest].path}:{self.headers[longest].longest_line}",
             "cache": str(Path(self._bases[0]).parent),
         }
 

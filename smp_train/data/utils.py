@@ -37,9 +37,13 @@ class Shard:
     """One file of rows, as it was when the folder was listed."""
 
     path: str
+    """Where it is: a path, or ``s3://bucket/key``."""
     name: str
+    """Its name within the data set."""
     size: int
     mtime_ns: int
+    etag: str = ""
+    """What S3 calls this version of its content."""
 
 
 def stem(name: str) -> str:
@@ -140,12 +144,15 @@ def open_gzip_writer(raw: IO[bytes], level: int = 2) -> IO[bytes]:
     return opened
 
 
-def read_lines(path: str, tick: Callable[[int], None] = lambda done: None) -> Iterator[tuple[int, bytes]]:
+def read_lines(
+    path: str, tick: Callable[[int], None] = lambda done: None, *, shown: str | None = None
+) -> Iterator[tuple[int, bytes]]:
     r"""Yield (line number from 1, line), blank lines left out but counted.
 
     Lines end at ``\n`` alone. ``tick`` is told of every few bytes of the file that have been read. Raises
-    DataError with the line when the gzip stream is damaged or cut short.
+    DataError with the line when the gzip stream is damaged or cut short; messages call the file ``shown``.
     """
+    shown = shown or path
     number = done = 0
     with open_file(path) as raw:
         zipped = raw.read(2) == GZIP_MAGIC
@@ -156,7 +163,7 @@ def read_lines(path: str, tick: Callable[[int], None] = lambda done: None) -> It
                 if line.isspace():
                     continue
                 if number == 1:
-                    refuse_byte_order_mark(path, line)
+                    refuse_byte_order_mark(shown, line)
                 yield number, line
                 if number % 64 == 0:
                     tick(raw.tell() - done)
@@ -164,7 +171,7 @@ def read_lines(path: str, tick: Callable[[int], None] = lambda done: None) -> It
             tick(raw.tell() - done)
         except GZIP_ERRORS as error:
             what = "gzip stream is damaged or cut short" if zipped else "cannot be read on"
-            raise DataError(f"{path}:{number + 1}: {what} ({error}); copy the shard again") from None
+            raise DataError(f"{shown}:{number + 1}: {what} ({error}); copy the shard again") from None
 
 
 def refuse_byte_order_mark(path: str, line: bytes) -> None:
