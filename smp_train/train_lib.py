@@ -8,14 +8,13 @@ import platform
 import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 
 import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
-from smp_train.backends.base import Backend, Topology
+from smp_train.backends.base import Backend
 from smp_train.checkpoints import CheckpointManager, find, policies
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Batch, TrainingData, ValidationData

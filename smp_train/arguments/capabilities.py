@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Flags that name a place, which may not be in S3 yet.
 LOCATIONS = (
-    "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
+    "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
     "data_cache_dir", "hf_pretrained_model_name_or_dir",
 )  # fmt: skip
 LOCATION_PREFIXES = ("s3://",)
@@ -104,7 +104,6 @@ INEFFECTIVE: dict[str, str] = {
     "moe_all_to_all_dispatcher": "it needs --moe 1",
     "moe_fp8_checkpoint_attn": "it needs --moe 1",
     "moe_fp8_checkpoint_moe": "it needs --moe 1",
-    "data_num_workers": "a thread of each rank reads ahead",
     "logging_freq_for_avg": "speeds are averaged from one log line to the next",
     "model_dir": "it needs --save_final_model 1",
 }

@@ -231,7 +231,9 @@ class DataArguments:
     )
     data_type: str = flag("gpt", "Kind of model the data is for", choices=("gpt", "bert"))
     zipped_data: bool | None = flag(None, "Insist on .gz shards (1) or on plain ones (0)", shown="found out")
-    data_num_workers: int = flag(0, "Extra processes that read data", unit="processes")
+    data_num_workers: int | None = flag(
+        None, "Processes per rank that convert shards, once", unit="processes", shown="the cores over the ranks"
+    )
     shuffle: str = flag(
         "global", "Order of each epoch: global (a permutation of the whole), none (as stored), or window:K shards"
     )

@@ -17,6 +17,7 @@ from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.initialization import initialise
+from smp_train.models.packing import packed_inputs
 from smp_train.parallel import activations, grad_norm, mesh, sharding
 
 if TYPE_CHECKING:
@@ -94,9 +95,9 @@ class NativeBackend(Backend):
         attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """See `Backend.loss_sum`; transformers derives from the positions which tokens may attend to each other."""
-        packed = {} if position_ids is None else {"position_ids": position_ids}
-        output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **packed)
+        """See `Backend.loss_sum`."""
+        context = {"attention_mask": attention_mask} if position_ids is None else packed_inputs(model, position_ids)
+        output = model(input_ids=input_ids, use_cache=False, **context)
         return losses.cross_entropy_sum(output.logits, labels)
 
     @contextmanager

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
 from smp_train.data.blend import BlendOrder, Joined, read_weights
+from smp_train.data.conversion import processes_for
 from smp_train.data.index import convert, open_source
 from smp_train.data.layout import lay_out
 from smp_train.data.order import Order
@@ -94,6 +95,7 @@ def _open_place(args: Arguments, place: str, vocab_size: int, ranks: Runtime) ->
         "vocab_size": vocab_size,
         "cache_dir": args.data_cache_dir,
         "zipped": args.zipped_data,
+        "processes": processes_for(args.data_num_workers, ranks.local_world_size),
         "max_bad": args.max_bad if args.bad_rows == "skip" else None,
     }
     with runtime.together(f"reading {place}"):

@@ -101,7 +101,7 @@ class Order:
         return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle}
 
     def _shard_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (shards in the order of an epoch, positions within the epoch at which each begins and the last ends)."""
+        """Return (shards in the order of an epoch, positions within it at which each begins, and the last ends)."""
         count = len(self._shards)
         turns = permute(np.arange(count), count, self.seed, np.full(count, epoch)).astype(np.int64)
         return turns, np.concatenate([[0], np.cumsum(self._shards[turns, 1])])

@@ -77,7 +77,7 @@ def test_rows_come_back(tmp_path, kind, vocab_size):
     check_rows(source, rows)
     assert source.name(24) == "a.json:25"
     assert source.name(27) == "b.json.gz:5", "blank lines count"
-    assert source.last_shard == range(50, 70)
+    assert source.shards[-1] == range(50, 70)
     report = source.report()
     assert report["rows"] == 70
     assert report["tokens"] == sum(len(ids) for ids, _ in rows)
@@ -142,7 +142,7 @@ def test_bad_lines_are_named(tmp_path):
     with pytest.raises(DataError) as caught:
         convert(str(tmp_path), vocab_size=32000)
     assert str(caught.value).startswith(f"{path}:3: token id 32000 is outside the vocabulary [0, 32000); ")
-    assert not list((tmp_path / BESIDE).glob("b.json*"))
+    assert [path.suffix for path in (tmp_path / BESIDE).glob("b.json*")] == [".err"], "word for the peers"
     assert not list((tmp_path / BESIDE).glob(".*.tmp")), "nothing half done is left"
     path.write_bytes(b"\n \n\n")
     with pytest.raises(DataError, match=r"b\.json: empty shard \(no row in it\)"):
@@ -418,4 +418,4 @@ def test_opening_does_not_grow_with_the_rows(tmp_path):
     source = open_source(str(tmp_path), vocab_size=97)
     assert len(source) == rows
     assert time.perf_counter() - began < 1.0
-    assert np.array_equal(source.last_shard[-1:], [rows - 1])
+    assert np.array_equal(source.shards[-1][-1:], [rows - 1])

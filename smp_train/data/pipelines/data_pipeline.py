@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from smp_train.data.blend import BlendOrder
 from smp_train.data.layout import LONG, lay_out
 from smp_train.data.order import Order
 from smp_train.data.pipelines.batch import IGNORED, Batch, collate, crop
@@ -61,7 +62,7 @@ class TrainingData:
     def __init__(
         self,
         source: Source,
-        order: Order,
+        order: Order | BlendOrder,
         *,
         seq_len: int,
         micro_batch: int,
