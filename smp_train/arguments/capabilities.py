@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None,),
         "tokenizing while training is not available in this version; use `smp-train prepare` first",
     ),
-    "dataset_type": (("gpt_jsonl",), "only JSON-lines shards are available in this version"),
     "finetune": ((False,), "fine-tuning is not available in this version"),
     "pretrained_model_name": ((None,), "fine-tuning is not available in this version"),
     "pretrained_checkpoint_file": ((None,), "fine-tuning is not available in this version"),

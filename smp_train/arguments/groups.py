@@ -227,7 +227,9 @@ class DataArguments:
         False, "Train on random tokens that depend on the seed and position alone"
     )
     dataset_type: str = flag(
-        "gpt_jsonl", "Kind of the shards: JSON lines, or Hugging Face", choices=("gpt_jsonl", "hf")
+        "gpt_jsonl",
+        "Kind of the data: found out; hf insists on a Hugging Face data set on disk",
+        choices=("gpt_jsonl", "hf"),
     )
     data_type: str = flag("gpt", "Kind of model the data is for", choices=("gpt", "bert"))
     zipped_data: bool | None = flag(None, "Insist on .gz shards (1) or on plain ones (0)", shown="found out")

@@ -60,6 +60,15 @@ class Caches:
     def _base(self, place: tuple[str, str], shard: Shard) -> str:
         return os.path.join(place[0], cache_key(shard, self.vocab_size, place[1]))
 
+    def bases(self, shard: Shard) -> list[str]:
+        """Return the names, without suffix, under which something kept about a shard may be."""
+        return [self._base(place, shard) for place in self.places]
+
+    def base(self, shard: Shard) -> str:
+        """Return the name, without suffix, under which to keep something about a shard."""
+        self._writable = self._writable or self._first_writable()
+        return self._base(self._writable, shard)
+
     def find(self, shard: Shard) -> tuple[str, Header] | None:
         """Return (base name, header) of a shard's cache, or None."""
         for place in self.places:
@@ -77,15 +86,13 @@ class Caches:
 
     def write(self, shard: Shard, tick: Callable[[int], None], read_from: str | None = None) -> None:
         """Convert a shard; a line that is no row leaves word of it beside the caches, for the peers."""
-        folder = self.folder
-        assert self._writable is not None
-        base = self._base(self._writable, shard)
+        base = self.base(shard)
         try:
             token_cache.write(shard, base, self.vocab_size, tick, read_from=read_from, skip_bad=self.skip_bad)
         except OSError as error:
             hint = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
             raise DataError(
-                f"{folder}: cannot write the token cache ({error.strerror}); "
+                f"{self.folder}: cannot write the token cache ({error.strerror}); "
                 f"{hint} a --data_cache_dir that can be written"
             ) from None
         except DataError as error:
@@ -95,11 +102,9 @@ class Caches:
 
     def forget_failures(self, shards: list[Shard]) -> None:
         """Remove what an earlier run left about shards that are about to be tried again."""
-        place = self._writable
-        for shard in shards if place is not None else []:
-            assert place is not None
+        for shard in shards:
             with contextlib.suppress(OSError):
-                os.unlink(self._base(place, shard) + self._failed)
+                os.unlink(self.base(shard) + self._failed)
 
     def raise_failure(self, shards: list[Shard], since: float) -> None:
         """Raise the DataError that a peer has met in one of ``shards`` since a moment of the file server's clock."""
@@ -107,9 +112,8 @@ class Caches:
             failed = {entry.path for entry in entries if entry.name.endswith(FAILED)}
         if not failed:
             return
-        assert self._writable is not None
         for shard in shards:
-            path = self._base(self._writable, shard) + self._failed
+            path = self.base(shard) + self._failed
             with contextlib.suppress(OSError):
                 if path in failed and os.stat(path).st_mtime >= since:
                     raise DataError(Path(path).read_text())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train import runtime
 from smp_train.data.blend import BlendOrder, Joined, read_weights
 from smp_train.data.conversion import processes_for
-from smp_train.data.index import convert, open_source
+from smp_train.data.formats import convert_place, open_place
 from smp_train.data.layout import lay_out
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData, ValidationData
@@ -48,7 +48,7 @@ def open_data(
         pin_memory: make batches in page-locked memory.
     """
 
-    def open_place(place: str) -> Source:
+    def opened(place: str) -> Source:
         return lay_out(_open_place(args, place, vocab_size, ranks), seq_len, long=long, short=args.short)
 
     long = long_rows(args)
@@ -65,12 +65,12 @@ def open_data(
     else:
         assert args.training_dir is not None, "checked by arguments.validate"
         places, weights = read_weights(args.training_dir)
-        sources = [open_place(place) for place in places]
+        sources = [opened(place) for place in places]
         source = sources[0] if len(sources) == 1 else Joined(sources, places)
         if weights is not None and isinstance(source, Joined):
             order = BlendOrder(source, weights, args.seed, args.shuffle)
         if args.test_dir is not None:
-            held_out = open_place(args.test_dir)
+            held_out = opened(args.test_dir)
     with runtime.together("preparing the data"):
         training = TrainingData(
             source,
@@ -92,6 +92,7 @@ def open_data(
 
 def _open_place(args: Arguments, place: str, vocab_size: int, ranks: Runtime) -> Source:
     options: dict[str, Any] = {
+        "dataset_type": args.dataset_type,
         "vocab_size": vocab_size,
         "cache_dir": args.data_cache_dir,
         "zipped": args.zipped_data,
@@ -99,6 +100,6 @@ def _open_place(args: Arguments, place: str, vocab_size: int, ranks: Runtime) ->
         "max_bad": args.max_bad if args.bad_rows == "skip" else None,
     }
     with runtime.together(f"reading {place}"):
-        convert(place, rank=ranks.rank, world=ranks.world_size, **options)
+        convert_place(place, rank=ranks.rank, world=ranks.world_size, **options)
     with runtime.together(f"opening {place}"):
-        return open_source(place, rank=ranks.local_rank, world=ranks.local_world_size, **options)
+        return open_place(place, rank=ranks.local_rank, world=ranks.local_world_size, **options)

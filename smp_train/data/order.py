@@ -92,7 +92,7 @@ class Order:
         self.shuffle = shuffle
         self._window = read_shuffle(shuffle)
         self._shards = np.array(
-            [(rows.start, len(rows)) for rows in shards or [range(size)] if len(rows)], dtype=np.int64
+            [(rows.start, len(rows)) for rows in shards or [range(size)]], dtype=np.int64
         )
         self._of_epoch = lru_cache(maxsize=4)(self._shard_order)
 

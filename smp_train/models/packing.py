@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ def packed_inputs(model: nn.Module, position_ids: Tensor) -> dict[str, Tensor]:
         model: a causal language model of transformers.
         position_ids: int64 ``[batch, seq]``, 0 where a document begins.
     """
-    config = model.config
+    config: Any = model.config
     inputs = {"position_ids": position_ids}
     if config.model_type in WITHOUT_DERIVED_MASK:
         document = (position_ids == 0).cumsum(dim=1)

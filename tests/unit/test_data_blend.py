@@ -69,7 +69,9 @@ def test_any_history_of_a_blend_is_one_sequence(runs, start, shuffle):
     consumed, seen = start, []
     for world, mb, acc, steps in runs:
         ranks = [
-            TrainingData(joined, order, seq_len=3, micro_batch=mb, accumulation=acc, dp_rank=r, dp_size=world, prefetch=0)
+            TrainingData(
+                joined, order, seq_len=3, micro_batch=mb, accumulation=acc, dp_rank=r, dp_size=world, prefetch=0
+            )
             for r in range(world)
         ]
         for _ in range(steps):
