@@ -177,7 +177,8 @@ LOST_PEER = re.compile(
 def _internal(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and world_size() > 1 and LOST_PEER.search(text):
-        return f"error: lost touch with another rank, whose own message says why: {text[:200]}"
+        reason = re.sub(r"^\[\S+:\d+\] ", "", text).partition(". ")[0]
+        return f"error: lost touch with another rank; its own message, or the launcher's, says why ({reason[:200]})"
     return f"internal error: {type(error).__name__}: {text} (run again with --debug 1 for the traceback)"
 
 

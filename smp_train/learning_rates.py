@@ -83,7 +83,8 @@ def schedule(
         min_lr: the rate at the end of the span and after it; not looked at by ``constant``.
         max_steps: optimizer updates of the whole run.
         decay_iters: the span of the decay in updates, warm-up included; ``max_steps`` when not given.
-        warmup: a fraction of the span, or a number of updates when 1 or more.
+        warmup: a fraction of the span, or a number of updates when 1 or more; a number may be more than ``max_steps``,
+            and the run then ends before the warm-up does.
         plateau: updates at the full rate between warm-up and decay, for any style; the same two forms.
 
     Raises:
@@ -109,7 +110,9 @@ def schedule(
         plateau_steps = max(0, span - round(WSD_DECAY_SHARE * span) - warmup_steps)
     else:
         plateau_steps = _updates("--plateau", plateau, span)
-    if warmup_steps + plateau_steps > span:
+    # Numbers of steps may reach beyond the end of the run, as in a short trial with a long run's flags.
+    unfinished = decay_iters is None and max(warmup, plateau) >= 1
+    if warmup_steps + plateau_steps > span and not unfinished:
         raise ConfigError(
             f"--warmup ({warmup_steps} steps) and --plateau ({plateau_steps} steps) exceed the {span} steps"
             " of the learning-rate schedule: lower them, or raise --lr_decay_iters"

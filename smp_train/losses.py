@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,19 +30,26 @@ def count_targets(labels: Tensor) -> Tensor:
     return (labels[:, 1:] != IGNORE_INDEX).sum()
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross entropy, in nats, of predicting token ``t + 1`` from position ``t``.
+def shift(labels: Tensor) -> Tensor:
+    """Return the targets of ``labels``: what position ``t`` is to predict, token ``t + 1``; the last predicts nothing.
+
+    Labels are shifted rather than logits: slicing the logits would copy the largest tensor of the step.
+    """
+    targets = torch.full_like(labels, IGNORE_INDEX)
+    targets[:, :-1] = labels[:, 1:]
+    return targets
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross entropy, in nats, of ``logits``.
 
     Args:
         logits: ``[batch, seq, vocab]`` in any floating dtype; the soft-max is taken in float32.
-        labels: int64 ``[batch, seq]``, not shifted, `IGNORE_INDEX` where a token is not counted.
+        targets: int64 ``[batch, seq]`` from `shift`, `IGNORE_INDEX` where a token is not counted.
 
     Returns:
         A scalar float32 tensor; zero, with a gradient of zero, when nothing is counted.
     """
-    # Shift the labels rather than the logits: slicing the logits would copy the largest tensor of the step.
-    targets = torch.full_like(labels, IGNORE_INDEX)
-    targets[:, :-1] = labels[:, 1:]
     return F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
@@ -52,7 +60,13 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def linear_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return what `cross_entropy_sum` returns for ``hidden @ weight.T + bias``, without ever holding all logits.
 
@@ -63,25 +77,33 @@ def linear_cross_entropy_sum(
     Args:
         hidden: ``[batch, seq, width]``, the last hidden states.
         weight: ``[vocab, width]``, in the type the product is to be computed in.
-        labels: int64 ``[batch, seq]``, not shifted, `IGNORE_INDEX` where a token is not counted.
+        targets: int64 ``[batch, seq]`` from `shift`, `IGNORE_INDEX` where a token is not counted.
         bias: ``[vocab]`` or None.
         chunk: Tokens at a time; by default as many as `CHUNK_ELEMENTS` logits allow.
+        group: Ranks that split the vocabulary evenly between them, in order of rank: ``weight`` and ``bias`` are this
+            rank's part, hidden states and targets are the same on all, and so is the result. The gradient of the
+            hidden states is this rank's summand of the true one.
 
     Returns:
         A scalar float32 tensor.
     """
-    targets = torch.full_like(labels, IGNORE_INDEX)
-    targets[:, :-1] = labels[:, 1:]
     size = chunk or max(64, CHUNK_ELEMENTS // weight.shape[0])
-    loss: Tensor = _ChunkedHead.apply(hidden.flatten(0, 1), weight, bias, targets.flatten(), size)
+    loss: Tensor = _ChunkedHead.apply(hidden.flatten(0, 1), weight, bias, targets.flatten(), size, group)
     return loss
 
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk: int,
+        group: dist.ProcessGroup | None,
     ) -> Tensor:
+        first = 0 if group is None else group.rank() * weight.shape[0]
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
@@ -92,14 +114,16 @@ class _ChunkedHead(torch.autograd.Function):
             target = targets[start : start + chunk]
             logits = torch.nn.functional.linear(part, weight, bias).float()
             counted = target != IGNORE_INDEX
-            index = target.clamp(min=0).unsqueeze(1)
-            normalizer = logits.logsumexp(dim=1)
-            total += ((normalizer - logits.gather(1, index).squeeze(1)) * counted).sum()
+            ours = (target >= first) & (target < first + weight.shape[0])
+            index = (target - first).masked_fill(~ours, 0).unsqueeze(1)
+            scores = logits.gather(1, index).squeeze(1) * ours
+            normalizer, scores = _normalize(logits, scores, group)
+            total += ((normalizer - scores) * counted).sum()
             if not (wants_hidden or wants_weight or wants_bias):
                 continue
             # d loss / d logits = softmax - one-hot, and zero for a token that is not counted.
             slope = logits.sub_(normalizer.unsqueeze(1)).exp_()
-            slope.scatter_add_(1, index, torch.full_like(index, -1, dtype=slope.dtype))
+            slope.scatter_add_(1, index, -ours.to(slope.dtype).unsqueeze(1))
             slope *= counted.unsqueeze(1)
             if grad_bias is not None:
                 grad_bias += slope.sum(dim=0)
@@ -121,4 +145,15 @@ class _ChunkedHead(torch.autograd.Function):
             None if value is None else value.mul_(grad).to(dtype)
             for value, dtype in zip(ctx.gradients, ctx.types, strict=True)
         )
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
+
+
+def _normalize(logits: Tensor, scores: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Return each token's log-sum-exp over the whole vocabulary, and the score of its target, wherever that is."""
+    if group is None:
+        return logits.logsumexp(dim=1), scores
+    highest = logits.max(dim=1).values
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([(logits - highest.unsqueeze(1)).exp_().sum(dim=1), scores])
+    dist.all_reduce(sums, group=group)
+    return highest + sums[0].log(), sums[1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
-from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 REPEAT_SECONDS = 5.0
@@ -18,16 +18,31 @@ class StopRequest:
 
     A signal that comes more than `REPEAT_SECONDS` after the first ends the process at once, with the exit
     code of that signal: whoever sends it does not want to wait. What was being saved stays uncommitted.
+
+    Signals are read by a thread: Python runs handlers in the main thread only, and not while that waits inside
+    a collective for a rank that hangs, which is when they are needed most.
     """
 
     def __init__(self, stop_file: Path) -> None:
-        """Watch for ``stop_file`` and install the signal handlers; main thread only."""
+        """Watch for ``stop_file`` and take the signals over; main thread only."""
         self.reason: str | None = None
         self._since = 0.0
         self._stop_file = stop_file
-        self._previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self._incoming, self._outgoing = os.pipe()
+        os.set_blocking(self._outgoing, False)
+        self._previous_fd = signal.set_wakeup_fd(self._outgoing, warn_on_full_buffer=False)
+        # A handler must be there for the signal's number to be written to the pipe; it has nothing to do.
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self._thread = threading.Thread(target=self._watch, name="smp-train-stop", daemon=True)
+        self._thread.start()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _watch(self) -> None:
+        while numbers := os.read(self._incoming, 64):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._on_signal(number)
+
+    def _on_signal(self, number: int) -> None:
         now = time.monotonic()
         if self.reason is None:
             self.reason, self._since = signal.Signals(number).name, now
@@ -44,3 +59,7 @@ class StopRequest:
         """Give the signals back to whoever had them."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        os.close(self._outgoing)
+        self._thread.join()
+        os.close(self._incoming)

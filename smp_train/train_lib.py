@@ -6,8 +6,9 @@ import math
 import os
 import platform
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 
 import torch
 
@@ -31,6 +32,9 @@ from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
 from smp_train.telemetry.run_folder import RunFolder, versions
 
 log = get_logger()
+
+READ_TOGETHER = 16
+"""Validation batches that are read before the ranks ask each other whether all could."""
 
 
 @dataclass
@@ -89,11 +93,15 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
         resume(run)
         if run.args.evaluate_only:
             validate(run)
-            return 0
-        stopped = fit(run)
-        finish(run, stopped=stopped)
-    finally:
-        run.close()
+        else:
+            stopped = fit(run)
+            finish(run, stopped=stopped)
+    except BaseException:
+        # Leaving the group in order would wait for peers, and the message with it: the process is to end as it is.
+        if ranks.world_size == 1:
+            run.close()
+        raise
+    run.close()
     return 0
 
 
@@ -138,7 +146,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     )
     total_steps = count_steps(args, train_data)
 
-    model = backend.build(spec, seed=args.seed)
+    model = backend.build(spec, seed=args.seed, seq_len=seq_len)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     if spec.pretrained is None:
@@ -183,6 +191,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         stop=stop,
         audit=audit,
     )
+    if run.schedule.warmup_steps > total_steps:
+        log.info("--warmup of %d steps is longer than the run: --lr is not reached", run.schedule.warmup_steps)
     with runtime.together("writing run.json"):
         if ranks.is_main:
             folder.write_run(
@@ -281,11 +291,11 @@ def fit(run: Run) -> bool:
 def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     """Make one update and log it; return whether any rank was asked to stop; collective."""
     args, progress, topology = run.args, run.progress, run.backend.topology
-    failure: SmpTrainError | None = None
+    failure: Exception | None = None
     with run.throughput.data_wait():
         try:
             micro_batches = next(batches)
-        except SmpTrainError as error:
+        except Exception as error:
             # The others are about to enter this step's collectives: take part with nothing, then stop together.
             failure = error
             micro_batches = [Batch.blank(args.train_batch_size, run.train_data.seq_len)]
@@ -296,7 +306,9 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
         failed=failure is not None,
     )
-    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else topology.dp_rank)
+    # Tensor peers draw alike, as they work on the same tokens; context peers do not.
+    stream = topology.dp_rank * topology.cp_size + topology.cp_rank
+    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else stream)
     result = train_utils.train_step(
         run.backend,
         run.model,
@@ -358,9 +370,18 @@ def validate(run: Run) -> None:
     if run.validation is None:
         raise ConfigError("there is no validation data; give --test_dir")
     with run.throughput.pause():
-        loss = train_utils.evaluate(run.backend, run.model, run.validation.batches())
+        loss = train_utils.evaluate(run.backend, run.model, read_together(run.validation))
     log.info(validation_line(run.progress.step, loss))
     run.metrics.event("evaluate", step=run.progress.step, loss=loss)
+
+
+def read_together(data: ValidationData) -> Iterator[Batch]:
+    """Yield the batches, read a few at a time so that all ranks learn of a failure before they go on; collective."""
+    batches = data.batches()
+    for _ in range(0, len(data), READ_TOGETHER):
+        with runtime.together("reading the validation data"):
+            some = list(islice(batches, READ_TOGETHER))
+        yield from some
 
 
 def save(run: Run, *, force: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_train.backends.base import Backend
@@ -69,22 +70,20 @@ class Vote:
     def __init__(self, backend: Backend, *, tokens: int, stop: bool, failed: bool) -> None:
         """Cast this rank's vote; collective."""
         device = backend.topology.device
-        values = torch.tensor([tokens, int(stop), int(failed)], dtype=torch.int64)
+        counted = tokens if _speaks_for_its_rows(backend) else 0
+        values = torch.tensor([counted, int(stop), int(failed)], dtype=torch.int64)
         if device.type == "cuda":
-            values = backend.sum_over_data(values.pin_memory().to(device, non_blocking=True))
+            values = values.pin_memory().to(device, non_blocking=True)
+            dist.all_reduce(values)
             self.tokens = values[0]
             self._host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(values, non_blocking=True)
             self._copied: torch.cuda.Event | None = torch.cuda.Event()
             self._copied.record()
         else:
-            self._host = backend.sum_over_data(values)
-            self.tokens = self._host[0]
+            dist.all_reduce(values)
+            self._host = values
+            self.tokens = values[0]
             self._copied = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the outcome can be read without waiting."""
-        return self._copied is None or self._copied.query()
 
     def outcome(self) -> tuple[int, bool, bool]:
         """Return (counted tokens of the global batch, stop, failed); waits for the sum, not for the step."""
@@ -152,12 +151,21 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> fl
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         sums[0] += _loss_sum(backend, model, batch).double()
-        sums[1] += batch.counted_tokens()
+        sums[1] += batch.counted_tokens() * _speaks_for_its_rows(backend, among_tensor_peers=False)
     model.train(was_training)
     loss, tokens = backend.sum_over_data(sums).tolist()
     if tokens == 0:
         raise DataError("the validation data has no counted token; is --max_context_width too short?")
     return float(loss / tokens)
+
+
+def _speaks_for_its_rows(backend: Backend, *, among_tensor_peers: bool = True) -> bool:
+    """Tell whether this rank is the one of those that read the same rows whose count of their tokens is taken.
+
+    `Backend.sum_over_data` leaves tensor peers out of the sum, so there each of them speaks.
+    """
+    topology = backend.topology
+    return topology.cp_rank == 0 and (topology.tp_rank == 0 or not among_tensor_peers)
 
 
 def _loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:

@@ -42,7 +42,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _context() -> Any:
+def forkserver() -> Any:
+    """Return the multiprocessing context whose server has imported torch and transformers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -86,7 +87,7 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 1
     """
     with tempfile.TemporaryDirectory() as out:
         port = free_port()
-        context = _context()
+        context = forkserver()
         ranks = [
             context.Process(target=_body, args=(function, rank, world, port, out, args, kwargs), daemon=True)
             for rank in range(world)

@@ -2,8 +2,7 @@
 
 An alias names one or more of our flags. Its value is read as our flag's type would read it, unless ``read``
 translates it first. Names that several systems share (``--batch_size``, ``--sharding_strategy``,
-``--vocab_size``, ...) mean one thing in all of them. Two names that set one flag to different values are
-refused, naming both.
+``--vocab_size``, ...) mean one thing in all of them.
 """
 
 from __future__ import annotations

@@ -10,17 +10,9 @@ from typing import Any
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "backend": (("auto", "native"), "the SMP backend is not available in this version; use native"),
-    "tensor_parallel_degree": (
-        (1,),
-        "tensor parallelism is not available in this version; shard with --hybrid_shard_degree",
-    ),
-    "context_parallel_degree": (
-        (1,),
-        "context parallelism is not available in this version; shorten --max_context_width",
-    ),
     "expert_parallel_degree": (
         (1,),
-        "expert parallelism is not available in this version; shard with --hybrid_shard_degree",
+        "a degree of its own for experts is not available; --tensor_parallel_degree deals a layer's experts out",
     ),
     "sm_activation_offloading": (
         (False,),
@@ -65,8 +57,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_profiler": ((False,), "profiling is not available in this version"),
     "profile_nsys": ((False,), "profiling is not available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
-    "prompt": ((None,), "training generates nothing"),
-    "num_tokens": ((None,), "training generates nothing"),
+    "prompt": ((None,), "generating text is not available in this version; leave it out"),
+    "num_tokens": ((None,), "generating text is not available in this version; leave it out"),
 }
 
 # Flags that name a place, which may not be in S3 yet.

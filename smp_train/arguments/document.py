@@ -139,9 +139,8 @@ def markdown() -> str:
         "`-` and `_` are alike. `--flag value`, `--flag=value`; a switch also stands alone, and `--no-flag` "
         "is 0.",
         'SageMaker\'s forms are read: `"1"`, `"True"`, `"None"`, `""`, `"[1, 2]"`.',
-        "Precedence: command line, `SM_HP_*`, `--config` file, preset, default. Two names of one flag in one "
-        "source must",
-        "agree; the same name twice on a command line takes the last value and says so.",
+        "Precedence: command line, `SM_HP_*`, `--config` file, preset, default. On a command line the last value of a",
+        "flag counts, under whatever name it is given, and the run says so; two names in another source must agree.",
     ]
     for group in GROUPS:
         head, _, sentence = _sentence(group).partition(": ")

@@ -145,7 +145,9 @@ class ParallelArguments:
         shown="the strategy's",
     )
     tensor_parallel_degree: int = flag(1, "Processes that share each matrix", unit="processes")
-    context_parallel_degree: int = flag(1, "Processes that share each sequence", unit="processes")
+    context_parallel_degree: int = flag(
+        1, "Processes that share each sequence; part of the shard degree", unit="processes"
+    )
     expert_parallel_degree: int = flag(1, "Processes that share the experts of a layer", unit="processes")
     bf16: bool = flag(True, "Compute in bfloat16 (weights and optimizer stay in float32); 0: float32")
     fp8: bool = flag(False, "Compute linear layers in 8-bit floating point")
@@ -162,6 +164,9 @@ class ParallelArguments:
         2, "Layers ahead that offloaded activations are loaded", unit="layers"
     )
     cpu_offload: bool = flag(False, "Keep parameters and optimizer states in host memory")
+    chunked_loss: bool = flag(
+        True, "Compute the loss by chunks of tokens, never holding all logits (models with a plain head)"
+    )
     use_torch_compile: bool = flag(False, "Compile each decoder layer")
     limit_all_gathers: bool = flag(True, "Bound the all-gathers in flight")
     forward_prefetch: bool = flag(True, "Gather the next layer during this one's forward pass")

@@ -1,9 +1,9 @@
 """From a command line, SageMaker's environment and a configuration file to `Arguments`.
 
 Precedence: command line > ``SM_HP_*`` > ``--config`` file > (preset, applied where the model is built) >
-default. Within one source a setting may be given under several names only if they agree; the same name given
-twice on a command line takes its last value, as launch scripts that append ``"$@"`` rely on, and a note
-says so.
+default. On a command line the last value of a setting counts, under whatever name it is given, as launch
+scripts that append ``"$@"`` rely on, and a note says so. In the other sources, which have no order, and where
+SMP's own configuration is one side, names that disagree are refused.
 """
 
 from __future__ import annotations
@@ -220,22 +220,28 @@ def _via(given: Given) -> str:
 
 
 def _merge(layer: list[Given], notes: list[str]) -> dict[str, tuple[Any, str]]:
-    """Return value and source by our flag's name; two names that disagree are refused, naming both."""
+    """Return value and source by our flag's name; where two names disagree, `_settle` has the word."""
     merged: dict[str, tuple[Any, str]] = {}
     spellings: dict[str, Given] = {}
     for given in layer:
         for name, value, source in _settings(given, notes):
-            if name in merged and merged[name][0] != value:
-                first = spellings[name]
-                raise ConfigError(
-                    f"{first.spelling} and {given.spelling} both set {name}, to {show(merged[name][0])} "
-                    f"and {show(value)}; give one of them"
-                )
+            differs = name in merged and merged[name][0] != value
+            if differs:
+                _settle(name, spellings[name], given, show(merged[name][0]), show(value), notes)
             # Our own name is the better source to show when an alias says the same.
-            if name not in merged or given.name == name:
+            if differs or name not in merged or given.name == name:
                 merged[name] = (value, source)
                 spellings[name] = given
     return merged
+
+
+def _settle(name: str, first: Given, second: Given, before: str, after: str, notes: list[str]) -> None:
+    """Note that ``second`` overrides ``first``; refuse where they have no order, or SMP's configuration says other."""
+    both = f"{first.spelling} and {second.spelling} both set {name}, to {before} and {after}"
+    ordered = first.source == second.source == COMMAND_LINE
+    if not ordered or "mp_parameters" in (first.name, second.name):
+        raise ConfigError(f"{both}; give one of them")
+    notes.append(f"{both}; the last one counts")
 
 
 def _platform_defaults(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
@@ -255,7 +261,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
     """Read a command line, ``SM_HP_*`` and ``--config`` into `Arguments`.
 
     ``environ`` defaults to ``os.environ``. Raises `ConfigError` for unknown flags (with the nearest
-    known one), values of the wrong kind, and names that contradict each other.
+    known one), values of the wrong kind, and names that contradict each other without one of them being the last.
     """
     environ = os.environ if environ is None else environ
     notes: list[str] = []

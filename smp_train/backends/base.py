@@ -40,8 +40,11 @@ class Backend(ABC):
     topology: Topology
 
     @abstractmethod
-    def build(self, spec: ModelSpec, *, seed: int) -> nn.Module:
-        """Return the model ready to train: spread over the ranks, its weights initialised or loaded."""
+    def build(self, spec: ModelSpec, *, seed: int, seq_len: int) -> nn.Module:
+        """Return the model ready to train: spread over the ranks, its weights initialised or loaded.
+
+        Raises `ConfigError` for a model, or a sequence length in tokens, that the mesh does not divide.
+        """
 
     @abstractmethod
     def loss_sum(

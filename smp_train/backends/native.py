@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_train import losses
+from smp_train import losses, runtime
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.initialization import initialise
-from smp_train.models.packing import packed_inputs
-from smp_train.parallel import activations, grad_norm, mesh, sharding
+from smp_train.parallel import activations, context, grad_norm, loss_head, mesh, sharding, tensor_parallel
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -33,7 +32,7 @@ class NativeBackend(Backend):
 
     name = "native"
 
-    def __init__(self, args: Arguments, runtime: Runtime, device: torch.device) -> None:
+    def __init__(self, args: Arguments, ranks: Runtime, device: torch.device) -> None:
         """Lay out the ranks; collective. Raises `ConfigError` for what this backend or this torch cannot do."""
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         if version < OLDEST_TORCH:
@@ -43,14 +42,15 @@ class NativeBackend(Backend):
             )
         self.args = args
         degrees = mesh.plan(
-            world_size=runtime.world_size,
-            local_world_size=runtime.local_world_size,
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
             sharding_strategy=args.sharding_strategy,
             hybrid_shard_degree=args.hybrid_shard_degree,
             tensor=args.tensor_parallel_degree,
             context=args.context_parallel_degree,
         )
         self.mesh = mesh.Mesh(degrees, device.type)
+        self.context: context.ContextSplit | None = None
         self._loss_group = self.mesh.loss_group()
         self.topology = Topology(
             device=device,
@@ -63,14 +63,22 @@ class NativeBackend(Backend):
             mesh=dict(zip(self.mesh.root.mesh_dim_names or (), self.mesh.root.shape, strict=True)),
         )
 
-    def build(self, spec: ModelSpec, *, seed: int) -> nn.Module:
+    def build(self, spec: ModelSpec, *, seed: int, seq_len: int) -> nn.Module:
         """Build on the meta device, apply parallelism, and only then give each rank memory for its own part.
 
-        The order is the contract of this backend: activation checkpointing, then sharding, then weights.
+        The order is the contract of this backend: tensor parallelism, activation checkpointing, sharding, weights.
         """
         args = self.args
+        degrees = self.mesh.degrees
+        context.check(degrees.context, seq_len, args.attn_implementation)
+        tensor_parallel.check(spec.config, degrees.tensor, seq_len // degrees.context)
         model = build_meta(spec, attn_implementation=args.attn_implementation)
         layers = decoder_layers(model)
+        if degrees.context > 1:
+            self.context = context.ContextSplit(self.mesh.context, seq_len)
+            self.context.apply(model)
+        if degrees.tensor > 1:
+            tensor_parallel.apply(model, layers, self.mesh.tensor)
         if args.activation_checkpointing:
             activations.checkpoint_layers(model, layers)
         sharding.shard(
@@ -80,11 +88,17 @@ class NativeBackend(Backend):
             param_dtype=torch.bfloat16 if args.bf16 else None,
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
         )
+        loss_head.attach(
+            model,
+            chunked=args.chunked_loss and loss_head.can_chunk(model),
+            tensor=self.mesh.tensor if degrees.tensor > 1 else None,
+        )
         materialise(model, self.topology.device)
         if spec.pretrained is None:
             initialise(model, seed)
         else:
-            load_pretrained(model, spec.pretrained)
+            with runtime.together(f"reading {spec.pretrained}"):
+                load_pretrained(model, spec.pretrained)
         return model
 
     def loss_sum(
@@ -96,9 +110,19 @@ class NativeBackend(Backend):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.loss_sum`."""
+<<<<<<< HEAD
         context = {"attention_mask": attention_mask} if position_ids is None else packed_inputs(model, position_ids)
         output = model(input_ids=input_ids, use_cache=False, **context)
         return losses.cross_entropy_sum(output.logits, labels)
+=======
+        targets = losses.shift(labels)
+        inputs: dict[str, Any] = {"attention_mask": attention_mask}
+        if self.context is not None:
+            self.context.show(attention_mask)
+            input_ids, targets = self.context.split(input_ids), self.context.split(targets)
+            inputs = {"position_ids": self.context.positions(input_ids.device)}
+        return model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
+>>>>>>> main
 
     @contextmanager
     def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:

@@ -100,7 +100,8 @@ def find(
             return _open_intact(storage, name, checksums)
         except Damaged as damage:
             if strict or single:
-                raise CheckpointError(f"{damage}{_others(candidates[position + 1 :], folder)}") from None
+                others = committed_names(storage, model_type) if single else candidates[position + 1 :]
+                raise CheckpointError(f"{damage}{_others([o for o in others if o != name], folder)}") from None
             on_main("cannot resume", partial(_set_aside, storage, name, str(damage)))
     if candidates:
         raise CheckpointError(

@@ -320,16 +320,24 @@ class ShardReader:
         starts = self._arrays["starts"]
         return int(starts[row]), int(starts[row + 1]) - int(starts[row])
 
+    def _bytes(self, size: int, offset: int) -> bytes:
+        try:
+            return os.pread(self._tok, size, offset)
+        except OSError as error:
+            raise DataError(
+                f"{self.base}.tok: cannot be read ({error.strerror}); is the file system of --data_cache_dir still there?"
+            ) from None
+
     def row(self, row: int) -> Row:
-        """Read row ``row``. Raises DataError when the bytes are not those that were written."""
+        """Read row ``row``. Raises DataError when the bytes cannot be read or are not those that were written."""
         start, n = self._span(row)
         size = self._dtype.itemsize
-        data = os.pread(self._tok, n * size, start * size)
+        data = self._bytes(n * size, start * size)
         valid, bits = n, b""
         if self.header.mask != "none":
             valid = int(self._arrays["valid"][row])
         if self.header.mask == "bits":
-            bits = os.pread(self._tok, (n + 7) // 8, self.header.tokens * size + start // 8 + row)
+            bits = self._bytes((n + 7) // 8, self.header.tokens * size + start // 8 + row)
             mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=n).view(bool)
             if mask[:valid].all():
                 bits = b""

@@ -35,7 +35,10 @@ def build_meta(
             )
         )
     except (ValueError, ImportError, KeyError) as failure:
-        raise ConfigError(f"cannot build {spec.name}: {str(failure).splitlines()[0]}") from failure
+        reason = str(failure).splitlines()[0]
+        raise ConfigError(
+            f"cannot build {spec.name} with --attn_implementation {attn_implementation}: {reason}"
+        ) from failure
     stray = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if stray:
         raise ConfigError(f"cannot build {spec.name}: its buffer {stray[0]} is computed from parameters")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import logging
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,15 @@ from smp_train.models.families import FAMILIES, MODEL_FLAGS, ROPE_SCALING, SYNON
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+logger = logging.getLogger("smp_train.models")
+
 PRESETS = Path(__file__).parent / "presets"
 # Sequence length of training where none is given, in tokens, as in the original system; less for a shorter model.
 DEFAULT_CONTEXT = 2048
 # Widths of the original system where only some are given.
 DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_context_width": DEFAULT_CONTEXT}
+# Flags that launch scripts of the original systems give to every family: answered, not refused, where one has no use.
+EVERYWHERE_GIVEN = ("rotary_pct", "resid_pdrop", "embd_pdrop", "attn_pdrop")
 # Flags that change the shape of a weight: with weights given they may only confirm what these say.
 SHAPES = (
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
@@ -106,7 +111,7 @@ def resolve(args: Any) -> ModelSpec:
         given = DEFAULT_WIDTHS | given
         given = _derived_widths(family, given) | given
     _overlay(fields, family, family_name, given)
-    _drop_outside_tokens(fields)
+    _drop_outside_tokens(fields, family.hf_model_type)
     return ModelSpec(name, family_name, _configuration(family.hf_model_type, fields, name))
 
 
@@ -146,9 +151,19 @@ def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
         settled |= {flag: (value, "default") for flag, value in {**_derived_widths(family, widths), **widths}.items()}
     source = f"preset {name}" if sized else f"default of {name}"
     settled |= {flag: (fields[key], source) for flag, key in family.fields.items() if fields.get(key) is not None}
+    given = {"num_heads": args.num_heads} if args.num_heads is not None else {}
+    following = _following_heads(family, fields, given)
+    settled |= {flag: (value, "follows from --num_heads") for flag, value in following.items()}
     longest = fields.get(family.fields.get("max_context_width", ""), DEFAULT_CONTEXT)
     settled["max_context_width"] = (min(DEFAULT_CONTEXT, longest), "default")
     return {flag: value for flag, value in settled.items() if getattr(args, flag, None) is None}
+
+
+def _following_heads(family: Family, fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return key-value heads equal to the given heads where the model has as many of one as of the other."""
+    heads, key_value = (fields.get(family.fields.get(flag, "")) for flag in ("num_heads", "num_key_value_heads"))
+    followed = "num_heads" in given and key_value is not None and key_value == heads
+    return {"num_key_value_heads": given["num_heads"]} if followed else {}
 
 
 def _suggest(word: str, known: list[str]) -> str:
@@ -203,7 +218,7 @@ def _preset(family: str, size: str) -> Preset:
 def _overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, Any]) -> None:
     """Write the given flags into the configuration fields; none is dropped in silence."""
     heads = given.get("num_heads", fields.get(family.fields.get("num_heads", "")))
-    for flag, value in given.items():
+    for flag, value in (_following_heads(family, fields, given) | given).items():
         target = family.fields.get(flag)
         if flag in ROPE_SCALING and target:
             continue
@@ -211,7 +226,9 @@ def _overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str,
             harmless = (flag.endswith("_pdrop") and value == 0) or (
                 flag == "num_key_value_heads" and value == heads
             )
-            if not harmless:
+            if flag in EVERYWHERE_GIVEN and not harmless:
+                logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)
+            elif not harmless:
                 raise ConfigError(f"--{flag} {value}: {name} has no such setting; leave it out")
         elif flag == "max_context_width":
             fields[target] = max(int(value), fields.get(target) or 0)
@@ -242,10 +259,13 @@ def _overlay_rope(fields: dict[str, Any], family: Family, given: dict[str, Any])
         raise ConfigError(f"--rope_scaling_type {kind} is not known; known: default, llama3")
 
 
-def _drop_outside_tokens(fields: dict[str, Any]) -> None:
+def _drop_outside_tokens(fields: dict[str, Any], hf_model_type: str) -> None:
     # A vocabulary cut down by --vocab_size no longer holds the family's special tokens.
+    from transformers import CONFIG_MAPPING
+
+    defaults = CONFIG_MAPPING[hf_model_type]()
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = fields.get(key)
+        value = fields.get(key, getattr(defaults, key, None))
         if isinstance(value, int) and value >= fields.get("vocab_size", value + 1):
             fields[key] = None
 
@@ -353,7 +373,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     except Exception as failure:  # No network, no such model, no access: each has its own class.
         raise ConfigError(
-            f"{name} is no local folder, and the Hugging Face hub does not give it "
+            f"--hf_pretrained_model_name_or_dir {name}: is no folder, and the Hugging Face hub does not give it "
             f"({type(failure).__name__}); download it and give the folder"
         ) from failure
 
@@ -378,7 +398,7 @@ def _lay_over(
             raise ConfigError(
                 f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}"
             )
-    _drop_outside_tokens(fields)
+    _drop_outside_tokens(fields, config.model_type)
     _check_widths(config.model_type, fields, location)
     try:
         return type(config).from_dict(fields)

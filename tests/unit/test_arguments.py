@@ -348,21 +348,37 @@ def test_refused(line: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-CONFLICTS = {
-    "--batch_size 4 --train_batch_size 2": ("--batch_size", "--train_batch_size"),
-    "--llama_intermediate_size 4 --intermediate_size 2": ("--llama_intermediate_size", "--intermediate_size"),
-    "--precision float32 --mixed-precision": ("--precision", "--mixed-precision"),
-    "--model_name llama2_7b --model_type mistral": ("--model_name", "--model_type"),
-    "--shard_degree 4 --mp_parameters hybrid_shard_degree=8": ("--shard_degree", "--mp_parameters"),
-    "--sharding full-shard --sharding_strategy hsdp": ("--sharding", "--sharding_strategy"),
+OVERRIDDEN = {
+    "--batch_size 4 --train_batch_size 2": {"train_batch_size": 2},
+    "--train_batch_size 2 --batch_size 4": {"train_batch_size": 4},
+    "--llama_intermediate_size 4 --intermediate_size 2": {"intermediate_size": 2},
+    "--mixed-precision --bf16 0": {"bf16": False},
+    "--precision float32 --mixed-precision": {"bf16": True},
+    "--model_name llama2_7b --model_size 13b": {"model_type": "llama_v2", "model_size": "13b"},
+    "--dropout 0.1 --attn_pdrop 0": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0},
+    "--lr 1 --max_lr 2 --lr 3": {"lr": 3.0},
 }
 
 
-@pytest.mark.parametrize("line", CONFLICTS)
-def test_two_names_that_disagree_are_refused_naming_both(line: str) -> None:
+@pytest.mark.parametrize("line", OVERRIDDEN)
+def test_the_last_of_two_names_counts_and_is_told(line: str) -> None:
+    resolved = parse(shlex.split(line), {})
+    assert {name: getattr(resolved.args, name) for name in OVERRIDDEN[line]} == OVERRIDDEN[line]
+    assert any("the last one counts" in note for note in ineffective(resolved))
+
+
+CONFLICTS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("--shard_degree", "4", "--mp_parameters", "hybrid_shard_degree=8"): ("--shard_degree", "--mp_parameters"),
+    ("SM_HP_LR=1", "SM_HP_MAX_LR=2"): ("SM_HP_LR", "SM_HP_MAX_LR"),
+}
+
+
+@pytest.mark.parametrize("given", CONFLICTS)
+def test_two_names_without_an_order_are_refused_naming_both(given: tuple[str, ...]) -> None:
+    environ = dict(word.split("=") for word in given if word.startswith("SM_HP_"))
     with pytest.raises(ConfigError) as refused:
-        read(line)
-    assert all(name in str(refused.value) for name in CONFLICTS[line])
+        parse([] if environ else given, environ)
+    assert all(name in str(refused.value) for name in CONFLICTS[given])
 
 
 def test_two_names_that_agree_are_one_setting() -> None:

@@ -138,6 +138,15 @@ def test_an_unfinished_checkpoint_that_is_named_is_refused_with_the_others(tmp_p
     assert find(tmp_path).step == 3
 
 
+def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_others(tmp_path):
+    save(tmp_path, 3, 6)
+    newest = tmp_path / "llama_v2-6steps"
+    next(newest.glob("*.distcp")).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"6steps is damaged.*; complete ones in .*: llama_v2-3steps$"):
+        find(newest)
+    assert newest.exists()
+
+
 def test_a_file_is_refused(tmp_path):
     (tmp_path / "weights.pt").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):

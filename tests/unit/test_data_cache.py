@@ -229,6 +229,19 @@ def test_a_cache_truncated_under_the_reader_is_an_error(tmp_path):
         source.row(40)
 
 
+def test_a_file_system_that_fails_under_the_reader_is_an_error(tmp_path, monkeypatch):
+    write_shard(tmp_path / "a.json", plain_rows(4))
+    source = open_source(str(tmp_path), vocab_size=256)
+    source.row(0)
+
+    def stale(*_):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(token_cache.os, "pread", stale)
+    with pytest.raises(DataError, match=r"a\.json-\w+\.tok: cannot be read \(Stale file handle\)"):
+        source.row(1)
+
+
 def test_more_shards_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "OPEN_SHARDS", 3)
     rows = []

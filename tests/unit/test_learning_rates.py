@@ -121,7 +121,7 @@ def test_constant_ignores_the_floor():
         ({"warmup": -0.1}, "--warmup"),
         ({"warmup": float("inf")}, "--warmup"),
         ({"warmup": 2.5}, "--warmup"),
-        ({"warmup": 1001}, "--warmup"),
+        ({"warmup": 1001, "decay_iters": 1000}, "--warmup"),
         ({"warmup": 0.6, "plateau": 0.5}, "--plateau"),
     ],
 )
@@ -129,6 +129,14 @@ def test_nonsense_is_refused_by_the_name_of_the_flag(overrides, named):
     with pytest.raises(ConfigError, match=named) as caught:
         build(**{"style": "cosine", **overrides})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_run_may_end_before_its_warm_up_does(style):
+    short, long = build(style, warmup=2000, max_steps=5), build(style, warmup=2000, max_steps=100_000)
+    assert [short(step) for step in range(5)] == [long(step) for step in range(5)]
+    plateau = build(style, warmup=2, plateau=2000, max_steps=5)
+    assert [plateau(step) for step in range(1, 5)] == [PEAK] * 4
 
 
 fractions = st.floats(0, 0.5, exclude_max=True)

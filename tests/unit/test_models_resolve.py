@@ -12,7 +12,7 @@ from smp_train.models.build import build_meta, materialise
 from smp_train.models.families import FAMILIES
 from smp_train.models.flops import count_parameters
 from smp_train.models.initialization import initialise
-from smp_train.models.resolve import ModelSpec, presets, resolve
+from smp_train.models.resolve import ModelSpec, presets, resolve, settled_flags
 
 
 def spec(**flags: Any) -> ModelSpec:
@@ -52,6 +52,27 @@ def test_a_size_alone_is_a_rung_of_the_ladder() -> None:
 def test_given_flags_lie_over_the_preset() -> None:
     config = spec(model_type="llama_v2", model_size="7b", num_layers=2, vocab_size=50432).config
     assert (config.num_hidden_layers, config.vocab_size, config.hidden_size) == (2, 50432, 4096)
+
+
+def test_key_value_heads_follow_the_heads_where_the_preset_has_as_many() -> None:
+    def key_value_heads(**flags: Any) -> int:
+        return spec(hidden_width=64, num_layers=1, vocab_size=64, **flags).config.num_key_value_heads
+
+    assert key_value_heads(model_type="llama_v2", model_size="7b", num_heads=4) == 4
+    assert key_value_heads(model_type="llama_v2", model_size="7b", num_heads=4, num_key_value_heads=2) == 2
+    assert key_value_heads(model_type="llama_v3", model_size="8b", num_heads=16) == 8
+    args = SimpleNamespace(model_type="llama_v2", model_size="7b", num_heads=4)
+    assert settled_flags(args)["num_key_value_heads"] == (4, "follows from --num_heads")
+    args.num_heads = None
+    assert settled_flags(args)["num_key_value_heads"] == (32, "preset llama_v2-7b")
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_special_token_lies_outside_a_smaller_vocabulary(family: str) -> None:
+    more = {"rotary_pct": 0.5} if family in ("gpt_neox", "phi") else {}
+    config = spec(model_type=family, **{**TINY, "vocab_size": 2}, **more).config
+    for token in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+        assert token is None or token < 2
 
 
 @pytest.mark.parametrize(("width", "positions"), [(2048, 4096), (8192, 8192)])
@@ -164,7 +185,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama_v2", "model_size": "8b"}, "did you mean 7b"),
     ({"model_type": "qwen2", "model_size": "7b"}, "no presets"),
     ({"model_type": "llama_v2", "sliding_window": 4}, "--sliding_window 4"),
-    ({"model_type": "llama_v2", "resid_pdrop": 0.1}, "--resid_pdrop"),
+    ({"model_type": "llama_v2", "num_local_experts": 4}, "--num_local_experts"),
     ({"model_type": "gpt2", "num_key_value_heads": 3}, "--num_key_value_heads"),
     ({"hidden_width": 65}, "--hidden_width 65 is not a multiple of --num_heads 12"),
     ({"model_type": "llama_v2", "num_heads": 12, "num_key_value_heads": 5}, "--num_key_value_heads 5"),
@@ -184,6 +205,15 @@ def test_what_does_not_fit_is_refused_in_one_line(flags: dict[str, Any], words: 
         spec(**flags)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_launch_scripts_give_to_every_family_is_answered(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "smp_train"):
+        spec(model_type="mixtral", **TINY, rotary_pct=0.25, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.1)
+    assert caplog.messages == [
+        "--rotary_pct 0.25 has no effect: mixtral has no such setting",
+        "--resid_pdrop 0.1 has no effect: mixtral has no such setting",
+    ]
 
 
 def test_folders_without_a_usable_configuration(tmp_path: Path) -> None:

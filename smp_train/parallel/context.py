@@ -1,0 +1,142 @@
+"""Context parallelism: each rank holds a part of every sequence, and gathers keys and values for attention.
+
+The sequence is cut into twice as many pieces as there are ranks; rank r takes pieces r and 2 * degree - 1 - r. Early
+pieces attend to little and late ones to much, so every rank has the same work. Keys and values of the whole sequence
+are gathered in each layer, and their gradients added up and scattered: the all-gather form of Llama 3 (The Llama 3 Herd
+of Models, 2024, section 3.3.2), exact on any device, in place of a ring, which torch has for CUDA kernels only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.attention.bias import causal_lower_right
+
+from smp_train.errors import ConfigError
+
+ATTENTION = "smp_train_context"
+
+
+def check(degree: int, seq_len: int, attn_implementation: str) -> None:
+    """Raise `ConfigError` for a sequence that does not split, or a kernel that cannot be used with it."""
+    if degree == 1:
+        return
+    if seq_len % (2 * degree):
+        raise ConfigError(
+            f"--max_context_width {seq_len} does not split into the {2 * degree} pieces that "
+            f"--context_parallel_degree {degree} needs; make it a multiple of {2 * degree}"
+        )
+    if attn_implementation != "sdpa":
+        raise ConfigError(
+            f"--context_parallel_degree {degree} computes attention with sdpa; --attn_implementation "
+            f"{attn_implementation} cannot be used with it"
+        )
+
+
+class ContextSplit:
+    """What one rank of the context mesh keeps of each sequence, and the attention that makes up for the rest."""
+
+    def __init__(self, mesh: DeviceMesh, seq_len: int) -> None:
+        self.mesh = mesh
+        self.degree, rank = mesh.size(), mesh.get_local_rank()
+        self.piece = seq_len // (2 * self.degree)
+        self.pieces = (rank, 2 * self.degree - 1 - rank)
+        self._visible: Tensor | None = None
+        """Which keys of the whole sequence may be attended to, bool ``[batch, seq]``; None for all."""
+
+    def apply(self, model: Any) -> None:
+        """Let every layer of ``model`` use the split attention."""
+        from transformers import AttentionInterface
+
+        if not getattr(model, "_supports_attention_backend", False):
+            raise ConfigError(
+                f"--context_parallel_degree: the attention of a {model.config.model_type} cannot be replaced in "
+                "transformers; use --tensor_parallel_degree or --hybrid_shard_degree"
+            )
+        AttentionInterface.register(ATTENTION, self.attend)
+        model.set_attn_implementation(ATTENTION)
+
+    def split(self, sequence: Tensor) -> Tensor:
+        """Return this rank's pieces of ``[batch, seq]``, joined."""
+        first, second = (sequence[:, p * self.piece : (p + 1) * self.piece] for p in self.pieces)
+        return torch.cat([first, second], dim=1)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions in the whole sequence of what `split` keeps, int64 ``[1, seq / degree]``."""
+        whole = torch.arange(2 * self.degree * self.piece, device=device)
+        return self.split(whole.unsqueeze(0))
+
+    def show(self, attention_mask: Tensor | None) -> None:
+        """Set which keys are visible until the next call, from an int64 ``[batch, seq]`` mask of the whole sequence."""
+        self._visible = None if attention_mask is None else attention_mask.bool()
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attend causally from this rank's tokens to the whole sequence, in the form that transformers calls.
+
+        Args:
+            module: The attention layer.
+            query: ``[batch, heads, seq / degree, head_dim]``.
+            key: ``[batch, kv_heads, seq / degree, head_dim]``, as is ``value``.
+            value: See ``key``.
+            attention_mask: Not looked at; see `show`.
+            dropout: Of attention weights.
+            scaling: Of scores; by default one over the root of head_dim.
+            sliding_window: Tokens that are looked back at, or None for all.
+            kwargs: What else transformers passes; nothing in it changes the result.
+
+        Returns:
+            ``[batch, seq / degree, heads, head_dim]``, and None.
+        """
+        key, value = self._gather(key), self._gather(value)
+        outputs = []
+        for part, place in zip(query.chunk(2, dim=2), self.pieces, strict=True):
+            end = (place + 1) * self.piece
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    part,
+                    key[:, :, :end],
+                    value[:, :, :end],
+                    attn_mask=self._mask(end, sliding_window, query.device),
+                    dropout_p=dropout,
+                    scale=scaling,
+                    enable_gqa=query.shape[1] != key.shape[1],
+                )
+            )
+        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """Return keys or values of the whole sequence in its own order; the gradient is added up and scattered."""
+        pieces = DTensor.from_local(part.contiguous(), self.mesh, [Shard(2)], run_check=False)
+        whole = pieces.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        chunks = whole.chunk(2 * self.degree, dim=2)
+        # Rank r brought pieces r and 2 * degree - 1 - r, at places 2r and 2r + 1.
+        order = [2 * p for p in range(self.degree)] + [2 * p + 1 for p in reversed(range(self.degree))]
+        return torch.cat([chunks[place] for place in order], dim=2)
+
+    def _mask(self, end: int, window: int | None, device: torch.device) -> Any:
+        """Return which of the first ``end`` keys each of the last ``piece`` of these tokens attends to."""
+        if self._visible is None and (window is None or window >= end):
+            return causal_lower_right(self.piece, end)
+        keys = torch.arange(end, device=device)
+        tokens = keys[-self.piece :].unsqueeze(1)
+        allowed = keys <= tokens
+        if window is not None:
+            allowed &= keys > tokens - window
+        # A token with padding only before it attends to nothing: torch then gives zeros, as without a split.
+        return allowed if self._visible is None else allowed & self._visible[:, None, None, :end]

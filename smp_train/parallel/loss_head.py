@@ -1,0 +1,60 @@
+"""From input ids to a summed loss in one forward call of the model, with or without the full logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from smp_train import losses
+from smp_train.parallel.tensor_parallel import gather_hidden
+
+PLAIN_HEADS = frozenset(
+    {"falcon", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt", "phi", "qwen2", "qwen3", "stablelm"}
+)
+"""Types of transformers whose logits are the head's product with the last hidden states and nothing more."""
+
+
+def can_chunk(model: nn.Module) -> bool:
+    """Tell whether the loss of this model may be computed from its last hidden states and its head's weight.
+
+    Others scale or cap their logits, or add a loss of their own: they take the full logits.
+    """
+    config: Any = model.config
+    return config.model_type in PLAIN_HEADS and not getattr(config, "output_router_logits", False)
+
+
+def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:
+    """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
+
+    It is a forward method of the root: only there are the root's parameters, the head's weight among them, gathered.
+
+    Args:
+        model: A sharded causal LM.
+        chunked: Compute the loss by chunks of tokens (`losses.linear_cross_entropy_sum`).
+        tensor: The mesh that the vocabulary is split over, if it is.
+    """
+
+    def from_logits(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
+        return losses.cross_entropy_sum(model.forward(input_ids=input_ids, use_cache=False, **inputs).logits, targets)
+
+    def by_chunks(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
+        hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+        head = model.get_output_embeddings()
+        weight, bias = head.weight, head.bias
+        if tensor is None:
+            return losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias)
+        return losses.linear_cross_entropy_sum(
+            gather_hidden(hidden, tensor), _local(weight), targets, bias=_local(bias), group=tensor.get_group()
+        )
+
+    method = by_chunks if chunked else from_logits
+    model.loss_sum = method
+    register_fsdp_forward_method(model, "loss_sum")
+
+
+def _local(tensor: Tensor | None) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,84 @@
+"""Context parallelism: each sequence on several ranks, the numbers of one process."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests import harness
+from tests.training import SAMPLE, flags, steps, train
+
+TOLERANCE = 1e-5  # relative, fp32: attention and gradients are summed in another order
+
+FAMILIES = {
+    "llama_v2": {},
+    "mistral": {"sliding_window": 24},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_neox": {"num_key_value_heads": None},
+    "phi": {"rotary_pct": 0.5},
+    "gpt2": {"num_key_value_heads": None},
+}
+MESHES = {
+    "cp2": (2, {"context_parallel_degree": 2, "train_batch_size": 4}),
+    "cp2-fsdp2": (4, {"context_parallel_degree": 2, "train_batch_size": 2}),
+    "cp2-tp2": (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2, "train_batch_size": 4}),
+    "cp2-hsdp2x2": (8, {"context_parallel_degree": 2, "hybrid_shard_degree": 4, "train_batch_size": 1}),
+}
+NOT_SPLIT = {("gpt2", "cp2-tp2")}  # GPT-2 has no plan for tensor parallelism: refused, see tests/unit
+EVERY_MESH = "llama_v2"
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows shorter than the context, padded on either side."""
+    folder = tmp_path_factory.mktemp("padded")
+    rows = []
+    for index in range(16):
+        length = 20 + 2 * index
+        ids = [(7 * index + 5 * place) % 250 for place in range(64)]
+        mask = [1] * length + [0] * (64 - length)
+        rows.append({"input_ids": ids, "attention_mask": mask if index % 2 else mask[::-1]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def options(family: str, folder: Path) -> dict:
+    dropout = {"attn_pdrop": 0} | ({"resid_pdrop": 0} if family in ("gpt_neox", "phi", "gpt2") else {})
+    dropout |= {"embd_pdrop": 0} if family in ("phi", "gpt2") else {}
+    return {
+        "model_type": family, "use_synthetic_data": None, "training_dir": folder, "vocab_size": 4096,
+        "max_context_width": 64, "test_dir": SAMPLE / "test", "validation_freq": 3, **dropout, **FAMILIES[family],
+    }  # fmt: skip
+
+
+@cache
+def reference(family: str, data: Path, folder: Path) -> list[dict]:
+    harness.run(train, 1, flags(folder, **options(family, data), train_batch_size=4))
+    return steps(folder)
+
+
+CASES = [
+    (family, mesh)
+    for family in FAMILIES
+    for mesh in MESHES
+    if (mesh == "cp2" or family == EVERY_MESH) and (family, mesh) not in NOT_SPLIT
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ["whole", "padded"])
+@pytest.mark.parametrize(("family", "mesh"), CASES)
+def test_split_sequences_train_like_whole_ones(
+    family: str, mesh: str, rows: str, padded: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    data = padded if rows == "padded" else SAMPLE / "train"
+    expected = reference(family, data, tmp_path_factory.getbasetemp() / f"{family}-{rows}")
+    world, changes = MESHES[mesh]
+    harness.run(train, world, flags(tmp_path, **options(family, data), **changes))
+    for ours, theirs in zip(steps(tmp_path), expected, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=TOLERANCE)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=TOLERANCE)
+        assert ours["tokens"] == theirs["tokens"]

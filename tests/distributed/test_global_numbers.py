@@ -1,0 +1,117 @@
+"""Numbers that are one for all ranks: the norm over every mesh, clipping, dropout, tied weights, the loss head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import harness
+from tests.training import flags, read_checkpoint, steps, train
+
+
+def norms_of_uneven_parts() -> tuple[float, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from smp_train.parallel.grad_norm import global_norm
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    generator = torch.Generator().manual_seed(1)
+    # Each part has a norm of its own: a norm over one rank, or one dimension of the mesh, would be another number.
+    whole = [torch.randn(size, generator=generator) * scale for size, scale in (((6, 5), 1), ((7, 4), 30), ((8,), 0.1))]
+    placements = [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Replicate())]
+    parts = [distribute_tensor(value, mesh, place) for value, place in zip(whole, placements, strict=True)]
+    exact = torch.cat([value.flatten() for value in whole]).double().norm()
+    ours = global_norm(parts)
+    dist.destroy_process_group()
+    return ours.item(), exact.item()
+
+
+def test_norm_is_over_every_shard_of_every_dimension() -> None:
+    results = harness.run(norms_of_uneven_parts, 4)
+    for ours, exact in results:
+        assert ours == pytest.approx(exact, rel=1e-6)
+    assert len({ours for ours, _ in results}) == 1
+
+
+def vocabulary_parallel_head() -> dict[str, float]:
+    from smp_train import losses
+
+    dist.init_process_group("gloo")
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(2, 9, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(24, 8, generator=generator)
+    labels = torch.randint(24, (2, 9), generator=generator)
+    targets = losses.shift(labels)
+    whole_weight = weight.clone().requires_grad_()
+    expected = losses.cross_entropy_sum(hidden @ whole_weight.T, targets)
+    grad_hidden, grad_weight = torch.autograd.grad(expected, (hidden, whole_weight))
+    rows = slice(dist.get_rank() * 12, dist.get_rank() * 12 + 12)
+    part = weight[rows].clone().requires_grad_()
+    ours = losses.linear_cross_entropy_sum(hidden, part, targets, chunk=5, group=dist.group.WORLD)
+    our_hidden, our_weight = torch.autograd.grad(ours, (hidden, part))
+    dist.all_reduce(our_hidden)
+    dist.destroy_process_group()
+    return {
+        "loss": abs(ours - expected).item() / expected.item(),
+        "hidden": ((our_hidden - grad_hidden).norm() / grad_hidden.norm()).item(),
+        "weight": ((our_weight - grad_weight[rows]).norm() / grad_weight[rows].norm()).item(),
+    }
+
+
+def test_vocabulary_parallel_head_equals_the_whole_one() -> None:
+    for differences in harness.run(vocabulary_parallel_head, 2):
+        assert max(differences.values()) < 1e-6, differences
+
+
+MESHES = {
+    "fsdp2": (2, {"train_batch_size": 2}),
+    "tp2": (2, {"tensor_parallel_degree": 2, "train_batch_size": 4}),
+    "tp2-fsdp2": (4, {"tensor_parallel_degree": 2, "train_batch_size": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_clipping_uses_the_global_norm(mesh: str, tmp_path: Path) -> None:
+    """Weights after clipped steps are those of one process, though each rank's own norm is smaller."""
+    shared = {"grad_clip": 0.05, "max_steps": 2, "lr_decay_style": "constant", "checkpoint_freq": 2}
+    shared |= {"adam_epsilon": 1e-3}  # large: AdamW's first steps then feel the size of the gradient
+    world, changes = MESHES[mesh]
+    harness.run(train, 1, flags(tmp_path / "one", **shared, train_batch_size=4))
+    harness.run(train, world, flags(tmp_path / "many", **shared, **changes))
+    one, many = (
+        read_checkpoint(tmp_path / name / "checkpoints" / "llama_v2-2steps") for name in ("one", "many")
+    )
+    assert steps(tmp_path / "one")[0]["grad_norm"] > 0.1  # it does clip
+    assert one.keys() == many.keys()
+    for name, value in one.items():
+        if name.startswith("model"):
+            torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_tied_embeddings_stay_one_weight(tmp_path: Path) -> None:
+    options = {"tie_word_embeddings": 1, "max_steps": 1, "checkpoint_freq": 1}
+    harness.run(train, 2, flags(tmp_path, **options, tensor_parallel_degree=2))
+    saved = read_checkpoint(tmp_path / "checkpoints" / "llama_v2-1steps")
+    assert "model.model.embed_tokens.weight" in saved
+    assert not any("lm_head" in name for name in saved)
+
+
+@pytest.mark.slow
+def test_dropout_is_shared_inside_a_tensor_group(tmp_path: Path) -> None:
+    """Tensor peers work on the same tokens: with unlike masks their partial sums would belong to no model.
+
+    The embedding's dropout is on whole sequences, so its mask is also that of one process.
+    """
+    options = {"model_type": "phi", "rotary_pct": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0, "train_batch_size": 2}
+    harness.run(train, 1, flags(tmp_path / "one", **options))
+    harness.run(train, 2, flags(tmp_path / "split", **options, tensor_parallel_degree=2))
+    harness.run(train, 1, flags(tmp_path / "none", **{**options, "embd_pdrop": 0}))
+    one, split, none = (steps(tmp_path / name) for name in ("one", "split", "none"))
+    assert [r["loss"] for r in split] == pytest.approx([r["loss"] for r in one], rel=1e-5)
+    assert one[0]["loss"] != pytest.approx(none[0]["loss"], rel=1e-4)

@@ -1,0 +1,262 @@
+"""What a person sees who made a mistake: one line that says what, where and what to do, and an exit code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.command import Command, cold, warm, write_shard
+from tests.training import flags
+
+pytestmark = pytest.mark.system
+
+CONFIG, DATA, CHECKPOINT = 2, 3, 4
+SECONDS = 30.0
+"""In which a command with a mistake has ended, on a machine that others use too; by itself it takes one or two."""
+
+
+def line_of(command: Command, code: int) -> str:
+    """Return the one line that ``command`` left on stderr when it ended in time with ``code``."""
+    with command:
+        assert command.code(SECONDS) == code, command.err
+        assert "Traceback" not in command.err + command.out
+        lines = command.err.splitlines()
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("smp-train: error: ")
+        return lines[0]
+
+
+# --- refused before anything is imported -----------------------------------------------------------
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown flag": ({"max_step": 3}, r"unknown flag --max_step; did you mean --max_steps\?"),
+    "unknown flag, nothing near": ({"qqq": 1}, r"unknown flag --qqq; `smp-train train --help` lists all"),
+    "not a number": ({"lr": "fast"}, r"--lr 'fast': expects a number"),
+    "degree": ({"hybrid_shard_degree": 3}, r"--hybrid_shard_degree 3 does not divide the 1 process.*; 1 would"),
+    "no data": ({"use_synthetic_data": None}, r"no training data: give --training_dir .* or --use_synthetic_data 1"),
+    "nothing to validate on": (
+        {"use_synthetic_data": None, "training_dir": "d", "validation_freq": 2},
+        r"--validation_freq 2 needs --test_dir",
+    ),
+    "data in S3": (
+        {"use_synthetic_data": None, "training_dir": "s3://bucket/shards"},
+        r"--training_dir s3://bucket/shards: places in S3 are not available in this version; use a folder",
+    ),
+    "checkpoints in S3": ({"checkpoint_dir": "s3://bucket/run"}, r"--checkpoint_dir s3://bucket/run: .*use a folder"),
+    "tensor parallelism": ({"tensor_parallel_degree": 2}, r"--tensor_parallel_degree 2: .*--hybrid_shard_degree"),
+    "FP8": ({"fp8": 1}, r"--fp8 1: FP8 is not available in this version; use --bf16 1"),
+    "profiler": ({"use_profiler": True}, r"--use_profiler 1: profiling is not available in this version"),
+    "final model": ({"save_final_model": 1}, r"--save_final_model 1: .* not available in this version"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments(case: str, tmp_path: Path) -> None:
+    changes, message = ARGUMENTS[case]
+    line = line_of(cold(tmp_path, "train", *flags(tmp_path, **changes)), CONFIG)
+    assert re.search(message, line), line
+    assert not (tmp_path / "run").exists()
+
+
+# --- refused once it is looked at ------------------------------------------------------------------
+
+
+def shards(folder: Path) -> Path:
+    """Write a folder with two good shards and return it."""
+    data = folder / "data"
+    for number in range(2):
+        write_shard(data / f"part-{number}.jsonl", 8, first=8 * number)
+    return data
+
+
+def on(data: Path, **changes: Any) -> dict[str, Any]:
+    return {"use_synthetic_data": None, "training_dir": data, **changes}
+
+
+def missing_folder(folder: Path) -> dict[str, Any]:
+    return on(folder / "nowhere")
+
+
+def empty_folder(folder: Path) -> dict[str, Any]:
+    (folder / "data").mkdir()
+    return on(folder / "data")
+
+
+def empty_shard(folder: Path) -> dict[str, Any]:
+    data = shards(folder)
+    (data / "part-1.jsonl").write_text("")
+    return on(data)
+
+
+def blank_shard(folder: Path) -> dict[str, Any]:
+    data = shards(folder)
+    (data / "part-1.jsonl").write_text("\n\n")
+    return on(data)
+
+
+def broken_line(folder: Path) -> dict[str, Any]:
+    data = shards(folder)
+    with (data / "part-1.jsonl").open("a") as file:
+        file.write('{"input_ids": [1, 2, 3], "attention_mask": [1, 1, \n')
+    return on(data)
+
+
+def foreign_token(folder: Path) -> dict[str, Any]:
+    data = shards(folder)
+    with (data / "part-0.jsonl").open("a") as file:
+        file.write('{"input_ids": [1, 256], "attention_mask": [1, 1]}\n')
+    return on(data)
+
+
+def too_few_rows(folder: Path) -> dict[str, Any]:
+    return on(shards(folder), epochs=1, train_batch_size=17)
+
+
+def unwritable_checkpoints(folder: Path) -> dict[str, Any]:
+    # Below a file: also root cannot write there.
+    (folder / "file").touch()
+    return {"checkpoint_dir": folder / "file" / "checkpoints"}
+
+
+def unwritable_run_folder(folder: Path) -> dict[str, Any]:
+    (folder / "file").touch()
+    return {"run_dir": folder / "file" / "run"}
+
+
+def no_such_checkpoint(folder: Path) -> dict[str, Any]:
+    return {"resume_from_checkpoint": folder / "elsewhere"}
+
+
+LOOKED_AT: dict[Callable[[Path], dict[str, Any]], tuple[int, str]] = {
+    missing_folder: (DATA, r"FOLDER/nowhere: no such data folder; check --training_dir"),
+    empty_folder: (DATA, r"FOLDER/data: no shard in this folder \(\*\.json, "),
+    empty_shard: (DATA, r"FOLDER/data/part-1\.jsonl: empty shard \(0 bytes\); write it again or remove it"),
+    blank_shard: (DATA, r"FOLDER/data/part-1\.jsonl: empty shard \(no row in it\); write it again or remove it"),
+    broken_line: (DATA, r"FOLDER/data/part-1\.jsonl:9: broken JSON .*; one whole object per line is needed"),
+    foreign_token: (
+        DATA,
+        r"FOLDER/data/part-0\.jsonl:9: token id 256 is outside the vocabulary \[0, 256\); .* --vocab_size",
+    ),
+    too_few_rows: (CONFIG, r"--epochs 1 of 16 samples do not fill one global batch of 17; lower --train_batch_size"),
+    unwritable_checkpoints: (CHECKPOINT, r"FOLDER/file/checkpoints.* --checkpoint_dir"),
+    unwritable_run_folder: (CONFIG, r"FOLDER/file/run: cannot write the run folder \(Not a directory\); set --run_dir"),
+    no_such_checkpoint: (CHECKPOINT, r"FOLDER/elsewhere does not exist; give a folder of checkpoints or one"),
+}
+
+
+@pytest.mark.parametrize("mistake", LOOKED_AT, ids=lambda mistake: mistake.__name__)
+def test_looked_at(mistake: Callable[[Path], dict[str, Any]], tmp_path: Path) -> None:
+    code, message = LOOKED_AT[mistake]
+    line = line_of(warm(tmp_path, "train", *flags(tmp_path, **mistake(tmp_path))), code)
+    assert re.search(message.replace("FOLDER", re.escape(str(tmp_path))), line), line
+    assert not list(tmp_path.glob("checkpoints/*steps"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "lama_v2"}, r"lama_v2.*did you mean llama_v2"),
+        ({"model_size": "7c"}, r"7c.*7b"),
+        ({"num_heads": 5}, r"--hidden_width 32 is not a multiple of --num_heads 5"),
+        ({"hf_pretrained_model_name_or_dir": "./nowhere"}, r"\./nowhere does not exist"),
+    ],
+)
+def test_unknown_models(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    line = line_of(warm(tmp_path, "train", *flags(tmp_path, **changes)), CONFIG)
+    assert re.search(message, line), line
+
+
+@pytest.mark.slow
+def test_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
+    line = line_of(cold(tmp_path, "train", *flags(tmp_path, **broken_line(tmp_path))), DATA)
+    assert f"{tmp_path}/data/part-1.jsonl:9: broken JSON" in line
+
+
+# --- checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, and checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("trained")
+    with warm(folder, "train", *flags(folder, **on(shards(folder), max_steps=2, checkpoint_freq=1))) as command:
+        assert command.code() == 0, command.err
+    return folder
+
+
+@pytest.fixture
+def resuming(trained: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A copy of it, and the flags that resume there."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    checkpoints = tmp_path / "checkpoints"
+    return tmp_path, on(tmp_path / "data", max_steps=4, resume_from_checkpoint=checkpoints, lr_decay_iters=2)
+
+
+def truncate_all(checkpoint: Path) -> None:
+    for file in checkpoint.glob("*.distcp"):
+        with file.open("r+b") as opened:
+            opened.truncate(10)
+
+
+def refused(folder: Path, changes: dict[str, Any], code: int) -> str:
+    return line_of(warm(folder, "train", *flags(folder, **changes)), code)
+
+
+def test_a_damaged_checkpoint_asked_for_by_name(resuming: tuple[Path, dict[str, Any]]) -> None:
+    folder, changes = resuming
+    newest = folder / "checkpoints" / "llama_v2-2steps"
+    truncate_all(newest)
+    line = refused(folder, {**changes, "resume_from_checkpoint": newest}, CHECKPOINT)
+    assert f"checkpoint {newest} is damaged" in line
+    assert "complete ones in" in line
+    assert "llama_v2-1steps" in line
+
+
+def test_a_folder_of_damaged_checkpoints(resuming: tuple[Path, dict[str, Any]]) -> None:
+    folder, changes = resuming
+    for step in (1, 2):
+        truncate_all(folder / "checkpoints" / f"llama_v2-{step}steps")
+    with warm(folder, "train", *flags(folder, **changes)) as command:
+        assert command.code(SECONDS) == CHECKPOINT
+        (line,) = command.err.splitlines()
+    assert "every checkpoint in" in line
+    assert "give another --checkpoint_dir or move them away" in line
+
+
+def test_an_incomplete_checkpoint(resuming: tuple[Path, dict[str, Any]]) -> None:
+    folder, changes = resuming
+    newest = folder / "checkpoints" / "llama_v2-2steps"
+    (newest / "COMMITTED").unlink()
+    line = refused(folder, {**changes, "resume_from_checkpoint": newest}, CHECKPOINT)
+    assert f"{newest} is not a complete checkpoint" in line
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"hidden_width": 64}, {"num_layers": 3}, {"model_type": "gpt2", "num_key_value_heads": None}],
+    ids=["wider", "deeper", "another family"],
+)
+def test_a_checkpoint_of_another_model(other: dict[str, Any], resuming: tuple[Path, dict[str, Any]]) -> None:
+    folder, changes = resuming
+    line = refused(folder, {**changes, **other}, CHECKPOINT)
+    assert "llama_v2-2steps" in line
+    assert "another model" in line
+
+
+def test_changed_data(resuming: tuple[Path, dict[str, Any]]) -> None:
+    folder, changes = resuming
+    write_shard(folder / "data" / "part-1.jsonl", 8, first=100)
+    assert "the training data changed: fingerprint" in refused(folder, changes, DATA)
+    write_shard(folder / "data" / "part-2.jsonl", 8, first=200)
+    assert "the training data changed: rows 16 in the checkpoint, 24 now" in refused(folder, changes, DATA)
+
+
+def test_a_changed_seed(resuming: tuple[Path, dict[str, Any]]) -> None:
+    folder, changes = resuming
+    line = refused(folder, {**changes, "seed": 1}, DATA)
+    assert "--seed changed: 12345 in the checkpoint, 1 now; resume with the same, or start a new run" in line

@@ -1,0 +1,135 @@
+"""One rank fails: all end within seconds, each with the right code, and the failing rank's message is there to read."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.command import Command, torchrun, warm, write_shard
+from tests.training import flags
+
+pytestmark = [pytest.mark.system, pytest.mark.slow]
+
+CONFIG, DATA, CHECKPOINT = 2, 3, 4
+GONE_SECONDS = 15.0
+"""From the failing rank's message until no process of the job is left."""
+
+
+def ended(command: Command, pattern: str, *, codes: dict[int, int]) -> list[str]:
+    """Wait for the message and the end; check how long the end took and the ranks' codes, and return our lines."""
+    command.until(lambda: any(re.search(pattern, line) for line in command.complaints), f"message {pattern}")
+    said = time.monotonic()
+    code = command.code(GONE_SECONDS)
+    took = time.monotonic() - said
+    assert took < GONE_SECONDS
+    assert command.processes() == []
+    assert code == 1  # torchrun's own, whatever its ranks' are
+    # What torchrun says of its ranks, in the order of their failures.
+    found = re.findall(r"rank +: (\d+) \(.*\)\n +exitcode +: (-?\d+) ", command.err)
+    assert {int(rank): int(code) for rank, code in found} == codes, command.err
+    # No traceback but torchrun's own.
+    assert command.err.count("Traceback (most") == 1
+    assert command.err.index("smp-train: ") < command.err.index("Traceback (most")
+    return command.complaints
+
+
+def data(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Flags of two shards such that rank 0 of two reads nothing but the first, and rank 1 nothing but the second."""
+    for number in range(2):
+        write_shard(folder / "data" / f"part-{number}.jsonl", 4, first=4 * number)
+    return {
+        "use_synthetic_data": None, "training_dir": folder / "data", "shuffle": "none", "train_batch_size": 4,
+        "max_steps": 1_000_000, "lr_decay_iters": 10, **changes,
+    }  # fmt: skip
+
+
+def running(command: Command, folder: Path, step: int = 3) -> None:
+    """Wait until ``step`` steps have been logged."""
+    metrics = folder / "run" / "metrics.jsonl"
+    command.until(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step}")
+
+
+# --- before training -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_step": 3}, r"^smp-train: \[rank 0 on .*\] error: unknown flag --max_step; did you mean --max_steps\?$"),
+        ({"hybrid_shard_degree": 3}, r"--hybrid_shard_degree 3 does not divide the 2 processes .*; 1, 2 would$"),
+    ],
+    ids=["flag", "degree"],
+)
+def test_arguments(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
+        # The rank that keeps quiet is ended by torchrun while it waits for the other to have spoken.
+        (line,) = ended(command, message, codes={0: CONFIG, 1: -signal.SIGTERM})
+        assert re.search(message, line)
+
+
+def test_a_bad_shard_that_only_one_rank_converts(tmp_path: Path) -> None:
+    changes = data(tmp_path)
+    # The larger shard is rank 0's to convert.
+    write_shard(tmp_path / "data" / "part-0.jsonl", 8)
+    with (tmp_path / "data" / "part-1.jsonl").open("a") as file:
+        file.write('{"input_ids": [1, 2]\n')
+    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
+        first, second = sorted(ended(command, r"\[rank 1 on ", codes={0: DATA, 1: DATA}))
+    where = f"{tmp_path}/data/part-1.jsonl:5: broken JSON"
+    assert re.match(rf"smp-train: \[rank 0 on \S+\] error: rank 1 on \S+: {re.escape(where)}", first)
+    assert re.match(rf"smp-train: \[rank 1 on \S+\] error: {re.escape(where)}", second)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    changes = data(tmp_path, training_dir=tmp_path / "nowhere")
+    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
+        lines = ended(command, r"\[rank 0 on ", codes={0: DATA, 1: DATA})
+    assert len(lines) <= 2
+    assert all("nowhere: no such data folder" in line for line in lines)
+
+
+def test_a_damaged_checkpoint(tmp_path: Path) -> None:
+    with warm(tmp_path, "train", *flags(tmp_path, max_steps=1)) as command:
+        assert command.code() == 0, command.err
+    checkpoint = tmp_path / "checkpoints" / "llama_v2-1steps"
+    next(checkpoint.glob("*.distcp")).write_bytes(b"")
+    with torchrun(tmp_path, 2, "train", *flags(tmp_path, resume_from_checkpoint=checkpoint)) as command:
+        lines = ended(command, r"\[rank 0 on ", codes={0: CHECKPOINT, 1: CHECKPOINT})
+    assert all(f"checkpoint {checkpoint} is damaged" in line for line in lines)
+
+
+# --- in mid-training -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["training", "validation"])
+def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
+    changes = data(tmp_path)
+    if what == "validation":
+        # The same two shards, of which rank 1 reads the second; the training data has a cache of its own.
+        changes |= {"test_dir": tmp_path / "held_out", "validation_freq": 1, "fast_validation": 0, "val_batch_size": 4}
+        for number in range(2):
+            write_shard(tmp_path / "held_out" / f"part-{number}.jsonl", 4, first=4 * number)
+    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
+        running(command, tmp_path)
+        folder = tmp_path / ("data" if what == "training" else "held_out")
+        (cache,) = folder.glob(".smp_train_cache/part-1*.tok")
+        cache.write_bytes(b"")
+        lines = sorted(ended(command, r"\[rank 1 on ", codes={0: DATA, 1: DATA}))
+    told = f"{re.escape(str(cache))}: row 0 \\(part-1.jsonl:1\\) does not match its checksum; remove this file"
+    assert len(lines) == 2
+    assert re.match(rf"smp-train: \[rank 0 on \S+\] error: rank 1 on \S+: {told}", lines[0])
+    assert re.match(rf"smp-train: \[rank 1 on \S+\] error: {told}", lines[1])
+    assert not list(tmp_path.glob("checkpoints/*steps"))
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    with torchrun(tmp_path, 2, "train", *flags(tmp_path, max_steps=1_000_000)) as command:
+        running(command, tmp_path)
+        command.signal(signal.SIGKILL, rank=1)
+        (line,) = ended(command, r"\[rank 0 on ", codes={0: 1, 1: -signal.SIGKILL})
+    assert "error: lost touch with another rank; its own message, or the launcher's, says why (" in line

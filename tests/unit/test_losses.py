@@ -1,0 +1,110 @@
+"""The loss as a sum: what is counted, and the chunked head against the whole one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from smp_train import losses
+
+
+def batch(dtype: torch.dtype = torch.float32, vocab: int = 300) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 50, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, 16, generator=generator).to(dtype).requires_grad_()
+    bias = torch.randn(vocab, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(vocab, (3, 50), generator=generator)
+    labels[:, 5:9] = losses.IGNORE_INDEX
+    labels[2] = losses.IGNORE_INDEX
+    return hidden, weight, bias, labels
+
+
+def gradients(loss: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss / 7, inputs))
+
+
+def test_shift_pairs_each_position_with_the_token_after_it() -> None:
+    labels = torch.tensor([[10, 11, -100, 13]])
+    assert losses.shift(labels).tolist() == [[11, -100, 13, -100]]
+    assert losses.count_targets(labels) == 2
+
+
+def test_sum_is_the_mean_times_the_count() -> None:
+    hidden, weight, bias, labels = batch()
+    logits = F.linear(hidden, weight, bias)
+    mean = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    total = losses.cross_entropy_sum(logits, losses.shift(labels))
+    torch.testing.assert_close(total, mean * losses.count_targets(labels))
+
+
+def test_nothing_counted_is_zero_with_zero_gradient() -> None:
+    hidden, weight, _, labels = batch()
+    loss = losses.linear_cross_entropy_sum(hidden, weight, torch.full_like(labels, losses.IGNORE_INDEX))
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients(loss, (hidden, weight)))
+
+
+@pytest.mark.parametrize("chunk", [1, 17, 64, 1000, None])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_chunked_head_equals_the_whole_one(chunk: int | None, with_bias: bool) -> None:
+    hidden, weight, bias, labels = batch()
+    targets = losses.shift(labels)
+    inputs = (hidden, weight, bias) if with_bias else (hidden, weight)
+    whole = losses.cross_entropy_sum(F.linear(hidden, weight, bias if with_bias else None), targets)
+    chunked = losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias if with_bias else None, chunk=chunk)
+    torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=0)
+    for ours, theirs in zip(gradients(chunked, inputs), gradients(whole, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_chunked_head_in_bfloat16_is_as_good_as_the_whole_one() -> None:
+    hidden, weight, _, labels = batch(torch.bfloat16)
+    targets = losses.shift(labels)
+    exact = losses.cross_entropy_sum(hidden.double() @ weight.double().T, targets)
+    whole = losses.cross_entropy_sum(hidden @ weight.T, targets)
+    chunked = losses.linear_cross_entropy_sum(hidden, weight, targets, chunk=16)
+    assert abs(chunked - exact) <= 1.1 * abs(whole - exact) + 1e-3
+    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients(chunked, (hidden, weight)))
+
+
+def test_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, _, labels = batch()
+    loss = losses.linear_cross_entropy_sum(hidden, weight.detach(), losses.shift(labels))
+    assert loss.requires_grad
+    assert gradients(loss, (hidden,))[0].any()
+
+
+MEASURE = """
+import resource, sys, torch
+from smp_train import losses
+torch.set_num_threads(2)
+vocab, tokens, width = 128256, 4096, 64
+hidden = torch.randn(1, tokens, width, requires_grad=True)
+weight = torch.randn(vocab, width, requires_grad=True)
+weight.grad = torch.zeros_like(weight)
+targets = losses.shift(torch.randint(vocab, (1, tokens)))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+if sys.argv[1] == "chunked":
+    loss = losses.linear_cross_entropy_sum(hidden, weight, targets)
+else:
+    loss = losses.cross_entropy_sum(hidden @ weight.T, targets)
+loss.backward()
+print((peak() - before) * 1024)
+"""
+
+
+def extra_bytes(kind: str) -> int:
+    command = [sys.executable, "-c", MEASURE, kind]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout)
+
+
+@pytest.mark.slow
+def test_chunked_head_needs_at_most_a_quarter_of_the_memory() -> None:
+    plain = extra_bytes("plain")
+    assert plain > 2 * 128256 * 4096 * 4  # it does hold the logits, more than once
+    assert extra_bytes("chunked") <= plain / 4

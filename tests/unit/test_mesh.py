@@ -1,0 +1,86 @@
+"""From flags to a layout of ranks, and the degrees that are refused."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig, LlamaConfig
+
+from smp_train.errors import ConfigError
+from smp_train.parallel import context, tensor_parallel
+from smp_train.parallel.mesh import Degrees, plan
+
+TWO_OF_EACH = Degrees(2, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"sharding_strategy": "full_shard"}, Degrees(1, 16)),
+        ({"sharding_strategy": "shard_grad_op"}, Degrees(1, 16)),
+        ({"sharding_strategy": "no_shard"}, Degrees(16, 1)),
+        ({"sharding_strategy": "hybrid_shard"}, Degrees(2, 8)),
+        ({"sharding_strategy": "_hybrid_shard_zero2"}, Degrees(2, 8)),
+        ({"sharding_strategy": "hybrid_shard", "hybrid_shard_degree": 4}, Degrees(4, 4)),
+        ({"sharding_strategy": "full_shard", "hybrid_shard_degree": 16}, Degrees(1, 16)),
+        ({"sharding_strategy": "full_shard", "hybrid_shard_degree": 1}, Degrees(16, 1)),
+        ({"sharding_strategy": "full_shard", "tensor": 4}, Degrees(1, 4, 1, 4)),
+        ({"sharding_strategy": "hybrid_shard", "tensor": 4}, Degrees(2, 2, 1, 4)),
+        ({"sharding_strategy": "full_shard", "context": 4}, Degrees(1, 4, 4, 1)),
+        ({"sharding_strategy": "hybrid_shard", "hybrid_shard_degree": 4, "tensor": 2, "context": 2}, TWO_OF_EACH),
+        ({"sharding_strategy": "no_shard", "context": 2}, Degrees(8, 1, 2, 1)),
+    ],
+)
+def test_layouts_of_two_nodes(given: dict, expected: Degrees) -> None:
+    assert plan(world_size=16, local_world_size=8, **given) == expected
+    assert expected.world_size == 16
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "says"),
+    [
+        (6, {"hybrid_shard_degree": 4}, r"does not divide the 6 .* \[1, 2, 3, 6\]"),
+        (6, {"tensor": 4}, r"--tensor_parallel_degree 4 does not divide the 6 ranks; use one of \[1, 2, 3, 6\]"),
+        (8, {"context": 3}, r"--context_parallel_degree 3 does not divide the 8 ranks"),
+        (8, {"tensor": 4, "context": 4}, r"does not divide the 2 ranks left by --tensor_parallel_degree 4"),
+        (8, {"hybrid_shard_degree": 2, "context": 4}, r"must divide the shard degree 2"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_those_that_do(world: int, given: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(world_size=world, local_world_size=world, sharding_strategy="full_shard", **given)
+
+
+LLAMA = LlamaConfig(
+    vocab_size=512, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=96
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, r"4 does not divide the 2 key-value heads of this model; use one of \[1, 2\]"),
+        ({"num_key_value_heads": 8, "vocab_size": 510}, r"510 tokens of vocabulary of this model; use one of \[1, 2\]"),
+        ({"num_key_value_heads": 8, "intermediate_size": 90}, r"90 columns of the feed-forward layer"),
+        ({"num_key_value_heads": 8, "seq": 30}, r"30 tokens of context"),
+    ],
+)
+def test_models_that_do_not_split_are_refused(changes: dict, says: str) -> None:
+    seq_len = changes.pop("seq", 32)
+    config = LlamaConfig(**{**LLAMA.to_dict(), **changes})
+    with pytest.raises(ConfigError, match=says):
+        tensor_parallel.check(config, 4, seq_len)
+    tensor_parallel.check(config, 1, seq_len)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "falcon"])
+def test_families_without_a_plan_are_refused_by_name(family: str) -> None:
+    with pytest.raises(ConfigError, match=f"no plan for splitting a {family}; use --hybrid_shard_degree"):
+        tensor_parallel.check(AutoConfig.for_model(family), 2, 32)
+
+
+def test_context_needs_pieces_and_sdpa() -> None:
+    with pytest.raises(ConfigError, match=r"30 does not split into the 4 pieces .* make it a multiple of 4"):
+        context.check(2, 30, "sdpa")
+    with pytest.raises(ConfigError, match="flash_attention_2 cannot be used"):
+        context.check(2, 32, "flash_attention_2")
+    context.check(1, 31, "flash_attention_2")
