@@ -17,6 +17,7 @@ from smp_train.errors import ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.initialization import initialise
+from smp_train.models.packing import packed_inputs
 from smp_train.parallel import activations, context, grad_norm, loss_head, mesh, sharding, tensor_parallel
 
 if TYPE_CHECKING:
@@ -110,19 +111,15 @@ class NativeBackend(Backend):
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.loss_sum`."""
-<<<<<<< HEAD
-        context = {"attention_mask": attention_mask} if position_ids is None else packed_inputs(model, position_ids)
-        output = model(input_ids=input_ids, use_cache=False, **context)
-        return losses.cross_entropy_sum(output.logits, labels)
-=======
         targets = losses.shift(labels)
         inputs: dict[str, Any] = {"attention_mask": attention_mask}
+        if position_ids is not None:
+            inputs = packed_inputs(model, position_ids)
         if self.context is not None:
             self.context.show(attention_mask)
             input_ids, targets = self.context.split(input_ids), self.context.split(targets)
             inputs = {"position_ids": self.context.positions(input_ids.device)}
         return model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
->>>>>>> main
 
     @contextmanager
     def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:
