@@ -37,6 +37,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
+    "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "bench": Verb("measure speed", "smp_train.bench"),
     "report": Verb("draw report.png from a run folder", "smp_train.telemetry.report"),
 }
