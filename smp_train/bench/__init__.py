@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 from smp_train.errors import ConfigError
 
-BENCHMARKS = {"step": "the train step against a bare FSDP2 loop"}
+BENCHMARKS = {
+    "step": "the train step against a bare FSDP2 loop",
+    "data": "loading, converting and fetching data against the original's way and datasets",
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -77,6 +77,7 @@ def open_data(
             order or Order(len(source), args.seed, args.shuffle, shards(source)),
             micro_batch=args.train_batch_size,
             accumulation=args.gradient_accumulation_steps,
+            named=args.data_audit,
             **share,
         )
         if held_out is None:

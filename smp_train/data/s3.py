@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 from smp_train.data.utils import Shard
@@ -47,13 +48,17 @@ def connect(attempts: int = 5) -> Any:
     """Return a client that tries every request ``attempts`` times. It must not be shared over a fork."""
     try:
         import boto3
+        import botocore.session
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise ConfigError("s3:// needs the package boto3: pip install 'smp-train[s3]'") from None
     try:
-        # A session of its own: the shared one is not safe to make clients from in several threads.
-        return boto3.session.Session().client(
+        # A session of its own: the shared one is not safe to make clients from in several threads, and keeps
+        # credentials that may have been replaced. What boto3 reads from its own files is kept.
+        core = botocore.session.get_session()
+        core.register_component("data_loader", _loader())
+        return boto3.session.Session(botocore_session=core).client(
             "s3",
             config=Config(
                 max_pool_connections=2 * AT_ONCE,
@@ -64,6 +69,13 @@ def connect(attempts: int = 5) -> Any:
         )
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(f"s3: no client can be made ({_line(error)}); check the AWS variables") from None
+
+
+@lru_cache
+def _loader() -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader()
 
 
 def _line(error: Exception) -> str:

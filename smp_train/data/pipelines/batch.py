@@ -88,7 +88,7 @@ def collate(
     Raises DataError when a row is longer than ``seq_len`` and ``long`` is ``error``, and when what a cut leaves of a
     row has nothing counted.
     """
-    tensor = torch.zeros(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory)
+    tensor = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory)
     ids = tensor.numpy()
     mask: np.ndarray | None = None
     truncated = 0
@@ -99,6 +99,7 @@ def collate(
             truncated += whole > seq_len
         n = row.input_ids.size
         ids[place, :n] = row.input_ids
+        ids[place, n:] = 0
         if n < seq_len or row.counted is not None:
             if mask is None:
                 mask = np.ones((len(rows), seq_len), dtype=np.int64)
