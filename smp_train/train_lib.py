@@ -16,7 +16,8 @@ import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend
-from smp_train.checkpoints import CheckpointManager, find, policies
+from smp_train.checkpoints import Checkpoint, CheckpointManager, find, open_checkpoint, policies
+from smp_train.checkpoints.export import export, tokenizer_beside
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Batch, TrainingData, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
@@ -29,6 +30,7 @@ from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import batch_line, get_logger, setup_logging, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
+from smp_train.telemetry.profiling import Profiler
 from smp_train.telemetry.run_folder import RunFolder, versions
 
 log = get_logger()
@@ -68,9 +70,12 @@ class Run:
     throughput: Throughput
     stop: StopRequest
     audit: DataAudit | None
+    found: Checkpoint | None
+    """What the run resumes from; None for a first start."""
     progress: Progress = field(default_factory=Progress)
     saved_step: int = 0
     """Step of the newest checkpoint that this run wrote or resumed from; there is nothing to save at step 0."""
+    saved_path: str | None = None
 
     def close(self) -> None:
         """Flush and close what was opened, give signals back, and leave the process group."""
@@ -146,10 +151,13 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     )
     total_steps = count_steps(args, train_data)
 
-    model = backend.build(spec, seed=args.seed, seq_len=seq_len)
+    found = look_for_checkpoint(args)
+    model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
-    if spec.pretrained is None:
+    if found is not None:
+        log.info("Weights and optimizer: those of %s", found.path)
+    elif spec.pretrained is None:
         log.info("Initial weights: drawn from seed %d", args.seed)
     else:
         log.info("Initial weights: read from %s", spec.pretrained)
@@ -190,6 +198,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         ),
         stop=stop,
         audit=audit,
+        found=found,
     )
     if run.schedule.warmup_steps > total_steps:
         log.info("--warmup of %d steps is longer than the run: --lr is not reached", run.schedule.warmup_steps)
@@ -207,6 +216,17 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     if args.enable_memory_profiling:
         log.info(memory_report(device, "model and optimizer built"))
     return run
+
+
+def look_for_checkpoint(args: Arguments) -> Checkpoint | None:
+    """Return the newest committed checkpoint, if the run asks for one and there is one; collective."""
+    location = args.resume_from_checkpoint
+    if location is None:
+        return None
+    found = find(location, strict=args.strict_resume)
+    if found is None:
+        log.info("No committed checkpoint in %s yet", location)
+    return found
 
 
 def count_steps(args: Arguments, training: TrainingData) -> int:
@@ -242,13 +262,9 @@ def describe(ranks: Runtime, device: torch.device) -> str:
 
 def resume(run: Run) -> None:
     """Continue from the newest committed checkpoint, if the run asks for one and there is one; collective."""
-    location = run.args.resume_from_checkpoint
-    if location is None:
-        log.info("Starting at step 0")
-        return
-    found = find(location)
+    found = run.found
     if found is None:
-        log.info("No committed checkpoint in %s yet: starting at step 0", location)
+        log.info("Starting at step 0")
         return
     run.backend.load_state(run.model, run.optimizer, found.load)
     with runtime.together(f"resuming from {found.path}"):
@@ -256,7 +272,7 @@ def resume(run: Run) -> None:
             found.meta["data"], allow_data_change=run.args.allow_data_change
         )
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
-    run.saved_step = found.step
+    run.saved_step, run.saved_path = found.step, found.path
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
 
@@ -277,14 +293,17 @@ def fit(run: Run) -> bool:
     )  # fmt: skip
     batches = run.train_data.batches(progress.consumed)
     stopped = False
+    profiler = Profiler(args, run.folder.path, run.runtime.rank)
     while progress.step < run.total_steps and not stopped:
-        stopped = step(run, batches)
+        with profiler.step(progress.step + 1):
+            stopped = step(run, batches)
         last = stopped or progress.step == run.total_steps
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
             validate(run)
         if last or run.checkpoints.due(progress.step):
             save(run, force=last)
     batches.close()
+    profiler.close()
     return stopped
 
 
@@ -406,6 +425,7 @@ def save(run: Run, *, force: bool) -> None:
     seconds = time.perf_counter() - began
     run.saved_step = progress.step
     for path in paths:
+        run.saved_path = path
         log.info("Saved %s in %.1f s", path, seconds)
         run.metrics.event("save", step=progress.step, checkpoint=path, seconds=seconds)
 
@@ -413,6 +433,8 @@ def save(run: Run, *, force: bool) -> None:
 def finish(run: Run, *, stopped: bool) -> None:
     """Leave the marker that tells a launcher how the run ended."""
     at = run.progress.step
+    if run.args.save_final_model and not stopped:
+        save_final_model(run)
     if run.runtime.is_main:
         if stopped:
             run.folder.mark_stopped(at)
@@ -423,3 +445,18 @@ def finish(run: Run, *, stopped: bool) -> None:
         log.info("Stopped at step %d of %d on request; run the same command again to go on", at, run.total_steps)
     else:
         log.info("Finished: step %d of %d", at, run.total_steps)
+
+
+def save_final_model(run: Run) -> None:
+    """Write the model of the last checkpoint, which is the final one, as Hugging Face has it; collective.
+
+    Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own.
+    """
+    model_dir, args = run.args.model_dir, run.args
+    assert model_dir is not None, "checked by arguments.validate"
+    with runtime.together("writing the final model"):
+        if run.runtime.is_main and run.saved_path is not None:
+            began = time.perf_counter()
+            tokenizer = args.tokenizer or tokenizer_beside(run.spec.pretrained)
+            export(open_checkpoint(run.saved_path), model_dir, tokenizer=tokenizer, replace=True)
+            log.info("Wrote the final model to %s in %.1f s", model_dir, time.perf_counter() - began)

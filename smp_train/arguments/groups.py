@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from smp_train.arguments import checkpointing
+
 STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "_hybrid_shard_zero2", "no_shard")
 LR_STYLES = ("constant", "linear", "cosine", "exponential", "plateau", "wsd")
 
@@ -29,13 +31,17 @@ def flag(
     unit: str = "",
     shown: str = "",
     values: dict[str, Any] | None = None,
+    switch: bool = False,
 ) -> Any:
     """Declare one flag.
 
     ``unit`` is what a value counts; ``shown`` replaces the default in help texts where the default is found
-    out at start; ``values`` maps other systems' spellings of a value to ours.
+    out at start; ``values`` maps other systems' spellings of a value to ours; ``switch`` lets text be given
+    as a boolean too, which ``values`` then has under 1 and 0.
     """
-    metadata = {"help": help, "choices": choices, "unit": unit, "shown": shown, "values": values or {}}
+    metadata = {
+        "help": help, "choices": choices, "unit": unit, "shown": shown, "values": values or {}, "switch": switch,
+    }  # fmt: skip
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -107,11 +113,19 @@ class ModelArguments:
 class FinetuneArguments:
     """Fine-tuning: start from weights instead of random numbers."""
 
-    finetune: bool = flag(False, "Start from pretrained weights")
-    pretrained_model_name: str | None = flag(None, "Name of the pretrained model whose configuration is used")
-    pretrained_checkpoint_file: str | None = flag(None, "Checkpoint with the pretrained weights")
+    finetune: bool = flag(
+        False, "Start from pretrained weights; with --resume_from_checkpoint from its checkpoint once there is one"
+    )
+    pretrained_model_name: str | None = flag(
+        None, "The pretrained model: its folder or its name; its configuration, and its weights if no others are given"
+    )
+    pretrained_checkpoint_file: str | None = flag(
+        None,
+        "The pretrained weights: a file (.safetensors, .bin, .pt), or a folder of them or of a checkpoint. The model "
+        "is that of --pretrained_model_name, else of --model_type and its widths, else that of config.json beside it",
+    )
     finetune_checkpoint_load_dir: str | None = flag(
-        None, "Folder that the pretrained weights lie in, where --pretrained_model_name is given"
+        None, "Folder with the weights of --pretrained_model_name, or of models by name", shown="the model's own"
     )
 
 
@@ -150,26 +164,38 @@ class ParallelArguments:
     )
     expert_parallel_degree: int = flag(1, "Processes that share the experts of a layer", unit="processes")
     bf16: bool = flag(True, "Compute in bfloat16 (weights and optimizer stay in float32); 0: float32")
-    fp8: bool = flag(False, "Compute linear layers in 8-bit floating point")
+    fp8: bool = flag(
+        False, "Compute the decoder layers' linear layers in 8-bit floating point, on Hopper GPUs, by torchao"
+    )
     fp8_amax_history_len: int = flag(1024, "Steps of history that FP8 scales are taken from", unit="steps")
     fp8_amax_compute_algo: str = flag(
         "max", "How an FP8 scale follows from its history", choices=("max", "most_recent")
     )
-    activation_checkpointing: bool = flag(True, "Recompute each layer's activations in the backward pass")
-    selective_checkpointing: float = flag(
-        1.0, "Checkpoint every N-th layer only, or a share of the layers when below 1 (0.5, 1/3)"
+    activation_checkpointing: str = flag(
+        "full",
+        "What the backward pass computes again instead of keeping it: none; full, all of a layer but its input; "
+        "selective:op, all but the results of matrix products, attention and communication; selective:N, every "
+        "N-th layer in full (selective:1/3: that share of the layers)",
+        values={"1": "full", "0": "none"},
+        switch=True,
     )
-    sm_activation_offloading: bool = flag(False, "Keep checkpointed activations in host memory until needed")
+    selective_checkpointing: float = flag(
+        1.0, "Checkpoint in full every N-th layer only, or a share of the layers when below 1 (0.5, 1/3)"
+    )
+    sm_activation_offloading: bool = flag(
+        False, "Keep in host memory what a layer's backward pass needs, until it is needed"
+    )
     activation_loading_horizon: int = flag(
         2, "Layers ahead that offloaded activations are loaded", unit="layers"
     )
-    cpu_offload: bool = flag(False, "Keep parameters and optimizer states in host memory")
+    cpu_offload: bool = flag(False, "Keep parameters, gradients and optimizer states in host memory")
     chunked_loss: bool = flag(
         True, "Compute the loss by chunks of tokens, never holding all logits (models with a plain head)"
     )
     use_torch_compile: bool = flag(False, "Compile each decoder layer")
+    torch_compile_backend: str = flag("inductor", "What compiles it: a backend's name in torch.compile")
     limit_all_gathers: bool = flag(True, "Bound the all-gathers in flight")
-    forward_prefetch: bool = flag(True, "Gather the next layer during this one's forward pass")
+    forward_prefetch: bool = flag(True, "Ask for the next layer's parameters before this one's forward pass")
     backward_fetch_policy: str = flag(
         "backward_pre",
         "When the backward pass gathers the next layer",
@@ -289,8 +315,11 @@ class CheckpointArguments:
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint, or a folder of them of which the newest complete one is taken"
     )
+    strict_resume: bool = flag(
+        False, "Stop when the newest checkpoint is damaged, rather than set it aside and take the next older one"
+    )
     save_final_model: bool = flag(False, "Write the model in Hugging Face format at the end")
-    model_dir: str | None = flag(None, "Folder the final model is written to")
+    model_dir: str | None = flag(None, "Folder the final model is written to", shown="SM_MODEL_DIR")
 
 
 @dataclass
@@ -307,6 +336,8 @@ class LoggingArguments:
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
     use_profiler: bool = flag(False, "Record the PyTorch profiler")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
+    profile_start: int = flag(6, "First step to profile, counted from each start of the run", unit="steps")
+    profile_steps: int = flag(3, "Steps to profile", unit="steps")
 
 
 @dataclass
@@ -389,13 +420,17 @@ class Arguments(
             self.sharding_strategy = "no_shard"
         elif self.hybrid_shard_degree and self.sharding_strategy in ("full_shard", "shard_grad_op"):
             self.sharding_strategy = "hybrid_shard"
+        # One setting says what is checkpointed; a contradiction is refused by `validate`.
+        if self.activation_checkpointing == checkpointing.FULL:
+            self.activation_checkpointing = checkpointing.of_layers(self.selective_checkpointing)
         # From the model alone, so that every rank and every restart finds the same folder.
         self.run_name = self.run_name or self._model_label()
         self.run_dir = self.run_dir or f"runs/{self.run_name}"
 
     def _model_label(self) -> str:
-        if self.hf_pretrained_model_name_or_dir:
-            return PurePosixPath(self.hf_pretrained_model_name_or_dir).name or "model"
+        pretrained = self.hf_pretrained_model_name_or_dir or (self.finetune and self.pretrained_model_name)
+        if pretrained:
+            return PurePosixPath(pretrained).name or "model"
         family = self.model_type or ("scratch" if self.model_size else "gpt_neox")
         return "-".join(part for part in (family, self.model_size) if part)
 
@@ -416,6 +451,11 @@ class Flag:
     def help(self) -> str:
         """One line that says what the flag does."""
         return str(self.metadata["help"])
+
+    @property
+    def switch(self) -> bool:
+        """Whether it may stand alone, for 1, and after ``--no-``, for 0."""
+        return self.kind is bool or bool(self.metadata["switch"])
 
     @property
     def choices(self) -> tuple[Any, ...]:

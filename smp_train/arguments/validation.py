@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from smp_train.arguments import checkpointing
 from smp_train.arguments.capabilities import (
+    DEPENDENT,
     INEFFECTIVE,
     LOCATION_PREFIXES,
     LOCATION_REASON,
@@ -17,7 +19,7 @@ from smp_train.errors import ConfigError
 
 AT_LEAST_ONE = (
     "train_batch_size", "gradient_accumulation_steps", "max_steps", "epochs", "steps_per_epoch",
-    "lr_decay_iters",
+    "lr_decay_iters", "profile_start", "profile_steps",
     "logging_freq", "logging_freq_for_avg", "validation_freq", "validation_batches", "val_batch_size",
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
     "sliding_window", "num_local_experts", "num_experts_per_tok",
@@ -42,6 +44,7 @@ def validate(args: Arguments, world_size: int) -> None:
     _check_not_available(args)
     _check_degrees(args, world_size)
     _check_model(args)
+    _check_activations(args)
     _check_schedule(args)
     _check_checkpoints(args)
     _check_data(args)
@@ -146,6 +149,7 @@ def _check_model(args: Arguments) -> None:
             f"--hf_pretrained_model_name_or_dir (--hf_model) and {other} both choose the model; "
             "give one of them"
         )
+    _check_finetuning(args)
     width, heads, kv = args.hidden_width, args.num_heads, args.num_key_value_heads
     if width and heads and width % heads:
         raise ConfigError(f"--hidden_width {width} is not a multiple of --num_heads {heads}")
@@ -157,6 +161,55 @@ def _check_model(args: Arguments) -> None:
     experts, used = args.num_local_experts, args.num_experts_per_tok
     if experts and used and used > experts:
         raise ConfigError(f"--num_experts_per_tok {used} is above --num_local_experts {experts}")
+
+
+def _check_finetuning(args: Arguments) -> None:
+    model, file, folder = (
+        args.pretrained_model_name, args.pretrained_checkpoint_file, args.finetune_checkpoint_load_dir,
+    )  # fmt: skip
+    if not args.finetune:
+        for name in ("pretrained_model_name", "pretrained_checkpoint_file", "finetune_checkpoint_load_dir"):
+            if getattr(args, name):
+                raise ConfigError(f"--{name} {getattr(args, name)} needs --finetune 1")
+        return
+    if not (model or file or args.hf_pretrained_model_name_or_dir):
+        raise ConfigError(
+            "--finetune 1 needs weights: give --pretrained_model_name (with --finetune_checkpoint_load_dir where they "
+            "lie elsewhere) or --pretrained_checkpoint_file"
+        )
+    if model and args.hf_pretrained_model_name_or_dir:
+        raise ConfigError(
+            "--pretrained_model_name and --hf_pretrained_model_name_or_dir both choose the model; give one of them"
+        )
+    if file and folder:
+        raise ConfigError(
+            "--pretrained_checkpoint_file and --finetune_checkpoint_load_dir both choose the weights; give one of them"
+        )
+    if folder and not (model or args.hf_pretrained_model_name_or_dir):
+        raise ConfigError("--finetune_checkpoint_load_dir needs --pretrained_model_name, to know the model's shape")
+
+
+def _check_activations(args: Arguments) -> None:
+    setting, selective = args.activation_checkpointing, args.selective_checkpointing
+    if selective > 1 and selective != int(selective):
+        raise ConfigError(
+            f"--selective_checkpointing {show(selective)}: a share of the layers is below 1, and from 1 on it is "
+            "every N-th layer"
+        )
+    checkpointing.read(setting)
+    for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
+        if value and not args.bf16:
+            raise ConfigError(f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1")
+    for name in ("tensor_parallel_degree", "context_parallel_degree"):
+        if args.use_torch_compile and getattr(args, name) > 1:
+            raise ConfigError(f"--use_torch_compile 1 with --{name} above 1 is not available; give one of them")
+    if args.fp8 and args.tensor_parallel_degree > 1:
+        raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
+    if selective != 1 and setting not in (checkpointing.NONE, checkpointing.of_layers(selective)):
+        raise ConfigError(
+            f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
+            "other; give one of them"
+        )
 
 
 def _check_schedule(args: Arguments) -> None:
@@ -189,6 +242,8 @@ def _check_checkpoints(args: Arguments) -> None:
             )
     if len(set(args.checkpoint_dir)) != folders:
         raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
+    if args.save_final_model and not args.model_dir:
+        raise ConfigError("--save_final_model 1 needs --model_dir (or SM_MODEL_DIR), the folder to write it to")
 
 
 def _check_data(args: Arguments) -> None:
@@ -223,4 +278,13 @@ def ineffective(resolved: Resolved) -> list[str]:
         if resolved.given(name) and name in flags():
             value = show(getattr(resolved.args, name))
             lines.append(f"--{name} {value} has no effect: {why}")
+    args = resolved.args
+    for name, other in DEPENDENT.items():
+        if resolved.given(name) and not getattr(args, other):
+            lines.append(f"--{name} {show(getattr(args, name))} has no effect: it needs --{other} 1")
+    if args.activation_checkpointing == checkpointing.NONE and args.selective_checkpointing not in (0, 1):
+        lines.append(
+            f"--selective_checkpointing {show(args.selective_checkpointing)} has no effect: "
+            "--activation_checkpointing is none"
+        )
     return lines

@@ -40,10 +40,12 @@ class Backend(ABC):
     topology: Topology
 
     @abstractmethod
-    def build(self, spec: ModelSpec, *, seed: int, seq_len: int) -> nn.Module:
+    def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Return the model ready to train: spread over the ranks, its weights initialised or loaded.
 
-        Raises `ConfigError` for a model, or a sequence length in tokens, that the mesh does not divide.
+        Without ``initial`` the weights are left unset, for `load_state` to fill: what a run started from need not be
+        there when it resumes. Raises `ConfigError` for a model, or a sequence length in tokens, that the mesh does
+        not divide.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Checkpoints: one tree for all ranks, committed by a marker, verified when found, loaded on any mesh."""
 
-from smp_train.checkpoints.finding import Checkpoint, find
+from smp_train.checkpoints.finding import Checkpoint, find, open_checkpoint
 from smp_train.checkpoints.manager import CheckpointManager, Policy, policies
 from smp_train.checkpoints.record import folder_name
 from smp_train.checkpoints.state import canonical_name, create_optimizer_state, gather_state
@@ -14,5 +14,6 @@ __all__ = [
     "find",
     "folder_name",
     "gather_state",
+    "open_checkpoint",
     "policies",
 ]

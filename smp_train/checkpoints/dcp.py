@@ -8,7 +8,7 @@ import logging
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -165,23 +171,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's index")
 
 
-class StrictLoadPlanner(DefaultLoadPlanner):
-    """Refuses a checkpoint that does not hold exactly what is asked for; unpickles no arbitrary objects."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Compare what is asked for with what was saved. Raises `CheckpointError`."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        assert metadata is not None
-        problems = compare(self.state_dict, metadata.state_dict_metadata)
-        if problems:
-            raise CheckpointError(
-                f"{'; '.join(problems)} "
-                "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
-            )
-        if rank() == 0:
-            _warn_of_other_dtypes(self.state_dict, metadata.state_dict_metadata)
+class PlainLoadPlanner(DefaultLoadPlanner):
+    """Unpickles no arbitrary objects."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value that is not a tensor: numbers, strings, and containers of them."""
@@ -191,18 +182,48 @@ class StrictLoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, plain)
 
 
-def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+class StrictLoadPlanner(PlainLoadPlanner):
+    """Refuses a checkpoint that does not hold exactly what is asked for; unpickles no arbitrary objects."""
+
+    def __init__(self, ignored: Container[str] = ()) -> None:
+        """``ignored``: entries that may be there unasked for."""
+        super().__init__()
+        self.ignored = ignored
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Compare what is asked for with what was saved. Raises `CheckpointError`."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        saved = metadata.state_dict_metadata
+        if any(key.startswith("optim.") for key in self.state_dict) and all(key.startswith("model.") for key in saved):
+            raise CheckpointError("it holds weights only; start from it with --finetune 1 --pretrained_checkpoint_file")
+        problems = compare(self.state_dict, saved, self.ignored)
+        if problems:
+            raise CheckpointError(
+                f"{'; '.join(problems)} "
+                "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
+            )
+        if rank() == 0:
+            _warn_of_other_dtypes(self.state_dict, saved)
+
+
+def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
     """Say, in up to three phrases, how the flat state ``wanted`` differs from the ``saved`` one's metadata.
 
     Saved entries of a kind that is not asked for at all (``optim.*`` when only ``model.*`` is loaded) are no
-    difference.
+    difference, nor are ``ignored`` ones.
     """
     kinds = {key.split(".")[0] for key in wanted}
     missing = [key for key in wanted if key not in saved]
     extra = [
         key
         for key in saved
-        if key not in wanted and key.split(".")[0] in kinds and not key.startswith(NOT_NEEDED)
+        if key not in wanted
+        and key.split(".")[0] in kinds
+        and key not in ignored
+        and not key.startswith(NOT_NEEDED)
     ]
     other = []
     for key, value in wanted.items():
@@ -251,18 +272,55 @@ def save_state(state: dict[str, Any], writer: Writer) -> None:
         raise CheckpointError(one_line(error)) from error
 
 
-def load_state(state: dict[str, Any], reader: Reader, label: str) -> None:
+def load_state(state: dict[str, Any], reader: Reader, label: str, ignored: Container[str] = ()) -> None:
     """Fill ``state`` in place from what ``reader`` reads, on whatever mesh it is laid out. Collective.
 
-    Raises `CheckpointError` on every rank when any rank failed, or when ``state`` and checkpoint do not
-    match.
+    Entries in ``ignored`` may be there unasked for. Raises `CheckpointError` on every rank when any rank failed, or
+    when ``state`` and checkpoint do not match.
     """
     exchange(f"cannot load {label}", reader.preload)
     try:
         with _single_process_is_fine():
-            dcp.load(state, storage_reader=reader, planner=StrictLoadPlanner())
+            dcp.load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
         raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
+
+
+def saved_entries(reader: Reader) -> Mapping[str, Any]:
+    """Return the metadata of every entry of a checkpoint by its flat name. Raises `CheckpointError`. Not collective."""
+    reader.preload()
+    entries: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    return entries
+
+
+def plain_values(reader: Reader) -> dict[str, Any]:
+    """Return the numbers, strings and the like that another program stored beside its tensors, by flat name.
+
+    Left out is what is no plain value, and the optimizer's. Not collective.
+    """
+    found: dict[str, Any] = {}
+    for key, entry in saved_entries(reader).items():
+        if not isinstance(entry, BytesStorageMetadata) or key.startswith(("optim", "model")):
+            continue
+        state = {key: None}
+        try:
+            _load_state_dict(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=True)
+        except CheckpointException:
+            continue
+        if isinstance(state[key], (int, float, str, bool)):
+            found[key] = state[key]
+    return found
+
+
+def read_tensor(reader: Reader, key: str) -> torch.Tensor:
+    """Read one entry whole. Not collective. Raises `CheckpointError` where it cannot be read."""
+    entry = saved_entries(reader)[key]
+    value = torch.empty(entry.size, dtype=entry.properties.dtype)
+    try:
+        _load_state_dict({key: value}, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{key} cannot be read: {one_line(error)}") from error
+    return value
 
 
 class _single_process_is_fine(AbstractContextManager):

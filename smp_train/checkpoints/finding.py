@@ -9,12 +9,15 @@ import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
 from smp_train.checkpoints.record import COMMITTED, META, Committed, parse_folder_name
 from smp_train.checkpoints.storage import Storage, interrupted, open_storage
 from smp_train.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from smp_train.checkpoints.dcp import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,11 @@ class Checkpoint:
         """
         from smp_train.checkpoints.dcp import load_state
 
-        load_state(state, self._storage.reader(self._name), self.path)
+        load_state(state, self.reader(), self.path)
+
+    def reader(self) -> Reader:
+        """Return the reader of its tensors."""
+        return self._storage.reader(self._name)
 
     def verify(self, rank: int = 0, world: int = 1) -> list[str]:
         """Recompute the checksums of this rank's share of the files; one line per difference. No collective.
@@ -111,6 +118,22 @@ def find(
     return None
 
 
+def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
+    """Open the one committed checkpoint at ``location``, its sizes compared. Not collective.
+
+    Raises `CheckpointError` where it is not committed, or not what was committed.
+    """
+    path = Path(os.path.abspath(os.path.expanduser(os.fspath(location))))
+    storage = open_storage(path.parent)
+    if not storage.has(path.name, COMMITTED):
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {COMMITTED} file")
+    opened = _open(storage, path.name)
+    if isinstance(opened, str):
+        raise Damaged(f"checkpoint {path} is damaged: {opened}")
+    committed, meta = opened
+    return Checkpoint(str(path), committed.step, meta, committed, storage, path.name)
+
+
 def _candidates(text: str, missing_ok: bool, model_type: str | None) -> tuple[str, list[str], bool] | None:
     """Return (folder, names newest first, whether one checkpoint was asked for), or None for nothing."""
     path = Path(os.path.abspath(os.path.expanduser(text)))
@@ -139,6 +162,14 @@ def _candidates(text: str, missing_ok: bool, model_type: str | None) -> tuple[st
                 "to start afresh, give another --checkpoint_dir or move them away"
             )
     return str(path), names, False
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Return whether ``path`` is a checkpoint of this program, finished or not, or a folder with such in it."""
+    if not path.is_dir():
+        return False
+    files = open_storage(path.parent).sizes(path.name)
+    return COMMITTED in files or META in files or any(map(parse_folder_name, open_storage(path).names()))
 
 
 def _is_one_checkpoint(path: Path, storage: Storage) -> bool:

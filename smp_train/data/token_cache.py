@@ -325,7 +325,8 @@ class ShardReader:
             return os.pread(self._tok, size, offset)
         except OSError as error:
             raise DataError(
-                f"{self.base}.tok: cannot be read ({error.strerror}); is its file system still there?"
+                f"{self.base}.tok: cannot be read ({error.strerror}); "
+                "is the file system of --data_cache_dir still there?"
             ) from None
 
     def row(self, row: int) -> Row:

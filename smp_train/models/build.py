@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -62,12 +63,42 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{key}" if name else key, layer) for key, layer in layers.named_children()]
 
 
-def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Give every meta parameter (plain or DTensor) memory on ``device``, unset, and move all else there.
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": (
+        "flash_attn_interface",
+        "pip install --no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'",
+    ),
+}
+"""Package that an attention implementation needs, as imported, and how it is installed."""
 
+
+def check_attention(attn_implementation: str, device: torch.device) -> None:
+    """Raise `ConfigError` when the attention kernel cannot run here: its package is missing, or there is no GPU."""
+    package, install = FLASH_PACKAGES.get(attn_implementation, (None, ""))
+    if package is None:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--attn_implementation {attn_implementation} needs a GPU, and this run is on the CPU; use sdpa"
+        )
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"--attn_implementation {attn_implementation} needs the package {package}, which is not installed here; "
+            f"{install}, or use sdpa"
+        )
+
+
+def materialise(
+    model: nn.Module, device: torch.device | str, *, parameters: torch.device | str | None = None
+) -> None:
+    """Give every meta parameter (plain or DTensor) memory, unset, and move all else to ``device``.
+
+    Parameters get theirs on the device too, or where ``parameters`` says (the host, when they are offloaded).
     Tied parameters stay tied. Call it after sharding: only this rank's part is allocated.
     """
     device = torch.device(device)
+    home = device if parameters is None else torch.device(parameters)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
@@ -76,7 +107,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
     tied = [places for places in owners.values() if len(places) > 1]
 
     def allocate(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device)
 
     model._apply(allocate)
     # _apply replaces a plain meta parameter at each place anew.

@@ -1,23 +1,21 @@
-"""Reads Hugging Face weights (safetensors) straight into the parts of the parameters that a rank holds."""
+"""Reads Hugging Face weights straight into the parts of the parameters that a rank holds."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smp_train.errors import CheckpointError
 from smp_train.models.initialization import DTensor, canonical_name, part_of
+from smp_train.models.weight_files import Block, WeightFiles
 
-INDEX = "model.safetensors.index.json"
 # Experts as transformers 5 holds them; files have them one by one.
 FUSED = re.compile(r"^(?P<prefix>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)$")
 GATE_UP = (("w1", "w3"), ("gate_proj", "up_proj"))  # Mixtral's and others' names.
@@ -41,78 +39,28 @@ class Piece:
     row: int = 0
 
 
-class Shards:
-    """The safetensors files of a folder, opened as needed; reads any block of any stored tensor."""
+def load_pretrained(model: nn.Module, location: str | Path) -> None:
+    """Fill every parameter of a materialised model from the weights at ``location``, cast to its own dtype.
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._folder, self._stack = folder, stack
-        self._open: dict[str, Any] = {}
-        self.files = _files_of(folder, self._keys)
-
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            from safetensors import SafetensorError, safe_open
-
-            try:
-                handle = safe_open(str(self._folder / file), framework="pt", device="cpu")
-            except (OSError, SafetensorError) as failure:
-                raise CheckpointError(f"{self._folder / file} cannot be read: {failure}") from failure
-            self._open[file] = self._stack.enter_context(handle)
-        return self._open[file]
-
-    def _keys(self, file: str) -> list[str]:
-        return list(self._handle(file).keys())
-
-    def tensor(self, name: str) -> Any:
-        """Return the stored tensor ``name`` as a slice: nothing is read until it is indexed."""
-        return self._handle(self.files[name]).get_slice(name)
-
-
-def _files_of(folder: Path, keys: Callable[[str], list[str]]) -> dict[str, str]:
-    """Return which file holds each stored tensor."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as failure:
-            raise CheckpointError(f"{index} is not an index of safetensors files: {failure}") from failure
-        missing = sorted(name for name in set(files.values()) if not (folder / name).is_file())
-        if missing:
-            raise CheckpointError(f"{folder}: the index names {missing[0]}, which is not there")
-        return files
-    found = sorted(folder.glob("*.safetensors"))
-    if found:
-        return {key: path.name for path in found for key in keys(path.name)}
-    if any(folder.glob("*.bin")):
-        raise CheckpointError(
-            f"{folder} has its weights as .bin (pickle), which is not read; convert them once with "
-            f"transformers: "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(<new folder>)"
-        )
-    raise CheckpointError(f"{folder} has no weights (*.safetensors)")
-
-
-def load_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Fill every parameter of a materialised model from the safetensors of ``folder``, cast to its own dtype.
-
-    Each rank reads only the rows and columns it holds; no collective is entered, so a failure on one rank
-    must be made known to the others by the caller. Names are those of the Hugging Face state dict, with or
-    without the base model's prefix; experts that this transformers fuses and the folder stores one by one
-    are put together.
+    ``location`` is a folder with safetensors or pickled weights (``.bin``), or one such file. Each rank reads
+    only the rows and columns it holds: host memory for its part and one block more. No collective is entered,
+    so a failure on one rank must be made known to the others by the caller. Names are those of the Hugging
+    Face state dict, with or without the base model's prefix; experts that this transformers fuses and the
+    files store one by one are put together.
 
     Raises:
-        CheckpointError: files missing or unreadable; parameters that the folder does not have, or stored
+        CheckpointError: files missing or unreadable; parameters that the files do not have, or stored
             tensors that the model does not have (the first few are named); shapes that differ.
     """
-    folder = Path(folder)
+    location = Path(location)
     params = {canonical_name(name): param for name, param in model.named_parameters()}
     with ExitStack() as stack, torch.no_grad():
-        shards = Shards(folder, stack)
-        plan, missing, left = _plan(model, params, _current_names(model, list(shards.files)))
+        stored = WeightFiles(location, stack)
+        plan, missing, left = _plan(model, params, _current_names(model, list(stored.files)))
         if missing or left:
-            raise CheckpointError(f"{folder} does not fit the model: {_names('lacks', missing, left)}")
+            raise CheckpointError(f"{location} does not fit the model: {_names('lacks', missing, left)}")
         for name, pieces in plan.items():
-            _fill(name, params[name], pieces, shards)
+            _fill(name, params[name], pieces, stored)
 
 
 def _names(verb: str, missing: list[str], left: list[str]) -> str:
@@ -130,7 +78,7 @@ def _current_names(model: nn.Module, stored: list[str]) -> dict[str, str]:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
     except ImportError:  # transformers 4 has the names of the files.
-        return {name: name for name in stored}
+        return {canonical_name(name): name for name in stored}
     from transformers import AutoModelForCausalLM
 
     # Asked of a model that nothing is wrapped around: the answer depends on the class.
@@ -139,7 +87,7 @@ def _current_names(model: nn.Module, stored: list[str]) -> dict[str, str]:
     renamings = [rule for rule in get_model_conversion_mapping(plain) if isinstance(rule, WeightRenaming)]
     names = {}
     for name in stored:
-        current = name
+        current = canonical_name(name)
         for rule in renamings:
             current, _ = rule.rename_source_key(current)
         names[current] = name
@@ -202,13 +150,13 @@ def _expert_pieces(name: str, param: Tensor, stored: Mapping[str, str]) -> list[
     return []
 
 
-def _fill(name: str, param: Tensor, pieces: list[Piece], shards: Shards) -> None:
+def _fill(name: str, param: Tensor, pieces: list[Piece], stored: WeightFiles) -> None:
     part = part_of(param)
     whole = param.to_local() if isinstance(param, DTensor) else param
     if whole.is_meta:
         raise CheckpointError(f"parameter {name} is still on the meta device; materialise the model first")
     for piece in pieces:
-        source = shards.tensor(piece.stored)
+        source = stored.tensor(piece.stored)
         shape = tuple(source.get_shape())
         local, indices, room = whole, list(part.indices), part.shape
         if piece.expert is not None:
@@ -219,12 +167,12 @@ def _fill(name: str, param: Tensor, pieces: list[Piece], shards: Shards) -> None
         fits = shape[1:] == room[1:] and (shape == room or piece.expert is not None)
         if not fits:
             raise CheckpointError(
-                f"{piece.stored} is {list(shape)} in the folder, {name} is {list(part.shape)} here"
+                f"{piece.stored} is {list(shape)} there, {name} is {list(part.shape)} here"
             )
         _copy(local, source, indices, shape, piece.row)
 
 
-def _copy(local: Tensor, source: Any, indices: list[Tensor], shape: tuple[int, ...], row: int) -> None:
+def _copy(local: Tensor, source: Block, indices: list[Tensor], shape: tuple[int, ...], row: int) -> None:
     """Copy what of ``source`` (whose rows start at ``row`` of the parameter) lies at the held ``indices``."""
     starts = [row, *[0] * (len(shape) - 1)][: len(shape)]
     blocks = [

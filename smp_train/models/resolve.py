@@ -6,13 +6,14 @@ import copy
 import difflib
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import ConfigError
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, ROPE_SCALING, SYNONYMS, Family
+from smp_train.models.weight_files import weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp_train.models")
 
 PRESETS = Path(__file__).parent / "presets"
+CONFIG_FILE = "config.json"
+# What a checkpoint of ours says of itself; the configuration is its "model_config".
+OUR_META = "meta.json"
 # Sequence length of training where none is given, in tokens, as in the original system; less for a shorter model.
 DEFAULT_CONTEXT = 2048
 # Widths of the original system where only some are given.
@@ -41,7 +45,7 @@ class ModelSpec:
         name: "llama_v2-7b", "llama_v2" when built from widths, or the Hugging Face name.
         model_type: family name, used in the names of checkpoint folders.
         config: transformers configuration.
-        pretrained: folder with weights to start from, or None for random initial weights.
+        pretrained: where the weights to start from are (folder or file), or None for random initial weights.
     """
 
     name: str
@@ -93,7 +97,8 @@ def resolve(args: Any) -> ModelSpec:
     """Return the model that the flags describe.
 
     ``args`` has the model flags as attributes; None stands for not given. In order of what decides:
-    ``hf_pretrained_model_name_or_dir`` (folder, config.json or hub name), ``model_type`` and ``model_size``
+    ``hf_pretrained_model_name_or_dir`` or, with ``finetune``, ``pretrained_model_name`` (folder, config.json or hub
+    name) or what lies beside ``pretrained_checkpoint_file``, ``model_type`` and ``model_size``
     (preset), ``model_type`` and widths (missing widths: 768 wide, 12 layers, 12 heads; ``model_type``
     missing: gpt_neox, or the from-scratch ladder when a size is given). Other flags that are given are laid
     over it.
@@ -103,9 +108,49 @@ def resolve(args: Any) -> ModelSpec:
             fit together, or a folder without a usable configuration.
     """
     given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
-    location = getattr(args, "hf_pretrained_model_name_or_dir", None)
+    location, weights = _configuration_and_weights(args, given)
     if location:
-        return _from_hugging_face(str(location), given)
+        return _from_hugging_face(location, given, weights)
+    return replace(_from_flags(args, given), pretrained=weights)
+
+
+def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return where the configuration comes from (None: the flags), and the weights (None: from beside it)."""
+    location = getattr(args, "hf_pretrained_model_name_or_dir", None)
+    if not getattr(args, "finetune", False):
+        return location, None
+    name, folder, file = args.pretrained_model_name, args.finetune_checkpoint_load_dir, args.pretrained_checkpoint_file
+    for flag, place in (("finetune_checkpoint_load_dir", folder), ("pretrained_checkpoint_file", file)):
+        if place is not None and not Path(place).expanduser().exists():
+            raise ConfigError(f"{place} does not exist (--{flag})")
+    if folder is not None:
+        # Clusters without a way to the hub keep models in one folder, under their names.
+        own = Path(folder).expanduser()
+        elsewhere = name is None or Path(name).expanduser().exists()
+        own = own if elsewhere or not (own / name).is_dir() else own / name
+        here = not elsewhere and (own / CONFIG_FILE).is_file()
+        return location or (str(own / CONFIG_FILE) if here else name), str(own)
+    if file is not None:
+        path = Path(file).expanduser()
+        described = args.model_type or args.model_size or any(flag in given for flag in SHAPES)
+        return location or name or (None if described else _beside(path)), str(path)
+    return location or name, None
+
+
+def _beside(weights: Path) -> str:
+    """Return the file with the configuration that lies beside the weights; flags would say more than none."""
+    folder = weights if weights.is_dir() else weights.parent
+    for name in (CONFIG_FILE, OUR_META):
+        if (folder / name).is_file():
+            return str(folder / name)
+    raise ConfigError(
+        f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
+        "--model_type and its widths"
+    )
+
+
+def _from_flags(args: Any, given: dict[str, Any]) -> ModelSpec:
+    """Return the model of a preset, or of widths."""
     family_name, family, name, fields = _begin_with(args)
     if not getattr(args, "model_size", None):
         given = DEFAULT_WIDTHS | given
@@ -141,7 +186,8 @@ def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
 
     Empty for a Hugging Face model, whose configuration is its own. Raises `ConfigError` for an unknown preset.
     """
-    if getattr(args, "hf_pretrained_model_name_or_dir", None):
+    given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
+    if _configuration_and_weights(args, given)[0]:
         return {}
     _, family, name, fields = _begin_with(args)
     sized = bool(getattr(args, "model_size", None))
@@ -331,46 +377,57 @@ def _check_widths(hf_model_type: str, fields: dict[str, Any], name: str) -> None
         )
 
 
-def _from_hugging_face(location: str, given: dict[str, Any]) -> ModelSpec:
-    """Return the specification of a folder, of one config.json (random weights), or of a model on the hub."""
+def _from_hugging_face(location: str, given: dict[str, Any], weights: str | None = None) -> ModelSpec:
+    """Return the specification of a folder, of one config.json (random weights), or of a model on the hub.
+
+    ``weights`` are taken instead of what lies beside the configuration.
+    """
     path = Path(location).expanduser()
-    weights: str | None = None
     if path.is_file():
         config = _load_config(path)
     elif path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} (--hf_pretrained_model_name_or_dir) has no config.json")
-        config = _load_config(path / "config.json")
-        weights = str(path) if _has_weights(path) else None
+        if not (path / CONFIG_FILE).is_file():
+            raise ConfigError(f"{path} has no {CONFIG_FILE}: it is not the folder of a Hugging Face model")
+        config = _load_config(path / CONFIG_FILE)
+        weights = weights or (str(path) if weight_files(path) else None)
     elif location.startswith((".", "/", "~")) or (location.count("/") != 1 and "/" in location):
-        raise ConfigError(f"{location} does not exist (--hf_pretrained_model_name_or_dir)")
+        raise ConfigError(f"{location} does not exist; give the folder of a Hugging Face model, or its name")
     else:
-        folder = _download(location)
-        config = _load_config(folder / "config.json")
-        weights = str(folder) if _has_weights(folder) else None
+        folder = _download(location, with_weights=weights is None)
+        config = _load_config(folder / CONFIG_FILE)
+        weights = weights or (str(folder) if weight_files(folder) else None)
     laid = _lay_over(config, given, weights, location)
     name = location if not path.exists() else (path.parent.name if path.is_file() else path.name)
     return ModelSpec(name or config.model_type, _our_name(config), laid, weights)
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
 def _load_config(path: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
+        if path.name == OUR_META:
+            return config_of(json.loads(path.read_text(encoding="utf-8"))["model_config"])
         return AutoConfig.from_pretrained(str(path))
     except Exception as failure:  # Anything a file of unknown origin may lead to.
         raise ConfigError(f"transformers cannot read {path}: {_one_line(failure)}") from failure
 
 
-def _download(name: str) -> Path:
+def config_of(fields: dict[str, Any]) -> PretrainedConfig:
+    """Return the configuration that a checkpoint of ours has as ``model_config``. Raises KeyError for another type."""
+    from transformers import CONFIG_MAPPING
+
+    config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    return config
+
+
+def _download(name: str, *, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        folder = Path(snapshot_download(name, allow_patterns=["*.json", *["*.safetensors"] * with_weights]))
+        if with_weights and not weight_files(folder):
+            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.bin"]))
+        return folder
     except Exception as failure:  # No network, no such model, no access: each has its own class.
         raise ConfigError(
             f"--hf_pretrained_model_name_or_dir {name}: is no folder, and the Hugging Face hub does not give it "

@@ -77,9 +77,9 @@ LINES: dict[str, Line] = {
     "000, today": Line(
         "--max_context_width=8192 --num_key_value_heads=8 --intermediate_size=14336 --hidden_width=4096 "
         "--num_layers=32 --num_heads=32 --model_type=llama_v3 --tokenizer=hf-internal-testing/llama-tokenizer "
-        "--checkpoint_freq=5000 --validation_freq=100 --max_steps=5000 --checkpoint_dir=./checkpoints --dataset=allenai/c4 "
-        "--dataset_config_name=en --resume_from_checkpoint=./checkpoints --train_batch_size=1 --val_batch_size=1 "
-        "--sharding_strategy=full --offload_activations=1",
+        "--checkpoint_freq=5000 --validation_freq=100 --max_steps=5000 --checkpoint_dir=./checkpoints "
+        "--dataset=allenai/c4 --dataset_config_name=en --resume_from_checkpoint=./checkpoints "
+        "--train_batch_size=1 --val_batch_size=1 --sharding_strategy=full --offload_activations=1",
         refused="--sm_activation_offloading",
         off="--dataset None --dataset_config_name None --tokenizer None --offload_activations 0",
     ),
@@ -116,13 +116,13 @@ LINES: dict[str, Line] = {
     "003, fine-tuned by name": Line(
         SMP.format(nsys="", hf="") + " --finetune 1 --pretrained_model_name meta-llama/Llama-2-7b-hf "
         "--finetune_checkpoint_load_dir /fsx/pretrained",
-        refused="--finetune",
+        refused="finetune",
         off="--finetune 0 --pretrained_model_name None --finetune_checkpoint_load_dir None",
         appended=SMALL_SMP,
     ),
     "003, fine-tuned from a file": Line(
         SMP.format(nsys="", hf="") + " --finetune 1 --pretrained_checkpoint_file /fsx/llama/consolidated.pt",
-        refused="--finetune",
+        refused="--pretrained_checkpoint_file",
         off="--finetune 0 --pretrained_checkpoint_file None",
         appended=SMALL_SMP,
     ),

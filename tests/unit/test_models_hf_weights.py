@@ -1,6 +1,7 @@
 """Weights that transformers saved, read by us: the same logits as transformers' own loading gives."""
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,13 +152,116 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         load_pretrained(model, tmp_path)
 
 
-def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def pickled(folder: Path, name: str = "pytorch_model.bin", **around: Any) -> Path:
+    """Turn a folder's safetensors into one file of torch.save; return it."""
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for key in reversed(around):
+        stored = {key: stored, **around[key]}
+    torch.save(stored, folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize("family", ["llama_v3", "gpt_neox", "mixtral"])
+def test_pickled_weights_give_the_same_logits(family: str, tmp_path: Path) -> None:
+    save(FAMILIES[family], tmp_path)
+    expected = expected_logits(tmp_path)
+    file = pickled(tmp_path)
+    torch.save({"step": 3}, tmp_path / "optimizer.bin")  # The trainer's own, beside the model's.
+    with torch.no_grad():
+        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected)
+        model = built(tmp_path)
+        materialise(model, "cpu")
+        load_pretrained(model, file)
+        assert torch.equal(model.eval()(input_ids=IDS).logits, expected)
+
+
+def test_one_file_of_another_program(tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    expected, model = expected_logits(tmp_path), built(tmp_path)
+    materialise(model, "cpu")
+    load_pretrained(model, pickled(tmp_path, "full.pt", state_dict={"epoch": 3, "lr": 0.1}, model={}))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=IDS).logits, expected)
+
+
+def test_several_pickled_files_with_an_index(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    save(FAMILIES["llama_v2"], tmp_path, max_shard_size="30KB")
+    expected = expected_logits(tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    for path in sorted(tmp_path.glob("*.safetensors")):
+        torch.save(load_file(path), path.with_suffix(".bin"))
+        path.unlink()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    index["weight_map"] = {k: v.replace(".safetensors", ".bin") for k, v in index["weight_map"].items()}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    with torch.no_grad():
+        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected)
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("executed"),))
+
+
+def test_a_pickle_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(FAMILIES["llama_v2"], tmp_path)
     model = built(tmp_path)
     materialise(model, "cpu")
-    with pytest.raises(CheckpointError, match="save_pretrained"):
+    pickled(tmp_path)
+    torch.save({"lm_head.weight": Hostile()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin cannot be read as a file of tensors"):
         load_pretrained(model, tmp_path)
+    assert not Path("executed").exists()
+
+
+def peak(folder: str, file: str | None) -> tuple[int, int, int]:
+    """Return (memory taken while loading, this rank's part, the largest tensor), in bytes."""
+    dist.init_process_group("gloo")
+    model = built(folder)
+    for _, layer in decoder_layers(model):
+        fully_shard(layer)
+    fully_shard(model)
+    largest = max(p.numel() for p in model.parameters()) * 4
+    done = threading.Event()
+    seen = [anonymous_memory()]
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            seen.append(anonymous_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    materialise(model, "cpu")
+    load_pretrained(model, file or folder)
+    done.set()
+    watcher.join()
+    held = sum(p.to_local().numel() * 4 for p in model.parameters())
+    dist.destroy_process_group()
+    return max(seen) - seen[0], held, largest
+
+
+def anonymous_memory() -> int:
+    """Return this process's memory but for mapped files, whose pages the system takes back when it needs them."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_rank_holds_its_part_and_one_tensor_at_most(kind: str, tmp_path: Path) -> None:
+    flags = TINY | {"model_type": "llama_v2", "hidden_width": 384, "vocab_size": 4000, "num_layers": 8}
+    save(flags, tmp_path)  # 69 MB, the largest tensor 6 MB.
+    file = str(pickled(tmp_path)) if kind == "bin" else None
+    for taken, held, largest in run(peak, 4, str(tmp_path), file):
+        assert held > 2 * largest
+        assert taken < held + largest + (4 << 20)
 
 
 def test_a_configuration_without_weights_starts_at_random(tmp_path: Path) -> None:

@@ -1,0 +1,285 @@
+"""``smp-train checkpoint``: look at checkpoints, check them, and turn them into other forms."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NoReturn
+
+from smp_train.checkpoints.finding import Checkpoint, committed_names, is_checkpoint_folder, open_checkpoint
+from smp_train.checkpoints.manager import CheckpointManager, Policy
+from smp_train.checkpoints.record import COMMITTED, META, parse_folder_name
+from smp_train.checkpoints.storage import Storage, open_storage
+from smp_train.errors import CheckpointError, ConfigError
+
+ABANDONED_SECONDS = 3600.0
+"""What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this verb's sub-commands."""
+    found = _Parser(prog="smp-train checkpoint", description=__doc__, allow_abbrev=False)
+    verbs = found.add_subparsers(dest="verb", required=True, parser_class=_Parser)
+
+    def verb(name: str, help: str, source: str, target: str | None = None) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
+        made.add_argument("source", help=source)
+        if target is not None:
+            made.add_argument("target", help=target)
+        return made
+
+    either = "a checkpoint, or a folder of them (the newest committed one)"
+    verb("ls", "list the checkpoints of a folder", "folder of checkpoints")
+    verb("show", "tell what a checkpoint holds", either)
+    verb("verify", "recompute checksums", "a checkpoint, or a folder: all of its committed ones")
+    for name, help, source in (
+        ("export", "write a checkpoint's model as a Hugging Face folder", either),
+        ("convert", "write weights of any form as safetensors", "folder or file (.safetensors, .bin, .pt)"),
+    ):
+        made = verb(name, help, source, "folder to write")
+        made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
+        made.add_argument("--tokenizer", help="folder or name of the tokenizer to write beside the model")
+        made.add_argument("--max_shard_gb", type=float, default=5.0, help="size of one file (default: 5)")
+        made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a model that is there")
+    made = verb("import", "make a checkpoint of weights of any form", "see --pretrained_checkpoint_file", "folder")
+    made.add_argument("--model", help="folder or name of the model; default: config.json beside the weights")
+    made.add_argument("--step", type=int, help="step of the checkpoint; default: what the source says, else 0")
+    made = verb("prune", "delete all but the newest committed checkpoints", "folder of checkpoints")
+    made.add_argument("--keep", type=int, required=True, help="how many of each model type to keep, at least 1")
+    made.add_argument("--dry_run", type=int, choices=(0, 1), default=0, help="only say what would be deleted")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the first argument names."""
+    options = parser().parse_args(list(argv))
+    actions = {
+        "ls": ls, "show": show, "verify": verify, "export": export_model, "convert": convert, "import": import_weights,
+        "prune": prune,
+    }  # fmt: skip
+    return actions[options.verb](options)
+
+
+def ls(options: argparse.Namespace) -> int:
+    """Print one line per checkpoint, finished or not, oldest step first."""
+    storage = _folder(options.source)
+    rows = []
+    for name in storage.names():
+        sizes = storage.sizes(name)
+        parsed = parse_folder_name(name.removesuffix(".damaged"))
+        committed = COMMITTED in sizes
+        if parsed is None and not name.endswith((".staging", ".deleting", ".replaced")):
+            continue
+        state = "committed" if committed else "incomplete"
+        state = "damaged" if ".damaged" in name else state
+        rows.append((parsed[1] if parsed else -1, name, state, in_bytes(sum(sizes.values())), len(sizes)))
+    width = max((len(row[1]) for row in rows), default=0)
+    for _, name, state, size, files in sorted(rows):
+        print(f"{name:<{width}}  {state:<10}  {size:>10}  {files} files")
+    if not rows:
+        print(f"no checkpoints in {storage.location}")
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print what a checkpoint says of itself, and how many tensors of which kind it holds."""
+    from smp_train.checkpoints.dcp import DCP_METADATA, plain_values, saved_entries
+
+    path = Path(options.source).expanduser()
+    if not is_checkpoint_folder(path) and (path / DCP_METADATA).is_file():  # another program's
+        reader = open_storage(path.parent).reader(path.name)
+        facts: dict[str, Any] = {"path": str(path), "format": "DCP tree of another program"}
+        facts |= plain_values(reader)
+    else:
+        found = newest(options.source)
+        reader = found.reader()
+        facts = {"path": found.path, "step": found.step, "bytes": sum(r.size for r in found.committed.files.values())}
+        config = found.meta.get("model_config") or {}
+        facts |= {"model": config.get("model_type", "unknown")}
+        facts |= {key: value for key, value in found.meta.items() if key not in ("model_config", "arguments", "step")}
+    kinds: dict[str, list[int]] = {}
+    for key, entry in saved_entries(reader).items():
+        if hasattr(entry, "size"):
+            kinds.setdefault(key.split(".")[0], []).append(entry.size.numel())
+    for kind, counts in kinds.items():
+        facts[kind] = f"{len(counts)} tensors, {sum(counts):,} numbers"
+    for key, value in facts.items():
+        print(f"{key + ':':<12} {value if isinstance(value, str) else json.dumps(value)}")
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Recompute all checksums; `CheckpointError` names what is damaged."""
+    path = Path(options.source).expanduser()
+    single = (path / COMMITTED).exists() or (path / META).exists()
+    storage = _folder(str(path.parent if single else path))
+    names = [path.name] if single else committed_names(storage, None)
+    if not names:
+        raise CheckpointError(f"{path} holds no committed checkpoint")
+    damaged = []
+    for name in names:
+        try:
+            problems = open_checkpoint(os.path.join(storage.location, name)).verify()
+        except CheckpointError as error:
+            problems = [str(error)]
+        print(f"{name}: {'; '.join(problems) or 'intact'}")
+        damaged += [name] * bool(problems)
+    if damaged:
+        raise CheckpointError(f"{len(damaged)} of {len(names)} damaged in {storage.location}: {', '.join(damaged)}")
+    return 0
+
+
+def export_model(options: argparse.Namespace) -> int:
+    """Write a checkpoint's model as a Hugging Face folder."""
+    from smp_train.checkpoints.export import DTYPES, export
+
+    found = newest(options.source)
+    bar = Bar(f"export {os.path.basename(found.path)}")
+    out = export(
+        found,
+        options.target,
+        dtype=DTYPES.get(options.dtype),
+        tokenizer=options.tokenizer,
+        shard_bytes=int(options.max_shard_gb * 1e9),
+        replace=bool(options.overwrite),
+        on_progress=bar,
+    )
+    print(f"wrote step {found.step} of {found.path} to {out}")
+    return 0
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
+    from smp_train.checkpoints import export
+    from smp_train.models.hf_weights import NOT_WEIGHTS
+    from smp_train.models.weight_files import WeightFiles
+
+    source = Path(options.source).expanduser()
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
+    folder = source if source.is_dir() else source.parent
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")
+    out = export.free_folder(options.target, bool(options.overwrite))
+    with ExitStack() as stack:
+        files = WeightFiles(source, stack)
+        names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
+        items = [export.stored_item(files, name, export.DTYPES.get(options.dtype)) for name in names]
+        export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
+    export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            (out / name).write_bytes((folder / name).read_bytes())
+    print(f"wrote {len(names)} tensors of {source} to {out}")
+    return 0
+
+
+def import_weights(options: argparse.Namespace) -> int:
+    """Make a committed checkpoint, without optimizer state, of weights of any form; holds the model in memory."""
+    from smp_train.checkpoints.dcp import DCP_METADATA, plain_values
+    from smp_train.checkpoints.pretrained import load_weights
+    from smp_train.checkpoints.state import gather_state
+    from smp_train.models.build import build_meta, materialise
+    from smp_train.models.resolve import resolve
+
+    source = Path(options.source).expanduser()
+    spec = resolve(
+        argparse.Namespace(
+            finetune=True, pretrained_model_name=options.model, pretrained_checkpoint_file=str(source),
+            finetune_checkpoint_load_dir=None, hf_pretrained_model_name_or_dir=None, model_type=None, model_size=None,
+        )
+    )  # fmt: skip
+    told: dict[str, Any] = {}
+    if (source / DCP_METADATA).is_file():
+        told = plain_values(open_storage(source.parent).reader(source.name))
+    step = options.step if options.step is not None else int(told.get("total_steps", told.get("step", 0)))
+    model = build_meta(spec)
+    materialise(model, "cpu")
+    load_weights(model, str(source))
+    manager = CheckpointManager([Policy(options.target, 0, 0)], model_type=spec.model_type)
+    meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}}
+    for path in manager.save(step, gather_state(model), meta, force=True):
+        print(f"wrote {path}; start from it with --finetune 1 --pretrained_checkpoint_file {path}")
+    return 0
+
+
+def prune(options: argparse.Namespace) -> int:
+    """Delete all but the newest committed checkpoints of each model type, and what interrupted saves left."""
+    if options.keep < 1:
+        raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
+    storage = _folder(options.source)
+    if not options.dry_run:
+        for done in storage.sweep(time.time() - ABANDONED_SECONDS):
+            print(done)
+    kept: dict[str, int] = {}
+    for name in committed_names(storage, None):
+        parsed = parse_folder_name(name)
+        if parsed is None:
+            continue
+        kept[parsed[0]] = kept.get(parsed[0], 0) + 1
+        if kept[parsed[0]] > options.keep:
+            if not options.dry_run:
+                storage.delete(name)
+            print(f"{'would delete' if options.dry_run else 'deleted'} {name}")
+    return 0
+
+
+def newest(location: str) -> Checkpoint:
+    """Return the checkpoint at ``location``, or the newest committed one of the folder; else `CheckpointError`."""
+    path = Path(location).expanduser()
+    if (path / COMMITTED).exists() or (path / META).exists():
+        return open_checkpoint(path)
+    storage = _folder(location)
+    names = committed_names(storage, None)
+    if not names:
+        raise CheckpointError(f"{location} holds no committed checkpoint")
+    return open_checkpoint(os.path.join(storage.location, names[0]))
+
+
+def _folder(location: str) -> Storage:
+    storage = open_storage(location)
+    if not os.path.isdir(storage.location):
+        raise CheckpointError(f"{location} does not exist; give a folder of checkpoints")
+    return storage
+
+
+def in_bytes(number: float) -> str:
+    """Return a size as people say it: 13.5 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"
+
+
+class Bar:
+    """A progress bar on a terminal, and a line every half minute elsewhere."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._bar: Any = None
+        self._told = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` bytes are written."""
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = self._bar or tqdm(desc=self._label, total=total, unit="B", unit_scale=True)
+            self._bar.update(done - self._bar.n)
+            if done == total:
+                self._bar.close()
+        elif time.monotonic() - self._told > 30:
+            self._told = time.monotonic()
+            print(f"{self._label}: {in_bytes(done)} of {in_bytes(total)}", file=sys.stderr)

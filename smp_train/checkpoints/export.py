@@ -1,0 +1,272 @@
+"""From a checkpoint to a folder that Hugging Face's ``from_pretrained`` opens, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
+from smp_train.checkpoints.finding import Checkpoint
+from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.resolve import config_of
+from smp_train.models.weight_files import INDEXES, WeightFiles, weight_files
+
+SHARD_BYTES = 5_000_000_000
+MODEL = "model."
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Names of the safetensors format.
+FORMAT_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the folder: its name, shape and dtype there."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is read at once, and the tensors of the folder that come of it."""
+
+    stored: tuple[Stored, ...]
+    read: Callable[[], dict[str, Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of all tensors."""
+        return sum(each.nbytes for each in self.stored)
+
+
+def export(
+    checkpoint: Checkpoint,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Write the model of ``checkpoint`` to ``folder`` as Hugging Face has it; return the folder. No collective.
+
+    Names and layout are those that the installed transformers would save: safetensors in files of about
+    ``shard_bytes``, with an index where there are several; config.json, generation_config.json, and the files of
+    ``tokenizer`` (a folder or a name) where given. ``dtype`` is that of the checkpoint unless given. Host memory: one
+    parameter and what it is converted to. config.json is written last: without it the folder opens nowhere.
+
+    ``on_progress`` is called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model
+    already, which ``replace`` removes; `CheckpointError` where the checkpoint does not hold a whole model.
+    """
+    out = free_folder(folder, replace)
+    try:
+        config = config_of(checkpoint.meta["model_config"])
+    except KeyError as error:
+        raise CheckpointError(f"{checkpoint.path} does not say which model it is: meta.json lacks {error}") from None
+    config.use_cache = True  # Switched off for training.
+    reader = checkpoint.reader()
+    plain = _plain_model(config)
+    items = _items_of_model(plain, reader, dtype, checkpoint.path)
+    write_weights(out, items, shard_bytes, on_progress)
+    config.architectures = [type(plain).__name__]
+    dtypes = {stored.dtype for item in items for stored in item.stored if stored.dtype.is_floating_point}
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", max(dtypes, key=lambda d: d.itemsize))
+    write_tokenizer(tokenizer, out)
+    write_config(config, out)
+    return out
+
+
+def free_folder(folder: str | os.PathLike[str], replace: bool = False) -> Path:
+    """Return the folder, made where needed, with no model in it."""
+    out = Path(folder).expanduser()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        there = [path for path in (out / "config.json", *(out / name for name in INDEXES)) if path.exists()]
+        there += weight_files(out)
+        if there and not replace:
+            raise ConfigError(f"{out} holds a model already; give another folder, or remove it")
+        for path in there:
+            path.unlink()
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {out}: {error.strerror}; give another folder") from None
+    return out
+
+
+def _plain_model(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _items_of_model(plain: Any, reader: Reader, dtype: torch.dtype | None, label: str) -> list[Item]:
+    """Return what to write, parameter by parameter. Raises `CheckpointError` where it would not be the whole model."""
+    whole = {}
+    items = []
+    for key, entry in saved_entries(reader).items():
+        if not key.startswith(MODEL) or not hasattr(entry, "size"):
+            continue
+        name = key.removeprefix(MODEL)
+        as_saved = entry.properties.dtype
+        to = dtype if dtype is not None and as_saved.is_floating_point else as_saved
+        whole[name] = torch.empty(entry.size, dtype=to, device="meta")
+        stored = tuple(
+            Stored(hub, tuple(value.shape), value.dtype)
+            for hub, value in _hub_tensors(plain, {name: whole[name]}).items()
+        )
+
+        def read(key: str = key, name: str = name, to: torch.dtype = to) -> dict[str, Tensor]:
+            return _hub_tensors(plain, {name: read_tensor(reader, key).to(to)})
+
+        items.append(Item(stored, read))
+    one_by_one = {stored.name for item in items for stored in item.stored}
+    if one_by_one != set(_hub_tensors(plain, whole)):
+        raise CheckpointError(f"{label}: transformers stores several parameters of this model as one; not exported")
+    lacking = [name for name in _needed(plain) if name not in whole]
+    if lacking:
+        raise CheckpointError(f"{label} does not hold the whole model: it lacks {', '.join(lacking[:3])}")
+    return items
+
+
+def _needed(plain: nn.Module) -> list[str]:
+    names: dict[int, str] = {}
+    for name, value in plain.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), name)
+    return list(names.values())
+
+
+def _hub_tensors(plain: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the names, and in the pieces, in which the installed transformers saves them."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4 saves what it holds.
+        return tensors
+    reverted: dict[str, Tensor] = revert_weight_conversion(plain, dict(tensors))
+    return reverted
+
+
+def stored_item(files: WeightFiles, name: str, dtype: torch.dtype | None) -> Item:
+    """Return a tensor of weight files as something to write, as it is or, if of floating point, as ``dtype``."""
+    value = files.tensor(name)
+    sample = value[(slice(0, 0),) * len(value.get_shape())] if value.get_shape() else value[...]
+    to = dtype if dtype is not None and sample.dtype.is_floating_point else sample.dtype
+    stored = Stored(name, tuple(value.get_shape()), to)
+    return Item((stored,), lambda: {name: files.tensor(name)[...].to(to)})
+
+
+def write_weights(
+    out: Path,
+    items: Iterable[Item],
+    shard_bytes: int = SHARD_BYTES,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write the tensors of ``items`` to safetensors files of about ``shard_bytes``, and their index."""
+    shards = _shards(items, shard_bytes)
+    total = sum(item.nbytes for shard in shards for item in shard)
+    done = 0
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        scratch = out / f".{name}.partial"
+        try:
+            for written in _write_safetensors(scratch, shard):
+                done += written
+                on_progress(done, total)
+            scratch.rename(out / name)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {out / name}: {error.strerror or error}") from None
+        finally:
+            scratch.unlink(missing_ok=True)
+        weight_map |= {stored.name: name for item in shard for stored in item.stored}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (out / INDEXES[0]).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(items: Iterable[Item], shard_bytes: int) -> list[list[Item]]:
+    shards: list[list[Item]] = [[]]
+    for item in items:
+        if shards[-1] and sum(each.nbytes for each in shards[-1]) + item.nbytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(item)
+    # Wide elements first keeps every tensor aligned to its own element size.
+    return [sorted(shard, key=lambda item: -item.stored[0].dtype.itemsize) for shard in shards]
+
+
+def _write_safetensors(path: Path, items: list[Item]) -> Iterator[int]:
+    """Write one file of the safetensors format; yield the bytes of each item once written.
+
+    The format (https://github.com/huggingface/safetensors#format): the header's length in 8 bytes, little endian; the
+    header, JSON; the tensors, one after another without gaps. Written here because the library takes all tensors of
+    a file at once.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for item in items:
+        for stored in item.stored:
+            header[stored.name] = {
+                "dtype": FORMAT_DTYPES[stored.dtype],
+                "shape": list(stored.shape),
+                "data_offsets": [offset, offset + stored.nbytes],
+            }
+            offset += stored.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for item in items:
+            values = item.read()
+            for stored in item.stored:
+                value = values[stored.name].detach().contiguous()
+                if tuple(value.shape) != stored.shape or value.dtype != stored.dtype:
+                    raise CheckpointError(f"{stored.name} is {list(value.shape)}, {list(stored.shape)} was announced")
+                stream.write(value.reshape(-1).view(torch.uint8).numpy().data)
+            yield item.nbytes
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_tokenizer(tokenizer: str | None, out: Path) -> None:
+    """Write a tokenizer's files, those of a folder or of a name. Raises `ConfigError` where it cannot be read."""
+    if tokenizer is None:
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(str(out))
+    except Exception as failure:  # whatever a folder or the hub may give
+        first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+        raise ConfigError(f"tokenizer {tokenizer} cannot be read: {first}") from failure
+
+
+def tokenizer_beside(weights: str | None) -> str | None:
+    """Return the folder of ``weights`` where a tokenizer lies beside them, to go with what is made of them."""
+    if weights is None:
+        return None
+    folder = Path(weights) if Path(weights).is_dir() else Path(weights).parent
+    return str(folder) if (folder / "tokenizer_config.json").is_file() else None
+
+
+def write_config(config: Any, out: Path) -> None:
+    """Write generation_config.json, then config.json."""
+    from transformers import GenerationConfig
+
+    GenerationConfig.from_model_config(config).save_pretrained(str(out))
+    config.save_pretrained(str(out))

@@ -1,0 +1,161 @@
+"""Fine-tuning: whatever form the weights come in, the run that starts from them is the same."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM
+
+from smp_train import arguments, backends, runtime
+from smp_train.checkpoints import CheckpointManager, Policy, canonical_name
+from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
+from smp_train.models.resolve import resolve
+from tests import harness
+from tests.training import TINY, flags, read_checkpoint, records, steps, train
+
+KEPT = ("bf16", "use_synthetic_data", "train_batch_size", "max_steps", "lr", "warmup", "max_context_width")
+WIDTHS = {name: None for name in TINY if name not in KEPT}
+COMMON = {**WIDTHS, "finetune": 1, "max_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model as transformers saves it, and beside it the same weights in other forms."""
+    folder = tmp_path_factory.mktemp("models")
+    spec = resolve(SimpleNamespace(**{**TINY, "tie_word_embeddings": 1}))
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(spec.config)
+    model.save_pretrained(folder / "tiny")
+    state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    torch.save({"model": model.state_dict()}, folder / "full.pt")
+    CheckpointManager([Policy(str(folder / "ours"), 5, 1)], model_type="llama_v2").save(
+        5, {"model": state, "optim": {"x": torch.ones(1)}}, {"model_config": spec.config.to_dict()}
+    )
+    dcp.save({"model": model.state_dict(), "optimizer": {"x": torch.ones(1)}}, checkpoint_id=folder / "foreign")
+    return folder
+
+
+def first_steps(folder: Path) -> list[Any]:
+    return [[record[key] for key in ("step", "loss", "grad_norm")] for record in steps(folder)]
+
+
+def forms(model: Path) -> dict[str, dict[str, Any]]:
+    return {
+        "folder": {"pretrained_model_name": model / "tiny"},
+        "folder by name": {"pretrained_model_name": "tiny", "finetune_checkpoint_load_dir": model},
+        "one file": {"pretrained_model_name": model / "tiny", "pretrained_checkpoint_file": model / "full.pt"},
+        "our checkpoint": {"pretrained_checkpoint_file": model / "ours" / "llama_v2-5steps"},
+        "our checkpoints": {
+            "pretrained_model_name": model / "tiny", "finetune_checkpoint_load_dir": model / "ours",
+        },
+        "another's DCP": {"pretrained_model_name": model / "tiny", "pretrained_checkpoint_file": model / "foreign"},
+        "without the flag": {"finetune": 0, "hf_pretrained_model_name_or_dir": model / "tiny"},
+        "by widths": {
+            **TINY, "max_steps": 2, "tie_word_embeddings": 1, "pretrained_checkpoint_file": model / "full.pt",
+        },
+    }  # fmt: skip
+
+
+def start_from(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Build the model of each command line as a run would, on this rank, and return its whole parameters."""
+    ranks = runtime.detect()
+    device = runtime.start(ranks, timeout_seconds=60)
+    found = {}
+    for name, changes in cases.items():
+        args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
+        backend, _ = backends.select(args, ranks, device)
+        model = backend.build(resolve(args), seed=1, seq_len=16)
+        found[name] = {canonical_name(n): p.full_tensor() for n, p in model.named_parameters()}
+    runtime.stop()
+    return found
+
+
+def test_every_form_of_weights_gives_the_same_model(model: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(model / "tiny", dtype=torch.float32)
+    for found in harness.run(start_from, 2, forms(model)):
+        for name, parameters in found.items():
+            assert parameters.keys() == dict(expected.named_parameters()).keys(), name
+            assert all(torch.equal(parameters[key], p) for key, p in expected.named_parameters()), name
+
+
+def test_a_finetune_resumes_without_its_weights(model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "tiny"
+    shutil.copytree(model / "tiny", own)
+    options = {**COMMON, "pretrained_model_name": own, "checkpoint_freq": 2, "num_kept_checkpoints": 9}
+    options |= {"lr_decay_iters": 4}
+    harness.run(train, 2, flags(tmp_path / "straight", **options | {"max_steps": 4}))
+    resumable = {**options, "resume_from_checkpoint": tmp_path / "broken" / "checkpoints"}
+    harness.run(train, 2, flags(tmp_path / "broken", **resumable))
+    (own / "model.safetensors").unlink()
+    harness.run(train, 2, flags(tmp_path / "broken", **resumable | {"max_steps": 4}))
+    assert first_steps(tmp_path / "broken") == first_steps(tmp_path / "straight")
+    ours, theirs = (
+        read_checkpoint(tmp_path / run / "checkpoints" / "llama_v2-4steps") for run in ("broken", "straight")
+    )
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    assert [r["event"] for r in records(tmp_path / "broken") if "event" in r].count("resume") == 1
+
+
+REFUSED = {
+    "missing": (ConfigError, {"pretrained_checkpoint_file": "nowhere.pt"}, r"nowhere.pt does not exist"),
+    "nameless": (ConfigError, {"pretrained_checkpoint_file": "full.pt"}, r"has no config.json beside it"),
+    "deeper": (
+        CheckpointError, {**TINY, "num_layers": 1, "pretrained_checkpoint_file": "foreign"},
+        r"it has, unasked for, model.model.layers.1.",
+    ),
+    "wider": (
+        CheckpointError, {**TINY, "hidden_width": 64, "pretrained_checkpoint_file": "full.pt"},
+        r"is \[256, 32\] there, .* is \[256, 64\] here|full.pt does not fit",
+    ),
+    "another": (
+        CheckpointError,
+        {**TINY, "model_type": "gpt2", "num_key_value_heads": None, "pretrained_checkpoint_file": "foreign"},
+        r"holds no transformer.wte.weight",
+    ),
+}  # fmt: skip
+
+
+def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return what this rank raised in each case."""
+    ranks = runtime.detect()
+    device = runtime.start(ranks, timeout_seconds=60)
+    said = {}
+    for name, changes in cases.items():
+        args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
+        backend, _ = backends.select(args, ranks, device)
+        with pytest.raises(SmpTrainError) as refused:
+            backend.build(resolve(args), seed=1, seq_len=16)
+        said[name] = f"{type(refused.value).__name__}: {refused.value}"
+    runtime.stop()
+    return said
+
+
+def test_weights_that_do_not_fit_are_refused_by_all_ranks(model: Path, tmp_path: Path) -> None:
+    file = "pretrained_checkpoint_file"
+    cases = {name: {**changes, file: model / changes[file]} for name, (_, changes, _) in REFUSED.items()}
+    damaged = tmp_path / "ours"
+    shutil.copytree(model / "ours", damaged)
+    shard = damaged / "llama_v2-5steps" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    cases["damaged"] = {"pretrained_model_name": model / "tiny", "finetune_checkpoint_load_dir": damaged}
+    expected = {name: rf"{kind.__name__}: .*{words}" for name, (kind, _, words) in REFUSED.items()}
+    expected["damaged"] = r"CheckpointError: .*is damaged: __0_0.distcp has CRC-32"
+    for said in harness.run(refusals, 2, cases):
+        for name, message in said.items():
+            assert re.match(expected[name], message), message
+    assert (damaged / "llama_v2-5steps" / "COMMITTED").exists()  # someone else's is not set aside
+
+
+def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
+    options = {"save_final_model": 1, "model_dir": tmp_path / "final", "max_steps": 2}
+    harness.run(train, 2, flags(tmp_path, **options))
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32).state_dict()
+    saved = read_checkpoint(tmp_path / "checkpoints" / "llama_v2-2steps")
+    assert all(torch.equal(final[name], saved[f"model.{name}"]) for name in final)

@@ -1,0 +1,177 @@
+"""Hugging Face -> ours -> Hugging Face, per family, and the verbs of `smp-train checkpoint`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smp_train.checkpoints import CheckpointManager, Policy, gather_state, open_checkpoint
+from smp_train.checkpoints.cli import in_bytes, main
+from smp_train.checkpoints.export import export
+from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.build import build_meta, materialise
+from smp_train.models.hf_weights import load_pretrained
+from smp_train.models.resolve import resolve
+from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save
+
+
+def checkpoint(source: Path, folder: Path, step: int = 4, optimizer: bool = True) -> Path:
+    """Load what transformers saved and save it as a run would; return the checkpoint."""
+    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(source)))
+    model = build_meta(spec)
+    materialise(model, "cpu")
+    load_pretrained(model, source)
+    state = gather_state(model, torch.optim.AdamW(model.parameters()) if optimizer else None)
+    manager = CheckpointManager([Policy(str(folder), 1, 0)], model_type=spec.model_type)
+    (path,) = manager.save(step, state, {"model_config": spec.config.to_dict(), "tokens": 7})
+    return Path(path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_round_trip_gives_the_same_logits_and_files(family: str, tmp_path: Path) -> None:
+    save(FAMILIES[family], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    export(open_checkpoint(path), tmp_path / "back")
+    assert torch.equal(expected_logits(tmp_path / "back"), expected_logits(tmp_path / "theirs"))
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("back", "theirs")]
+    assert configs[0] == configs[1]
+    assert (tmp_path / "back" / "generation_config.json").is_file()
+
+
+def test_large_models_go_into_several_files_with_an_index(tmp_path: Path) -> None:
+    save(FAMILIES["mixtral"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    seen: list[tuple[int, int]] = []
+    export(open_checkpoint(path), tmp_path / "back", shard_bytes=60_000, on_progress=lambda *now: seen.append(now))
+    files = sorted(tmp_path.glob("back/*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < 70_000 for file in files)
+    assert torch.equal(expected_logits(tmp_path / "back"), expected_logits(tmp_path / "theirs"))
+    assert seen[-1][0] == seen[-1][1] == sum(v.nbytes for file in files for v in load_file(file).values())
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v3"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    export(open_checkpoint(path), tmp_path / "half", dtype=torch.bfloat16)
+    exact = load_file(tmp_path / "theirs" / "model.safetensors")
+    for name, value in load_file(tmp_path / "half" / "model.safetensors").items():
+        assert torch.equal(value, exact[name].bfloat16())
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_model_that_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    with pytest.raises(ConfigError, match="holds a model already"):
+        export(open_checkpoint(path), tmp_path / "theirs")
+    export(open_checkpoint(path), tmp_path / "theirs", replace=True)
+
+
+def test_what_is_not_a_whole_model_is_refused(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    manager = CheckpointManager([Policy(str(tmp_path / "ours"), 1, 0)], model_type="llama_v2")
+    (path,) = manager.save(1, {"model": {"lm_head.weight": torch.ones(99, 40)}}, {"model_config": config})
+    with pytest.raises(CheckpointError, match=r"lacks model.embed_tokens.weight"):
+        export(open_checkpoint(path), tmp_path / "back")
+    assert not (tmp_path / "back" / "config.json").exists()
+    (path,) = manager.save(2, {"model": {"w": torch.ones(2)}}, {})
+    with pytest.raises(CheckpointError, match="does not say which model it is"):
+        export(open_checkpoint(path), tmp_path / "back")
+
+
+def tokenizer(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, "a")))
+    made.save_pretrained(folder)
+
+
+def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(FAMILIES["llama_v3"], tmp_path / "theirs")
+    tokenizer(tmp_path / "tokenizer")
+    ours = tmp_path / "ours"
+    for step in (4, 8, 6):
+        path = checkpoint(tmp_path / "theirs", ours, step, optimizer=step != 8)
+    (ours / "llama-9steps").mkdir(parents=True)
+    kind = path.name.removesuffix("-6steps")
+    assert main(["ls", str(ours)]) == 0
+    listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [[f"{kind}-{n}steps", "committed"] for n in (4, 6, 8)] + [["llama-9steps", "incomplete"]]
+    assert main(["show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "step:        6" in shown
+    assert "tokens:      7" in shown
+    assert "model:       20 tensors" in shown
+    assert main(["verify", str(ours)]) == 0
+    assert capsys.readouterr().out.count(": intact") == 3
+    assert main(["export", str(ours), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    assert f"wrote step 8 of {ours}/{kind}-8steps" in capsys.readouterr().out
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert torch.equal(expected_logits(tmp_path / "out"), expected_logits(tmp_path / "theirs"))
+    assert main(["prune", str(ours), "--keep", "1", "--dry_run", "1"]) == 0
+    assert capsys.readouterr().out.count("would delete") == 2
+    assert main(["prune", str(ours), "--keep", "1"]) == 0
+    assert sorted(p.name for p in ours.iterdir()) == ["llama-9steps", f"{kind}-8steps"]
+    with pytest.raises(ConfigError, match="is never deleted"):
+        main(["prune", str(ours), "--keep", "0"])
+    shard = ours / f"{kind}-8steps" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=rf"1 of 1 damaged in .*: {kind}-8steps"):
+        main(["verify", str(ours)])
+    with pytest.raises(ConfigError, match="invalid choice"):
+        main(["list", str(ours)])
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        main(["ls", str(tmp_path / "nowhere")])
+
+
+def test_weights_alone_are_not_resumed_from(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours", optimizer=False)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"weights only; .* --pretrained_checkpoint_file"):
+        open_checkpoint(path).load(gather_state(model, torch.optim.AdamW(model.parameters())))
+
+
+def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    save(FAMILIES["llama_v3"], tmp_path / "theirs")
+    expected = expected_logits(tmp_path / "theirs")
+    pickled(tmp_path / "theirs")
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "converted"), "--dtype", "float32"]) == 0
+    assert torch.equal(expected_logits(tmp_path / "converted"), expected)
+
+    assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--step", "3"]) == 0
+    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert torch.equal(expected_logits(tmp_path / "back"), expected)
+
+    # What a run of the former program left: its step and place in the data are told.
+    stored = torch.load(tmp_path / "theirs" / "pytorch_model.bin", weights_only=True)
+    old = {"model": stored, "optimizer": {"x": torch.ones(2)}, "total_steps": 70, "resume_from_sequence_number": 560}
+    dcp.save(old, checkpoint_id=tmp_path / "old", no_dist=True)
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "old")]) == 0
+    assert "resume_from_sequence_number: 560" in capsys.readouterr().out
+    assert main(["import", str(tmp_path / "old"), str(tmp_path / "new"), "--model", str(tmp_path / "theirs")]) == 0
+    (path,) = (tmp_path / "new").iterdir()
+    assert path.name.endswith("-70steps")
+    assert open_checkpoint(path).meta["imported"]["resume_from_sequence_number"] == 560
+    assert main(["export", str(path), str(tmp_path / "newer")]) == 0
+    assert torch.equal(expected_logits(tmp_path / "newer"), expected)
+
+
+def test_sizes_as_people_say_them() -> None:
+    assert [in_bytes(n) for n in (0, 999, 1000, 13_480_000_000)] == ["0 B", "999 B", "1.0 kB", "13.5 GB"]
