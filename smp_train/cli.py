@@ -126,6 +126,9 @@ def _train(words: list[str], failing: Failing) -> int:
             print("".join(f"# {line}\n" for line in ineffective(resolved)), end="")
         return 0
     validate(resolved.args, failing.runtime.world_size)
+    from smp_train.models.resolve import settled_flags
+
+    settled_flags(resolved.args)  # an unknown preset is known to be one before any rank waits for another
     return int(_import("train").main(resolved, failing.runtime))
 
 

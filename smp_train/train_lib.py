@@ -98,6 +98,9 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
         resume(run)
         if run.args.evaluate_only:
             validate(run)
+            if ranks.is_main:
+                run.folder.mark_done(run.progress.step)
+            run.metrics.event("finish", step=run.progress.step)
         else:
             stopped = fit(run)
             finish(run, stopped=stopped)
@@ -139,7 +142,9 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
     checkpoints.check_shared()
-    seq_len = args.max_context_width or min(DEFAULT_CONTEXT, spec.config.max_position_embeddings)
+    seq_len = args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )
     train_data, validation = open_data(
         args,
         vocab_size=spec.config.vocab_size,
@@ -296,7 +301,8 @@ def fit(run: Run) -> bool:
     profiler = Profiler(args, run.folder.path, run.runtime.rank)
     while progress.step < run.total_steps and not stopped:
         with profiler.step(progress.step + 1):
-            stopped = step(run, batches)
+            # Asked to stop in the last step: there is nothing to stop any more.
+            stopped = step(run, batches) and progress.step < run.total_steps
         last = stopped or progress.step == run.total_steps
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
             validate(run)
@@ -442,7 +448,10 @@ def finish(run: Run, *, stopped: bool) -> None:
             run.folder.mark_done(at)
     run.metrics.event("stop" if stopped else "finish", step=at)
     if stopped:
-        log.info("Stopped at step %d of %d on request; run the same command again to go on", at, run.total_steps)
+        how = "run the same command again to go on"
+        if run.args.resume_from_checkpoint is None:
+            how += f" with --resume_from_checkpoint {run.args.checkpoint_dir[0]}"
+        log.info("Stopped at step %d of %d on request; %s", at, run.total_steps, how)
     else:
         log.info("Finished: step %d of %d", at, run.total_steps)
 

@@ -203,6 +203,10 @@ def _check_activations(args: Arguments) -> None:
     for name in ("tensor_parallel_degree", "context_parallel_degree"):
         if args.use_torch_compile and getattr(args, name) > 1:
             raise ConfigError(f"--use_torch_compile 1 with --{name} above 1 is not available; give one of them")
+    if str(setting) == "selective:op" and args.context_parallel_degree > 1:
+        raise ConfigError(
+            "--activation_checkpointing selective:op with --context_parallel_degree above 1 is not available; use full"
+        )
     if args.fp8 and args.tensor_parallel_degree > 1:
         raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
     if selective != 1 and setting not in (checkpointing.NONE, checkpointing.of_layers(selective)):

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="smp-train bench step", description=__doc__)
     parser.add_argument("--rounds", type=int, default=40, help="rounds of each kind, alternating (default 40)")
     parser.add_argument(
-        "--steps", type=int, default=1, help="steps per round (default 1; on a GPU 10, so that it is never idle)"
+        "--steps", type=int, default=1, help="steps per round (default 1; give 10 on a GPU, so that it is never idle)"
     )
     options, flags = parser.parse_known_args(argv)
 

@@ -184,7 +184,7 @@ def packed_parameters() -> int:
 def test_parameters_in_host_memory(world: int, tmp_path: Path) -> None:
     for plain, offloaded, resumed in harness.run(host_parameters, world, str(tmp_path)):
         assert offloaded == plain
-        assert resumed == plain[1:]
+        assert resumed == [plain[1:]] * 2
 
 
 def host_parameters(folder: str) -> tuple[list, list, list]:
@@ -216,6 +216,8 @@ def host_parameters(folder: str) -> tuple[list, list, list]:
             backend.load_state(model, optimizer, find(folder).load)
 
     offloaded = train(ranks, device, changes, watch=save)
-    resumed = train(ranks, device, changes, watch=load, first=1)
+    resumed = [train(ranks, device, changes, watch=load, first=1)]
+    NativeBackend.__init__ = init  # type: ignore[method-assign]
+    resumed.append(train(ranks, device, changes, watch=load, first=1))
     runtime.stop()
     return plain, offloaded, resumed

@@ -40,8 +40,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saver", SAVERS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "saver"),
+    [(mesh, saver) for mesh in MESHES for saver in SAVERS if (mesh, saver) != ("cp2", "per-operation")],  # refused
+)
 def test_savers_change_no_number(mesh: str, saver: str, reference: list[dict], tmp_path: Path) -> None:
     world, changes = MESHES[mesh]
     harness.run(train, world, flags(tmp_path, **{**options(), **changes, **SAVERS[saver]}))
