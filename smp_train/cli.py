@@ -204,7 +204,8 @@ def _report(error: Exception, text: str, failing: Failing) -> None:
     where = ""
     if runtime is not None:
         where = f"[rank {runtime.rank} on {runtime.hostname}] "
-    print(f"smp-train: {where}{' '.join(text.split())}", file=sys.stderr)
+    # In one write: print makes two where Python does not buffer, as under torchrun, and ranks share the stream.
+    sys.stderr.write(f"smp-train: {where}{' '.join(text.split())}\n")
 
 
 def _leave(code: int) -> None:

@@ -96,14 +96,8 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
     run = set_up(resolved, ranks, device)
     try:
         resume(run)
-        if run.args.evaluate_only:
-            validate(run)
-            if ranks.is_main:
-                run.folder.mark_done(run.progress.step)
-            run.metrics.event("finish", step=run.progress.step)
-        else:
-            stopped = fit(run)
-            finish(run, stopped=stopped)
+        stopped = not validate(run) if run.args.evaluate_only else fit(run)
+        finish(run, stopped=stopped)
     except BaseException:
         # Leaving the group in order would wait for peers, and the message with it: the process is to end as it is.
         if ranks.world_size == 1:
@@ -289,7 +283,7 @@ def fit(run: Run) -> bool:
         log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
         return False
     if run.runtime.is_main:
-        run.folder.clear_done()
+        run.folder.reopen()
     if progress.step == 0:
         run.metrics.event("start", step=0, total_steps=run.total_steps)
     log.info(
@@ -305,7 +299,9 @@ def fit(run: Run) -> bool:
             stopped = step(run, batches) and progress.step < run.total_steps
         last = stopped or progress.step == run.total_steps
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
-            validate(run)
+            given_up = not validate(run)
+            stopped = given_up and progress.step < run.total_steps
+            last = last or stopped
         if last or run.checkpoints.due(progress.step):
             save(run, force=last)
     batches.close()
@@ -390,20 +386,34 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
         )
 
 
-def validate(run: Run) -> None:
-    """Measure the loss on the validation data and write it; collective."""
+class AskedToStop(Exception):
+    """Raised on every rank alike, out of a validation that a stop cuts short."""
+
+
+def validate(run: Run) -> bool:
+    """Measure the loss on the validation data and write it; collective.
+
+    Returns False when any rank was asked to stop meanwhile: what was measured by then is given up.
+    """
     if run.validation is None:
         raise ConfigError("there is no validation data; give --test_dir")
-    with run.throughput.pause():
-        loss = train_utils.evaluate(run.backend, run.model, read_together(run.validation))
+    try:
+        with run.throughput.pause():
+            loss = train_utils.evaluate(run.backend, run.model, read_together(run, run.validation))
+    except AskedToStop:
+        log.info("Asked to stop: the validation at step %d is given up", run.progress.step)
+        return False
     log.info(validation_line(run.progress.step, loss))
     run.metrics.event("evaluate", step=run.progress.step, loss=loss)
+    return True
 
 
-def read_together(data: ValidationData) -> Iterator[Batch]:
-    """Yield the batches, read a few at a time so that all ranks learn of a failure before they go on; collective."""
+def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
+    """Yield the batches, read a few at a time so that all ranks learn of a failure or a stop before they go on."""
     batches = data.batches()
     for _ in range(0, len(data), READ_TOGETHER):
+        if runtime.any_rank(run.stop.is_requested(look_for_file=run.runtime.is_main)):
+            raise AskedToStop
         with runtime.together("reading the validation data"):
             some = list(islice(batches, READ_TOGETHER))
         yield from some
@@ -439,7 +449,7 @@ def save(run: Run, *, force: bool) -> None:
 def finish(run: Run, *, stopped: bool) -> None:
     """Leave the marker that tells a launcher how the run ended."""
     at = run.progress.step
-    if run.args.save_final_model and not stopped:
+    if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)
     if run.runtime.is_main:
         if stopped:

@@ -200,13 +200,6 @@ def _check_activations(args: Arguments) -> None:
     for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
         if value and not args.bf16:
             raise ConfigError(f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1")
-    for name in ("tensor_parallel_degree", "context_parallel_degree"):
-        if args.use_torch_compile and getattr(args, name) > 1:
-            raise ConfigError(f"--use_torch_compile 1 with --{name} above 1 is not available; give one of them")
-    if str(setting) == "selective:op" and args.context_parallel_degree > 1:
-        raise ConfigError(
-            "--activation_checkpointing selective:op with --context_parallel_degree above 1 is not available; use full"
-        )
     if args.fp8 and args.tensor_parallel_degree > 1:
         raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
     if selective != 1 and setting not in (checkpointing.NONE, checkpointing.of_layers(selective)):

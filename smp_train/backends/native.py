@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_train import losses
+from smp_train.arguments import checkpointing
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
@@ -107,9 +108,7 @@ class NativeBackend(Backend):
             tensor_parallel.apply(model, named, self.mesh.tensor)
         if args.fp8:
             logger.info("FP8: %d linear layers", float8.apply(layers))
-        activations.apply(layers, args.activation_checkpointing)
-        if args.use_torch_compile:
-            compile.apply(layers, backend=args.torch_compile_backend)
+        self._checkpoint_and_compile(layers)
         if args.sm_activation_offloading:
             horizon = args.activation_loading_horizon
             self.offload = offload.apply(layers, device=device, horizon=horizon)
@@ -137,6 +136,20 @@ class NativeBackend(Backend):
         else:
             load_weights(model, spec.pretrained)
         return model
+
+    def _checkpoint_and_compile(self, layers: list[nn.Module]) -> None:
+        """Checkpoint, then compile what that made of a layer; whole layers of DTensors the other way round.
+
+        AOTAutograd cannot save a mesh across a checkpoint inside compiled code (torch 2.13: "expected all
+        tensors_saved_with_vc_check to be Tensors"); around compiled code, a checkpoint asks nothing of it.
+        """
+        args = self.args
+        outside = self.mesh.degrees.tensor > 1 and not checkpointing.read(args.activation_checkpointing)[1]
+        if outside and args.use_torch_compile:
+            compile.apply(layers, backend=args.torch_compile_backend)
+        activations.apply(layers, args.activation_checkpointing)
+        if not outside and args.use_torch_compile:
+            compile.apply(layers, backend=args.torch_compile_backend)
 
     def loss_sum(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from smp_train.errors import ConfigError
 from smp_train.models.recording import construct_on_meta
 from smp_train.models.resolve import ModelSpec
+
+logger = logging.getLogger("smp_train.models")
 
 
 def build_meta(
@@ -29,6 +32,7 @@ def build_meta(
 
     kind = {"dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype": dtype}
     spec.config.use_cache = False
+    attn_implementation = _available_attention(spec, attn_implementation)
     try:
         model = construct_on_meta(
             lambda: AutoModelForCausalLM.from_config(
@@ -44,6 +48,17 @@ def build_meta(
     if stray:
         raise ConfigError(f"cannot build {spec.name}: its buffer {stray[0]} is computed from parameters")
     return model.train()
+
+
+def _available_attention(spec: ModelSpec, wanted: str) -> str:
+    """Return ``wanted``, or eager for the older models of transformers that have nothing but it and sdpa is wanted."""
+    from transformers import AutoModelForCausalLM
+
+    kind = AutoModelForCausalLM._model_mapping.get(type(spec.config), None)
+    if wanted != "sdpa" or getattr(kind, "_supports_sdpa", True):
+        return wanted
+    logger.info("Attention: eager, as transformers has no sdpa for %s", spec.config.model_type)
+    return "eager"
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

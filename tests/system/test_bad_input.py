@@ -49,8 +49,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "checkpoints in S3": ({"checkpoint_dir": "s3://bucket/run"}, r"--checkpoint_dir s3://bucket/run: .*use a folder"),
     "expert parallelism": ({"expert_parallel_degree": 2}, r"--expert_parallel_degree 2: .*--tensor_parallel_degree"),
-    "FP8": ({"fp8": 1}, r"--fp8 1: FP8 is not available in this version; use --bf16 1"),
-    "profiler": ({"use_profiler": True}, r"--use_profiler 1: profiling is not available in this version"),
+    "FP8 in float32": ({"fp8": 1, "bf16": 0}, r"--fp8 1 does not compute in float32; give --bf16 1"),
 }
 
 

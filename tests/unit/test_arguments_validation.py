@@ -103,8 +103,6 @@ def test_combinations_are_refused(line: str) -> None:
 
 
 DEGREES = [
-    (2, {"tensor_parallel_degree": 2, "use_torch_compile": 1}, "--use_torch_compile 1 with --tensor_parallel_degree"),
-    (2, {"context_parallel_degree": 2, "use_torch_compile": 1}, "--use_torch_compile 1 with --context_parallel_degree"),
     (8, {"tensor_parallel_degree": 3}, "--tensor_parallel_degree 3 does not divide the 8 processes"),
     (8, {"context_parallel_degree": 4, "hybrid_shard_degree": 2}, "--context_parallel_degree 4 is above"),
     (8, {"tensor_parallel_degree": 4, "hybrid_shard_degree": 4}, "a shard degree of 1, 2 would"),

@@ -26,7 +26,7 @@ ROLE = "arn:aws:iam::123456789012:role/training"
 
 def compare(name: str, text: str) -> None:
     """Compare with the golden file; SMP_TRAIN_UPDATE_GOLDEN=1 writes it instead, for a reviewer to read."""
-    text = text.replace(str(CODE_DIR), "<code>").replace(sys.executable, "<python>")
+    text = text.replace(sys.executable, "<python>").replace(str(CODE_DIR), "<code>")
     path = GOLDEN / name
     if os.environ.get("SMP_TRAIN_UPDATE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
