@@ -199,14 +199,16 @@ def test_packed_documents_do_not_see_each_other(family, attention):
     assert batch.position_ids is not None
     context = packed_inputs(model, batch.position_ids)
     logits = model(input_ids=batch.input_ids, use_cache=False, **context).logits
-    together = losses.cross_entropy_sum(logits, batch.labels)
+    together = losses.cross_entropy_sum(logits, losses.shift(batch.labels))
     together.backward()
     packed = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     alone = 0.0
     for i in range(4):
         one = collate([source.row(i)], [""], source.row(i).input_ids.size)
-        loss = losses.cross_entropy_sum(model(input_ids=one.input_ids, use_cache=False).logits, one.labels)
+        loss = losses.cross_entropy_sum(
+            model(input_ids=one.input_ids, use_cache=False).logits, losses.shift(one.labels)
+        )
         loss.backward()
         alone += loss.item()
     assert together.item() == pytest.approx(alone, rel=1e-5)
