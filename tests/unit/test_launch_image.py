@@ -24,7 +24,9 @@ def tools(tmp_path: Path) -> Path:
 
 def double(folder: Path, name: str, body: str) -> None:
     path = folder / name
-    path.write_text(f'#!/bin/bash\necho "{name} $*" >> "{folder}/../calls"\n{body}\n')
+    # A login reads its password: whoever writes into a pipe that nobody reads fails.
+    read = 'if [ "$1" = login ]; then cat > /dev/null; fi'
+    path.write_text(f'#!/bin/bash\necho "{name} $*" >> "{folder}/../calls"\n{read}\n{body}\n')
     path.chmod(0o755)
 
 
