@@ -15,9 +15,11 @@ except ImportError:
     loads: Callable[[bytes], Any] = json.loads  # type: ignore[no-redef]
 
 try:  # Three times as fast as orjson: it makes no Python integers.
-    from simdjson import Parser
+    import simdjson
+
+    Parser: Any = simdjson.Parser
 except ImportError:
-    Parser: Any = None  # type: ignore[no-redef]
+    Parser = None
 
 IDS = "input_ids"
 MASK = "attention_mask"
