@@ -1,12 +1,13 @@
 # make demo   install, then train on real text with two processes, stop, resume, plot
 # make test   install, then lint, type-check and run the suite
+# make test-sagemaker   the tests against SageMaker's SDK, in .venv-sagemaker: its pins exclude ours
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
 PYTHON ?= python3
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test venv lint fast clean
+.PHONY: demo test test-sagemaker venv lint fast clean
 
 venv: .venv/.installed
 
@@ -28,8 +29,17 @@ lint: venv
 test: lint
 	$(PY) -m pytest
 
+.venv-sagemaker/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-sagemaker
+	.venv-sagemaker/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[sagemaker]' \
+		'sagemaker==2.257.7' 'sagemaker-training==5.1.4' 'moto[iam,s3,sagemaker,sts]==5.2.5' pytest pytest-timeout
+	touch $@
+
+test-sagemaker: venv .venv-sagemaker/.installed
+	SMP_TRAIN_PYTHON=$(abspath $(PY)) .venv-sagemaker/bin/python -m pytest tests/sagemaker
+
 fast: venv
 	$(PY) -m pytest -m 'not slow and not system'
 
 clean:
-	rm -rf .venv build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sagemaker build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,7 +36,9 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
+    "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
+    "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "checkpoint": Verb("list, verify, export, import and prune checkpoints", "smp_train.checkpoints.cli"),
     "bench": Verb("measure speed", "smp_train.bench"),
     "report": Verb("draw report.png from a run folder", "smp_train.telemetry.report"),
@@ -124,6 +126,9 @@ def _train(words: list[str], failing: Failing) -> int:
             print("".join(f"# {line}\n" for line in ineffective(resolved)), end="")
         return 0
     validate(resolved.args, failing.runtime.world_size)
+    from smp_train.models.resolve import settled_flags
+
+    settled_flags(resolved.args)  # an unknown preset is known to be one before any rank waits for another
     return int(_import("train").main(resolved, failing.runtime))
 
 
@@ -199,7 +204,8 @@ def _report(error: Exception, text: str, failing: Failing) -> None:
     where = ""
     if runtime is not None:
         where = f"[rank {runtime.rank} on {runtime.hostname}] "
-    print(f"smp-train: {where}{' '.join(text.split())}", file=sys.stderr)
+    # In one write: print makes two where Python does not buffer, as under torchrun, and ranks share the stream.
+    sys.stderr.write(f"smp-train: {where}{' '.join(text.split())}\n")
 
 
 def _leave(code: int) -> None:

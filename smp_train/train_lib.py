@@ -9,19 +9,17 @@ import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any
 
 import torch
 
 import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
-from smp_train.backends.base import Backend, Topology
+from smp_train.backends.base import Backend
 from smp_train.checkpoints import Checkpoint, CheckpointManager, find, open_checkpoint, policies
 from smp_train.checkpoints.export import export, tokenizer_beside
-from smp_train.data.index import convert, open_source
-from smp_train.data.pipelines.data_pipeline import Batch, Order, Source, TrainingData, ValidationData
-from smp_train.data.synthetic import Synthetic
+from smp_train.data.opening import open_data
+from smp_train.data.pipelines.data_pipeline import Batch, TrainingData, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
@@ -32,6 +30,7 @@ from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import batch_line, get_logger, setup_logging, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
+from smp_train.telemetry.profiling import Profiler
 from smp_train.telemetry.run_folder import RunFolder, versions
 
 log = get_logger()
@@ -97,11 +96,8 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
     run = set_up(resolved, ranks, device)
     try:
         resume(run)
-        if run.args.evaluate_only:
-            validate(run)
-        else:
-            stopped = fit(run)
-            finish(run, stopped=stopped)
+        stopped = not validate(run) if run.args.evaluate_only else fit(run)
+        finish(run, stopped=stopped)
     except BaseException:
         run.checkpoints.close()
         # Leaving the group in order would wait for peers, and the message with it: the process is to end as it is.
@@ -143,8 +139,18 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
     checkpoints.check_shared()
-    seq_len = args.max_context_width or min(DEFAULT_CONTEXT, spec.config.max_position_embeddings)
-    train_data, validation = open_data(args, spec.config.vocab_size, seq_len, ranks, topology)
+    seq_len = args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )
+    train_data, validation = open_data(
+        args,
+        vocab_size=spec.config.vocab_size,
+        seq_len=seq_len,
+        ranks=ranks,
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        pin_memory=device.type == "cuda",
+    )
     total_steps = count_steps(args, train_data)
 
     found = look_for_checkpoint(args)
@@ -227,54 +233,6 @@ def look_for_checkpoint(args: Arguments) -> Checkpoint | None:
     return found
 
 
-def open_data(
-    args: Arguments, vocab_size: int, seq_len: int, ranks: Runtime, topology: Topology
-) -> tuple[TrainingData, ValidationData | None]:
-    """Open the training and the validation data as this rank sees them; collective."""
-
-    def open_folder(folder: str) -> Source:
-        options: dict[str, Any] = {
-            "vocab_size": vocab_size, "cache_dir": args.data_cache_dir, "zipped": args.zipped_data,
-        }  # fmt: skip
-        with runtime.together(f"reading {folder}"):
-            convert(folder, rank=ranks.rank, world=ranks.world_size, **options)
-        with runtime.together(f"opening {folder}"):
-            return open_source(folder, rank=ranks.local_rank, world=ranks.local_world_size, **options)
-
-    source: Source
-    held_out: Source | None = None
-    if args.use_synthetic_data:
-        source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
-        # Another seed, not another part: synthetic rows have no end.
-        held_out = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
-    else:
-        assert args.training_dir is not None, "checked by arguments.validate"
-        source = open_folder(args.training_dir)
-        if args.test_dir is not None:
-            held_out = open_folder(args.test_dir)
-    share: dict[str, Any] = {
-        "seq_len": seq_len, "dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "long": args.long,
-        "pin_memory": topology.device.type == "cuda",
-    }  # fmt: skip
-    with runtime.together("preparing the data"):
-        training = TrainingData(
-            source,
-            Order(len(source), args.seed, args.shuffle),
-            micro_batch=args.train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            **share,
-        )
-        if held_out is None:
-            return training, None
-        return training, ValidationData(
-            held_out,
-            micro_batch=args.val_batch_size,
-            max_batches=args.validation_batches,
-            fast=args.fast_validation,
-            **share,
-        )
-
-
 def count_steps(args: Arguments, training: TrainingData) -> int:
     """Return the optimizer steps of the whole run: --max_steps, or fewer where --epochs ends first.
 
@@ -314,7 +272,9 @@ def resume(run: Run) -> None:
         return
     run.backend.load_state(run.model, run.optimizer, found.load)
     with runtime.together(f"resuming from {found.path}"):
-        consumed = run.train_data.check_state(found.meta["data"])
+        consumed = run.train_data.check_state(
+            found.meta["data"], allow_data_change=run.args.allow_data_change
+        )
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     run.saved_step, run.saved_path = found.step, found.path
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
@@ -328,7 +288,7 @@ def fit(run: Run) -> bool:
         log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
         return False
     if run.runtime.is_main:
-        run.folder.clear_done()
+        run.folder.reopen()
     if progress.step == 0:
         run.metrics.event("start", step=0, total_steps=run.total_steps)
     log.info(
@@ -337,14 +297,20 @@ def fit(run: Run) -> bool:
     )  # fmt: skip
     batches = run.train_data.batches(progress.consumed)
     stopped = False
+    profiler = Profiler(args, run.folder.path, run.runtime.rank)
     while progress.step < run.total_steps and not stopped:
-        stopped = step(run, batches)
+        with profiler.step(progress.step + 1):
+            # Asked to stop in the last step: there is nothing to stop any more.
+            stopped = step(run, batches) and progress.step < run.total_steps
         last = stopped or progress.step == run.total_steps
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
-            validate(run)
+            given_up = not validate(run)
+            stopped = given_up and progress.step < run.total_steps
+            last = last or stopped
         if last or run.checkpoints.due(progress.step):
             save(run, force=last)
     batches.close()
+    profiler.close()
     return stopped
 
 
@@ -425,20 +391,34 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
         )
 
 
-def validate(run: Run) -> None:
-    """Measure the loss on the validation data and write it; collective."""
+class AskedToStop(Exception):
+    """Raised on every rank alike, out of a validation that a stop cuts short."""
+
+
+def validate(run: Run) -> bool:
+    """Measure the loss on the validation data and write it; collective.
+
+    Returns False when any rank was asked to stop meanwhile: what was measured by then is given up.
+    """
     if run.validation is None:
         raise ConfigError("there is no validation data; give --test_dir")
-    with run.throughput.pause():
-        loss = train_utils.evaluate(run.backend, run.model, read_together(run.validation))
+    try:
+        with run.throughput.pause():
+            loss = train_utils.evaluate(run.backend, run.model, read_together(run, run.validation))
+    except AskedToStop:
+        log.info("Asked to stop: the validation at step %d is given up", run.progress.step)
+        return False
     log.info(validation_line(run.progress.step, loss))
     run.metrics.event("evaluate", step=run.progress.step, loss=loss)
+    return True
 
 
-def read_together(data: ValidationData) -> Iterator[Batch]:
-    """Yield the batches, read a few at a time so that all ranks learn of a failure before they go on; collective."""
+def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
+    """Yield the batches, read a few at a time so that all ranks learn of a failure or a stop before they go on."""
     batches = data.batches()
     for _ in range(0, len(data), READ_TOGETHER):
+        if runtime.any_rank(run.stop.is_requested(look_for_file=run.runtime.is_main)):
+            raise AskedToStop
         with runtime.together("reading the validation data"):
             some = list(islice(batches, READ_TOGETHER))
         yield from some
@@ -477,7 +457,7 @@ def report_saves(run: Run) -> None:
 def finish(run: Run, *, stopped: bool) -> None:
     """Leave the marker that tells a launcher how the run ended."""
     at = run.progress.step
-    if run.args.save_final_model and not stopped:
+    if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)
     if run.runtime.is_main:
         if stopped:
@@ -486,7 +466,10 @@ def finish(run: Run, *, stopped: bool) -> None:
             run.folder.mark_done(at)
     run.metrics.event("stop" if stopped else "finish", step=at)
     if stopped:
-        log.info("Stopped at step %d of %d on request; run the same command again to go on", at, run.total_steps)
+        how = "run the same command again to go on"
+        if run.args.resume_from_checkpoint is None:
+            how += f" with --resume_from_checkpoint {run.args.checkpoint_dir[0]}"
+        log.info("Stopped at step %d of %d on request; %s", at, run.total_steps, how)
     else:
         log.info("Finished: step %d of %d", at, run.total_steps)
 

@@ -149,10 +149,12 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> fl
     model.eval()
     device = backend.topology.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        sums[0] += _loss_sum(backend, model, batch).double()
-        sums[1] += batch.counted_tokens() * _speaks_for_its_rows(backend, among_tensor_peers=False)
-    model.train(was_training)
+    try:
+        for batch in batches:
+            sums[0] += _loss_sum(backend, model, batch).double()
+            sums[1] += batch.counted_tokens() * _speaks_for_its_rows(backend, among_tensor_peers=False)
+    finally:
+        model.train(was_training)
     loss, tokens = backend.sum_over_data(sums).tolist()
     if tokens == 0:
         raise DataError("the validation data has no counted token; is --max_context_width too short?")
@@ -175,4 +177,5 @@ def _loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
     mask = None if batch.attention_mask is None else move(batch.attention_mask)
-    return backend.loss_sum(model, move(batch.input_ids), move(batch.labels), mask)
+    positions = None if batch.position_ids is None else move(batch.position_ids)
+    return backend.loss_sum(model, move(batch.input_ids), move(batch.labels), mask, positions)

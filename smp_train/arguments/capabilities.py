@@ -14,23 +14,14 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (1,),
         "a degree of its own for experts is not available; --tensor_parallel_degree deals a layer's experts out",
     ),
-    "sm_activation_offloading": (
-        (False,),
-        "activation offloading is not available in this version; use --activation_checkpointing 1",
+    "limit_all_gathers": (
+        (True,),
+        "FSDP2 gathers at most one layer ahead by construction and has no unlimited mode; leave it at 1",
     ),
-    "selective_checkpointing": (
-        (1.0, 0.0),
-        "checkpointing a part of the layers is not available in this version; use 1, every layer",
+    "backward_fetch_policy": (
+        ("backward_pre",),
+        "FSDP2 always asks for the next layer before it computes this one's gradients; leave it at backward_pre",
     ),
-    "use_torch_compile": ((False,), "compilation is not available in this version"),
-    "fp8": ((False,), "FP8 is not available in this version; use --bf16 1"),
-    "cpu_offload": (
-        (False,),
-        "offloading to host memory is not available in this version; raise --hybrid_shard_degree",
-    ),
-    "limit_all_gathers": ((True,), "unbounded all-gathers are not available in this version"),
-    "forward_prefetch": ((True,), "switching prefetch off is not available in this version"),
-    "backward_fetch_policy": (("backward_pre",), "another policy is not available in this version"),
     "moe": (
         (False,),
         "SMP's expert implementation is not available in this version; --model_type mixtral trains "
@@ -52,9 +43,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None,),
         "tokenizing while training is not available in this version; use `smp-train prepare` first",
     ),
-    "dataset_type": (("gpt_jsonl",), "only JSON-lines shards are available in this version"),
-    "use_profiler": ((False,), "profiling is not available in this version"),
-    "profile_nsys": ((False,), "profiling is not available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
     "prompt": ((None,), "generating text is not available in this version; leave it out"),
     "num_tokens": ((None,), "generating text is not available in this version; leave it out"),
@@ -62,12 +50,18 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Flags that name a place, which may not be in S3 yet.
 LOCATIONS = (
-    "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
+    "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
     "data_cache_dir", "hf_pretrained_model_name_or_dir", "pretrained_model_name", "pretrained_checkpoint_file",
     "finetune_checkpoint_load_dir", "model_dir",
 )  # fmt: skip
 LOCATION_PREFIXES = ("s3://",)
 LOCATION_REASON = "places in S3 are not available in this version; use a folder"
+
+# Flags that change nothing while another one is off, and that are answered with one line when given then.
+DEPENDENT: dict[str, str] = {
+    "activation_loading_horizon": "sm_activation_offloading",
+    "torch_compile_backend": "use_torch_compile",
+}
 
 INEFFECTIVE: dict[str, str] = {
     "delayed_param": "parameters are always created after sharding",
@@ -86,15 +80,13 @@ INEFFECTIVE: dict[str, str] = {
     "allow_empty_shards": "uneven shards are always allowed",
     "random_seed": "initial weights depend on --seed alone",
     "summary_first_pdrop": "a language model has no classification head",
-    "fp8_amax_history_len": "it needs --fp8 1",
-    "fp8_amax_compute_algo": "it needs --fp8 1",
-    "activation_loading_horizon": "it needs --sm_activation_offloading 1",
+    "fp8_amax_history_len": "each tensor is scaled by its own largest value, and no history is kept",
+    "fp8_amax_compute_algo": "each tensor is scaled by its own largest value, and no history is kept",
     "cp_comm_type": "it needs --context_parallel_degree above 1",
     "moe_load_balancing": "it needs --moe 1",
     "global_token_shuffle": "it needs --moe 1",
     "moe_all_to_all_dispatcher": "it needs --moe 1",
     "moe_fp8_checkpoint_attn": "it needs --moe 1",
     "moe_fp8_checkpoint_moe": "it needs --moe 1",
-    "data_num_workers": "a thread of each rank reads ahead",
     "logging_freq_for_avg": "speeds are averaged from one log line to the next",
 }

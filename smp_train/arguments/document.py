@@ -37,6 +37,8 @@ def _aliases(name: str) -> list[str]:
 def _placeholder(flag: Flag) -> str:
     if flag.kind is bool:
         word = "0|1"
+    elif flag.switch:
+        word = "0|1|TEXT"
     elif flag.kind is str:
         word = "NAME" if flag.choices else "TEXT"
     else:
@@ -161,9 +163,8 @@ def markdown() -> str:
 
 
 def _row(flag: Flag) -> str:
-    kind = {bool: "0/1", int: "integer", float: "number", str: "text"}[flag.kind] + (
-        " ..." if flag.many else ""
-    )
+    kind = {bool: "0/1", int: "integer", float: "number", str: "text"}[flag.kind]
+    kind = ("0/1 or text" if flag.switch and flag.kind is str else kind) + (" ..." if flag.many else "")
     if flag.unit:
         kind += f" ({flag.unit})"
     meaning = flag.help

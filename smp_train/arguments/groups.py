@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from smp_train.arguments import checkpointing
+
 STRATEGIES = ("full_shard", "hybrid_shard", "shard_grad_op", "_hybrid_shard_zero2", "no_shard")
 LR_STYLES = ("constant", "linear", "cosine", "exponential", "plateau", "wsd")
 
@@ -29,13 +31,17 @@ def flag(
     unit: str = "",
     shown: str = "",
     values: dict[str, Any] | None = None,
+    switch: bool = False,
 ) -> Any:
     """Declare one flag.
 
     ``unit`` is what a value counts; ``shown`` replaces the default in help texts where the default is found
-    out at start; ``values`` maps other systems' spellings of a value to ours.
+    out at start; ``values`` maps other systems' spellings of a value to ours; ``switch`` lets text be given
+    as a boolean too, which ``values`` then has under 1 and 0.
     """
-    metadata = {"help": help, "choices": choices, "unit": unit, "shown": shown, "values": values or {}}
+    metadata = {
+        "help": help, "choices": choices, "unit": unit, "shown": shown, "values": values or {}, "switch": switch,
+    }  # fmt: skip
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -158,26 +164,38 @@ class ParallelArguments:
     )
     expert_parallel_degree: int = flag(1, "Processes that share the experts of a layer", unit="processes")
     bf16: bool = flag(True, "Compute in bfloat16 (weights and optimizer stay in float32); 0: float32")
-    fp8: bool = flag(False, "Compute linear layers in 8-bit floating point")
+    fp8: bool = flag(
+        False, "Compute the decoder layers' linear layers in 8-bit floating point, on Hopper GPUs, by torchao"
+    )
     fp8_amax_history_len: int = flag(1024, "Steps of history that FP8 scales are taken from", unit="steps")
     fp8_amax_compute_algo: str = flag(
         "max", "How an FP8 scale follows from its history", choices=("max", "most_recent")
     )
-    activation_checkpointing: bool = flag(True, "Recompute each layer's activations in the backward pass")
-    selective_checkpointing: float = flag(
-        1.0, "Checkpoint every N-th layer only, or a share of the layers when below 1 (0.5, 1/3)"
+    activation_checkpointing: str = flag(
+        "full",
+        "What the backward pass computes again instead of keeping it: none; full, all of a layer but its input; "
+        "selective:op, all but the results of matrix products, attention and communication; selective:N, every "
+        "N-th layer in full (selective:1/3: that share of the layers)",
+        values={"1": "full", "0": "none"},
+        switch=True,
     )
-    sm_activation_offloading: bool = flag(False, "Keep checkpointed activations in host memory until needed")
+    selective_checkpointing: float = flag(
+        1.0, "Checkpoint in full every N-th layer only, or a share of the layers when below 1 (0.5, 1/3)"
+    )
+    sm_activation_offloading: bool = flag(
+        False, "Keep in host memory what a layer's backward pass needs, until it is needed"
+    )
     activation_loading_horizon: int = flag(
         2, "Layers ahead that offloaded activations are loaded", unit="layers"
     )
-    cpu_offload: bool = flag(False, "Keep parameters and optimizer states in host memory")
+    cpu_offload: bool = flag(False, "Keep parameters, gradients and optimizer states in host memory")
     chunked_loss: bool = flag(
         True, "Compute the loss by chunks of tokens, never holding all logits (models with a plain head)"
     )
     use_torch_compile: bool = flag(False, "Compile each decoder layer")
+    torch_compile_backend: str = flag("inductor", "What compiles it: a backend's name in torch.compile")
     limit_all_gathers: bool = flag(True, "Bound the all-gathers in flight")
-    forward_prefetch: bool = flag(True, "Gather the next layer during this one's forward pass")
+    forward_prefetch: bool = flag(True, "Ask for the next layer's parameters before this one's forward pass")
     backward_fetch_policy: str = flag(
         "backward_pre",
         "When the backward pass gathers the next layer",
@@ -230,23 +248,42 @@ class OptimizerArguments:
 class DataArguments:
     """Data: what is read, in which order, and what is validated on."""
 
-    training_dir: str | None = flag(None, "Folder of the training shards", shown="SM_CHANNEL_TRAIN")
+    training_dir: list[str] | None = flag(
+        None,
+        "Folder of the training shards; several, as a:0.7 b:0.3, are blended by weight",
+        shown="SM_CHANNEL_TRAIN",
+    )
     test_dir: str | None = flag(None, "Folder of the validation shards", shown="SM_CHANNEL_TEST")
     use_synthetic_data: bool = flag(
         False, "Train on random tokens that depend on the seed and position alone"
     )
     dataset_type: str = flag(
-        "gpt_jsonl", "Kind of the shards: JSON lines, or Hugging Face", choices=("gpt_jsonl", "hf")
+        "gpt_jsonl",
+        "Kind of the data: found out; hf insists on a Hugging Face data set on disk",
+        choices=("gpt_jsonl", "hf"),
     )
     data_type: str = flag("gpt", "Kind of model the data is for", choices=("gpt", "bert"))
     zipped_data: bool | None = flag(None, "Insist on .gz shards (1) or on plain ones (0)", shown="found out")
-    data_num_workers: int = flag(0, "Extra processes that read data", unit="processes")
+    data_num_workers: int | None = flag(
+        None, "Processes per rank that convert shards, once", unit="processes", shown="the cores over the ranks"
+    )
     shuffle: str = flag(
-        "global", "Order of each epoch: a permutation of the whole, or as stored", choices=("global", "none")
+        "global", "Order of each epoch: global (a permutation of the whole), none (as stored), or window:K shards"
     )
-    long: str = flag(
-        "truncate", "A row longer than the context is cut, or stops the run", choices=("truncate", "error")
+    long: str | None = flag(
+        None,
+        "Of a row longer than the context: its beginning, all its pieces, a random window, or an error",
+        choices=("truncate", "split", "crop", "error"),
+        shown="truncate; split with --short concat or pack",
     )
+    short: str = flag(
+        "pad",
+        "A row shorter than the context is padded, joined end to end with others, or packed whole beside others",
+        choices=("pad", "concat", "pack"),
+    )
+    bad_rows: str = flag("stop", "A line that is no row stops the run, or is left out", choices=("stop", "skip"))
+    max_bad: float = flag(0.001, "Fraction of all lines that may be left out by --bad_rows skip, as 0.1%")
+    allow_data_change: bool = flag(False, "Resume although the training data is not what it was")
     data_cache_dir: str | None = flag(None, "Folder for the index of the shards", shown="beside the data")
     data_audit: bool = flag(False, "Write every consumed sample's identity to data_audit-rank<r>.jsonl")
     dataset: str | None = flag(None, "Hugging Face data set to stream, such as allenai/c4")
@@ -300,6 +337,8 @@ class LoggingArguments:
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
     use_profiler: bool = flag(False, "Record the PyTorch profiler")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
+    profile_start: int = flag(6, "First step to profile, counted from each start of the run", unit="steps")
+    profile_steps: int = flag(3, "Steps to profile", unit="steps")
 
 
 @dataclass
@@ -382,6 +421,9 @@ class Arguments(
             self.sharding_strategy = "no_shard"
         elif self.hybrid_shard_degree and self.sharding_strategy in ("full_shard", "shard_grad_op"):
             self.sharding_strategy = "hybrid_shard"
+        # One setting says what is checkpointed; a contradiction is refused by `validate`.
+        if self.activation_checkpointing == checkpointing.FULL:
+            self.activation_checkpointing = checkpointing.of_layers(self.selective_checkpointing)
         # From the model alone, so that every rank and every restart finds the same folder.
         self.run_name = self.run_name or self._model_label()
         self.run_dir = self.run_dir or f"runs/{self.run_name}"
@@ -410,6 +452,11 @@ class Flag:
     def help(self) -> str:
         """One line that says what the flag does."""
         return str(self.metadata["help"])
+
+    @property
+    def switch(self) -> bool:
+        """Whether it may stand alone, for 1, and after ``--no-``, for 0."""
+        return self.kind is bool or bool(self.metadata["switch"])
 
     @property
     def choices(self) -> tuple[Any, ...]:

@@ -69,8 +69,8 @@ def _unknown(name: str, spelling: str) -> ConfigError:
 def _is_switch(name: str) -> bool:
     alias = aliases.BY_NAME.get(name)
     if alias:
-        return alias.switch or (alias.read is None and all(flags()[ours].kind is bool for ours in alias.ours))
-    return name in flags() and flags()[name].kind is bool
+        return alias.switch or (alias.read is None and all(flags()[ours].switch for ours in alias.ours))
+    return name in flags() and flags()[name].switch
 
 
 def _takes_many(name: str) -> bool:
@@ -249,7 +249,7 @@ def _platform_defaults(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]
     found: dict[str, tuple[Any, str]] = {}
     for name, variable in (("training_dir", "SM_CHANNEL_TRAIN"), ("test_dir", "SM_CHANNEL_TEST")):
         if environ.get(variable):
-            found[name] = (environ[variable], variable)
+            found[name] = ([environ[variable]] if name == "training_dir" else environ[variable], variable)
     if is_sagemaker(environ):
         found["checkpoint_dir"] = (["/opt/ml/checkpoints"], "SageMaker")
     if environ.get("SM_MODEL_DIR"):
@@ -294,6 +294,7 @@ def _explain_settled(
     causes = {
         "model_type": "--from_scratch", "model_size": "--from_scratch",
         "sharding_strategy": "--hybrid_shard_degree", "run_name": "the model's name", "run_dir": "--run_name",
+        "activation_checkpointing": "--selective_checkpointing",
     }  # fmt: skip
     table = flags()
     for name, cause in causes.items():

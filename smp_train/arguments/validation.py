@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from smp_train.arguments import checkpointing
 from smp_train.arguments.capabilities import (
+    DEPENDENT,
     INEFFECTIVE,
     LOCATION_PREFIXES,
     LOCATION_REASON,
@@ -17,7 +19,7 @@ from smp_train.errors import ConfigError
 
 AT_LEAST_ONE = (
     "train_batch_size", "gradient_accumulation_steps", "max_steps", "epochs", "steps_per_epoch",
-    "lr_decay_iters",
+    "lr_decay_iters", "profile_start", "profile_steps",
     "logging_freq", "logging_freq_for_avg", "validation_freq", "validation_batches", "val_batch_size",
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
     "sliding_window", "num_local_experts", "num_experts_per_tok",
@@ -42,6 +44,7 @@ def validate(args: Arguments, world_size: int) -> None:
     _check_not_available(args)
     _check_degrees(args, world_size)
     _check_model(args)
+    _check_activations(args)
     _check_schedule(args)
     _check_checkpoints(args)
     _check_data(args)
@@ -186,6 +189,26 @@ def _check_finetuning(args: Arguments) -> None:
         raise ConfigError("--finetune_checkpoint_load_dir needs --pretrained_model_name, to know the model's shape")
 
 
+def _check_activations(args: Arguments) -> None:
+    setting, selective = args.activation_checkpointing, args.selective_checkpointing
+    if selective > 1 and selective != int(selective):
+        raise ConfigError(
+            f"--selective_checkpointing {show(selective)}: a share of the layers is below 1, and from 1 on it is "
+            "every N-th layer"
+        )
+    checkpointing.read(setting)
+    for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
+        if value and not args.bf16:
+            raise ConfigError(f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1")
+    if args.fp8 and args.tensor_parallel_degree > 1:
+        raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
+    if selective != 1 and setting not in (checkpointing.NONE, checkpointing.of_layers(selective)):
+        raise ConfigError(
+            f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
+            "other; give one of them"
+        )
+
+
 def _check_schedule(args: Arguments) -> None:
     if args.min_lr > args.lr and args.lr_decay_style != "constant":
         raise ConfigError(
@@ -221,6 +244,18 @@ def _check_checkpoints(args: Arguments) -> None:
 
 
 def _check_data(args: Arguments) -> None:
+    name, _, shards = args.shuffle.partition(":")
+    if args.shuffle not in ("global", "none") and not (name == "window" and shards.isdigit() and int(shards)):
+        raise ConfigError(f"--shuffle {args.shuffle}: is not one of global, none, window:K (K shards)")
+    if args.short != "pad" and args.long == "crop":
+        raise ConfigError(f"--long crop leaves tokens out, --short {args.short} keeps all; use --long split")
+    if args.short == "pack" and args.context_parallel_degree > 1:
+        raise ConfigError(
+            f"--short pack does not go with --context_parallel_degree {args.context_parallel_degree}: packed documents "
+            "are not split over ranks; use --short concat"
+        )
+    if not 0 <= args.max_bad <= 1:
+        raise ConfigError(f"--max_bad {show(args.max_bad)}: must be a fraction from 0 to 1, as 0.1%")
     if args.use_synthetic_data:
         return
     if not args.training_dir:
@@ -240,4 +275,13 @@ def ineffective(resolved: Resolved) -> list[str]:
         if resolved.given(name) and name in flags():
             value = show(getattr(resolved.args, name))
             lines.append(f"--{name} {value} has no effect: {why}")
+    args = resolved.args
+    for name, other in DEPENDENT.items():
+        if resolved.given(name) and not getattr(args, other):
+            lines.append(f"--{name} {show(getattr(args, name))} has no effect: it needs --{other} 1")
+    if args.activation_checkpointing == checkpointing.NONE and args.selective_checkpointing not in (0, 1):
+        lines.append(
+            f"--selective_checkpointing {show(args.selective_checkpointing)} has no effect: "
+            "--activation_checkpointing is none"
+        )
     return lines

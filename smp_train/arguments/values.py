@@ -57,7 +57,9 @@ def read_int(text: str) -> int:
 
 
 def read_float(text: str, complaint: str = "expects a number") -> float:
-    """Read a finite number or a fraction such as ``1/3``."""
+    """Read a finite number, a fraction such as ``1/3``, or a percentage such as ``0.1%``."""
+    if text.strip().endswith("%"):
+        return read_float(text.strip()[:-1], complaint) / 100
     try:
         number = float(Fraction(text.replace(" ", ""))) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError):
@@ -124,9 +126,12 @@ def _scalar(flag: Flag, value: Any) -> Any:
         if len(value) != 1:
             raise ValueError("expects one value")
         value = value[0]
-    if isinstance(value, dict) or (isinstance(value, bool) and flag.kind is not bool):
+    if isinstance(value, dict) or (isinstance(value, bool) and not flag.switch):
         raise ValueError(f"expects {'text' if flag.kind is str else 'a number'}")
-    result = read_scalar(flag.kind, str(value))
+    text = str(value)
+    if flag.switch and flag.kind is str and is_bool(text):
+        text = str(int(read_bool(text)))
+    result = read_scalar(flag.kind, text)
     spellings = flag.metadata["values"]
     if isinstance(result, str) and (spellings or flag.choices):
         plain = result.strip().lower().replace("-", "_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,18 +12,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_train import losses
+from smp_train.arguments import checkpointing
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import ConfigError
-from smp_train.models.build import build_meta, decoder_layers, materialise
+from smp_train.models import build
 from smp_train.models.initialization import initialise
-from smp_train.parallel import activations, context, grad_norm, loss_head, mesh, sharding, tensor_parallel
+from smp_train.models.packing import packed_inputs
+from smp_train.parallel import (
+    activations,
+    compile,
+    context,
+    float8,
+    grad_norm,
+    loss_head,
+    mesh,
+    offload,
+    sharding,
+    tensor_parallel,
+)
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
     from smp_train.models.resolve import ModelSpec
     from smp_train.runtime import Runtime
+
+logger = logging.getLogger("smp_train.native")
 
 OLDEST_TORCH = (2, 6)
 
@@ -40,7 +56,14 @@ class NativeBackend(Backend):
                 f"the native backend needs torch 2.6 or newer, this is {torch.__version__}; upgrade torch, or use "
                 "--backend smp inside the SMP container"
             )
+        build.check_attention(args.attn_implementation, device)
+        if args.fp8:
+            float8.check(device)
         self.args = args
+        self.cpu_offload = args.cpu_offload and device.type != "cpu"
+        if args.cpu_offload != self.cpu_offload:
+            logger.info("--cpu_offload 1 has no effect: on a CPU everything is in host memory")
+        self.offload: offload.Offload | None = None
         degrees = mesh.plan(
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
@@ -66,34 +89,46 @@ class NativeBackend(Backend):
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build on the meta device, apply parallelism, and only then give each rank memory for its own part.
 
-        The order is the contract of this backend: tensor parallelism, activation checkpointing, sharding, weights.
+        The order is the contract of this backend: context and tensor parallelism, 8-bit linear layers, activation
+        checkpointing, compilation (of what checkpointing made of a layer), activation offloading (around compiled
+        code), sharding, then weights.
         """
         args = self.args
+        device = self.topology.device
         degrees = self.mesh.degrees
         context.check(degrees.context, seq_len, args.attn_implementation)
         tensor_parallel.check(spec.config, degrees.tensor, seq_len // degrees.context)
-        model = build_meta(spec, attn_implementation=args.attn_implementation)
-        layers = decoder_layers(model)
+        model = build.build_meta(spec, attn_implementation=args.attn_implementation)
+        named = build.decoder_layers(model)
+        layers = [layer for _, layer in named]
         if degrees.context > 1:
             self.context = context.ContextSplit(self.mesh.context, seq_len)
             self.context.apply(model)
         if degrees.tensor > 1:
-            tensor_parallel.apply(model, layers, self.mesh.tensor)
-        if args.activation_checkpointing:
-            activations.checkpoint_layers(model, layers)
+            tensor_parallel.apply(model, named, self.mesh.tensor)
+        if args.fp8:
+            logger.info("FP8: %d linear layers", float8.apply(layers))
+        self._checkpoint_and_compile(layers)
+        if args.sm_activation_offloading:
+            horizon = args.activation_loading_horizon
+            self.offload = offload.apply(layers, device=device, horizon=horizon)
+            if horizon >= len(layers):
+                logger.info("--activation_loading_horizon %d covers all layers: none is offloaded", horizon)
         sharding.shard(
             model,
-            [model.get_submodule(name) for name, _ in layers],
+            layers,
             self.mesh.parameters,
             param_dtype=torch.bfloat16 if args.bf16 else None,
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
+            forward_prefetch=args.forward_prefetch,
+            cpu_offload=self.cpu_offload,
         )
         loss_head.attach(
             model,
             chunked=args.chunked_loss and loss_head.can_chunk(model),
             tensor=self.mesh.tensor if degrees.tensor > 1 else None,
         )
-        materialise(model, self.topology.device)
+        build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
         if not initial:
             return model
         if spec.pretrained is None:
@@ -102,10 +137,33 @@ class NativeBackend(Backend):
             load_weights(model, spec.pretrained)
         return model
 
-    def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _checkpoint_and_compile(self, layers: list[nn.Module]) -> None:
+        """Checkpoint, then compile what that made of a layer; whole layers of DTensors the other way round.
+
+        AOTAutograd cannot save a mesh across a checkpoint inside compiled code (torch 2.13: "expected all
+        tensors_saved_with_vc_check to be Tensors"); around compiled code, a checkpoint asks nothing of it.
+        """
+        args = self.args
+        outside = self.mesh.degrees.tensor > 1 and not checkpointing.read(args.activation_checkpointing)[1]
+        if outside and args.use_torch_compile:
+            compile.apply(layers, backend=args.torch_compile_backend)
+        activations.apply(layers, args.activation_checkpointing)
+        if not outside and args.use_torch_compile:
+            compile.apply(layers, backend=args.torch_compile_backend)
+
+    def loss_sum(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """See `Backend.loss_sum`."""
         targets = losses.shift(labels)
         inputs: dict[str, Any] = {"attention_mask": attention_mask}
+        if position_ids is not None:
+            inputs = packed_inputs(model, position_ids)
         if self.context is not None:
             self.context.show(attention_mask)
             input_ids, targets = self.context.split(input_ids), self.context.split(targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor, nn
 from smp_train.errors import ConfigError
 from smp_train.models.recording import construct_on_meta
 from smp_train.models.resolve import ModelSpec
+
+logger = logging.getLogger("smp_train.models")
 
 
 def build_meta(
@@ -28,6 +32,7 @@ def build_meta(
 
     kind = {"dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype": dtype}
     spec.config.use_cache = False
+    attn_implementation = _available_attention(spec, attn_implementation)
     try:
         model = construct_on_meta(
             lambda: AutoModelForCausalLM.from_config(
@@ -43,6 +48,17 @@ def build_meta(
     if stray:
         raise ConfigError(f"cannot build {spec.name}: its buffer {stray[0]} is computed from parameters")
     return model.train()
+
+
+def _available_attention(spec: ModelSpec, wanted: str) -> str:
+    """Return ``wanted``, or eager for the older models of transformers that have nothing but it and sdpa is wanted."""
+    from transformers import AutoModelForCausalLM
+
+    kind = AutoModelForCausalLM._model_mapping.get(type(spec.config), None)
+    if wanted != "sdpa" or getattr(kind, "_supports_sdpa", True):
+        return wanted
+    logger.info("Attention: eager, as transformers has no sdpa for %s", spec.config.model_type)
+    return "eager"
 
 
 def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -62,12 +78,42 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{key}" if name else key, layer) for key, layer in layers.named_children()]
 
 
-def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Give every meta parameter (plain or DTensor) memory on ``device``, unset, and move all else there.
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": (
+        "flash_attn_interface",
+        "pip install --no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'",
+    ),
+}
+"""Package that an attention implementation needs, as imported, and how it is installed."""
 
+
+def check_attention(attn_implementation: str, device: torch.device) -> None:
+    """Raise `ConfigError` when the attention kernel cannot run here: its package is missing, or there is no GPU."""
+    package, install = FLASH_PACKAGES.get(attn_implementation, (None, ""))
+    if package is None:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--attn_implementation {attn_implementation} needs a GPU, and this run is on the CPU; use sdpa"
+        )
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"--attn_implementation {attn_implementation} needs the package {package}, which is not installed here; "
+            f"{install}, or use sdpa"
+        )
+
+
+def materialise(
+    model: nn.Module, device: torch.device | str, *, parameters: torch.device | str | None = None
+) -> None:
+    """Give every meta parameter (plain or DTensor) memory, unset, and move all else to ``device``.
+
+    Parameters get theirs on the device too, or where ``parameters`` says (the host, when they are offloaded).
     Tied parameters stay tied. Call it after sharding: only this rank's part is allocated.
     """
     device = torch.device(device)
+    home = device if parameters is None else torch.device(parameters)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for key, param in module._parameters.items():
@@ -76,7 +122,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
     tied = [places for places in owners.values() if len(places) > 1]
 
     def allocate(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device)
 
     model._apply(allocate)
     # _apply replaces a plain meta parameter at each place anew.

@@ -269,8 +269,10 @@ def _overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str,
         if flag in ROPE_SCALING and target:
             continue
         if target is None:
-            harmless = (flag.endswith("_pdrop") and value == 0) or (
-                flag == "num_key_value_heads" and value == heads
+            harmless = (
+                (flag.endswith("_pdrop") and value == 0)
+                or (flag == "num_key_value_heads" and value == heads)
+                or flag == "max_context_width"  # the length of a row too, which a model may leave open
             )
             if flag in EVERYWHERE_GIVEN and not harmless:
                 logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)

@@ -1,18 +1,131 @@
-"""What is kept of a layer's activations for the backward pass."""
+"""Activation checkpointing: what of a layer's forward pass is computed again in the backward pass.
+
+A layer's ``forward`` is replaced, not the layer wrapped: names stay as they are, and what other code hangs on the
+layer's call (FSDP2's gathering of parameters) stays outside and runs once.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+import functools
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from smp_train.arguments import checkpointing
+from smp_train.errors import ConfigError
+
+# Costly to compute again: products of matrices, and attention kernels, which save what their backward pass needs.
+_KEPT_NAMES = (
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+_KEPT = {getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)}
+_KEPT_NAMESPACES = ("_c10d_functional", "flash_attn", "flash_attn_3")
+_KEPT.add(torch.ops.higher_order.flex_attention)
+# Waiting again for a collective that has finished costs nothing, and its result is the collective's own.
+_NOT_KEPT = {torch.ops._c10d_functional.wait_tensor.default}
 
 
-def checkpoint_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
-    """Keep only the input of every decoder layer and compute the rest again in the backward pass.
+def apply(layers: list[nn.Module], setting: str) -> None:
+    """Checkpoint those of the decoder ``layers`` that ``--activation_checkpointing`` asks for.
 
-    The wrapper stores its module under another name; state dicts leave that part of the name out.
+    Random numbers drawn again are the same, so dropout is that of a run without checkpointing.
+
+    Raises:
+        ConfigError: a setting that is none; or, at the first forward pass with selective:op, a layer that changes a
+            kept result in place.
     """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+    share, per_operation = checkpointing.read(setting)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    if per_operation:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for index in chosen(len(layers), share):
+        forward = layers[index].forward
+        if per_operation:
+            forward = _watched_once(forward)
+        layers[index].forward = _checkpointed(forward, options)
 
-    for name, layer in layers:
-        parent, _, child = name.rpartition(".")
-        wrapped = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=True)
-        model.get_submodule(parent).register_module(child, wrapped)
+
+def chosen(count: int, share: Fraction) -> list[int]:
+    """Return which of ``count`` layers are checkpointed for a share from 0 to 1: evenly spread, as fms-fsdp does.
+
+    Layer i is, where (i + 1) * share passes another k + 1/2: of every N for a share of 1/N the middle one.
+    """
+    half = Fraction(1, 2)
+    return [i for i in range(count) if (share * (i + 1) + half) // 1 > (share * i + half) // 1]
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
+
+
+def _keeps(operation: Any) -> bool:
+    kept = operation in _KEPT or getattr(operation, "namespace", None) in _KEPT_NAMESPACES
+    return kept and operation not in _NOT_KEPT
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _keeps(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _watched_once(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Watch the first pass: torch's own check misses a change through the view that every 3-D product returns.
+
+    Compiled code needs no watching: there, nothing is changed in place before it is traced.
+    """
+    seen = False
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        if seen or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        seen = True
+        with _ChangesOfKept():
+            return forward(*args, **kwargs)
+
+    return watched
+
+
+class _ChangesOfKept(TorchDispatchMode):
+    """Refuses a change in place of a kept result: computing again would start from the changed value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, tuple[Any, Tensor]] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(operation, "_schema", None)
+        for position, argument in enumerate(schema.arguments if schema is not None else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                for tensor in tree_leaves(value):
+                    if isinstance(tensor, Tensor) and _storage(tensor) in self.kept:
+                        raise ConfigError(
+                            f"--activation_checkpointing {checkpointing.PER_OPERATION}: this model changes the result "
+                            f"of {self.kept[_storage(tensor)][0]} in place ({operation}); use full, or "
+                            "--use_torch_compile 1"
+                        )
+        result = operation(*args, **kwargs)
+        if _keeps(operation):
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    # With the tensor itself, so that no other comes to lie at its address.
+                    self.kept[_storage(tensor)] = (operation, tensor)
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)

@@ -46,6 +46,8 @@ class ContextSplit:
         self.degree, rank = mesh.size(), mesh.get_local_rank()
         self.piece = seq_len // (2 * self.degree)
         self.pieces = (rank, 2 * self.degree - 1 - rank)
+        # Made here, as torch cannot make one inside the dispatch modes of selective checkpointing.
+        self._causal = {end: causal_lower_right(self.piece, end) for end in map(self._end, self.pieces)}
         self._visible: Tensor | None = None
         """Which keys of the whole sequence may be attended to, bool ``[batch, seq]``; None for all."""
 
@@ -106,7 +108,7 @@ class ContextSplit:
         key, value = self._gather(key), self._gather(value)
         outputs = []
         for part, place in zip(query.chunk(2, dim=2), self.pieces, strict=True):
-            end = (place + 1) * self.piece
+            end = self._end(place)
             outputs.append(
                 F.scaled_dot_product_attention(
                     part,
@@ -120,6 +122,9 @@ class ContextSplit:
             )
         return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
+    def _end(self, place: int) -> int:
+        return (place + 1) * self.piece
+
     def _gather(self, part: Tensor) -> Tensor:
         """Return keys or values of the whole sequence in its own order; the gradient is added up and scattered."""
         pieces = DTensor.from_local(part.contiguous(), self.mesh, [Shard(2)], run_check=False)
@@ -132,7 +137,7 @@ class ContextSplit:
     def _mask(self, end: int, window: int | None, device: torch.device) -> Any:
         """Return which of the first ``end`` keys each of the last ``piece`` of these tokens attends to."""
         if self._visible is None and (window is None or window >= end):
-            return causal_lower_right(self.piece, end)
+            return self._causal[end]
         keys = torch.arange(end, device=device)
         tokens = keys[-self.piece :].unsqueeze(1)
         allowed = keys <= tokens

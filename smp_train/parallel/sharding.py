@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 
 def shard(
@@ -15,6 +21,8 @@ def shard(
     *,
     param_dtype: torch.dtype | None,
     reshard_after_forward: bool,
+    forward_prefetch: bool = False,
+    cpu_offload: bool = False,
 ) -> None:
     """Shard ``model`` in place over ``mesh``, 1-D, or 2-D as (replicate, shard).
 
@@ -28,15 +36,29 @@ def shard(
         param_dtype: Type of the parameters in computation; None computes in the type they are stored in.
         reshard_after_forward: Free a layer's gathered parameters after its forward pass, and gather again for its
             backward pass (ZeRO-3); False keeps them between the two (ZeRO-2).
+        forward_prefetch: Ask for the next layer's parameters before this layer computes, not after: the gathering
+            starts earlier where the host is slow, and one more layer is in memory. (In the backward pass FSDP2 always
+            gathers one layer ahead.)
+        cpu_offload: Keep parameters, gradients and so the optimizer's state in host memory, in page-locked memory for
+            CUDA; only gathered parameters are on the device.
     """
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     last = layers[-1]
     for layer in layers:
         # The last layer's backward pass follows its forward pass at once: freeing it would only buy a second gather.
         fully_shard(
-            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward and layer is not last
+            layer,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward and layer is not last,
         )
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    if forward_prefetch:
+        for module, following in zip([model, *layers[:-1]], layers, strict=True):
+            assert isinstance(module, FSDPModule)
+            module.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module)

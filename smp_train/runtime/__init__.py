@@ -1,14 +1,15 @@
 """Where am I: which launcher started this process, which rank it is, and how the ranks meet.
 
 `detect` reads the environment and imports no torch; `start` and `stop` make and end the process group;
-`together` turns a failure of one rank into the same failure of all.
+`together` turns a failure of one rank into the same failure of all, and `any_rank` asks all of them one question.
 """
 
-from smp_train.runtime.group import is_main, rank, start, start_attempted, stop, together, world_size
+from smp_train.runtime.group import any_rank, is_main, rank, start, start_attempted, stop, together, world_size
 from smp_train.runtime.place import Runtime, detect, expand_hostlist, is_sagemaker
 
 __all__ = [
     "Runtime",
+    "any_rank",
     "detect",
     "expand_hostlist",
     "is_main",

@@ -208,6 +208,18 @@ def together(what: str) -> Iterator[None]:
         _agree(what, failure)
 
 
+def any_rank(yes: bool) -> bool:
+    """Tell whether ``yes`` holds on any rank; collective, of one integer."""
+    import torch
+    import torch.distributed as dist
+
+    if _group() is None:
+        return yes
+    votes = torch.tensor([int(yes)])
+    dist.all_reduce(votes)
+    return int(votes) > 0
+
+
 def _agree(what: str, failure: Exception | None) -> None:
     import torch
     import torch.distributed as dist

@@ -37,7 +37,7 @@ STEP_FIELDS = (
     "step_sec",  # mean per update since the last record, without saving and validation
     "data_wait_sec",  # the part of step_sec that this rank spent waiting for its batch
     "memory_gib",  # the allocator's peak since the last record; resident memory without a GPU
-    "tokens",  # positions trained on since the first step of the run, all devices
+    "tokens",  # counted tokens trained on since the first step of the run, all devices
     "consumed",  # samples taken from the data order so far
     "time",  # seconds since 1970
 )

@@ -35,16 +35,15 @@ class RunFolder:
         self.stop = self.path / "STOP"
 
     def create(self) -> None:
-        """Make the folder, or take it over from an earlier attempt: its `STOPPED` and `STOP` no longer hold.
+        """Make the folder, or take it over from an earlier attempt, whose `STOP` no longer holds.
 
-        `DONE` stays until `clear_done`: whether there is anything left to do depends on the checkpoint.
+        `DONE` and `STOPPED` stay until `reopen`: an attempt that fails before it trains leaves them true.
 
         Raises:
             ConfigError: when the folder cannot be made or written to.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            self.stopped.unlink(missing_ok=True)
             self.stop.unlink(missing_ok=True)
         except OSError as failure:
             raise self._unwritable(failure) from None
@@ -101,9 +100,10 @@ class RunFolder:
         self.done.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
 
-    def clear_done(self) -> None:
-        """Withdraw `DONE`: a finished run is being continued, for example to a higher ``--max_steps``."""
+    def reopen(self) -> None:
+        """Withdraw `DONE` and `STOPPED`: the run goes on, for example to a higher ``--max_steps``."""
         self.done.unlink(missing_ok=True)
+        self.stopped.unlink(missing_ok=True)
 
     def done_step(self) -> int | None:
         """Return the step at which an earlier attempt finished, None when none has."""

@@ -43,3 +43,30 @@ def test_resume_is_bit_exact(world: int, changes: dict, tmp_path: Path) -> None:
     assert [[r[k] for k in exact] for r in steps(broken)] == [[r[k] for k in exact] for r in steps(straight)]
     assert audits(broken, world) == audits(straight, world)
     assert [r["event"] for r in records(broken) if "event" in r].count("resume") == 1
+
+
+MESHES = {
+    "one": (1, {"train_batch_size": 4}),
+    "fsdp4": (4, {"train_batch_size": 1}),
+    "tp2-fsdp2": (4, {"tensor_parallel_degree": 2, "train_batch_size": 2}),
+    "cp2-fsdp2": (4, {"context_parallel_degree": 2, "train_batch_size": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"), [("tp2-fsdp2", "fsdp4"), ("fsdp4", "tp2-fsdp2"), ("cp2-fsdp2", "one"), ("one", "tp2-fsdp2")]
+)
+def test_resume_on_another_mesh(first: str, second: str, tmp_path: Path) -> None:
+    options = {"lr_decay_iters": 6, "checkpoint_freq": 3, "num_kept_checkpoints": 10, "data_audit": 1}
+    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    world, changes = MESHES["one"]
+    harness.run(train, world, flags(straight, **options, **changes, max_steps=6))
+    for name, last in ((first, 3), (second, 6)):
+        world, changes = MESHES[name]
+        resumable = {"resume_from_checkpoint": moved / "checkpoints", "max_steps": last}
+        harness.run(train, world, flags(moved, **options, **changes, **resumable))
+    for ours, theirs in zip(steps(moved), steps(straight), strict=True):
+        assert (ours["step"], ours["consumed"]) == (theirs["step"], theirs["consumed"])
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)

@@ -319,8 +319,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "torch.distributed.run",
         "--nproc-per-node",
         "2",
-        "--master-port",
-        str(free_port()),
+        "--standalone",
     ]
     done = subprocess.run(
         [*command, str(script), "together"], env=environ, text=True, capture_output=True, timeout=120

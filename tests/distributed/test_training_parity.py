@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import harness
-from tests.training import SAMPLE, flags, steps, train
+from tests.training import SAMPLE, flags, records, steps, train
 
 TOLERANCE = 1e-5  # relative, fp32: sums over ranks and micro-batches are taken in another order
 
@@ -21,29 +21,49 @@ CASES = {
     "hsdp2x2-zero2": (4, {"train_batch_size": 1, "hybrid_shard_degree": 2, "sharding_strategy": "_hybrid_shard_zero2"}),
     "replicated": (2, {"train_batch_size": 2, "sharding_strategy": "no_shard"}),
     "checkpointed": (2, {"train_batch_size": 2, "activation_checkpointing": 1}),
+    "tp2-fsdp2": (4, {"train_batch_size": 2, "tensor_parallel_degree": 2}),
+    "tp2-fsdp2-accumulation": (4, {
+        "train_batch_size": 1, "tensor_parallel_degree": 2, "gradient_accumulation_steps": 2
+    }),
 }
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reference")
     harness.run(train, 1, flags(folder, **data(), train_batch_size=4))
-    return steps(folder)
+    return folder
+
+
+def evaluated(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder) if record.get("event") == "evaluate"]
 
 
 def data() -> dict:
     # Real text with rows of unequal length: what each rank counts differs, so a mean of means would show.
-    return {"use_synthetic_data": None, "training_dir": SAMPLE / "train", "vocab_size": 4096, "max_context_width": 96}
+    return {
+        "use_synthetic_data": None, "training_dir": SAMPLE / "train", "vocab_size": 4096, "max_context_width": 96,
+        "test_dir": SAMPLE / "test", "validation_freq": 3,
+    }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_every_mesh_trains_like_one_process(case: str, reference: list[dict], tmp_path: Path) -> None:
+def test_every_mesh_trains_like_one_process(case: str, reference: Path, tmp_path: Path) -> None:
     world, changes = CASES[case]
     harness.run(train, world, flags(tmp_path, **data(), **changes))
     result = steps(tmp_path)
     assert [r["step"] for r in result] == [1, 2, 3]
-    for ours, theirs in zip(result, reference, strict=True):
+    for ours, theirs in zip(result, steps(reference), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=TOLERANCE)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=TOLERANCE)
         assert ours["tokens"] == theirs["tokens"]
+    assert evaluated(tmp_path) == pytest.approx(evaluated(reference), rel=TOLERANCE)
+
+
+def test_bfloat16_follows_float32(tmp_path: Path) -> None:
+    harness.run(train, 2, flags(tmp_path / "half", bf16=1))
+    harness.run(train, 2, flags(tmp_path / "full", bf16=0))
+    half, full = steps(tmp_path / "half"), steps(tmp_path / "full")
+    assert [r["loss"] for r in half] == pytest.approx([r["loss"] for r in full], rel=5e-3)
+    assert [r["loss"] for r in half] != [r["loss"] for r in full]

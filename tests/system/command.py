@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from tests.harness import forkserver
+from tests.harness import forkserver, free_port
 
 ROOT = Path(__file__).parents[2]
 MARK = "SMP_TRAIN_TEST_COMMAND"
@@ -202,6 +202,43 @@ def torchrun(folder: Path, world: int, *words: str, environ: Mapping[str, str] |
     """Start ``torchrun --nproc_per_node WORLD -m smp_train WORDS``."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
     return Command(folder, [*launcher, "-m", "smp_train", *words], environ)
+
+
+class Ranks:
+    """One warm command per rank, as some launcher would have started them on one node; a context manager."""
+
+    def __init__(
+        self, folder: Path, world: int, *words: str, launcher: Callable[[int, int, int], dict[str, str]]
+    ) -> None:
+        port = free_port()
+        self.ranks = [warm(folder, *words, environ=launcher(rank, world, port)) for rank in range(world)]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def __getitem__(self, rank: int) -> Command:
+        return self.ranks[rank]
+
+    def codes(self, timeout: float = 90) -> list[int]:
+        """Wait for the end of all and return their exit codes, by rank."""
+        return [rank.code(timeout) for rank in self.ranks]
+
+    @property
+    def err(self) -> str:
+        return "".join(rank.err for rank in self.ranks)
+
+
+def as_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun gives to a rank."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
 
 
 def write_shard(path: Path, rows: int, *, tokens: int = 16, vocab: int = 256, first: int = 0) -> None:

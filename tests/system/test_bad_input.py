@@ -48,10 +48,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         r"--training_dir s3://bucket/shards: places in S3 are not available in this version; use a folder",
     ),
     "checkpoints in S3": ({"checkpoint_dir": "s3://bucket/run"}, r"--checkpoint_dir s3://bucket/run: .*use a folder"),
-    "tensor parallelism": ({"tensor_parallel_degree": 2}, r"--tensor_parallel_degree 2: .*--hybrid_shard_degree"),
-    "FP8": ({"fp8": 1}, r"--fp8 1: FP8 is not available in this version; use --bf16 1"),
-    "profiler": ({"use_profiler": True}, r"--use_profiler 1: profiling is not available in this version"),
-    "final model": ({"save_final_model": 1}, r"--save_final_model 1: .* not available in this version"),
+    "expert parallelism": ({"expert_parallel_degree": 2}, r"--expert_parallel_degree 2: .*--tensor_parallel_degree"),
+    "FP8 in float32": ({"fp8": 1, "bf16": 0}, r"--fp8 1 does not compute in float32; give --bf16 1"),
 }
 
 

@@ -77,19 +77,17 @@ LINES: dict[str, Line] = {
     "000, today": Line(
         "--max_context_width=8192 --num_key_value_heads=8 --intermediate_size=14336 --hidden_width=4096 "
         "--num_layers=32 --num_heads=32 --model_type=llama_v3 --tokenizer=hf-internal-testing/llama-tokenizer "
-        "--checkpoint_freq=5000 --validation_freq=100 --max_steps=5000 --checkpoint_dir=./checkpoints --dataset=allenai/c4 "
-        "--dataset_config_name=en --resume_from_checkpoint=./checkpoints --train_batch_size=1 --val_batch_size=1 "
-        "--sharding_strategy=full --offload_activations=1",
-        refused="--sm_activation_offloading",
-        off="--dataset None --dataset_config_name None --tokenizer None --offload_activations 0",
+        "--checkpoint_freq=5000 --validation_freq=100 --max_steps=5000 --checkpoint_dir=./checkpoints "
+        "--dataset=allenai/c4 --dataset_config_name=en --resume_from_checkpoint=./checkpoints "
+        "--train_batch_size=1 --val_batch_size=1 --sharding_strategy=full --offload_activations=1",
+        refused="--dataset",
+        off="--dataset None --dataset_config_name None --tokenizer None",
     ),
     "001": Line(
         "--model_name=llama2_7b --ckpt_load_path=/fsx/llama2/pretrain/ckpt --ckpt_save_path=/fsx/llama2/pretrain/ckpt "
         "--data_path=/fsx/data/ --fsdp_activation_checkpointing=False --selective_checkpointing=1 "
         "--sharding_strategy=hsdp --low_cpu_fsdp=False --batch_size=2 --report_interval=200 "
         "--checkpoint_interval=20000 --use_torch_compile=False --use_profiler=True",
-        refused="--use_profiler",
-        off="--use_profiler=False",
     ),
     "002": Line(
         "--environment pbs --model mingpt --run_name shakespeare --vocab_size 50257 --seq_len 256 --num_heads 8 "
@@ -101,28 +99,23 @@ LINES: dict[str, Line] = {
     "003": Line(
         SMP.format(nsys="--profile_nsys 1 ", hf="--dataset_type hf "),
         refused="--dataset_type",
-        off="--dataset_type gpt_jsonl --profile_nsys 0",
+        off="--dataset_type gpt_jsonl",
         appended=SMALL_SMP,
     ),
-    "003, profiled": Line(
-        SMP.format(nsys="--profile_nsys 1 ", hf=""),
-        refused="--profile_nsys",
-        off="--profile_nsys 0",
-        appended=SMALL_SMP,
-    ),
+    "003, profiled": Line(SMP.format(nsys="--profile_nsys 1 ", hf=""), appended=SMALL_SMP),
     "003, resumed": Line(
         SMP.format(nsys="", hf="") + " --resume_from_checkpoint /fsx/checkpoints", appended=SMALL_SMP
     ),
     "003, fine-tuned by name": Line(
         SMP.format(nsys="", hf="") + " --finetune 1 --pretrained_model_name meta-llama/Llama-2-7b-hf "
         "--finetune_checkpoint_load_dir /fsx/pretrained",
-        refused="--finetune",
+        refused="finetune",
         off="--finetune 0 --pretrained_model_name None --finetune_checkpoint_load_dir None",
         appended=SMALL_SMP,
     ),
     "003, fine-tuned from a file": Line(
         SMP.format(nsys="", hf="") + " --finetune 1 --pretrained_checkpoint_file /fsx/llama/consolidated.pt",
-        refused="--finetune",
+        refused="--pretrained_checkpoint_file",
         off="--finetune 0 --pretrained_checkpoint_file None",
         appended=SMALL_SMP,
     ),

@@ -28,7 +28,7 @@ def test_help_shows_defaults_choices_and_what_is_not_available() -> None:
     words = " ".join(help_text().split())
     assert "--lr X Peak learning rate [0.0001] (= --max_lr)" in words
     assert "(constant, linear, cosine, exponential, plateau, wsd) [cosine]" in words
-    assert "--fp8 0|1 Compute linear layers in 8-bit floating point [0] (only 0 in this version)" in words
+    assert "--data_type NAME Kind of model the data is for (gpt, bert) [gpt] (only gpt in this version)" in words
 
 
 def test_print_config_gives_every_value_its_source() -> None:

@@ -40,6 +40,10 @@ ALLOWED = [
     "--num_heads 8 --num_key_value_heads 2 --hidden_width 64", "--limit_all_gathers 1 --forward_prefetch 1",
     "--evaluate_only 1", "--finetune 1 --pretrained_model_name n --finetune_checkpoint_load_dir d",
     "--finetune 1 --pretrained_checkpoint_file f --model_type llama_v2", "--finetune 1 --hf_model m",
+    "--activation_checkpointing selective:op", "--activation_checkpointing selective:2 --selective_checkpointing 2",
+    "--fsdp_activation_checkpointing 1 --selective_checkpointing 1/3", "--sm_activation_offloading 1",
+    "--activation_checkpointing 0 --selective_checkpointing 0.5", "--cpu_offload 1", "--forward_prefetch 0",
+    "--use_torch_compile 1 --torch_compile_backend eager", "--fp8 1", "--attn_implementation flash_attention_2",
 ]  # fmt: skip
 
 
@@ -72,6 +76,12 @@ COMBINATIONS = {
     "--num_heads 8 --num_key_value_heads 3": "1, 2, 4, 8 would",
     "--num_experts_per_tok 4 --num_local_experts 2": "is above --num_local_experts 2",
     "--sharding_strategy no_shard --hybrid_shard_degree 4": "contradict each other",
+    "--selective_checkpointing 1.5": "from 1 on it is every N-th layer",
+    "--activation_checkpointing sometimes": "is not none, full, selective:op",
+    "--activation_checkpointing selective:1.5": "is not none, full, selective:op",
+    "--activation_checkpointing selective:op --selective_checkpointing 0.5": "contradict each other",
+    "--fp8 1 --bf16 0": "--fp8 1 does not compute in float32; give --bf16 1",
+    "--attn_implementation flash_attention_2 --bf16 0": "does not compute in float32",
     "--hf-model x --from-scratch": "both choose the model",
     "--hf-model x --model_size 7b": "both choose the model",
     "--save_final_model 1": "--save_final_model 1 needs --model_dir",
@@ -115,10 +125,9 @@ def test_degrees(
 
 
 ON = {
-    "backend": "smp", "tensor_parallel_degree": "2", "context_parallel_degree": "2",
+    "backend": "smp",
     "expert_parallel_degree": "2",
-    "sm_activation_offloading": "1", "selective_checkpointing": "1/2", "use_torch_compile": "1", "fp8": "1",
-    "cpu_offload": "1", "limit_all_gathers": "0", "forward_prefetch": "0",
+    "limit_all_gathers": "0",
     "backward_fetch_policy": "backward_post",
     "moe": "1", "checkpoint_type": "async_local", "dataset": "c4",
     "dataset_config_name": "en", "tokenizer": "t", "dataset_type": "hf",

@@ -17,10 +17,11 @@ FLOORS = [
     {"train_lib"},
     {"train_utils"},
     {"backends", "data", "checkpoints", "telemetry", "stop"},
-    {"parallel", "models", "losses", "learning_rates"},
+    {"parallel"},
+    {"models", "losses", "learning_rates"},
     {"arguments", "runtime", "errors", "__init__"},
 ]
-NEIGHBOURS = {("cli", "bench"), ("cli", "launch"), ("__main__", "cli"), ("backends", "checkpoints")}
+NEIGHBOURS = {("cli", "bench"), ("cli", "launch"), ("launch", "cli"), ("__main__", "cli"), ("backends", "checkpoints")}
 
 
 def room(path: Path) -> str:

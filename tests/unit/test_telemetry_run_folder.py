@@ -62,18 +62,20 @@ def test_every_attempt_is_kept_and_run_json_is_the_latest(folder):
     assert not [name for name in os.listdir(folder.path) if name.startswith(".")]
 
 
-def test_a_new_attempt_withdraws_the_stop_of_the_last_and_keeps_done(folder):
+def test_an_attempt_takes_the_folder_over_and_withdraws_the_markers_once_it_trains(folder):
     assert (folder.stopped_step(), folder.done_step(), folder.stop_requested()) == (None, None, False)
     folder.mark_stopped(7)
     assert folder.stopped_step() == 7
     folder.stop.touch()
     assert folder.stop_requested()
     folder.create()
-    assert (folder.stopped_step(), folder.stop_requested()) == (None, False)
+    assert (folder.stopped_step(), folder.stop_requested()) == (7, False)
+    folder.reopen()
+    assert folder.stopped_step() is None
     folder.mark_done(9)
     folder.create()
     assert folder.done_step() == 9
-    folder.clear_done()
+    folder.reopen()
     assert folder.done_step() is None
 
 

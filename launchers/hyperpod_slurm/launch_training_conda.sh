@@ -1,0 +1,26 @@
+#!/bin/bash
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@300
+#
+# Train in the environment that setup_conda_env.sh makes: 70B Llama 2 on synthetic data and 8 nodes unless told otherwise.
+# PYTHON: the interpreter, where the environment is somewhere else.
+# Submit it as it is:  sbatch [--nodes=N] launch_training_conda.sh [training flags]
+# `./launch_training_conda.sh --dry_run [training flags]` prints what each node would be given. Variables: see training.sh.
+
+if [ -z "${HYPERPOD_PATH:-}" ]; then
+  # Slurm runs a copy of this script: the original says where the checkout is.
+  script=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
+  HYPERPOD_PATH=$(cd "$(dirname "${script:-$0}")/../.." && pwd) || exit 2
+fi
+# shellcheck source-path=SCRIPTDIR source=training.sh
+source "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh" || exit 2
+if [ -z "${SLURM_JOB_ID:-}$DRY_RUN" ]; then exec sbatch "$0" "$@"; fi
+
+IMAGE=
+PYTHON=${PYTHON:-$HYPERPOD_PATH/.venv/bin/python}
+# shellcheck source-path=SCRIPTDIR source=../../smp_train/launch/batch.sh
+source "$HYPERPOD_PATH/smp_train/launch/batch.sh"

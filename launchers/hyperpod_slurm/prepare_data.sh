@@ -1,0 +1,15 @@
+#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --exclusive
+#SBATCH --open-mode=append
+# Turn text into token shards on one node:  sbatch prepare_data.sh --input /fsx/text --output /fsx/data ...
+# The flags are those of `smp-train prepare`. PYTHON: the interpreter, where it is not the checkout's .venv.
+
+if [ -z "${HYPERPOD_PATH:-}" ]; then
+  script=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
+  HYPERPOD_PATH=$(cd "$(dirname "${script:-$0}")/../.." && pwd) || exit 2
+fi
+PYTHON=${PYTHON:-$HYPERPOD_PATH/.venv/bin/python}
+command -v "$PYTHON" >/dev/null || { echo "smp-train: error: no interpreter $PYTHON; run setup_conda_env.sh, or set PYTHON" >&2; exit 2; }
+PYTHONPATH=$HYPERPOD_PATH${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m smp_train prepare "$@"

@@ -1,0 +1,68 @@
+# shellcheck shell=bash
+# Sourced by the sbatch scripts of this folder. Variables of the environment to training flags; every one has a default,
+# and what follows the script's name on the command line is added to the flags and wins.
+#
+#   model_type=llama_v2 model_size=70b     a preset (`smp-train train --help`)
+#   use_synthetic_data=1                   random tokens; 0 as soon as TRAINING_DIR is set
+#   TRAINING_DIR= TEST_DIR=                folders of .json or .json.gz shards (data/README.md)
+#   RUN_DIR=$PWD/runs/<model>              run.json, metrics, logs, DONE. The same folder again goes on with that run
+#   CHECKPOINT_DIR=$RUN_DIR/checkpoints    written there, and resumed from there
+#   shard_degree=                          processes that share one copy of the model; all of them when empty
+#   NPROC=auto                             processes on each node: one per GPU, or one
+#   INSTANCE_TYPE=                         such as p5.48xlarge: each node is checked against the table
+#   PROFILE=                               torch or nsys
+#   MAX_ATTEMPTS=3                         starts without a new checkpoint before giving up
+#   FSX_MOUNT=/fsx                         mounted into the container where it exists
+
+# shellcheck disable=SC2034 # batch.sh reads what is set here
+CODE_DIR=$HYPERPOD_PATH
+: "${model_type:=llama_v2}" "${model_size:=70b}" "${shard_degree:=}" "${TRAINING_DIR:=}" "${TEST_DIR:=}"
+if [ -n "$TRAINING_DIR" ]; then : "${use_synthetic_data:=0}"; else : "${use_synthetic_data:=1}"; fi
+
+MOUNTS=()
+: "${FSX_MOUNT:=/fsx}"
+[ ! -e "${FSX_MOUNT%%:*}" ] || MOUNTS+=("$FSX_MOUNT")
+
+# given NAME [ALIAS ...]: print the value that the command line gives to a flag under any of its names.
+given() {
+  local names=" $* " word name found="" take=""
+  for word in "${EXTRA[@]}"; do
+    if [ -n "$take" ]; then found=$word; take=""; continue; fi
+    [[ $word == --* ]] || continue
+    name=${word#--}
+    name=${name%%=*}
+    [[ $names == *" ${name//-/_} "* ]] || continue
+    if [[ $word == *=* ]]; then found=${word#*=}; else take=1; fi
+  done
+  printf '%s' "$found"
+}
+
+EXTRA=(${FLAGS[@]+"${FLAGS[@]}"})
+DRY_RUN=${DRY_RUN:-}
+for word in "$@"; do
+  case "$word" in --dry_run | --dry-run) DRY_RUN=1 ;; *) EXTRA+=("$word") ;; esac
+done
+
+RUN_DIR=${RUN_DIR:-$(given run_dir)}
+if [ -z "$RUN_DIR" ]; then
+  type=$(given model_type) size=$(given model_size)
+  [ -n "$type$size" ] || size=$model_size
+  label=${type:-$model_type}${size:+-$size}
+  name=$(given run_name)
+  RUN_DIR=runs/${name:-${RUN_NAME:-$label}}
+fi
+case "$RUN_DIR" in /*) ;; *) RUN_DIR=$PWD/$RUN_DIR ;; esac
+
+TRAIN_FLAGS=()
+if [ -z "$(given model hf_model hf_pretrained_model_name_or_dir model_name from_scratch)" ]; then
+  [ -n "$(given model_type)" ] || TRAIN_FLAGS+=(--model_type "$model_type")
+  [ -n "$(given model_type model_size)" ] || TRAIN_FLAGS+=(--model_size "$model_size")
+fi
+if [ -z "$(given use_synthetic_data training_dir train_data data_path dataset_path)" ]; then
+  TRAIN_FLAGS+=(--use_synthetic_data "$use_synthetic_data")
+  [ -z "$TRAINING_DIR" ] || TRAIN_FLAGS+=(--training_dir "$TRAINING_DIR")
+  [ -z "$TEST_DIR" ] || TRAIN_FLAGS+=(--test_dir "$TEST_DIR")
+fi
+[ -z "${CHECKPOINT_DIR:-}" ] || TRAIN_FLAGS+=(--checkpoint_dir "$CHECKPOINT_DIR")
+[ -z "$shard_degree" ] || TRAIN_FLAGS+=(--hybrid_shard_degree "$shard_degree")
+TRAIN_FLAGS+=("${EXTRA[@]}" --run_dir "$RUN_DIR")

@@ -1,0 +1,18 @@
+#!/bin/bash
+# Train on this machine, one process per GPU (NPROC overrides):  ./launch_single_node.sh [--dry_run] [training flags]
+# Variables: see local.sh; PROFILE=torch or nsys. ^C saves and stops; the same command goes on.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(cd "$here/../.." && pwd)
+# shellcheck source-path=SCRIPTDIR source=local.sh
+source "$here/local.sh"
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=$root/.venv/bin/python
+  [ -x "$PYTHON" ] || PYTHON=python3
+fi
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+OPTIONS=()
+[ -z "${NPROC:-}" ] || OPTIONS+=(--nproc "$NPROC")
+[ -z "${PROFILE:-}" ] || OPTIONS+=(--profile "$PROFILE")
+exec "$PYTHON" -m smp_train launch local "${OPTIONS[@]}" "${FLAGS[@]}" "$@"

@@ -1,0 +1,37 @@
+"""What ``--activation_checkpointing`` says: which share of the layers is computed again, and how."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from smp_train.errors import ConfigError
+
+NONE, FULL, PER_OPERATION = "none", "full", "selective:op"
+PREFIX = "selective:"
+
+
+def read(setting: str) -> tuple[Fraction, bool]:
+    """Return (the share of the layers that is checkpointed, whether costly operations' results are kept in them).
+
+    ``none`` is a share of 0, ``full`` and ``selective:op`` of 1, ``selective:N`` of 1/N, and ``selective:p`` with a
+    fraction such as 0.5 or 1/3 of p. Raises `ConfigError` for anything else.
+    """
+    if setting in (NONE, FULL, PER_OPERATION):
+        return Fraction(setting != NONE), setting == PER_OPERATION
+    try:
+        number = Fraction(setting.removeprefix(PREFIX)) if setting.startswith(PREFIX) else Fraction(0)
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(0)
+    if number <= 0 or (number > 1 and number.denominator > 1):
+        raise ConfigError(
+            f"--activation_checkpointing {setting}: is not none, full, selective:op, selective:N (every N-th layer) "
+            "or selective:P (a share of the layers such as 1/3)"
+        )
+    return (1 / number if number > 1 else number), False
+
+
+def of_layers(selective: float) -> str:
+    """Return the setting that ``--selective_checkpointing`` stands for: 0, a share below 1, 1, or every N-th layer."""
+    if selective in (0, 1):
+        return FULL if selective else NONE
+    return f"{PREFIX}{Fraction(selective).limit_denominator(1000)}"

@@ -1,0 +1,31 @@
+"""`smp-train launch`: from one command to a run on a Slurm cluster or this machine. Imports no torch.
+
+A run is described once and rendered for the place it goes to (`slurm`, `sagemaker`, `local`). `task` is what each node
+of a cluster executes, whatever brought it there, and `supervisor` starts the node's processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from smp_train.errors import ConfigError
+
+PLACES = {
+    "slurm": "a Slurm cluster, with a container (Enroot, Pyxis) or an environment of Python",
+    "sagemaker": "a SageMaker training job",
+    "local": "this machine, or several started by hand",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``smp-train launch <where> ...`` and return its exit code."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: smp-train launch WHERE [options] <training flags>\n")
+        for name, about in PLACES.items():
+            print(f"  {name:<12}{about}")
+        print("\n--dry_run prints what would be done; `smp-train launch WHERE --help` lists the options.")
+        return 0
+    if argv[0] not in PLACES:
+        raise ConfigError(f"launch {argv[0]}: no such place; choose from {', '.join(PLACES)}")
+    return int(importlib.import_module(f"smp_train.launch.{argv[0]}").main(argv[1:]))

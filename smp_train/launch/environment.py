@@ -1,0 +1,71 @@
+"""Environment variables of a run: which the launchers set, and which they find set and advise to drop.
+
+Very few are needed. The EFA plugin of NCCL (aws-ofi-nccl) chooses provider, buffer sizes, protocol and tuner by
+itself for each instance type; most lines that scripts carry along were workarounds for old releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from smp_train.launch.instances import Instance
+
+# Why a variable that is often exported should not be.
+DROPPED: dict[str, str] = {
+    "FI_PROVIDER": "the NCCL plugin finds EFA by itself since its release 1.6, and without EFA this breaks the network",
+    "FI_EFA_USE_DEVICE_RDMA": "on by itself since libfabric 1.18, and not supported on every instance type",
+    "FI_EFA_FORK_SAFE": "does nothing in current libfabric",
+    "FI_EFA_ENABLE_SHM_TRANSFER": "does nothing in current libfabric",
+    "RDMAV_FORK_SAFE": "not needed on current kernels, and breaks some",
+    "NCCL_PROTO": "the NCCL plugin chooses it by instance type; forcing it costs speed",
+    "NCCL_BUFFSIZE": "the NCCL plugin chooses it by instance type",
+    "NCCL_P2P_NET_CHUNKSIZE": "the NCCL plugin chooses it by instance type",
+    "NCCL_TUNER_PLUGIN": "the NCCL plugin chooses it; a path here stops NCCL 2.27",
+    "NCCL_MIN_NCHANNELS": "NCCL chooses it",
+    "NCCL_SOCKET_NTHREADS": "NCCL chooses it",
+    "NCCL_IB_DISABLE": "EFA is not InfiniBand: without effect",
+    "NCCL_ASYNC_ERROR_HANDLING": "renamed TORCH_NCCL_ASYNC_ERROR_HANDLING, and on by default",
+    "LD_PRELOAD": "it reaches into containers, where the library is another or is not there",
+}
+
+# Interfaces of containers and loopback; everything else may carry NCCL's bootstrap.
+SOCKETS_SLURM = "^docker,lo,veth"
+SOCKETS_KUBERNETES = "^lo,docker,veth,eni,pod-id-link0"
+
+
+def variables(instance: Instance | None, *, tensor_parallel: bool = False, kubernetes: bool = False) -> dict[str, str]:
+    """Return what a launcher exports for training on ``instance`` (None: unknown, or no GPU)."""
+    chosen = {
+        "HF_HUB_ETAG_TIMEOUT": "60",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if instance is None:
+        return chosen
+    chosen |= {
+        "NCCL_DEBUG": "WARN",
+        "NCCL_SOCKET_IFNAME": SOCKETS_KUBERNETES if kubernetes else SOCKETS_SLURM,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    }
+    if instance.efa:
+        # Else forked data workers run out of huge pages (ENOMEM).
+        chosen["FI_EFA_USE_HUGE_PAGE"] = "0"
+    if instance.family in ("g5", "g6", "g6e") and instance.gpus > 1:
+        chosen["NCCL_SHM_USE_CUDA_MEMCPY"] = "1"
+    if tensor_parallel:
+        chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return chosen
+
+
+def lint(environ: Mapping[str, str]) -> list[str]:
+    """Return one line for each variable of ``environ`` that is better not set."""
+    lines = [f"{name}={environ[name]} is set: {why}; unset it" for name, why in DROPPED.items() if name in environ]
+    sockets = environ.get("NCCL_SOCKET_IFNAME", "")
+    if sockets and not sockets.startswith("^"):
+        lines.append(
+            f"NCCL_SOCKET_IFNAME={sockets} is set: names of interfaces differ between instance types; unset it"
+        )
+    if environ.get("NCCL_DEBUG_SUBSYS", "").lower() == "off":
+        lines.append("NCCL_DEBUG_SUBSYS=off is set: that is not a value of it; unset it")
+    return lines

@@ -1,0 +1,73 @@
+"""What each instance type has: GPUs, network adapters, memory; from one data file with its sources."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp_train.errors import ConfigError
+
+TABLE = Path(__file__).with_name("instances.json")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One EC2 instance type.
+
+    ``gpu_memory_gb`` is of one GPU, in 10^9 bytes; ``efa`` counts Elastic Fabric Adapters; ``rdma``: GPUs read and
+    write through them without the host; ``min_cuda`` is the oldest CUDA release that knows the GPU.
+    """
+
+    name: str
+    gpus: int
+    gpu: str
+    gpu_memory_gb: int
+    efa: int
+    rdma: bool
+    arch: str
+    min_cuda: str
+    note: str = ""
+
+    @property
+    def family(self) -> str:
+        """What is before the first dot, such as p5en."""
+        return self.name.partition(".")[0]
+
+    def runs_cuda(self, version: str) -> bool:
+        """Say whether a program built for CUDA ``version`` (such as 12.4) runs on this instance's GPUs."""
+        return _release(version) >= _release(self.min_cuda)
+
+
+def check_image(instance: Instance, image: str) -> None:
+    """Refuse an image whose tag tells a CUDA release (``cu124``) that is too old for the instance's GPUs."""
+    told = re.search(r"\bcu(?:da)?(\d\d)\.?(\d)\b", image)
+    if told and not instance.runs_cuda(f"{told[1]}.{told[2]}"):
+        raise ConfigError(
+            f"--image {image}: CUDA {told[1]}.{told[2]} does not know the {instance.gpu} of {instance.name}, which "
+            f"needs {instance.min_cuda}; take a newer image, or another instance type"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+@functools.cache
+def instances() -> dict[str, Instance]:
+    """Return the table by name, without the prefix ``ml.``."""
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["instances"]
+    return {name: Instance(name, **row) for name, row in rows.items()}
+
+
+def find(name: str) -> Instance:
+    """Return an instance type by name, with or without ``ml.``; `ConfigError` names the nearest one."""
+    plain = name.removeprefix("ml.")
+    if plain not in instances():
+        from smp_train.arguments.values import nearest
+
+        hint = nearest(plain, instances()) or f"; known are {', '.join(instances())}"
+        raise ConfigError(f"--instance_type {name}: not in the table of instance types{hint}")
+    return instances()[plain]

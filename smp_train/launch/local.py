@@ -1,0 +1,57 @@
+"""`smp-train launch local`: train on this machine, or on several that are started by hand, without a cluster."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from smp_train.launch import task
+from smp_train.launch.options import COMMON, Option, help_text, split
+from smp_train.launch.spec import build, explain, profile_flags
+
+OPTIONS = (
+    *COMMON,
+    Option("nproc", "processes on this machine; without it, one per GPU, or one", int),
+    Option("nnodes", "machines of the run; start this command on each ($NNODES)", int),
+    Option("node_rank", "number of this machine, from 0 ($NODE_RANK)"),
+    Option("master_addr", "name or address of machine 0, the same on all ($MASTER_ADDR)"),
+    Option("master_port", "a port that is free on machine 0, the same on all ($MASTER_PORT)", int),
+    Option("env", "further environment variables: NAME=VALUE", many=True),
+    Option("profile", "torch: PyTorch profiler; nsys: Nsight Systems"),
+)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run ``smp-train launch local`` and return its exit code: that of the first process that failed, or 0."""
+    if {"-h", "--help"} & set(words):
+        print(help_text("smp-train launch local [--nproc N] [options] <training flags>", str(__doc__), OPTIONS))
+        return 0
+    options, training = split(words, OPTIONS)
+    for name in ("nnodes", "node_rank", "master_addr", "master_port"):
+        if options[name] is not None:
+            os.environ[name.upper()] = str(options[name])
+    processes = options["nproc"] or task.count_gpus() or 1
+    place = task.find_place({k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}, processes)
+    spec = build(
+        [*training, *profile_flags(options["profile"])],
+        nodes=place.nodes,
+        processes=processes,
+        instance_type=None,
+        env=options["env"],
+    )
+    command = [
+        sys.executable, "-m", "smp_train.launch.task", "--nproc", str(processes),
+        *(["--nsys"] if options["profile"] == "nsys" else []), "--", *spec.train_flags,
+    ]  # fmt: skip
+    if options["dry_run"]:
+        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())))
+        print(shlex.join(command))
+        return 0
+    for line in [*explain(spec), *(f"warning: {line}" for line in spec.warnings)]:
+        print(f"smp-train: {line}", file=sys.stderr)
+    if options["check"]:
+        return 0
+    os.environ.update(spec.environment)
+    return task.main(command[3:])

@@ -1,0 +1,92 @@
+"""Options of `smp-train launch <where>`, told apart from the training flags on the same command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smp_train.arguments.parse import canonical, known_names
+from smp_train.arguments.values import is_bool, nearest, read_bool
+from smp_train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Option:
+    """One launch option. ``kind`` is str, int or bool; ``many`` takes several words and may be repeated."""
+
+    name: str
+    help: str
+    kind: type = str
+    default: Any = None
+    many: bool = False
+    metavar: str = ""
+
+
+COMMON = (
+    Option("dry_run", "print exactly what would be done, and do nothing", bool, False),
+    Option("check", "check everything that can be checked beforehand, and start nothing", bool, False),
+)
+
+
+def split(words: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, Any], list[str]]:
+    """Return (value by option name, training flags in their order).
+
+    Raises:
+        ConfigError: for an option without its value or with one of another kind, and for a flag that is neither
+            a launch option nor a training flag, with the nearest one of both.
+    """
+    table = {option.name: option for option in options}
+    values: dict[str, Any] = {option.name: [] if option.many else option.default for option in options}
+    training: list[str] = []
+    index = 0
+    words = [str(word) for word in words]
+    while index < len(words):
+        word = words[index]
+        name, equals, attached = word[2:].partition("=") if word.startswith("--") else ("", "", "")
+        option = table.get(canonical(name))
+        index += 1
+        if option is None:
+            _check_known(word, canonical(name), table)
+            training.append(word)
+            continue
+        given = [attached] if equals else []
+        while not equals and index < len(words) and not words[index].startswith("--"):
+            if option.kind is bool and not is_bool(words[index]):
+                break
+            given.append(words[index])
+            index += 1
+            if not option.many:
+                break
+        values[option.name] = _read(option, word.partition("=")[0], given, values[option.name])
+    return values, training
+
+
+def _check_known(word: str, name: str, table: dict[str, Option]) -> None:
+    if not name or name in known_names() or name.removeprefix("no_") in known_names():
+        return
+    hint = nearest(name, [*table, *known_names()]).replace("mean ", "mean --")
+    raise ConfigError(f"unknown flag {word.partition('=')[0]}{hint or '; see --help'}")
+
+
+def _read(option: Option, spelling: str, given: list[str], before: Any) -> Any:
+    if option.kind is bool:
+        return read_bool(given[0]) if given else True
+    if not given or (not option.many and given[0] == ""):
+        raise ConfigError(f"{spelling} expects a value")
+    if option.kind is int:
+        if not given[0].isdigit() or int(given[0]) < 1:
+            raise ConfigError(f"{spelling} {given[0]!r}: expects a number, at least 1")
+        return int(given[0])
+    return [*before, *given] if option.many else given[0]
+
+
+def help_text(usage: str, about: str, options: Sequence[Option]) -> str:
+    """Return what ``--help`` prints for one place to launch at."""
+    rows = []
+    for option in options:
+        metavar = option.metavar or {int: "N", bool: ""}.get(option.kind, "X")
+        left = f"--{option.name} {metavar}{' ...' if option.many else ''}".rstrip()
+        default = "" if option.default in (None, False) else f" (default {option.default})"
+        rows.append(f"  {left:<28} {option.help}{default}")
+    return f"usage: {usage}\n\n{about}\n\n" + "\n".join(rows) + "\n\nEvery other flag is a training flag.\n"

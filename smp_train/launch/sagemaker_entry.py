@@ -1,0 +1,17 @@
+"""What SageMaker's entry script does on every process: train with the hyperparameters it got as flags."""
+
+import os
+import sys
+from contextlib import suppress
+
+from smp_train import cli
+from smp_train.errors import ConfigError
+from smp_train.launch.flags import complete
+
+
+def main() -> int:
+    """Train with the flags given, resuming from this job's own checkpoints as soon as there are any."""
+    words = sys.argv[1:]
+    with suppress(ConfigError):  # which the training says, once per node
+        words, _ = complete(words, os.environ)
+    return cli.main(["train", *words])

@@ -1,0 +1,227 @@
+"""`smp-train launch slurm`: render a batch script, check it, submit it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.launch.instances import check_image
+from smp_train.launch.options import COMMON, Option, help_text, split
+from smp_train.launch.spec import CODE_DIR, Spec, build, explain, profile_flags
+
+BODY = Path(__file__).with_name("batch.sh")
+OPTIONS = (
+    *COMMON,
+    Option("nodes", "number of nodes", int, 1),
+    Option("instance_type", "EC2 instance type of the nodes, such as p5.48xlarge: how many GPUs, which variables"),
+    Option("nproc", "processes on each node; without it, one per GPU of --instance_type", int),
+    Option("image", "container image: an Enroot .sqsh file, or REGISTRY#IMAGE:TAG; without it, --python"),
+    Option("python", "interpreter of a virtual or conda environment; in a container, the image's", default=None),
+    Option("mounts", "further folders for the container: SOURCE or SOURCE:TARGET[:FLAGS]", many=True),
+    Option("env", "further environment variables: NAME=VALUE", many=True),
+    Option("partition", "Slurm partition"),
+    Option("account", "Slurm account"),
+    Option("qos", "Slurm quality of service"),
+    Option("time", "time limit, such as 2-00:00:00; before it, the run saves and goes back into the queue"),
+    Option("job_name", "Slurm job name; without it, the run's name"),
+    Option("gpus_per_node", "ask Slurm for GPUs; needed where the cluster has GRES, an error where it has not", int),
+    Option("nodelist", "only on these nodes"),
+    Option("exclude", "not on these nodes"),
+    Option("dependency", "Slurm dependency, such as singleton"),
+    Option("save_before", "seconds before the time limit at which to stop and save", int, 300),
+    Option("max_attempts", "starts without a new checkpoint before giving up", int, 3),
+    Option("profile", "torch: PyTorch profiler; nsys: Nsight Systems"),
+    Option("sbatch", "further sbatch options, such as --comment=x", many=True),
+)
+HEADER = ("partition", "account", "qos", "time", "nodelist", "exclude", "dependency")
+
+
+def render(spec: Spec, options: dict[str, Any]) -> str:
+    """Return the whole batch script: it needs nothing but the package's own folder at run time.
+
+    Raises:
+        ConfigError: for what a batch script cannot express.
+    """
+    job_name = options["job_name"] or spec.name
+    lines = ["#!/bin/bash", "#SBATCH --exclusive", "#SBATCH --requeue"]
+    lines += [f"#SBATCH --{key}={_header(key, value)}" for key, value in _header_values(spec, options, job_name)]
+    lines += [f"#SBATCH {_header('sbatch', word)}" for word in options["sbatch"]]
+    lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())), ""]
+    for name, value in (
+        ("CODE_DIR", str(CODE_DIR)),
+        ("RUN_DIR", spec.run_dir),
+        ("PYTHON", options["python"] or ("python3" if options["image"] else sys.executable)),
+        ("IMAGE", options["image"] or ""),
+        ("NPROC", str(spec.processes)),
+        ("INSTANCE_TYPE", spec.instance.name if spec.instance else ""),
+        ("PROFILE", options["profile"] or ""),
+        ("MAX_ATTEMPTS", str(options["max_attempts"])),
+    ):
+        lines.append(f"{name}={shlex.quote(value)}")
+    lines.append(_array("MOUNTS", _mounts(spec, options) if options["image"] else []))
+    lines.append(_array("TRAIN_FLAGS", spec.train_flags))
+    return "\n".join(lines) + "\n\n" + BODY.read_text(encoding="utf-8").partition("\n")[2]
+
+
+def _header_values(spec: Spec, options: dict[str, Any], job_name: str) -> list[tuple[str, str]]:
+    values = [
+        ("job-name", job_name),
+        ("nodes", str(spec.nodes)),
+        ("ntasks-per-node", "1"),
+        ("output", f"{spec.run_dir}/logs/slurm-%j.out"),
+        ("open-mode", "append"),
+        ("signal", f"B:USR1@{options['save_before']}"),
+    ]
+    values += [(key, options[key]) for key in HEADER if options[key]]
+    if options["gpus_per_node"]:
+        values.append(("gpus-per-node", str(options["gpus_per_node"])))
+    return values
+
+
+def _header(key: str, value: str) -> str:
+    if re.search(r"[\n\r]", value) or (key != "sbatch" and re.search(r"\s", value)):
+        raise ConfigError(f"{key} {value!r}: a space or a line break cannot stand in an #SBATCH line")
+    return value
+
+
+def _array(name: str, values: Sequence[str]) -> str:
+    return f"{name}=(" + "".join(f"\n  {shlex.quote(value)}" for value in values) + ("\n)" if values else ")")
+
+
+def _mounts(spec: Spec, options: dict[str, Any]) -> list[str]:
+    mounts = list(options["mounts"])
+    places = [place for place in spec.local_places() if not place.startswith(spec.run_dir + "/")]
+    # A folder below another one comes with it.
+    mounts += [one for one in places if not any(one.startswith(other.rstrip("/") + "/") for other in places)]
+    for mount in mounts:
+        if "," in mount or mount.count(":") > 2:
+            raise ConfigError(
+                f"mount {mount!r}: pyxis cannot express a path with a comma or a colon; rename the folder"
+            )
+    return mounts
+
+
+def check_places(spec: Spec, options: dict[str, Any]) -> None:
+    """Refuse what is missing on this machine, which shares its file system with the nodes; make the log folder."""
+    image = options["image"]
+    if image and image.startswith((".", "/")) and not Path(image).exists():
+        raise ConfigError(f"--image {image}: no such file; make it with docker_build.sh")
+    if options["python"] and not image and not shutil.which(options["python"]):
+        raise ConfigError(f"--python {options['python']}: no such interpreter; make it with setup_conda_env.sh")
+    for name in ("training_dir", "test_dir"):
+        place = getattr(spec.resolved.args, name)
+        if place and "://" not in place and not Path(place).is_dir():
+            raise ConfigError(f"--{name} {place}: no such folder")
+    for mount in options["mounts"]:
+        if not Path(mount.partition(":")[0]).exists():
+            raise ConfigError(f"--mounts {mount}: {mount.partition(':')[0]} does not exist")
+    for folder in [Path(spec.run_dir) / "logs", *map(Path, spec.resolved.args.checkpoint_dir)]:
+        if "://" in str(folder):
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise ConfigError(f"{folder}: {problem.strerror}; the run could not write there") from None
+
+
+def sbatch(script: str, *options: str) -> str:
+    """Hand a script to sbatch and return what it says.
+
+    Raises:
+        ConfigError: with sbatch's own words and what to do about them.
+    """
+    if not shutil.which("sbatch"):
+        raise ConfigError(
+            "there is no sbatch here; run this on a node of the cluster, or add --dry_run to see the script"
+        )
+    done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, check=False)
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode:
+        raise ConfigError(f"sbatch refuses: {' '.join(said.split())}{_advice(said)}")
+    return said
+
+
+def _advice(said: str) -> str:
+    for text, advice in (
+        ("generic resource", "leave --gpus_per_node out: this cluster has no GRES"),
+        ("Invalid partition", "`sinfo` lists the partitions"),
+        ("node configuration is not available", "fewer --nodes, or another --partition; `sinfo -N` lists the nodes"),
+        ("Invalid account", "`sacctmgr show assoc user=$USER` lists accounts"),
+    ):
+        if text.lower() in said.lower():
+            return f"; {advice}"
+    return ""
+
+
+def warnings(options: dict[str, Any]) -> list[str]:
+    """Return what this cluster's configuration will do to the run, found out by asking scontrol."""
+    found = []
+    shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False).stdout
+    config = dict(re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
+    if config.get("JobRequeue") == "0":
+        found.append("JobRequeue=0: this cluster does not requeue jobs by itself; a lost node ends the run")
+    helped = subprocess.run(["srun", "--help"], capture_output=True, text=True, check=False).stdout
+    if "--auto-resume" in helped and config.get("TaskPlugin") not in ("task/none", "(null)"):
+        found.append(
+            f"TaskPlugin={config.get('TaskPlugin')}: HyperPod's auto-resume needs task/none; a lost node "
+            "is answered by a requeue"
+        )
+    if options["image"] and "--container-image" not in helped:
+        raise ConfigError(
+            "this cluster's srun knows no --container-image; install pyxis, or use --python instead of --image"
+        )
+    gres = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, check=False).stdout
+    if "gpu" in gres and not options["gpus_per_node"]:
+        found.append("this cluster has GRES: without --gpus_per_node the job may see no GPU")
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Run ``smp-train launch slurm`` and return its exit code."""
+    if {"-h", "--help"} & set(words):
+        print(
+            help_text(
+                "smp-train launch slurm --nodes N --instance_type T [options] <training flags>", str(__doc__), OPTIONS
+            )
+        )
+        return 0
+    options, training = split(words, OPTIONS)
+    spec = build(
+        [*training, *profile_flags(options["profile"])],
+        nodes=options["nodes"],
+        processes=options["nproc"],
+        instance_type=options["instance_type"],
+        env=options["env"],
+    )
+    if spec.instance and options["image"]:
+        check_image(spec.instance, options["image"])
+    script = render(spec, options)
+    if options["dry_run"]:
+        print(script, end="")
+        return 0
+    for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *_ask(options)])]:
+        print(line, file=sys.stderr)
+    check_places(spec, options)
+    print(sbatch(script, "--test-only"), file=sys.stderr)
+    if options["check"]:
+        return 0
+    job = sbatch(script, "--parsable").partition(";")[0]
+    if not job.isdigit():
+        raise SmpTrainError(f"sbatch answered {job!r}, which is not a job id")
+    print(f"submitted job {job}")
+    print(f"log:    {spec.run_dir}/logs/slurm-{job}.out")
+    print(f"follow: tail -F {spec.run_dir}/logs/slurm-{job}.out; squeue -j {job}")
+    print(f"stop:   touch {spec.run_dir}/STOP    (saves first)")
+    print(f"cancel: scancel {job}")
+    return 0
+
+
+def _ask(options: dict[str, Any]) -> list[str]:
+    return warnings(options) if shutil.which("scontrol") else []

@@ -1,0 +1,141 @@
+"""What to run and where, checked: one description from which every launcher's text is rendered."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from smp_train.arguments import Resolved, ineffective, parse, validate
+from smp_train.errors import ConfigError
+from smp_train.launch import flags as launch_flags
+from smp_train.launch.environment import lint, variables
+from smp_train.launch.instances import Instance, find
+
+CODE_DIR = Path(__file__).resolve().parents[2]
+"""The folder that contains the package: a checkout, or site-packages."""
+PLACES = ("training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One run: its training flags as they will be given, on how many nodes with how many processes each."""
+
+    train_flags: tuple[str, ...]
+    resolved: Resolved
+    nodes: int
+    processes: int
+    instance: Instance | None
+    environment: dict[str, str] = field(default_factory=dict)
+    """What the launcher exports: by instance type, and what the user added with --env."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.resolved.args.run_name
+
+    @property
+    def run_dir(self) -> str:
+        """The run folder, as the training flags have it."""
+        return self.resolved.args.run_dir
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole run."""
+        return self.nodes * self.processes
+
+    def local_places(self) -> list[str]:
+        """Return the folders that the training flags name, absolute, without repetition."""
+        found: list[str] = []
+        for name in PLACES:
+            value = getattr(self.resolved.args, name)
+            for place in value if isinstance(value, list) else [value]:
+                if place and "://" not in place and (name != PLACES[-1] or os.path.isdir(place)):
+                    found.append(os.path.abspath(place))
+        return list(dict.fromkeys(found))
+
+
+def build(
+    words: Sequence[str],
+    *,
+    nodes: int,
+    processes: int | None,
+    instance_type: str | None,
+    env: Sequence[str] = (),
+    absolute_run_dir: bool = True,
+    kubernetes: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> Spec:
+    """Check a run and return it, its training flags completed.
+
+    ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE;
+    ``environ`` (default ``os.environ``) is what `lint` looks at.
+
+    Raises:
+        ConfigError: for everything that would stop the training at its start and that can be seen here.
+    """
+    instance = find(instance_type) if instance_type else None
+    processes = _processes(processes, instance)
+    words = list(words)
+    given = parse(words, {})
+    if absolute_run_dir:
+        # The same folder for batch script, task and training, wherever each of them is started.
+        words = [*launch_flags.without(words, {"run_dir"}), f"--run_dir={os.path.abspath(given.args.run_dir)}"]
+    completed, resolved = launch_flags.complete(words)
+    validate(resolved.args, nodes * processes)
+    return Spec(
+        train_flags=tuple(completed),
+        resolved=resolved,
+        nodes=nodes,
+        processes=processes,
+        instance=instance,
+        environment=variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
+        | read_env(env),
+        warnings=(*lint(os.environ if environ is None else environ), *ineffective(resolved)),
+    )
+
+
+def _processes(processes: int | None, instance: Instance | None) -> int:
+    if processes is None:
+        if instance is None:
+            raise ConfigError("give --instance_type, or --nproc for the number of processes on each node")
+        return instance.gpus
+    if instance is not None and processes > instance.gpus:
+        raise ConfigError(f"--nproc {processes}: {instance.name} has {instance.gpus} GPUs; give at most that")
+    return processes
+
+
+def read_env(pairs: Sequence[str]) -> dict[str, str]:
+    """Read NAME=VALUE words."""
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not VARIABLE.fullmatch(name):
+            raise ConfigError(f"--env {pair!r}: is not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def profile_flags(kind: str | None) -> list[str]:
+    """Return the training flags of ``--profile``."""
+    known = {None: [], "torch": ["--use_profiler=1"], "nsys": ["--profile_nsys=1"]}
+    if kind not in known:
+        raise ConfigError(f"--profile {kind}: is not torch or nsys")
+    return known[kind]
+
+
+def explain(spec: Spec) -> list[str]:
+    """Return lines that say what this run is, for people."""
+    where = spec.instance.name if spec.instance else "nodes"
+    plural = "es" if spec.processes > 1 else ""
+    args: Any = spec.resolved.args
+    return [
+        f"{spec.name}: {spec.nodes} x {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
+        f"run folder {args.run_dir}; checkpoints {', '.join(args.checkpoint_dir)}; "
+        f"resumes from {args.resume_from_checkpoint}",
+    ]

@@ -1,0 +1,260 @@
+"""``python -m smp_train.launch.task [options] -- <training flags>``: what each node of a run executes, once.
+
+Standard library only. Everything that depends on where the node stands is found out here, at the last moment: a
+cluster may have swapped a node since the job was submitted, or since its batch script started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.launch import flags as launch_flags
+from smp_train.launch.environment import variables
+from smp_train.launch.instances import Instance, find
+from smp_train.launch.supervisor import Failure, Place, free_port, supervise
+from smp_train.runtime import expand_hostlist
+
+INSIDE = "/.smp-train-inside"
+"""Launchers mount something here; where it is missing, the container was not entered."""
+FIRST_PORT, PORTS = 20000, 10000  # below the range that systems hand out by themselves
+GUARD = "launches.jsonl"
+NSYS = "SMP_TRAIN_UNDER_NSYS"
+"""Set for the second start of a task, the one that nsys makes."""
+
+
+class BadNodeError(SmpTrainError):
+    """A node that is not what the run needs; another may be."""
+
+    exit_code = 75
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options before ``--``."""
+    options = argparse.ArgumentParser(prog="python -m smp_train.launch.task", allow_abbrev=False)
+    options.add_argument("--nproc", default="auto", help="processes on each node; auto: one per GPU, or one")
+    options.add_argument("--instance_type", help="check this node against the table of instance types")
+    options.add_argument("--failures", type=Path, help="folder for what failed where (default: logs of the run folder)")
+    options.add_argument("--inside", action="store_true", help="insist on running inside the container")
+    options.add_argument("--max_attempts", type=int, default=3, help="starts without a new checkpoint that are allowed")
+    options.add_argument("--nsys", action="store_true", help="record this node with Nsight Systems")
+    options.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
+    return options
+
+
+def find_place(environ: Mapping[str, str], processes: int) -> Place:
+    """Return where this node stands, from the step that srun started, or from NNODES and NODE_RANK set by hand.
+
+    Raises:
+        ConfigError: naming the variables that are missing or contradict each other.
+    """
+    if "SLURM_STEP_NODELIST" in environ and environ.get("SLURM_STEP_NUM_TASKS"):
+        hosts = expand_hostlist(environ["SLURM_STEP_NODELIST"])
+        tasks = int(environ["SLURM_STEP_NUM_TASKS"])
+        if tasks != len(hosts):
+            raise ConfigError(
+                f"srun started {tasks} tasks on {len(hosts)} nodes; it must be one per node: --ntasks-per-node=1"
+            )
+        job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
+        return Place(
+            processes,
+            nodes=len(hosts),
+            node_rank=int(environ["SLURM_NODEID"]),
+            master_addr=hosts[0],
+            master_port=FIRST_PORT + (job * 7 + step) % PORTS,
+        )
+    nodes = _number(environ, "NNODES", 1)
+    if nodes == 1:
+        return Place(processes, master_port=free_port())
+    if not environ.get("NODE_RANK") or not environ.get("MASTER_ADDR"):
+        raise ConfigError(
+            f"NNODES={nodes} needs NODE_RANK (0 to {nodes - 1}, another on each node) and MASTER_ADDR (the name or "
+            "address of node 0, the same on all)"
+        )
+    rank = _number(environ, "NODE_RANK", 0)
+    if not 0 <= rank < nodes:
+        raise ConfigError(f"NODE_RANK={rank} is not from 0 to {nodes - 1} (NNODES={nodes})")
+    return Place(processes, nodes, rank, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", 29500))
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name) or str(default)
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text!r} is not a number")
+    return int(text)
+
+
+def count_gpus() -> int:
+    """Return how many GPUs this node offers to the run; 0 without a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
+    if not shutil.which("nvidia-smi"):
+        return 0
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        raise BadNodeError(f"{socket.gethostname()}: nvidia-smi does not answer; replace or reboot the node") from None
+    if listed.returncode:
+        raise BadNodeError(
+            f"{socket.gethostname()}: nvidia-smi fails ({(listed.stderr or listed.stdout).strip()[:120]}); "
+            "replace or reboot the node"
+        )
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def count_efa() -> int:
+    """Return how many Elastic Fabric Adapters this node shows."""
+    return len(list(Path("/sys/class/infiniband").glob("*")))
+
+
+def check_node(instance: Instance | None, nproc: str, gpus: int) -> int:
+    """Return how many processes to start, after comparing this node with what its instance type has.
+
+    Raises:
+        BadNodeError: when GPUs or network adapters are missing.
+    """
+    here = socket.gethostname()
+    wanted = None if nproc == "auto" else int(nproc)
+    if instance is None:
+        return wanted or gpus or 1
+    if gpus < (wanted or instance.gpus):
+        raise BadNodeError(
+            f"{here}: {gpus} of {wanted or instance.gpus} GPUs are visible on this {instance.name}; in Slurm with GRES "
+            "ask for them (--gpus-per-node), otherwise replace the node"
+        )
+    efa = count_efa()
+    if 0 < efa < instance.efa:
+        raise BadNodeError(f"{here}: {efa} of {instance.efa} EFA adapters are there; replace the node")
+    return wanted or gpus
+
+
+def attempt_name(environ: Mapping[str, str]) -> str:
+    """Return the name of this start, the same on all nodes: job.restart.step, or the time for a start by hand."""
+    if environ.get("SLURM_JOB_ID"):
+        return ".".join(
+            (environ["SLURM_JOB_ID"], environ.get("SLURM_RESTART_COUNT") or "0", environ.get("SLURM_STEP_ID") or "0")
+        )
+    return time.strftime("%Y%m%d-%H%M%S")
+
+
+def guard(run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int, attempt: str) -> None:
+    """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint."""
+    job = environ.get("SLURM_JOB_ID")
+    step, _ = launch_flags.newest_committed(folders)
+    path = run_dir / GUARD
+    before: list[dict[str, object]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                before.append(json.loads(line))
+    record = {
+        "attempt": attempt, "time": time.time(), "job": job, "committed_step": step,
+        "nodes": environ.get("SLURM_STEP_NODELIST") or socket.gethostname(),
+    }  # fmt: skip
+    if job and "://" not in "".join(folders):
+        in_vain = [one for one in before if one.get("job") == job and one.get("committed_step") == step]
+        if len(in_vain) >= limit:
+            raise CrashLoopError(
+                f"{len(in_vain)} starts of job {job} brought no checkpoint beyond step {step}: not trying again; the "
+                f"first failing rank of each is named in {run_dir}/logs. Lower --checkpoint_freq if they needed longer"
+            )
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+class CrashLoopError(SmpTrainError):
+    """The run fails again and again without getting further."""
+
+
+CAUSES = {ConfigError: "configuration", BadNodeError: "node", CrashLoopError: "crash-loop"}
+
+
+def nsys_command(run_dir: Path, words: Sequence[str]) -> list[str]:
+    """Return the command that records this node: from cudaProfilerStart to Stop, which the training calls.
+
+    Raises:
+        ConfigError: when nsys is not to be found.
+    """
+    places = ["nsys", "/fsx/nsight-efa/target-linux-x64/nsys", "/usr/local/cuda/bin/nsys"]
+    nsys = next((found for found in map(shutil.which, places) if found), None)
+    if nsys is None:
+        raise ConfigError(
+            f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
+        )
+    report = run_dir / "profile" / "job%q{SLURM_JOB_ID}_node%q{SLURM_NODEID}_%h"
+    return [
+        nsys, "profile", "--trace", "cuda,nvtx", "--sample", "none", "--capture-range", "cudaProfilerApi",
+        "--capture-range-end", "stop", "--force-overwrite", "true", "--output", str(report), *words,
+    ]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Find out where this node stands, check it, and run its processes; return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    before, training = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    options = parser().parse_args(before)
+    failures: Path | None = options.failures
+    attempt = attempt_name(os.environ)
+    node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
+    try:
+        if options.inside and not os.path.exists(INSIDE):
+            raise BadNodeError(
+                f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
+                "installed on this compute node"
+            )
+        training, resolved = launch_flags.complete(training)
+        run_dir = Path(resolved.args.run_dir)
+        failures = failures or run_dir / "logs"
+        if not options.dry_run:
+            _make(run_dir / "logs" / attempt)
+            if node == 0 and NSYS not in os.environ:
+                guard(run_dir, resolved.args.checkpoint_dir, os.environ, options.max_attempts, attempt)
+        instance = find(options.instance_type) if options.instance_type else None
+        place = find_place(os.environ, check_node(instance, options.nproc, count_gpus()))
+        command = [sys.executable, "-m", "smp_train", "train", *training]
+        if options.dry_run:
+            print(json.dumps({"place": vars(place), "command": command}, indent=1))
+            return 0
+        if options.nsys and NSYS not in os.environ:
+            _make(run_dir / "profile")
+            again = nsys_command(run_dir, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
+            os.execve(again[0], again, {**os.environ, NSYS: "1"})
+        environ = variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1) | dict(os.environ)
+        code, failure = supervise(command, place, environ=environ, log_dir=run_dir / "logs" / attempt)
+    except SmpTrainError as error:
+        print(f"smp-train: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        code = error.exit_code
+        failure = Failure(-1, socket.gethostname(), code, CAUSES.get(type(error), "error"))
+        print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
+    if failure is not None and failures is not None:
+        _remember(failures / attempt, node, failure)
+    return code
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(f"{folder}: {problem.strerror}; set --run_dir to a folder that all nodes can write") from None
+
+
+def _remember(folder: Path, node: int, failure: Failure) -> None:
+    """Leave the failing rank where the batch script and people find it; what comes first sorts first."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"failed-{time.time():.3f}-node-{node}").write_text(failure.line() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

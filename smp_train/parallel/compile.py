@@ -1,0 +1,30 @@
+"""torch.compile, one decoder layer at a time: layers share one compilation, and a crash names its layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from smp_train.errors import ConfigError
+
+
+def apply(layers: list[nn.Module], *, backend: str) -> None:
+    """Compile the ``forward`` of every decoder layer in place; parameter names stay as they are.
+
+    Not the whole model: the layers are alike, so one compilation, some seconds long, serves them all, and FSDP2's
+    communication stays between them. Layers of two kinds, such as every second one checkpointed, make two compilations.
+    Code that cannot be traced splits a layer in parts rather than stopping the run.
+
+    Args:
+        layers: The decoder layers, checkpointed or not.
+        backend: What compiles: a name of `torch.compile`.
+
+    Raises:
+        ConfigError: this torch has no such backend.
+    """
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(f"--torch_compile_backend {backend}: this torch has {', '.join(known)}")
+    for layer in layers:
+        # Static shapes: a training run has one, and a validation run with another batch compiles once more.
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)

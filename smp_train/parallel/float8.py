@@ -1,0 +1,48 @@
+"""Linear layers computed in 8-bit floating point, through torchao, on GPUs that have the instructions."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import nn
+
+from smp_train.errors import ConfigError
+
+OLDEST_CAPABILITY = (9, 0)
+"""Hopper."""
+MULTIPLE = 16
+"""What the FP8 matrix product wants both dimensions of a weight to be a multiple of (torchao, float8 training)."""
+
+
+def check(device: torch.device) -> None:
+    """Raise `ConfigError` where ``--fp8 1`` cannot run: on this device, or for want of torchao."""
+    if device.type != "cuda":
+        raise ConfigError("--fp8 1 needs a GPU of the Hopper generation (H100) or newer, and this run is on the CPU")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        raise ConfigError(
+            f"--fp8 1 needs a GPU of the Hopper generation (H100) or newer, and {torch.cuda.get_device_name(device)} "
+            f"has compute capability {capability[0]}.{capability[1]}; use --bf16 1"
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError("--fp8 1 needs the package torchao, which is not installed here; pip install torchao")
+
+
+def convertible(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer whose dimensions FP8 products can take."""
+    return isinstance(module, nn.Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
+
+
+def apply(layers: list[nn.Module]) -> int:
+    """Let the linear layers inside the decoder ``layers`` compute in FP8 and return how many do.
+
+    Each tensor is scaled by its own largest value at the time (torchao's dynamic scaling). Embedding and head, where
+    FP8 costs the most accuracy, are outside the decoder layers and stay as they are, and so do expert weights that are
+    one fused tensor and GPT-2's ``Conv1D``, which are no ``nn.Linear``. Parameters keep their names and precision.
+    """
+    from torchao.float8 import convert_to_float8_training
+
+    for layer in layers:
+        convert_to_float8_training(layer, module_filter_fn=lambda module, name: convertible(module))
+    return sum(convertible(module) for layer in layers for module in layer.modules())

@@ -1,0 +1,283 @@
+"""Activations wait in host memory between a layer's forward and its backward pass.
+
+What autograd saves inside a decoder layer (its input alone, where the layer is checkpointed) is copied to the host
+while the layers after it compute, and comes back ``horizon`` layers ahead of the backward pass. The unit is the
+*storage* behind saved tensors: tensors that share one before share one after, with the same strides, which compiled
+code relies on; it is one flat copy; and no more is moved than the device would have held.
+
+Stays on the device: parameters and buffers (FSDP2 owns the memory behind the first), inputs without a gradient, which
+all layers share (masks, rotary tables), storages below `MIN_BYTES`, and everything of the last ``horizon`` layers,
+which the backward pass wants first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+MIN_BYTES = 1024
+"""A smaller storage stays: its copies would cost more than its memory is worth."""
+
+PACKABLE = (Tensor, nn.Parameter)
+"""Types whose memory is what it seems: fake tensors and other subclasses stay as they are; DTensors are taken apart."""
+
+
+class Lane:
+    """Where copies between device and host run: a stream of its own on CUDA, in line on a CPU.
+
+    One stream for both directions: forward passes only copy out and backward passes only copy in, and order within
+    one stream is all that the reuse of host buffers needs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        """Start copying, after all that the device has been given to compute so far; return what `wait` takes."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Let what the device is given to compute from here on wait for a copy; the host does not wait."""
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+
+class HostPool:
+    """Host buffers, page-locked for CUDA, that are used again from step to step.
+
+    It never holds more than the most that was in use at any one time: before it takes new memory beyond that, it gives
+    up free buffers of other sizes.
+    """
+
+    def __init__(self, *, pin_memory: bool) -> None:
+        self.pin_memory = pin_memory
+        self.held = 0
+        """Bytes of all its buffers."""
+        self.in_use = 0
+        """Bytes of the buffers that are out."""
+        self.most = 0
+        """The largest `in_use` so far."""
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, size: int) -> Tensor:
+        """Return a uint8 buffer of at least ``size`` bytes, at most an eighth more."""
+        step = 1 << max(9, size.bit_length() - 4)
+        size = -(-size // step) * step
+        free = self._free.get(size)
+        self.in_use += size
+        self.most = max(self.most, self.in_use)
+        if free:
+            return free.pop()
+        for other in sorted(self._free, reverse=True):
+            while self._free[other] and self.held + size > self.most:
+                self._free[other].pop()
+                self.held -= other
+        self.held += size
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        self.in_use -= buffer.numel()
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+
+class Stored:
+    """One storage of the device with its copy in host memory; lives as long as autograd holds a tensor on it."""
+
+    def __init__(self, source: Tensor, lane: Lane, pool: HostPool) -> None:
+        """Take note of ``source``, all bytes of a storage."""
+        self.lane, self.pool = lane, pool
+        self.size = source.numel()
+        self.on_device: Tensor | None = source
+        self.buffer: Tensor | None = None
+        self.mark: Any = None
+
+    def send(self) -> None:
+        """Start copying out; the device copy stays until `leave`."""
+        assert self.on_device is not None
+        self.buffer = self.pool.take(self.size)
+        self.mark = self.lane.copy(self.buffer[: self.size], self.on_device)
+
+    def leave(self) -> None:
+        """Give up the device copy once the copy out is done."""
+        self._wait()
+        self.on_device = None
+
+    def load(self) -> None:
+        """Start copying back, unless the bytes are on the device."""
+        if self.on_device is None:
+            assert self.buffer is not None
+            self.on_device = torch.empty(self.size, dtype=torch.uint8, device=self.lane.device)
+            self.mark = self.lane.copy(self.on_device, self.buffer[: self.size])
+
+    def get(self) -> Tensor:
+        """Return the bytes on the device, fit to compute with."""
+        self.load()
+        self._wait()
+        assert self.on_device is not None
+        return self.on_device
+
+    def _wait(self) -> None:
+        self.lane.wait(self.mark)
+        self.mark = None
+
+    def __del__(self) -> None:
+        # A copy may be under way still (the graph was dropped): the device memory must not be given away before it.
+        self._wait()
+        if self.buffer is not None:
+            self.pool.give(self.buffer)
+
+
+class Packed:
+    """What autograd holds in place of a tensor: where it lies in a storage."""
+
+    def __init__(self, stored: Stored, tensor: Tensor) -> None:
+        self.stored = stored
+        self.dtype = tensor.dtype
+        self.layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, on the device."""
+        storage = self.stored.get().untyped_storage()
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
+
+
+class LayerPass:
+    """What one decoder layer saves in one forward pass."""
+
+    def __init__(self, offload: Offload, previous: LayerPass | None, *, away: bool, staying: Iterable[Tensor]) -> None:
+        self.offload, self.previous, self.away = offload, previous, away
+        self.staying = {_storage_id(plain) for plain in map(_plain, staying) if plain is not None}
+        # Strong during the forward pass, so that no other storage can come to lie at the same address.
+        self.fresh: dict[int, Stored] = {}
+        self.stored: list[weakref.ref[Stored]] = []
+        self.announced = False
+
+    def pack(self, tensor: Tensor) -> Tensor | Packed:
+        """Autograd saves ``tensor``: note it for the way out, or hand it back to be held as it is."""
+        if isinstance(tensor, DTensor):  # between the blocks of a tensor group; autograd wants its mesh back with it
+            return tensor
+        plain = _plain(tensor)
+        if not self.away or plain is None or plain.device != self.offload.lane.device:
+            return tensor
+        storage = plain.untyped_storage()
+        key = _storage_id(plain)
+        if storage.nbytes() < MIN_BYTES or key in self.staying:
+            return tensor
+        if key not in self.fresh:
+            source = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(storage)
+            self.fresh[key] = Stored(source, self.offload.lane, self.offload.pool)
+        return Packed(self.fresh[key], plain)
+
+    def unpack(self, packed: Tensor | Packed) -> Tensor:
+        """The backward pass wants a tensor: call for the layers it comes to next, and return this one."""
+        if not self.announced:
+            self.announced = True
+            layer: LayerPass | None = self
+            for _ in range(self.offload.horizon + 1):
+                if layer is not None:
+                    layer.load()
+                    layer = layer.previous
+        return packed.tensor() if isinstance(packed, Packed) else packed
+
+    def close(self) -> None:
+        """The layer's forward pass is over: send what it saved, which from here on autograd alone keeps.
+
+        Not earlier: a storage may still have been written to, beside the tensors that were saved.
+        """
+        for stored in self.fresh.values():
+            stored.send()
+        self.stored = [weakref.ref(stored) for stored in self.fresh.values()]
+        self.fresh = {}
+
+    def leave(self) -> None:
+        """Free the device of what has been copied out."""
+        for stored in self._alive():
+            stored.leave()
+
+    def load(self) -> None:
+        """Start bringing everything back."""
+        for stored in self._alive():
+            stored.load()
+
+    def _alive(self) -> list[Stored]:
+        return [stored for stored in (reference() for reference in self.stored) if stored is not None]
+
+
+class Offload:
+    """Offloading of the activations of one model's decoder layers."""
+
+    def __init__(self, lane: Lane, pool: HostPool, *, horizon: int) -> None:
+        self.lane, self.pool, self.horizon = lane, pool, horizon
+        self._latest: LayerPass | None = None
+
+    def around(self, layer: nn.Module, *, first: bool, away: bool) -> Callable[..., Any]:
+        """Return the layer's forward with what it saves going through here; ``away``: and going to the host."""
+        forward = layer.forward
+
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            shared = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad)
+            this = LayerPass(
+                self,
+                None if first else self._latest,
+                away=away,
+                staying=(*layer.parameters(), *layer.buffers(), *shared),
+            )
+            with torch.autograd.graph.saved_tensors_hooks(this.pack, this.unpack):
+                output = forward(*args, **kwargs)
+            this.close()
+            # The layer before has had this layer's time for its way out. What it held may now be used again.
+            if self._latest is not None:
+                self._latest.leave()
+            self._latest = this
+            return output
+
+        return offloaded
+
+
+def apply(
+    layers: list[nn.Module], *, device: torch.device, horizon: int, lane: Lane | None = None
+) -> Offload:
+    """Send the activations of the decoder ``layers`` to host memory between forward and backward pass.
+
+    Call it after activation checkpointing, so that a checkpointed layer's input is what is sent, and before sharding.
+    Without gradients (validation) nothing is kept and nothing sent.
+
+    Args:
+        layers: The decoder layers in the order they run.
+        device: Where the model computes.
+        horizon: While a layer's backward pass runs, the activations of this many layers before it are on the device or
+            on their way; at least 1. The last ``horizon`` layers' are never sent.
+        lane: Where copies run; by default a stream of its own on CUDA.
+    """
+    offload = Offload(lane or Lane(device), HostPool(pin_memory=device.type == "cuda"), horizon=horizon)
+    for index, layer in enumerate(layers):
+        away = index < len(layers) - horizon
+        layer.forward = offload.around(layer, first=index == 0, away=away)
+    return offload
+
+
+def _plain(tensor: Tensor) -> Tensor | None:
+    """Return the tensor whose memory holds the values, or None where that is not known."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor if type(tensor) in PACKABLE and tensor.layout == torch.strided else None
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

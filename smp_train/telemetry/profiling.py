@@ -1,0 +1,107 @@
+"""Recording some steps: with the PyTorch profiler (`--use_profiler`), or for Nsight Systems (`--profile_nsys`).
+
+A few steps after every start of a run are recorded, once caches are warm. Nothing is done in any other step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_train.arguments import Arguments
+from smp_train.errors import ConfigError
+from smp_train.telemetry.logging_utils import get_logger
+
+OPERATORS = 30
+"""Rows of the table of the dearest operators."""
+
+log = get_logger()
+
+
+class Profiler:
+    """Records the steps that the arguments name; each rank its own, without collectives."""
+
+    def __init__(self, args: Arguments, run_dir: Path, rank: int) -> None:
+        """Prepare the recording below ``<run_dir>/profile``; `ConfigError` where that cannot be made."""
+        self.folder, self.rank = run_dir / "profile", rank
+        self.first, self.last = args.profile_start, args.profile_start + args.profile_steps - 1
+        self.done = 0
+        self.torch_profiler: Any = None
+        self.nsys = args.profile_nsys
+        if not (args.use_profiler or args.profile_nsys):
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise ConfigError(f"{self.folder}: cannot write profiles ({failure.strerror}); set --run_dir") from None
+        if args.use_profiler:
+            self.torch_profiler = torch.profiler.profile(
+                schedule=torch.profiler.schedule(
+                    # A step of warm-up that is recorded and thrown away, where there is one.
+                    skip_first=max(self.first - 2, 0),
+                    wait=0,
+                    warmup=min(self.first - 1, 1),
+                    active=args.profile_steps,
+                    repeat=1,
+                ),
+                on_trace_ready=self._write,
+                record_shapes=True,
+                profile_memory=args.enable_memory_profiling,
+            )
+            self.torch_profiler.start()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Mark one training step; ``number`` is its name, positions are counted from the start of this process."""
+        self.done += 1
+        with ExitStack() as marks:
+            if self.nsys:
+                self._nsys(before=True)
+                if torch.cuda.is_available():
+                    marks.enter_context(torch.cuda.nvtx.range(f"step {number}"))
+                    if self.first <= self.done <= self.last:
+                        marks.enter_context(torch.autograd.profiler.emit_nvtx())
+            yield
+        if self.nsys:
+            self._nsys(before=False)
+        if self.torch_profiler is not None:
+            self.torch_profiler.step()
+            if self.done == self.last:
+                self._stop()
+
+    def close(self) -> None:
+        """End a recording that the run was too short for; what there is of it is written."""
+        self._stop()
+        if self.nsys and self.first <= self.done < self.last and torch.cuda.is_available():
+            torch.cuda.cudart().cudaProfilerStop()
+
+    def _stop(self) -> None:
+        profiler, self.torch_profiler = self.torch_profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+    def _nsys(self, *, before: bool) -> None:
+        """Open and close what `nsys profile --capture-range cudaProfilerApi` records."""
+        if not torch.cuda.is_available():
+            if before and self.done == self.first:
+                log.warning("--profile_nsys 1: there is no GPU here, and nothing to record")
+        elif before and self.done == self.first:
+            torch.cuda.cudart().cudaProfilerStart()
+        elif not before and self.done == self.last:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaProfilerStop()
+
+    def _write(self, profiler: Any) -> None:
+        trace = self.folder / f"trace-rank{self.rank}.json.gz"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with suppress(OSError):
+            profiler.export_chrome_trace(str(trace))
+            table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=OPERATORS)
+            (self.folder / f"operators-rank{self.rank}.txt").write_text(table + "\n", encoding="utf-8")
+        log.info(
+            "Profiled %d steps: %s, and operators-rank%d.txt beside it", self.last - self.first + 1, trace, self.rank
+        )

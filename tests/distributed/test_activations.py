@@ -1,0 +1,223 @@
+"""Checkpointing, offloading and compiling change no number, on one process and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.activations import STEPS, run_variants, train
+
+DROPOUT = {"model_type": "gpt2", "num_key_value_heads": None, "resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+COMPILED = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
+OFFLOADED = {"sm_activation_offloading": 1, "activation_loading_horizon": 1}
+MODES = ("none", "full", "selective:op", "selective:2")
+
+
+def named(mode: str, **changes: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": mode, **changes}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("model", ["llama", "dropout"])
+def test_checkpointing_and_offloading_change_no_bit(model: str, world: int) -> None:
+    base = {"gradient_accumulation_steps": 2, **(DROPOUT if model == "dropout" else {})}
+    variants = {
+        f"{mode} {'offloaded' if more else ''}": {**base, **named(mode, **more)}
+        for mode in MODES
+        for more in ({}, OFFLOADED)
+    }
+    for of_rank in harness.run(run_variants, world, variants):
+        reference = of_rank["none "]
+        assert len(reference) == STEPS
+        assert of_rank == dict.fromkeys(variants, reference)
+
+
+FAMILIES = {
+    "mistral": {"model_type": "mistral"},
+    "mixtral": MIXTURE,
+    "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None},
+    "phi": {"model_type": "phi", "rotary_pct": 1},
+    "gpt2": DROPOUT,
+    "falcon": {"model_type": "falcon", "num_key_value_heads": None},
+}
+
+
+def test_every_family() -> None:
+    variants = {
+        f"{family} {mode}{' offloaded' if more else ''}": {**base, **named(mode, **more)}
+        for family, base in FAMILIES.items()
+        for mode, more in (("none", {}), ("full", OFFLOADED), ("selective:op", {}), ("none", OFFLOADED))
+        if (family, mode) != ("falcon", "selective:op")
+    }
+    (found,) = harness.run(run_variants, 1, variants)
+    for name, result in found.items():
+        assert result == found[f"{name.split()[0]} none"], name
+
+
+def test_falcon_changes_a_kept_result_in_place() -> None:
+    refused = "ConfigError: --activation_checkpointing selective:op: this model changes the result of aten.mm"
+    with pytest.raises(harness.RankFailed, match=refused):
+        harness.run(run_variants, 1, {"falcon": {**FAMILIES["falcon"], **named("selective:op")}})
+    compiled = {"plain": FAMILIES["falcon"], "compiled": {**FAMILIES["falcon"], **named("selective:op", **COMPILED)}}
+    (found,) = harness.run(run_variants, 1, compiled)
+    assert found["compiled"] == found["plain"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "world", "modes"),
+    [
+        ("llama", 1, MODES),
+        ("llama", 2, ("full", "selective:op")),
+        ("dropout", 1, ("full", "selective:op")),
+        ("mixture", 1, ("full",)),
+    ],
+)
+def test_one_compilation_serves_all_layers_and_steps(model: str, world: int, modes: tuple[str, ...]) -> None:
+    base = {"llama": {}, "dropout": DROPOUT, "mixture": MIXTURE}[model]
+    variants = {
+        "plain": {**base, **named("none")},
+        **{
+            mode: {**base, **named(mode, **COMPILED, **(OFFLOADED if world == 1 else {}))}
+            for mode in modes
+        },
+    }
+    for found, counts in harness.run(counting_compilations, world, variants):
+        for name, result in found.items():
+            assert result == found["plain"], name
+            kinds = {"plain": 0, "selective:2": 2}.get(name, 1)  # layers of one kind share one
+            assert counts[name] == [0, kinds, kinds, kinds], name
+
+
+def counting_compilations(variants: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Run the variants and count the graphs that were compiled by the end of each step."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    counts: dict[str, list[int]] = {}
+
+    def watch(name: str, step: int, model: Any, backend: Any, optimizer: Any) -> None:
+        if step == 0:
+            counters.clear()
+            torch.compiler.reset()  # another variant's code must not be at hand
+        assert not counters["graph_break"]
+        counts.setdefault(name, []).append(counters["stats"]["unique_graphs"])
+
+    return run_variants(variants, watch), counts
+
+
+@pytest.mark.slow
+def test_the_default_compiler_trains_alike() -> None:
+    variants = {"plain": named("full"), "compiled": named("full", use_torch_compile=1, **OFFLOADED)}
+    (found,) = harness.run(run_variants, 1, variants, timeout=280)
+    for ours, theirs in zip(found["compiled"], found["plain"], strict=True):
+        # Fused kernels sum in another order.
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_host_pool_is_used_again(world: int) -> None:
+    for held in harness.run(pool_sizes, world):
+        assert held[0] == 0
+        assert held[1] > 0
+        assert held[1:] == [held[1]] * STEPS
+
+
+def pool_sizes() -> list[int]:
+    held = []
+
+    def watch(name: str, step: int, model: Any, backend: Any, optimizer: Any) -> None:
+        assert backend.offload.pool.in_use == 0
+        assert backend.offload.pool.held <= backend.offload.pool.most
+        held.append(backend.offload.pool.held)
+
+    run_variants({"one": {"gradient_accumulation_steps": 2, **named("none", **OFFLOADED)}}, watch)
+    return held
+
+
+def test_parameters_of_sharded_layers_are_never_sent() -> None:
+    assert harness.run(packed_parameters, 2) == [0, 0]
+
+
+def packed_parameters() -> int:
+    """Return how many saved tensors went to the host that lie in the memory of a gathered parameter."""
+    from smp_train.parallel import offload
+
+    found = 0
+    pack = offload.LayerPass.pack
+    gathered: set[int] = set()  # of the layer that runs: memory that others gave up is used again
+    kept: list[bool] = []
+
+    def watched(self: Any, tensor: Any) -> Any:
+        nonlocal found
+        result = pack(self, tensor)
+        if isinstance(result, offload.Packed):
+            found += result.stored.on_device.untyped_storage().data_ptr() in gathered
+        else:
+            kept.append(tensor.untyped_storage().data_ptr() in gathered)
+        return result
+
+    def watch(name: str, step: int, model: Any, backend: Any, optimizer: Any) -> None:
+        def inside(layer: Any, forward: Any) -> Any:
+            def noting(*args: Any, **kwargs: Any) -> Any:
+                gathered.clear()
+                gathered.update(p.untyped_storage().data_ptr() for p in layer.parameters())
+                return forward(*args, **kwargs)
+
+            return noting
+
+        if step == 0:
+            for layer in model.model.layers:
+                layer.forward = inside(layer, layer.forward)
+
+    offload.LayerPass.pack = watched  # type: ignore[method-assign]
+    run_variants({"one": named("none", bf16=1, **OFFLOADED)}, watch)
+    assert sum(kept) > 0
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_in_host_memory(world: int, tmp_path: Path) -> None:
+    for plain, offloaded, resumed in harness.run(host_parameters, world, str(tmp_path)):
+        assert offloaded == plain
+        assert resumed == [plain[1:]] * 2
+
+
+def host_parameters(folder: str) -> tuple[list, list, list]:
+    """Train without and with CPUOffloadPolicy (on a CPU a detour, with clipping), saving and loading in the latter."""
+    from smp_train import runtime
+    from smp_train.backends.native import NativeBackend
+    from smp_train.checkpoints import CheckpointManager, find, policies
+
+    ranks = runtime.detect()
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    init = NativeBackend.__init__
+
+    def offloading(self: Any, *args: Any) -> None:
+        init(self, *args)
+        assert not self.cpu_offload  # asked for on a CPU, it changes nothing
+        self.cpu_offload = True
+
+    changes = {"gradient_accumulation_steps": 2, "cpu_offload": 1, "forward_prefetch": 0}
+    plain = train(ranks, device, {**changes, "forward_prefetch": 1})
+    NativeBackend.__init__ = offloading  # type: ignore[method-assign]
+    manager = CheckpointManager(policies([folder], [1], [9]), model_type="tiny")
+
+    def save(name: str, step: int, model: Any, backend: Any, optimizer: Any) -> None:
+        if step == 1:
+            manager.save(step, backend.state_dict(model, optimizer), {}, force=True)
+
+    def load(name: str, step: int, model: Any, backend: Any, optimizer: Any) -> None:
+        if step == 0:
+            backend.load_state(model, optimizer, find(folder).load)
+
+    offloaded = train(ranks, device, changes, watch=save)
+    resumed = [train(ranks, device, changes, watch=load, first=1)]
+    NativeBackend.__init__ = init  # type: ignore[method-assign]
+    resumed.append(train(ranks, device, changes, watch=load, first=1))
+    runtime.stop()
+    return plain, offloaded, resumed

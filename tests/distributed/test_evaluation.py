@@ -1,0 +1,61 @@
+"""Validation inside a run and by itself: what it leaves behind, and that a stop does not wait for its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.training import flags, records, steps, train
+
+LONG = {"validation_freq": 2, "validation_batches": 400, "val_batch_size": 1, "max_steps": 4, "checkpoint_freq": 100}
+
+
+def train_and_stop_in_validation(command_line: list[str]) -> tuple[int, int]:
+    """Train; rank 1 gets SIGTERM as the first validation begins. Return the exit code and the batches read in it."""
+    from smp_train import train_lib
+    from smp_train.data.pipelines.data_pipeline import ValidationData
+
+    whole, read = ValidationData.batches, 0
+
+    def batches(self: Any) -> Any:
+        nonlocal read
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        for batch in whole(self):
+            read += 1
+            yield batch
+
+    ValidationData.batches = batches  # type: ignore[method-assign]
+    train_lib.READ_TOGETHER = 1
+    return train(command_line), read
+
+
+def test_a_stop_does_not_wait_for_the_end_of_a_validation(tmp_path: Path) -> None:
+    results = harness.run(train_and_stop_in_validation, 2, flags(tmp_path, **LONG))
+    assert [code for code, _ in results] == [0, 0]
+    assert max(read for _, read in results) < LONG["validation_batches"]
+    assert [record["step"] for record in steps(tmp_path)] == [1, 2]
+    assert [record.get("event") for record in records(tmp_path) if "event" in record] == ["start", "save", "stop"]
+    assert json.loads((tmp_path / "run" / "STOPPED").read_text())["step"] == 2
+    assert (tmp_path / "checkpoints" / "llama_v2-2steps" / "COMMITTED").exists()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluation_by_itself_changes_nothing_but_the_marker(world: int, tmp_path: Path) -> None:
+    harness.run(train, world, flags(tmp_path, max_steps=2, checkpoint_freq=2, validation_freq=2))
+    (trained,) = (r["loss"] for r in records(tmp_path) if r.get("event") == "evaluate")
+    changes = {"evaluate_only": 1, "run_dir": tmp_path / "again" / "run"}
+    found = {"resume_from_checkpoint": tmp_path / "checkpoints"}
+    before = sorted(path for path in (tmp_path / "checkpoints").rglob("*"))
+    harness.run(train, world, flags(tmp_path, **changes, **found, max_steps=2))
+    events = {r["event"]: r for r in records(tmp_path / "again") if "event" in r}
+    assert events["evaluate"]["loss"] == pytest.approx(trained, rel=1e-6)
+    assert events["finish"]["step"] == 2
+    assert json.loads((tmp_path / "again" / "run" / "DONE").read_text())["step"] == 2
+    assert sorted(path for path in (tmp_path / "checkpoints").rglob("*")) == before

@@ -1,0 +1,172 @@
+"""The same numbers on every mesh: each family, on each mesh, with each way of saving memory, against one process.
+
+A cell is one run of three updates; all cells of a family on a mesh share one group of processes. What cannot be done
+together is listed in `UNSUPPORTED` and docs/parallelism.md, and every such cell is seen to be refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.training import flags
+
+TOLERANCE = 1e-5  # relative, fp32: sums are taken in another order
+STEPS = 3
+ROWS = 4
+WIDTH = 32
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama_v3", "tie_word_embeddings": 1},
+    "mistral": {"model_type": "mistral", "sliding_window": 12},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "resid_pdrop": 0},
+    "gpt2": {"model_type": "gpt2", "num_key_value_heads": None, "resid_pdrop": 0, "embd_pdrop": 0},
+    "phi": {"model_type": "phi", "rotary_pct": 0.5, "resid_pdrop": 0, "embd_pdrop": 0},
+    "falcon": {"model_type": "falcon", "num_key_value_heads": 1, "resid_pdrop": 0},
+}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "fsdp2": (2, {}),
+    "fsdp4": (4, {}),
+    "hsdp2x2": (4, {"hybrid_shard_degree": 2}),
+    "tp2": (2, {"tensor_parallel_degree": 2}),
+    "tp2-fsdp2": (4, {"tensor_parallel_degree": 2}),
+    "tp2-hsdp2x2": (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}),
+    "cp2": (2, {"context_parallel_degree": 2}),
+}
+CHECKPOINTING = ("none", "full", "selective:op", "selective:2")
+MODES = list(itertools.product(CHECKPOINTING, (0, 1), (1, 0)))
+"""(activation checkpointing, activation offloading, chunked loss)"""
+PLAIN = ("none", 0, 0)
+
+UNSUPPORTED: list[tuple[str, str, str, str]] = [
+    # family, mesh, checkpointing (regular expressions), what the refusal says
+    ("gpt2|falcon", "tp2.*", ".*", "tensor_parallel_degree"),
+    ("falcon", "cp2", ".*", "context_parallel_degree"),
+    ("falcon", ".*", "selective:op", "selective:op"),
+]
+
+
+def refusal(family: str, mesh: str, checkpointing: str) -> str | None:
+    """Return what the refusal of a cell says, or None for a cell that trains."""
+    for *patterns, says in UNSUPPORTED:
+        if all(re.fullmatch(p, v) for p, v in zip(patterns, (family, mesh, checkpointing), strict=True)):
+            return says
+    return None
+
+
+def arguments_of(family: str, mesh: str, mode: tuple[str, int, int], world: int, **changes: Any) -> list[str]:
+    checkpointing, offloading, chunked = mode
+    degrees = MESHES[mesh][1]
+    ranks_of_data = world // degrees.get("tensor_parallel_degree", 1) // degrees.get("context_parallel_degree", 1)
+    return flags(
+        Path("unused"), vocab_size=64, max_context_width=WIDTH, attn_pdrop=0, **FAMILIES[family],
+        **degrees, train_batch_size=ROWS // ranks_of_data, activation_checkpointing=checkpointing,
+        sm_activation_offloading=offloading, activation_loading_horizon=1, chunked_loss=chunked, **changes,
+    )  # fmt: skip
+
+
+def train_modes(family: str, mesh: str, modes: list[tuple[str, int, int]], **changes: Any) -> dict[Any, Any]:
+    """Return, per mode, (global loss, gradient norm) of each step, or the message of a refusal."""
+    from smp_train import runtime
+    from smp_train.errors import ConfigError
+
+    ranks = runtime.detect()
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    found: dict[Any, Any] = {}
+    try:
+        for mode in modes:
+            try:
+                found[mode] = train_cell(arguments_of(family, mesh, mode, ranks.world_size, **changes), ranks, device)
+            except ConfigError as error:
+                found[mode] = str(error)
+    finally:
+        runtime.stop()
+    return found
+
+
+def train_cell(command_line: list[str], ranks: Any, device: Any) -> list[tuple[float, float]]:
+    import torch
+
+    from smp_train import arguments, train_utils
+    from smp_train.backends.native import NativeBackend
+    from smp_train.models.resolve import resolve
+
+    args = arguments.parse(command_line, {}).args
+    arguments.validate(args, ranks.world_size)
+    backend = NativeBackend(args, ranks, device)
+    model = backend.build(resolve(args), seed=args.seed, seq_len=WIDTH)
+    optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    results = []
+    for step in range(STEPS):
+        batch, tokens = rows_of(step, backend.topology.dp_rank, args.train_batch_size)
+        train_utils.seed_step(args.seed, step, backend.topology.dp_rank)
+        result = train_utils.train_step(
+            backend, model, optimizer, [batch], tokens=torch.tensor(tokens), lr=1e-2, max_grad_norm=1.0
+        )
+        results.append((backend.sum_over_data(result.loss.clone()).item(), result.grad_norm.item()))
+    return results
+
+
+def rows_of(step: int, dp_rank: int, count: int) -> tuple[Any, int]:
+    """Return this rank's rows of the step's global batch and the tokens counted in all; every second step has padding.
+
+    Rows with padding take another way through attention than whole ones.
+    """
+    import torch
+
+    from smp_train.data.pipelines.data_pipeline import IGNORED, Batch
+
+    tokens = torch.randint(64, (ROWS, WIDTH), generator=torch.Generator().manual_seed(step))
+    lengths = torch.tensor([[WIDTH], [WIDTH // 3], [WIDTH - 1], [WIDTH // 2]])
+    mask = (torch.arange(WIDTH) < (WIDTH if step % 2 else lengths)).long()
+    labels = tokens.masked_fill(mask == 0, IGNORED)
+    mine = slice(dp_rank * count, (dp_rank + 1) * count)
+    batch = Batch((tokens * mask)[mine], labels[mine], None if step % 2 else mask[mine])
+    return batch, int((labels[:, 1:] != IGNORED).sum())
+
+
+@cache
+def reference(family: str) -> list[tuple[float, float]]:
+    return harness.run(train_modes, 1, family, "one", [PLAIN])[0][PLAIN]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_cell_equals_one_process(family: str, mesh: str) -> None:
+    expected = reference(family)
+    by_rank = harness.run(train_modes, MESHES[mesh][0], family, mesh, MODES)
+    for rank, mode in itertools.product(range(len(by_rank)), MODES):
+        found, says = by_rank[rank][mode], refusal(family, mesh, mode[0])
+        cell = f"{family} {mesh} {mode} rank {rank}: {found}"
+        if says is not None:
+            assert isinstance(found, str), cell
+            assert says in found, cell
+            continue
+        assert isinstance(found, list), cell
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=TOLERANCE), cell
+
+
+COMPILED = [
+    ("llama", "tp2", ("full", 1, 1)),
+    ("gpt_neox", "tp2-fsdp2", ("selective:op", 0, 1)),
+    ("mixtral", "cp2", ("full", 1, 1)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mesh", "mode"), COMPILED, ids=lambda value: str(value))
+def test_compiled_layers_of_split_models_equal_one_process(family: str, mesh: str, mode: tuple[str, int, int]) -> None:
+    compiled = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
+    for found in harness.run(train_modes, MESHES[mesh][0], family, mesh, [mode], **compiled):
+        for ours, theirs in zip(found[mode], reference(family), strict=True):
+            assert ours == pytest.approx(theirs, rel=TOLERANCE)

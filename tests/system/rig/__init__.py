@@ -1,0 +1,184 @@
+"""A real Slurm with several nodes on this one machine (Debian's slurm-wlm and munge, as root).
+
+Each node is a `slurmd` in namespaces of its own: it has its own host name, and killing it kills all that runs on it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+RIGS = itertools.count()
+MISSING = [name for name in ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "gcc") if not shutil.which(name)]
+USABLE = not MISSING and os.geteuid() == 0
+
+
+class Rig:
+    """A cluster of `nodes` nodes n1, n2, ... below ``folder``, with doubles of pyxis and of HyperPod's auto-resume."""
+
+    def __init__(self, folder: Path, nodes: int = 3, *, pyxis: bool = True, auto_resume: bool = False) -> None:
+        self.folder, self.nodes = folder, nodes
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        for name in ("etc", "run", "log", "state", "spool", "bin"):
+            (folder / name).mkdir(parents=True)
+        self.environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        self.environ |= {
+            "SLURM_CONF": str(folder / "etc/slurm.conf"),
+            "RIG": str(folder),
+            "PYXIS_DOUBLE_IMAGE_PATHS": ":".join(_python_folders()),
+        }
+        if auto_resume:
+            self.environ |= {"REAL_SRUN": str(shutil.which("srun")), "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+            shutil.copy(HERE / "srun_autoresume", folder / "bin/srun")
+        self._configure(pyxis=pyxis, auto_resume=auto_resume)
+
+    def _configure(self, *, pyxis: bool, auto_resume: bool) -> None:
+        etc, host = self.folder / "etc", socket.gethostname().partition(".")[0]
+        (etc / "munge.key").write_bytes(os.urandom(1024))
+        (etc / "munge.key").chmod(0o600)
+        port = 15000 + os.getpid() % 400 * 10 + next(RIGS) * 5000
+        names = [f"n{number}" for number in range(1, self.nodes + 1)]
+        lines = [
+            "ClusterName=rig", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
+            "AuthType=auth/munge", f"AuthInfo=socket={self.folder}/run/munge.sock,cred_expire=5",
+            f"SlurmctldPort={port}", f"SlurmctldPidFile={self.folder}/run/slurmctld.pid",
+            f"SlurmdPidFile={self.folder}/run/slurmd-%n.pid", f"SlurmdSpoolDir={self.folder}/spool/%n",
+            f"StateSaveLocation={self.folder}/state", f"SlurmctldLogFile={self.folder}/log/slurmctld.log",
+            f"SlurmdLogFile={self.folder}/log/slurmd-%n.log", "ProctrackType=proctrack/linuxproc",
+            "TaskPlugin=task/none", "MpiDefault=none", "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core",
+            "SlurmdParameters=config_overrides", "SlurmctldParameters=preempt_send_user_signal",
+            "SchedulerParameters=permit_job_expansion,sched_interval=1,bf_interval=1", "ReturnToService=2",
+            "SlurmdTimeout=5", "KillWait=5", "JobRequeue=1", "PreemptType=preempt/partition_prio",
+            "PreemptMode=REQUEUE", "JobAcctGatherType=jobacct_gather/none", "JobAcctGatherFrequency=0",
+            "AccountingStorageType=accounting_storage/none", f"PlugStackConfig={etc}/plugstack.conf",
+        ]  # fmt: skip
+        lines += [
+            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port + number} CPUs=8 RealMemory=1000"
+            for number, name in enumerate(names, 1)
+        ]
+        lines.append(
+            f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES PriorityTier=1 GraceTime=60"
+        )
+        lines.append(
+            f"PartitionName=prio Nodes=n[1-{self.nodes}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF"
+        )
+        (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
+        (etc / "hosts").write_text(
+            "\n".join([f"127.0.0.1 localhost {host}", *(f"127.0.0.1 {name}" for name in names)]) + "\n"
+        )
+        plugins = []
+        for wanted, name in ((pyxis, "pyxis_double"), (auto_resume, "auto_resume_double")):
+            if wanted:
+                library = self.folder / f"{name}.so"
+                subprocess.run(
+                    ["gcc", "-shared", "-fPIC", "-w", "-o", library, HERE / f"{name}.c"], check=True, timeout=60
+                )
+                plugins.append(f"required {library}")
+        (etc / "plugstack.conf").write_text("\n".join(plugins) + "\n")
+
+    def __enter__(self) -> Rig:
+        run = self.folder / "run"
+        self._start(
+            "munged", "munged", "--foreground", "--force", f"--key-file={self.folder}/etc/munge.key",
+            f"--socket={run}/munge.sock", f"--pid-file={run}/munged.pid", f"--log-file={self.folder}/log/munged.log",
+            f"--seed-file={run}/munge.seed",
+        )  # fmt: skip
+        try:
+            self.wait(lambda: (run / "munge.sock").exists(), 10, "munged")
+            self._start("slurmctld", "slurmctld", "-D")
+            self.wait(lambda: "is UP" in self.run("scontrol", "ping", check=False), 20, "slurmctld")
+            for number in range(1, self.nodes + 1):
+                self.boot(f"n{number}")
+            self.wait(lambda: self.idle() == self.nodes, 30, "the nodes")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self.run("squeue", "-h", "-o", "%i", check=False).split():
+            if job.isdigit():
+                self.run("scancel", job, check=False)
+        for process in reversed(list(self.processes.values())):
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+    def _start(self, name: str, *command: str) -> None:
+        output = (self.folder / "log" / f"{name}.out").open("ab")
+        self.processes[name] = subprocess.Popen(
+            command, env=self.environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def boot(self, node: str) -> None:
+        """Start a node."""
+        inside = f"mount --bind '{self.folder}/etc/hosts' /etc/hosts; hostname {node}; exec slurmd -D -N {node}"
+        self._start(
+            node, "unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc",
+            "bash", "-c", inside,
+        )  # fmt: skip
+
+    def crash(self, node: str) -> None:
+        """Kill a node with all that runs on it, as a lost machine."""
+        self.processes[node].send_signal(signal.SIGKILL)
+        self.processes[node].wait()
+
+    def idle(self) -> int:
+        """Return the number of idle nodes."""
+        return int(self.run("sinfo", "-h", "-p", "dev", "-t", "idle", "-o", "%D", check=False).strip() or 0)
+
+    def run(self, *command: str, check: bool = True, cwd: Path | None = None, **environ: str) -> str:
+        """Run a command of Slurm and return all it says."""
+        done = subprocess.run(
+            command, env=self.environ | environ, cwd=cwd, check=False, timeout=60, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0 or not check, f"{command}: {done.stdout}"
+        return done.stdout
+
+    def state(self, job: str) -> str:
+        """Return a job's state, such as PENDING, RUNNING, COMPLETED."""
+        shown = self.run("scontrol", "show", "job", job, check=False)
+        return shown.partition("JobState=")[2].partition(" ")[0]
+
+    def wait(self, true: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait until something comes true; fail, with the logs' ends, when it does not."""
+        deadline = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > deadline:
+                tails = [
+                    f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+                    for path in sorted((self.folder / "log").iterdir())
+                ]
+                raise AssertionError(f"waited {seconds} s for {what}\n" + "\n".join(tails))
+            time.sleep(0.2)
+
+    def wait_for_end(self, job: str, seconds: float, log: Path | None = None) -> str:
+        """Wait until a job is over for good and return its state."""
+        over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", ""}
+        try:
+            self.wait(lambda: self.state(job) in over, seconds, f"job {job}")
+        except AssertionError as late:
+            raise AssertionError(
+                f"{late}\n--- job\n{log.read_text()[-6000:] if log and log.exists() else ''}"
+            ) from None
+        return self.state(job)
+
+
+def _python_folders() -> list[str]:
+    """Return the folders that an image must have for this interpreter and its packages to run."""
+    folders = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])}
+    folders |= {path for path in sys.path if path.endswith("site-packages") and not path.startswith(str(ROOT))}
+    kept = sorted(folder for folder in folders if not folder.startswith("/usr"))
+    return [one for one in kept if not any(one.startswith(other + "/") for other in kept)]

@@ -1,0 +1,178 @@
+"""Asked to stop, a run saves once and leaves with exit code 0; the same command goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smp_train.telemetry.metrics import history, read_metrics
+from tests.system.command import Command, Ranks, as_torchrun, torchrun
+from tests.training import flags, read_checkpoint
+
+pytestmark = [pytest.mark.system, pytest.mark.slow]
+
+LAST = 400
+EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "consumed")
+
+
+def command_line(folder: Path, **changes: Any) -> list[str]:
+    """Return the one command line of a run, started and resumed alike: dropout on, saved only when it stops or ends."""
+    options = {"max_steps": LAST, "attn_pdrop": 0.1, "resume_from_checkpoint": folder / "checkpoints", **changes}
+    return ["train", *flags(folder, num_kept_checkpoints=1000, **options)]
+
+
+def last_step(folder: Path) -> int:
+    metrics = folder / "run" / "metrics.jsonl"
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return max(steps, default=0)
+
+
+def stopped_step(folder: Path) -> int:
+    return int(json.loads((folder / "run" / "STOPPED").read_text())["step"])
+
+
+class Chain:
+    """One run that is stopped over and over, each time in another way, and each time started by the same command."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.words = command_line(folder)
+        self.stops: list[int] = []
+
+    def check_stopped(self, err: str) -> None:
+        """Check what a stop leaves behind: one new checkpoint, committed; the marker; no complaint."""
+        step = stopped_step(self.folder)
+        checkpoints = {int(path.parent.name[9:-5]) for path in self.folder.glob("checkpoints/*/COMMITTED")}
+        assert checkpoints == {*self.stops, step}
+        self.stops.append(step)
+        assert self.stops == sorted(set(self.stops))
+        assert not (self.folder / "run" / "DONE").exists()
+        assert not (self.folder / "run" / "STOP").exists()
+        assert [line for line in err.splitlines() if line.startswith("smp-train")] == []
+
+    def reach(self, command: Command) -> None:
+        """Wait until the run is a few steps further than where it stopped last."""
+        before = self.stops[-1] if self.stops else 0
+        command.until(lambda: last_step(self.folder) >= before + 3, f"step {before + 3}")
+
+    def stop_ranks(self, ask: Callable[[Ranks], None], *, reach: bool = True) -> None:
+        """Run on two ranks until `ask` has them stop."""
+        with Ranks(self.folder, 2, *self.words, launcher=as_torchrun) as ranks:
+            if reach:
+                self.reach(ranks[0])
+            ask(ranks)
+            assert ranks.codes() == [0, 0], ranks.err
+            assert "Stopped at step" in ranks[0].out
+            assert "run the same command again to go on" in ranks[0].out
+            self.check_stopped(ranks.err)
+            assert ranks.err == ""
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, undisturbed."""
+    folder = tmp_path_factory.mktemp("straight")
+    with Ranks(folder, 2, *command_line(folder), launcher=as_torchrun) as ranks:
+        assert ranks.codes() == [0, 0], ranks.err
+    return folder
+
+
+def test_stopped_in_every_way_it_ends_where_it_would_have(straight: Path, tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+
+    def before_the_first_step(ranks: Ranks) -> None:
+        # Its peers have joined to lay out the mesh, so they listen for signals by now.
+        ranks[0].until(lambda: "Backend: " in ranks[0].out, "the choice of backend")
+        ranks[1].signal(signal.SIGTERM)
+
+    chain.stop_ranks(before_the_first_step, reach=False)
+    assert chain.stops == [1]
+    chain.stop_ranks(lambda ranks: ranks[0].signal(signal.SIGTERM))
+    chain.stop_ranks(lambda ranks: ranks[1].signal(signal.SIGUSR1))
+    chain.stop_ranks(lambda ranks: ranks[1].signal(signal.SIGUSR2))
+    chain.stop_ranks(lambda ranks: (tmp_path / "run" / "STOP").touch())
+
+    with torchrun(tmp_path, 2, *chain.words) as command:
+        chain.reach(command)
+        command.signal(signal.SIGTERM, rank=1)
+        assert command.code() == 0, command.err
+        assert "Traceback" not in command.err
+        chain.check_stopped(command.err)
+
+    # To torchrun itself: it passes the signal on and waits, then ends with a traceback and an exit code of its own.
+    with torchrun(tmp_path, 2, *chain.words) as command:
+        chain.reach(command)
+        command.signal(signal.SIGTERM)
+        assert command.code() == 1
+        assert "SignalException" in command.err
+        chain.check_stopped(command.err)
+
+    with torchrun(tmp_path, 2, *chain.words) as command:
+        assert command.code() == 0, command.err
+    assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == LAST
+    assert not (tmp_path / "run" / "STOPPED").exists()
+    same_numbers(tmp_path, straight)
+    same_checkpoint(tmp_path, straight)
+    events = [(record["event"], record["step"]) for record in read_metrics(tmp_path / "run") if "event" in record]
+    assert [step for event, step in events if event == "resume"] == chain.stops
+    assert [step for event, step in events if event == "save"] == [*chain.stops, LAST]
+    assert [step for event, step in events if event == "stop"] == chain.stops
+
+
+def same_numbers(ours: Path, theirs: Path) -> None:
+    def numbers(folder: Path) -> list[list[Any]]:
+        steps = [record for record in history(read_metrics(folder / "run")) if "event" not in record]
+        return [[record[name] for name in EXACT] for record in steps]
+
+    assert numbers(ours) == numbers(theirs)
+
+
+def same_checkpoint(ours: Path, theirs: Path) -> None:
+    name = f"checkpoints/llama_v2-{LAST}steps"
+    mine, other = read_checkpoint(ours / name), read_checkpoint(theirs / name)
+    assert mine.keys() == other.keys()
+    for key, value in mine.items():
+        same = torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
+        assert same, key
+
+
+def test_started_again_when_done_it_leaves_everything_as_it_is(straight: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in straight.glob("checkpoints/**/*")}
+    with Ranks(straight, 2, *command_line(straight), launcher=as_torchrun) as ranks:
+        assert ranks.codes() == [0, 0], ranks.err
+        assert f"Nothing left to do: step {LAST} of {LAST} is done" in ranks[0].out
+    assert {path: path.stat().st_mtime_ns for path in straight.glob("checkpoints/**/*")} == before
+    assert json.loads((straight / "run" / "DONE").read_text())["step"] == LAST
+
+
+def test_a_second_signal_ends_a_rank_at_once_and_commits_nothing_half(tmp_path: Path) -> None:
+    """A rank hangs while the run saves after each step: the other, asked twice, does not wait for it."""
+    words = command_line(tmp_path, checkpoint_freq=1)
+    with Ranks(tmp_path, 2, *words, launcher=as_torchrun) as ranks:
+        ranks[0].until(lambda: last_step(tmp_path) >= 3, "step 3")
+        ranks[1].signal(signal.SIGSTOP)
+        began = time.monotonic()
+
+        def asked_again() -> bool:
+            with suppress(ProcessLookupError):  # it may be gone by now: that is what is waited for
+                ranks[0].signal(signal.SIGTERM)
+            return time.monotonic() > began + 20
+
+        with pytest.raises(AssertionError, match="ended with code 143"):
+            ranks[0].until(asked_again, "end")
+        assert time.monotonic() - began > 5
+    committed = sorted(int(path.parent.name[9:-5]) for path in tmp_path.glob("checkpoints/llama_v2-*steps/COMMITTED"))
+    with Ranks(tmp_path, 2, *command_line(tmp_path, max_steps=committed[-1] + 1), launcher=as_torchrun) as ranks:
+        assert ranks.codes() == [0, 0], ranks.err
+        assert f"llama_v2-{committed[-1]}steps at step {committed[-1]}" in ranks[0].out
+    assert {path.name for path in tmp_path.glob("checkpoints/*")} == {
+        f"llama_v2-{step}steps" for step in [*committed, committed[-1] + 1]
+    }

@@ -1,0 +1,31 @@
+#!/bin/bash
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --job-name=gpt_neox
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=/runs/gpt_neox/logs/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@300
+#SBATCH --gpus-per-node=2
+
+export HF_HUB_ETAG_TIMEOUT=60
+export TOKENIZERS_PARALLELISM=false
+
+CODE_DIR=<code>
+RUN_DIR=/runs/gpt_neox
+PYTHON=<python>
+IMAGE=''
+NPROC=2
+INSTANCE_TYPE=''
+PROFILE=nsys
+MAX_ATTEMPTS=3
+MOUNTS=()
+TRAIN_FLAGS=(
+  --use_synthetic_data
+  1
+  --profile_nsys=1
+  --run_dir=/runs/gpt_neox
+  --checkpoint_dir=/runs/gpt_neox/checkpoints
+  --resume_from_checkpoint=/runs/gpt_neox/checkpoints
+)

@@ -1,0 +1,447 @@
+"""Which layers are checkpointed, what travels to host memory and back, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import types
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp_train.arguments import checkpointing, parse, validate
+from smp_train.arguments.validation import ineffective
+from smp_train.errors import ConfigError
+from smp_train.models import build
+from smp_train.parallel import activations, compile, float8, offload
+
+WIDTH = 32
+CPU = torch.device("cpu")
+
+# --- which layers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "setting", "layers"),
+    [
+        (4, "none", []),
+        (4, "full", [0, 1, 2, 3]),
+        (4, "selective:op", [0, 1, 2, 3]),
+        (6, "selective:1", [0, 1, 2, 3, 4, 5]),
+        (6, "selective:2", [0, 2, 4]),
+        (6, "selective:0.5", [0, 2, 4]),
+        (9, "selective:3", [1, 4, 7]),
+        (9, "selective:1/3", [1, 4, 7]),
+        (6, "selective:2/3", [0, 2, 3, 5]),
+        (2, "selective:8", []),
+    ],
+)
+def test_the_chosen_layers(count: int, setting: str, layers: list[int]) -> None:
+    assert activations.chosen(count, checkpointing.read(setting)[0]) == layers
+
+
+@given(count=st.integers(1, 100), share=st.fractions(0, 1, max_denominator=50))
+def test_a_share_is_kept_and_evenly_spread(count: int, share: Fraction) -> None:
+    layers = activations.chosen(count, share)
+    assert abs(len(layers) - count * share) <= Fraction(1, 2)
+    gaps = {b - a for a, b in itertools.pairwise(layers)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
+    # fms-fsdp's loop, as it is written.
+    cut_off, theirs = Fraction(1, 2), []
+    for block in range(1, count + 1):
+        if block * share >= cut_off:
+            cut_off += 1
+            theirs.append(block - 1)
+    assert layers == theirs
+
+
+SETTINGS = {
+    "": "full",
+    "--activation_checkpointing 1": "full",
+    "--activation_checkpointing": "full",
+    "--activation_checkpointing True": "full",
+    "--activation_checkpointing 0": "none",
+    "--no-activation-checkpointing": "none",
+    "--activation_checkpoints": "full",
+    "--activation_checkpointing none": "none",
+    "--activation_checkpointing selective:op": "selective:op",
+    "--selective_checkpointing 1/3": "selective:1/3",
+    "--selective_checkpointing 0.5": "selective:1/2",
+    "--selective_checkpointing 3": "selective:3",
+    "--selective_checkpointing 0": "none",
+    "--fsdp_activation_checkpointing=False --selective_checkpointing=1/2": "none",
+}
+
+
+@pytest.mark.parametrize("line", SETTINGS)
+def test_one_setting_for_every_spelling(line: str) -> None:
+    resolved = parse(f"{line} --use_synthetic_data 1".split(), {})
+    assert resolved.args.activation_checkpointing == SETTINGS[line]
+    validate(resolved.args, 1)
+
+
+def test_what_has_no_effect_is_said() -> None:
+    def said(line: str) -> list[str]:
+        return ineffective(parse(f"{line} --use_synthetic_data 1".split(), {}))
+
+    assert "needs --sm_activation_offloading 1" in said("--activation_loading_horizon 3")[0]
+    assert said("--activation_loading_horizon 3 --offload_activations 1") == []
+    assert "needs --use_torch_compile 1" in said("--torch_compile_backend eager")[0]
+    assert "--activation_checkpointing is none" in said("--activation_checkpointing 0 --selective_checkpointing 1/2")[0]
+
+
+# --- what is computed again ---------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Three projections that are views of one product, an in-place change, dropout, attention and a residual."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.table = nn.Buffer(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, hidden: Tensor, scale: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(hidden).split(hidden.shape[-1], dim=-1)
+        q = q * self.table if scale is None else q * scale
+        mixed = torch.softmax(q @ k.transpose(-1, -2), dim=-1) @ v
+        mixed = torch.nn.functional.dropout((mixed * 2).add_(1.0).tanh(), 0.25)
+        return hidden + self.out(mixed)
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, **kwargs)
+        return hidden
+
+
+def step(model: Stack, **kwargs: Any) -> list[Tensor]:
+    """Return output and gradients of a forward and backward pass."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    hidden = torch.randn(2, 16, WIDTH, requires_grad=True)
+    output = model(hidden, **kwargs)
+    output.square().sum().backward()
+    return [output.detach(), hidden.grad, *(p.grad for p in model.parameters())]
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("setting", "again"),
+    [("none", (0, 0)), ("full", (4, 4)), ("selective:2", (2, 2)), ("selective:op", (0, 4))],
+)
+def test_what_the_backward_pass_computes_again(setting: str, again: tuple[int, int]) -> None:
+    reference, model = Stack(4), Stack(4)
+    expected = step(reference)
+    activations.apply(list(model.layers), setting)
+    assert_same(step(model), expected)  # bit for bit, dropout included
+    torch.manual_seed(1)
+    output = model(torch.randn(2, 16, WIDTH, requires_grad=True))
+    with Calls() as calls:
+        output.sum().backward()
+    # The last product of a layer is never needed again: recomputation stops before it.
+    assert (calls.count["addmm"], calls.count["_softmax"]) == again
+
+
+def test_names_stay_as_they_are() -> None:
+    model = Stack(2)
+    names = [name for name, _ in model.named_parameters()]
+    activations.apply(list(model.layers), "full")
+    compile.apply(list(model.layers), backend="eager")
+    offload.apply(list(model.layers), device=CPU, horizon=1)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_an_unknown_compiler_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--torch_compile_backend fastest: this torch has .*inductor"):
+        compile.apply([], backend="fastest")
+
+
+# --- offloading ---------------------------------------------------------------------------------------------------
+
+
+class LateLane(offload.Lane):
+    """Copies as late as allowed: only when one is waited for. A read without waiting hence sees what was there."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.queue: list[tuple[Tensor, Tensor]] = []
+        self.log: list[tuple[str, int]] = []
+
+    def copy(self, target: Tensor, source: Tensor) -> int:
+        target.fill_(255)  # every float of it a NaN
+        self.queue.append((target, source))
+        return len(self.queue)
+
+    def wait(self, mark: int | None) -> None:
+        for at in range(mark or 0):  # one lane: all that came before is done too
+            if self.queue[at] is not None:
+                target, source = self.queue[at]
+                target.copy_(source)
+                self.queue[at] = None  # type: ignore[call-overload]
+
+
+def offloaded(depth: int, horizon: int, setting: str = "none", lane: offload.Lane | None = None) -> tuple[Stack, Any]:
+    model = Stack(depth)
+    layers = list(model.layers)
+    activations.apply(layers, setting)
+    return model, offload.apply(layers, device=CPU, horizon=horizon, lane=lane)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("setting", ["none", "full", "selective:op", "selective:2"])
+@pytest.mark.parametrize("horizon", [1, 2, 9])
+def test_offloading_changes_no_bit(horizon: int, setting: str, late: bool) -> None:
+    expected = step(Stack(5))
+    model, engine = offloaded(5, horizon, setting, LateLane() if late else None)
+    for _ in range(3):
+        assert_same(step(model), expected)
+    assert (engine.pool.most > 0) == (horizon < 5)
+    assert engine.pool.in_use == 0
+
+
+def test_the_pool_stops_growing_after_the_first_step() -> None:
+    model, engine = offloaded(5, 1)
+    step(model)
+    held = engine.pool.held
+    assert 0 < held == engine.pool.most
+    for _ in range(4):
+        step(model)
+    assert (engine.pool.held, engine.pool.in_use) == (held, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rounds=st.lists(st.lists(st.integers(1, 5_000_000), max_size=8), min_size=1, max_size=6), data=st.data())
+def test_the_pool_never_holds_more_than_was_in_use_at_once(rounds: list[list[int]], data: st.DataObject) -> None:
+    pool = offload.HostPool(pin_memory=False)
+    for sizes in rounds:
+        out = [pool.take(size) for size in sizes]
+        assert len({buffer.data_ptr() for buffer in out}) == len(out)
+        for size, buffer in zip(sizes, out, strict=True):
+            assert size <= buffer.numel() <= max(size + 511, size * 9 // 8 + 1)
+        assert pool.in_use == sum(buffer.numel() for buffer in out)
+        assert pool.held <= pool.most
+        for buffer in data.draw(st.permutations(out)):
+            pool.give(buffer)
+        assert pool.held == sum(n * len(free) for n, free in pool._free.items())
+
+
+def test_checkpointed_layers_send_their_inputs_alone() -> None:
+    one_input = 2 * 16 * WIDTH * 4
+    model, engine = offloaded(5, 1, "full")
+    step(model)
+    assert engine.pool.most == 4 * one_input  # all but the last layer's
+    model, engine = offloaded(5, 1, "none")
+    step(model)
+    # The packed projections are one storage of three inputs' size, saved as three views and sent once.
+    assert engine.pool.most > 4 * 6 * one_input
+
+
+def watched(model: Stack, **kwargs: Any) -> tuple[Tensor, list[list[offload.Packed | Tensor]]]:
+    """Run a forward pass; also return what each layer packed."""
+    packed: list[list[Any]] = []
+    begin, pack = offload.LayerPass.__init__, offload.LayerPass.pack
+
+    def started(self: offload.LayerPass, *args: Any, **options: Any) -> None:
+        packed.append([])
+        begin(self, *args, **options)
+
+    def noted(self: offload.LayerPass, tensor: Tensor) -> Any:
+        packed[-1].append(pack(self, tensor))
+        return packed[-1][-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload.LayerPass, "__init__", started)
+        patch.setattr(offload.LayerPass, "pack", noted)
+        return model(torch.randn(2, 16, WIDTH, requires_grad=True), **kwargs), packed
+
+
+def test_parameters_and_shared_inputs_stay() -> None:
+    model, _ = offloaded(3, 1)
+    scale = torch.rand(2, 16, WIDTH)  # large, and the same for all layers
+    _, packed = watched(model, scale=scale)
+    stay = {p.untyped_storage().data_ptr() for p in model.parameters()} | {scale.untyped_storage().data_ptr()}
+    for layer in packed[:-1]:
+        sent = [one for one in layer if isinstance(one, offload.Packed)]
+        assert sent
+        kept = {one.untyped_storage().data_ptr() for one in layer if isinstance(one, Tensor)}
+        assert scale.untyped_storage().data_ptr() in kept
+        assert kept <= stay
+    assert not any(isinstance(one, offload.Packed) for one in packed[-1])
+
+
+def test_device_memory_is_given_up_after_the_next_layer_and_back_a_horizon_ahead() -> None:
+    model, _ = offloaded(6, 2, "full")
+    output, packed = watched(model)
+    sent = [[weakref.ref(one.stored) for one in layer if isinstance(one, offload.Packed)] for layer in packed]
+    assert [len(layer) for layer in sent] == [1, 1, 1, 1, 0, 0]
+    packed.clear()
+
+    def present() -> list[int]:
+        alive = [(at, reference()) for at, layer in enumerate(sent) for reference in layer]
+        return [at for at, stored in alive if stored is not None and stored.on_device is not None]
+
+    assert present() == []
+    seen = {}
+    for index, layer in enumerate(model.layers):
+        # A gradient of the last product of a layer: early in its backward pass.
+        layer.out.bias.register_hook(lambda grad, index=index: seen.update({index: present()}))
+    output.sum().backward()
+    assert seen == {5: [3], 4: [2, 3], 3: [1, 2, 3], 2: [0, 1, 2], 1: [0, 1], 0: [0]}
+
+
+def test_two_backward_passes_through_one_graph() -> None:
+    def twice(model: Stack) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(3)
+        output = model(torch.randn(2, 16, WIDTH)).sum()
+        output.backward(retain_graph=True)
+        output.backward()
+        return [p.grad for p in model.parameters()]
+
+    model, engine = offloaded(4, 1, lane=LateLane())
+    assert_same(twice(model), twice(Stack(4)))
+    gc.collect()
+    assert engine.pool.in_use == 0
+
+
+def test_without_gradients_nothing_is_sent() -> None:
+    model, engine = offloaded(4, 1)
+    with torch.no_grad():
+        model(torch.randn(2, 16, WIDTH))
+    assert engine.pool.most == 0
+
+
+def test_a_forward_pass_that_fails_leaves_nothing_behind() -> None:
+    model, engine = offloaded(4, 1, lane=LateLane())
+    expected = step(Stack(4))
+    broken = model.layers[2].out
+    model.layers[2].out = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError):
+        step(model)
+    gc.collect()
+    assert engine.pool.in_use == 0
+    model.layers[2].out = broken
+    assert_same(step(model), expected)
+
+
+def test_a_storage_written_to_after_a_part_of_it_was_saved() -> None:
+    class Filling(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            table = torch.empty(2, *hidden.shape)
+            table.data[0] = 2
+            first = hidden * table[0]  # saves the first half
+            table.data[1] = 3  # as a kernel of its own would, unseen by autograd
+            return first + hidden * table[1]
+
+    layers: list[nn.Module] = [Filling(), Filling()]
+    hidden = torch.randn(16, WIDTH, requires_grad=True)
+    offload.apply(layers, device=CPU, horizon=1)
+    layers[1](layers[0](hidden)).sum().backward()
+    assert torch.equal(hidden.grad, torch.full_like(hidden, 25))
+
+
+def test_a_kept_result_must_not_be_changed_in_place() -> None:
+    class Changing(Layer):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return (hidden @ self.out.weight).add_(1).tanh()
+
+    hidden = torch.randn(2, 16, WIDTH, requires_grad=True)
+    layer = Changing()
+    expected = torch.autograd.grad(layer(hidden).sum(), hidden)
+    activations.apply([layer], "selective:op")
+    with pytest.raises(ConfigError, match=r"changes the result of aten.mm.default in place \(aten.add_.Tensor\)"):
+        layer(hidden)
+    layer.forward = Changing.forward.__get__(layer)
+    activations.apply([layer], "selective:op")
+    compile.apply([layer], backend="aot_eager")
+    assert_same(torch.autograd.grad(layer(hidden).sum(), hidden), expected)
+
+
+def test_small_tensors_stay() -> None:
+    model, engine = offloaded(3, 1)
+    model(torch.randn(1, 1, WIDTH, requires_grad=True)).sum().backward()
+    assert engine.pool.most == 0
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_fp8_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--fp8 1 needs a GPU of the Hopper .* and this run is on the CPU"):
+        float8.check(CPU)
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    with pytest.raises(ConfigError, match=r"NVIDIA L4 has compute capability 8\.9; use --bf16 1"):
+        float8.check(gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install torchao"):
+        float8.check(gpu)
+    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: object())
+    float8.check(gpu)
+
+
+def test_fp8_takes_linear_layers_that_divide_by_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert float8.convertible(nn.Linear(32, 48))
+    assert not float8.convertible(nn.Linear(32, 40))
+    assert not float8.convertible(nn.Linear(24, 32))
+    assert not float8.convertible(nn.Embedding(32, 32))
+    seen = []
+
+    def convert(module: nn.Module, *, module_filter_fn: Any) -> None:
+        seen.extend(name for name, part in module.named_modules() if module_filter_fn(part, name))
+
+    package = types.ModuleType("torchao.float8")
+    package.convert_to_float8_training = convert  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", package)
+    layer = nn.ModuleDict({"up": nn.Linear(32, 64), "gate": nn.Linear(32, 9), "norm": nn.LayerNorm(32)})
+    assert float8.apply([layer, layer]) == 2
+    assert seen == ["up", "up"]
+
+
+def test_flash_attention_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    for name in ("sdpa", "eager"):
+        build.check_attention(name, gpu)
+    with pytest.raises(ConfigError, match="pip install flash-attn --no-build-isolation, or use sdpa"):
+        build.check_attention("flash_attention_2", gpu)
+    with pytest.raises(ConfigError, match=r"pip install .*subdirectory=hopper"):
+        build.check_attention("flash_attention_3", gpu)
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        build.check_attention("flash_attention_2", CPU)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: object())
+    build.check_attention("flash_attention_2", gpu)

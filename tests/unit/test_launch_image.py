@@ -1,0 +1,98 @@
+"""docker_build.sh with doubles of docker, aws and enroot: what is built, what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder with doubles that write down how they were called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    double(folder, "docker", "")
+    double(folder, "aws", "echo secret")
+    double(folder, "enroot", 'shift; [ "$1" = --output ] && echo image > "$2"')
+    return folder
+
+
+def double(folder: Path, name: str, body: str) -> None:
+    path = folder / name
+    # A login reads its password: whoever writes into a pipe that nobody reads fails.
+    read = 'if [ "$1" = login ]; then cat > /dev/null; fi'
+    path.write_text(f'#!/bin/bash\necho "{name} $*" >> "{folder}/../calls"\n{read}\n{body}\n')
+    path.chmod(0o755)
+
+
+def build(tools: Path, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    done = subprocess.run(
+        ["bash", ROOT / "docker_build.sh"], capture_output=True, text=True, check=False,
+        env={"PATH": f"{tools}:/usr/bin:/bin", "OUTPUT": str(tools.parent / "smpv2.sqsh"), **environ},
+    )  # fmt: skip
+    calls = tools.parent / "calls"
+    return done, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_smp_image(tools: Path) -> None:
+    done, calls = build(tools, AWS_REGION="eu-west-1", ENGINE="docker")
+    assert done.returncode == 0, done.stderr
+    registry = "658645717510.dkr.ecr.eu-west-1.amazonaws.com"
+    assert calls[1:4] == [
+        "aws ecr get-login-password --region eu-west-1",
+        f"docker login --username AWS --password-stdin {registry}",
+        f"docker build --build-arg BASE={registry}/smdistributed-modelparallel:2.5.1-gpu-py311-cu124 --target smp "
+        f"--tag smpv2 {ROOT}",
+    ]
+    assert calls[4].startswith("enroot import --output ")
+    assert calls[4].endswith(" dockerd://smpv2:latest")
+    assert (tools.parent / "smpv2.sqsh").read_text() == "image\n"
+    assert "secret" not in done.stdout + done.stderr
+
+
+def test_native_image_needs_no_aws(tools: Path) -> None:
+    (tools / "aws").unlink()
+    done, calls = build(tools, TARGET="native", ENGINE="docker")
+    assert done.returncode == 0, done.stderr
+    assert "--target native --tag smp-train" in calls[1]
+
+
+def test_a_failed_import_leaves_the_old_image(tools: Path) -> None:
+    (tools.parent / "smpv2.sqsh").write_text("old")
+    double(tools, "enroot", 'shift; echo half > "$2"; exit 1')
+    done, _ = build(tools, ENGINE="docker")
+    assert done.returncode == 1
+    assert (tools.parent / "smpv2.sqsh").read_text() == "old"
+    assert [path.name for path in tools.parent.glob("*.sqsh")] == ["smpv2.sqsh"]
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "environ", "said"),
+    [
+        ("aws", "exit 1", {}, "no login to ECR in us-west-2; add iam/ecr-pull.json to the role"),
+        ("docker", '[ "$1" != info ]', {}, "docker does not answer: is the daemon running"),
+        ("docker", '[ "$1" != login ]', {}, "does not accept the login"),
+        ("docker", "", {"TARGET": "moon"}, "TARGET=moon: is not smp or native"),
+        ("docker", "", {"ENGINE": "nothing"}, "ENGINE=nothing is not installed here"),
+    ],
+)
+def test_refused_early(tools: Path, name: str, body: str, environ: dict[str, str], said: str) -> None:
+    double(tools, name, body)
+    done, calls = build(tools, **{"ENGINE": "docker", **environ})
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not [call for call in calls if " build " in call]
+
+
+def test_image_context_is_small() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", "tests", "data", "runs"} <= set(ignored)
+    copied = [line.split()[1:-1] for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("COPY")]
+    for name in {name for names in copied for name in names}:
+        assert (ROOT / name).exists()
+    assert os.access(ROOT / "docker_build.sh", os.X_OK)

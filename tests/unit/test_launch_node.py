@@ -1,0 +1,294 @@
+"""What one node of a run does: finds its place, starts its processes, answers signals, and tells what failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from smp_train.errors import ConfigError
+from smp_train.launch import flags, task
+from smp_train.launch.instances import find
+from smp_train.launch.supervisor import Failure, Place, supervise
+
+ROOT = Path(__file__).parents[2]
+
+
+# One write per line: two workers share the output.
+WORKER = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+
+
+def program(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER + textwrap.dedent(text))
+    return [sys.executable, str(path)]
+
+
+def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    command = program(
+        tmp_path,
+        """
+        names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID K"
+        say(*(os.environ.get(name, "-") for name in names.split()))
+        """,
+    )
+    stale = {"RANK": "7", "TORCHELASTIC_RUN_ID": "old", "K": "yes", "PATH": os.environ["PATH"]}
+    place = Place(2, nodes=3, node_rank=1, master_addr="a", master_port=5)
+    assert supervise(command, place, environ=stale, log_dir=tmp_path) == (0, None)
+    assert (tmp_path / "rank-2.log").read_text() == "2 6 0 2 1 a 5 - yes\n"
+    assert (tmp_path / "rank-3.log").read_text() == "3 6 1 2 1 a 5 - yes\n"
+    assert sorted(capfdbinary.readouterr().out.splitlines()) == [b"2 6 0 2 1 a 5 - yes", b"3 6 1 2 1 a 5 - yes"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "cause"),
+    [
+        ("sys.exit(3)", 3, "data"),
+        ("sys.exit(1)", 1, "error"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed"),
+        ("os.abort()", 134, "aborted"),
+    ],
+)
+def test_first_failure_is_named_and_its_code_returned(tmp_path: Path, ending: str, code: int, cause: str) -> None:
+    # The other worker would stay for ever, whatever it is asked.
+    command = program(
+        tmp_path,
+        f"""
+        if rank == 1:
+            {ending}
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+        """,
+    )
+    said: list[str] = []
+    got, failure = supervise(command, Place(2), grace_seconds=0.2, say=said.append)
+    assert got == code
+    assert failure is not None
+    assert (failure.rank, failure.code, failure.cause) == (1, code, cause)
+    assert said == [failure.line()]
+
+
+def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
+    """Run a supervisor of two workers in a process of its own and wait until both are ready."""
+    command = program(tmp_path, text)
+    outer = (
+        "import sys; from smp_train.launch.supervisor import *; "
+        f"sys.exit(supervise({command!r}, Place(2), grace_seconds=0.2)[0])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", outer], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline().split()[0] for _ in "12"] == ["ready", "ready"]
+    return process
+
+
+STOPPABLE = """
+asked = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: asked.append(1))
+say("ready")
+while not asked:
+    time.sleep(0.01)
+say("saved")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_asks_the_workers_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, STOPPABLE)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out.split()) == (0, ["saved", "saved"])
+    assert "Traceback" not in err
+
+
+def test_the_second_interrupt_ends_everything(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        """
+        signal.signal(signal.SIGTERM, lambda *_: say("heard"))
+        say("ready")
+        while True:
+            time.sleep(0.01)
+        """,
+    )
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in "12"] == ["heard\n", "heard\n"]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 137
+    process.communicate()
+
+
+def test_workers_do_not_outlive_their_supervisor(tmp_path: Path) -> None:
+    process = start(tmp_path, "say('ready')\ntime.sleep(600)")
+    process.kill()
+    # Both ends of the pipe are the workers': it closes when the last of them is gone.
+    process.communicate(timeout=30)
+
+
+def test_early_requests_do_not_kill_a_worker_that_is_still_importing(tmp_path: Path) -> None:
+    process = start(tmp_path, "say('ready')\ntime.sleep(0.5)\nsay('done')")
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out.split()) == (0, ["done", "done"])
+
+
+STEP = {
+    "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "n[1,3]", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]",
+}  # fmt: skip
+
+
+def test_place_comes_from_the_step_not_from_the_job() -> None:
+    assert task.find_place(STEP, 8) == Place(8, nodes=2, node_rank=1, master_addr="n1", master_port=20087)
+    again = task.find_place({**STEP, "SLURM_STEP_ID": "4"}, 8)
+    assert again.master_port != 20087, "the port of the step before may still be in use"
+
+
+def test_place_by_hand() -> None:
+    environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+    assert task.find_place(environ, 4) == Place(4, 2, 1, "a", 1234)
+    assert task.find_place({}, 4).nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "complaint"),
+    [
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "16"}, "one per node: --ntasks-per-node=1"),
+        ({"NNODES": "2"}, "needs NODE_RANK (0 to 1"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK=2 is not from 0 to 1"),
+        ({"NNODES": "two"}, "NNODES='two' is not a number"),
+    ],
+)
+def test_impossible_places_are_refused(environ: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        task.find_place(environ, 1)
+    assert complaint in str(refused.value)
+
+
+def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    p5 = find("p5.48xlarge")
+    monkeypatch.setattr(task, "count_efa", lambda: 32)
+    assert task.check_node(p5, "auto", 8) == 8
+    assert task.check_node(p5, "2", 8) == 2
+    assert (task.check_node(None, "auto", 0), task.check_node(None, "auto", 4), task.check_node(None, "3", 0)) == (
+        1,
+        4,
+        3,
+    )
+    with pytest.raises(task.BadNodeError, match="7 of 8 GPUs are visible"):
+        task.check_node(p5, "auto", 7)
+    monkeypatch.setattr(task, "count_efa", lambda: 31)
+    with pytest.raises(task.BadNodeError, match="31 of 32 EFA adapters"):
+        task.check_node(p5, "auto", 8)
+
+
+def test_gpus_are_counted_as_the_job_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for visible, count in (("0,1,2", 3), ("", 0), ("NoDevFiles", 0), ("GPU-1,GPU-2", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert task.count_gpus() == count
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\nprintf 'GPU 0: H100\\nGPU 1: H100\\n'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert task.count_gpus() == 2
+    fake.write_text("#!/bin/sh\necho 'Unable to determine the device handle' >&2; exit 9\n")
+    with pytest.raises(task.BadNodeError, match="Unable to determine"):
+        task.count_gpus()
+
+
+def committed(folder: Path, step: int) -> None:
+    (folder / f"llama_v2-{step}steps").mkdir(parents=True)
+    (folder / f"llama_v2-{step}steps" / "COMMITTED").touch()
+
+
+def test_flags_are_completed_to_survive_a_restart(tmp_path: Path) -> None:
+    _, resolved = flags.complete(["--run_dir", str(tmp_path)])
+    assert resolved.args.checkpoint_dir == [f"{tmp_path}/checkpoints"]
+    assert resolved.args.resume_from_checkpoint == f"{tmp_path}/checkpoints"
+    other = ["--run_dir", str(tmp_path), "--ckpt_load_path", "/other/checkpoint"]
+    assert flags.complete(other)[1].args.resume_from_checkpoint == "/other/checkpoint"
+    (tmp_path / "checkpoints/llama_v2-9steps").mkdir(parents=True)
+    assert flags.complete(other)[1].args.resume_from_checkpoint == "/other/checkpoint", "that one is not committed"
+    committed(tmp_path / "checkpoints", 7)
+    again, resolved = flags.complete(other)
+    assert resolved.args.resume_from_checkpoint == f"{tmp_path}/checkpoints"
+    assert "/other/checkpoint" not in again
+    assert flags.complete(again)[0] == again
+
+
+def test_newest_of_several_folders(tmp_path: Path) -> None:
+    committed(tmp_path / "a", 10)
+    committed(tmp_path / "b", 9)
+    committed(tmp_path / "b", 100)
+    places = [str(tmp_path / "a"), str(tmp_path / "b"), "s3://bucket/c"]
+    assert flags.newest_committed(places) == (100, str(tmp_path / "b"))
+    assert flags.newest_committed(["/nowhere"]) == (0, None)
+
+
+def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for job in ("1", "2"):
+        for number in "12":
+            task.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": job}, 2, f"{job}.{number}")
+    with pytest.raises(task.CrashLoopError, match="2 starts of job 2 brought no checkpoint beyond step 0"):
+        task.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
+    committed(folder, 5)
+    task.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
+    lines = (tmp_path / "launches.jsonl").read_text().splitlines()
+    assert [json.loads(line)["attempt"] for line in lines] == ["1.1", "1.2", "2.1", "2.2", "2.3"]
+
+
+def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    code = task.main(["--inside", "--failures", str(run), "--", "--use_synthetic_data", "1", "--run_dir", str(run)])
+    assert code == 75
+    err = capsys.readouterr().err
+    assert "this is not a container; pyxis is not installed on this compute node" in err
+    (left,) = run.glob("*/failed-*-node-0")
+    assert left.read_text().strip() == err.splitlines()[1].removeprefix("smp-train: ")
+    assert task.main(["--failures", str(run), "--", "--max_stepz", "1"]) == 2
+    assert "cause=configuration" in capsys.readouterr().err
+
+
+def test_task_without_torch_or_anything_installed() -> None:
+    code = (
+        "import sys; import smp_train.launch.task, smp_train.launch.slurm, smp_train.launch.sagemaker, "
+        "smp_train.launch.local; print(*{'torch', 'yaml', 'numpy', 'transformers', 'boto3'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no nsys"):
+        task.nsys_command(tmp_path, ["x"])
+    (tmp_path / "nsys").write_text("#!/bin/sh\n")
+    (tmp_path / "nsys").chmod(0o755)
+    command = task.nsys_command(tmp_path / "run", ["python", "-m", "x"])
+    assert command[:2] == [str(tmp_path / "nsys"), "profile"]
+    assert command[-3:] == ["python", "-m", "x"]
+    assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
+    assert (
+        command[command.index("--output") + 1]
+        == f"{tmp_path}/run/profile/job%q{{SLURM_JOB_ID}}_node%q{{SLURM_NODEID}}_%h"
+    )
+
+
+def test_failure_line() -> None:
+    assert Failure(3, "n2", 137, "killed").line() == "LAUNCH-FAIL node=n2 rank=3 rc=137 cause=killed"

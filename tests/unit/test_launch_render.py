@@ -1,0 +1,266 @@
+"""What the launchers would submit, word for word; and what they refuse before anything is submitted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smp_train import cli
+from smp_train.arguments.parse import known_names
+from smp_train.errors import ConfigError
+from smp_train.launch import environment, instances, local, options, sagemaker, slurm
+from smp_train.launch.spec import CODE_DIR
+from tests.training import SAMPLE
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+SCRIPTS = [*sorted((ROOT / "launchers").glob("*/*.sh")), ROOT / "docker_build.sh", ROOT / "smp_train/launch/batch.sh"]
+ROLE = "arn:aws:iam::123456789012:role/training"
+
+
+def compare(name: str, text: str) -> None:
+    """Compare with the golden file; SMP_TRAIN_UPDATE_GOLDEN=1 writes it instead, for a reviewer to read."""
+    text = text.replace(sys.executable, "<python>").replace(str(CODE_DIR), "<code>")
+    path = GOLDEN / name
+    if os.environ.get("SMP_TRAIN_UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    code = cli.main(["launch", *words, "--dry_run"])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    return said.out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["launch", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run where relative folders are the same on every machine."""
+    monkeypatch.chdir("/")
+    for name in environment.DROPPED:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_slurm_container(capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(
+        capsys, "slurm", "--nodes", "8", "--instance_type", "ml.p5.48xlarge", "--image", "/fsx/smpv2.sqsh",
+        "--partition=dev", "--time", "2-00:00:00", "--env", "HF_TOKEN=a b", "X='q'", "--mounts", "/fsx",
+        "--model_type", "llama_v2", "--model-size=70b", "--training_dir", "/fsx/data/train", "--max_steps", "100",
+    )  # fmt: skip
+    header, _, body = script.partition("\n# The body of every Slurm batch script")
+    compare("slurm-container.sh", header)
+    assert body.endswith((CODE_DIR / "smp_train/launch/batch.sh").read_text().partition("batch script")[2])
+
+
+def test_slurm_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    script = dry_run(
+        capsys, "slurm", "--nproc", "2", "--use_synthetic_data", "1", "--gpus_per_node=2", "--profile=nsys"
+    )
+    compare("slurm-environment.sh", script.partition("\n# The body of every Slurm batch script")[0])
+
+
+def test_rendered_script_is_clean(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text(
+        dry_run(capsys, "slurm", "--nproc", "2", "--use_synthetic_data", "1", "--tensorboard_dir", "it's $HOME")
+    )
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    shown = subprocess.run(
+        ["bash", path], env={"DRY_RUN": "1", "PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
+    )
+    assert "it\\'s\\ \\$HOME" in shown.stdout, shown.stderr
+
+
+def test_sagemaker_request(capsys: pytest.CaptureFixture[str]) -> None:
+    said = dry_run(
+        capsys, "sagemaker", "--role", ROLE, "--instance_type", "ml.p5.48xlarge", "--instance_count", "2",
+        "--train", "s3://bucket/train", "--fsx", "fs-0123456789abcdef0:/mount/smp", "--subnets", "subnet-1",
+        "--security_groups", "sg-1", "--output", "s3://bucket/out", "--region", "eu-west-1", "--job_name", "My run!",
+        "--checkpoint_dir", "/opt/ml/input/data/fsx/checkpoints", "--model_type=llama_v2", "--model_size", "7b",
+        "--hybrid_shard_degree", "8", "--lr", "1e-4", "--max_steps", "100",
+    )  # fmt: skip
+    request = json.loads(said)
+    name = request["TrainingJobName"]
+    assert name.startswith("My-run-2")
+    compare("sagemaker.json", said.replace(name, "<name>"))
+
+
+def test_local(capsys: pytest.CaptureFixture[str]) -> None:
+    said = dry_run(
+        capsys,
+        "local",
+        "--nproc=2",
+        "--nnodes",
+        "2",
+        "--node_rank",
+        "1",
+        "--master_addr",
+        "a",
+        "--use_synthetic_data=1",
+    )
+    compare("local.txt", said)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["moon"], "launch moon: no such place"),
+        (["slurm", "--use_synthetic_data", "1"], "give --instance_type, or --nproc"),
+        (["slurm", "--instance_type", "p5.48xlrge"], "not in the table of instance types; did you mean p5.48xlarge?"),
+        (["slurm", "--nproc", "9", "--instance_type", "p5.48xlarge"], "p5.48xlarge has 8 GPUs"),
+        (["slurm", "--nproc", "2", "--partion", "x"], "unknown flag --partion; did you mean --partition?"),
+        (["slurm", "--nproc", "2", "--max_step", "x"], "unknown flag --max_step; did you mean --max_steps?"),
+        (["slurm", "--nproc", "2"], "no training data"),
+        (
+            ["slurm", "--nproc", "3", "--nodes=2", "--hybrid_shard_degree=4", "--use_synthetic_data=1"],
+            "does not divide the 6",
+        ),
+        (["slurm", "--nproc", "0"], "--nproc '0': expects a number, at least 1"),
+        (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--time", "1 day", "--dry_run"], "a space"),
+        (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--profile", "x"], "--profile x: is not torch or nsys"),
+        (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--env", "1X=2"], "is not NAME=VALUE"),
+        (["local", "--nproc", "2", "--nnodes", "2", "--use_synthetic_data=1"], "needs NODE_RANK (0 to 1"),
+    ],
+)
+def test_refused(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert complaint in refusal(capsys, *words)
+    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
+SAGEMAKER = {"role": ROLE, "instance_type": "ml.p5.48xlarge", "train": "s3://bucket/train"}
+
+
+@pytest.mark.parametrize(
+    ("options_", "flags", "complaint"),
+    [
+        ({"role": "training"}, {}, "is not the ARN of a role"),
+        ({"train": "/data"}, {}, "--train /data: is not s3://bucket/prefix"),
+        ({"instance_count": 2}, {}, "2 instances share no disk"),
+        ({"spot": True}, {}, "--spot without --checkpoints"),
+        ({"spot": True, "checkpoints": "s3://bucket/c", "max_wait": 10}, {}, "--max_wait 10 is below --max_run"),
+        ({"spot": True, "checkpoints": "s3://bucket/c", "keep_alive": 60}, {}, "no warm pools of spot"),
+        ({"keep_alive": 99999}, {}, "above 21600"),
+        ({"fsx": "fs-0123456789abcdef0:/m"}, {}, "--fsx needs --subnets"),
+        ({"train": None}, {}, "no training data"),
+        ({}, {"training_dir": "/x"}, "both say where data is"),
+        ({}, {"hybrid_shard_degre": 8}, "unknown flag --hybrid_shard_degre; did you mean --hybrid_shard_degree?"),
+        ({}, {"hybrid_shard_degree": 3}, "does not divide the 8 processes"),
+        ({}, {"mp_parameters": {"hybrid_shard_degre": 8}}, "unknown SMP parameter 'hybrid_shard_degre'"),
+        ({"instance_typ": 1}, {}, "unknown option instance_typ; did you mean instance_type?"),
+    ],
+)
+def test_sagemaker_refuses(options_: dict[str, object], flags: dict[str, object], complaint: str) -> None:
+    values = {name: value for name, value in {**SAGEMAKER, **options_}.items() if value is not None}
+    with pytest.raises(ConfigError) as refused:
+        sagemaker.build(flags, **values)
+    assert complaint in str(refused.value)
+
+
+def test_staged_source_is_clean_and_the_same_twice(tmp_path: Path) -> None:
+    one, two = (sagemaker.stage(tmp_path / name) for name in ("one", "two") if (tmp_path / name).mkdir() is None)
+    assert sagemaker.archive(one) == sagemaker.archive(two)
+    assert {path.name for path in one.iterdir()} == {"train.py", "requirements.txt", "smp_train"}
+    assert not list(one.rglob("__pycache__"))
+    assert (one / "train.py").read_text() == (ROOT / "launchers/sagemaker/train.py").read_text()
+
+
+def test_launch_options_are_not_training_flags() -> None:
+    for table in (slurm.OPTIONS, sagemaker.OPTIONS, local.OPTIONS):
+        assert {option.name for option in table} & set(known_names()) == set()
+
+
+def test_split_keeps_the_order_of_training_flags() -> None:
+    table = (*options.COMMON, options.Option("env", "", many=True), options.Option("nodes", "", int, 1))
+    words = ["--lr", "3", "--dry-run", "--betas", "--env=A=1", "--max_steps=2", "--env", "B=2", "C=3", "--nodes", "4"]
+    values, training = options.split([word for word in words if word != "--betas"], table)
+    assert values == {"dry_run": True, "check": False, "env": ["A=1", "B=2", "C=3"], "nodes": 4}
+    assert training == ["--lr", "3", "--max_steps=2"]
+
+
+def test_environment_follows_the_instance() -> None:
+    p5, g5 = instances.find("ml.p5.48xlarge"), instances.find("g5.12xlarge")
+    assert "FI_EFA_USE_HUGE_PAGE" in environment.variables(p5)
+    assert "FI_EFA_USE_HUGE_PAGE" not in environment.variables(instances.find("g5.xlarge"))
+    assert environment.variables(g5)["NCCL_SHM_USE_CUDA_MEMCPY"] == "1"
+    assert environment.variables(p5, tensor_parallel=True)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert not set(environment.variables(p5)) & set(environment.DROPPED)
+
+
+def test_lint_names_what_is_better_unset() -> None:
+    lines = environment.lint(
+        {"FI_PROVIDER": "efa", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG_SUBSYS": "off", "HOME": "/"}
+    )
+    assert [line.partition("=")[0] for line in lines] == ["FI_PROVIDER", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG_SUBSYS"]
+    assert environment.lint({"NCCL_SOCKET_IFNAME": "^lo"}) == []
+
+
+def test_image_must_know_the_gpu() -> None:
+    smp = "658645717510.dkr.ecr.us-west-2.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
+    instances.check_image(instances.find("p5.48xlarge"), smp)
+    instances.check_image(instances.find("p6-b200.48xlarge"), "/fsx/image-without-a-word.sqsh")
+    with pytest.raises(ConfigError, match=r"CUDA 12\.4 does not know the B200 of p6-b200\.48xlarge, which needs 12\.8"):
+        instances.check_image(instances.find("p6-b200.48xlarge"), smp)
+
+
+def test_instance_table_makes_sense() -> None:
+    for instance in instances.instances().values():
+        assert instance.gpus in (1, 2, 4, 8)
+        assert instance.efa >= 1 or not instance.rdma
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
+def test_shellcheck(path: Path) -> None:
+    done = subprocess.run(["shellcheck", "-x", path], capture_output=True, text=True, check=False, cwd=path.parent)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "environ", "words"),
+    [
+        ("hyperpod_slurm/launch_training_enroot.sh", {"FSX_MOUNT": "/", "shard_degree": "8"}, ["--max_steps", "7"]),
+        ("hyperpod_slurm/launch_training_conda.sh", {"TRAINING_DIR": str(SAMPLE / "train"), "model_size": "7b"}, []),
+        ("hyperpod_slurm/launch_slurm.sh", {"USE_HF_MODEL": "true"}, ["--model-size=7b"]),
+        ("local/launch_single_node.sh", {"NPROC": "2"}, ["--max-steps", "7"]),
+        ("local/launch_multi_node.sh", {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NPROC": "1"}, []),
+    ],
+)
+def test_every_script_shows_what_it_would_do(script: str, environ: dict[str, str], words: list[str]) -> None:
+    done = subprocess.run(
+        [ROOT / "launchers" / script, *words, "--dry_run"], capture_output=True, text=True, check=False, cwd="/",
+        env={"PATH": os.environ["PATH"], "PYTHON": "<python>" if "slurm" in script else sys.executable, **environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    compare(f"{Path(script).stem}.txt", done.stdout)
+
+
+def test_multi_node_script_asks_for_what_it_needs() -> None:
+    done = subprocess.run(
+        [ROOT / "launchers/local/launch_multi_node.sh"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: set NNODES; for example: NNODES=2")
