@@ -38,6 +38,7 @@ VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
     "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
+    "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "checkpoint": Verb("list, verify, export, import and prune checkpoints", "smp_train.checkpoints.cli"),
     "bench": Verb("measure speed", "smp_train.bench"),
     "report": Verb("draw report.png from a run folder", "smp_train.telemetry.report"),

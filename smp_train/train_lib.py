@@ -9,19 +9,17 @@ import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any
 
 import torch
 
 import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
-from smp_train.backends.base import Backend, Topology
+from smp_train.backends.base import Backend
 from smp_train.checkpoints import Checkpoint, CheckpointManager, find, open_checkpoint, policies
 from smp_train.checkpoints.export import export, tokenizer_beside
-from smp_train.data.index import convert, open_source
-from smp_train.data.pipelines.data_pipeline import Batch, Order, Source, TrainingData, ValidationData
-from smp_train.data.synthetic import Synthetic
+from smp_train.data.opening import open_data
+from smp_train.data.pipelines.data_pipeline import Batch, TrainingData, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
@@ -101,6 +99,7 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
         stopped = not validate(run) if run.args.evaluate_only else fit(run)
         finish(run, stopped=stopped)
     except BaseException:
+        run.checkpoints.close()
         # Leaving the group in order would wait for peers, and the message with it: the process is to end as it is.
         if ranks.world_size == 1:
             run.close()
@@ -132,7 +131,9 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     with runtime.together("choosing the model"):
         spec = resolve(args)
     checkpoints = CheckpointManager(
-        policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints), model_type=spec.model_type
+        policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints),
+        model_type=spec.model_type,
+        asynchronous=args.checkpoint_type == "async_sharded",
     )
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
@@ -140,7 +141,15 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
-    train_data, validation = open_data(args, spec.config.vocab_size, seq_len, ranks, topology)
+    train_data, validation = open_data(
+        args,
+        vocab_size=spec.config.vocab_size,
+        seq_len=seq_len,
+        ranks=ranks,
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        pin_memory=device.type == "cuda",
+    )
     total_steps = count_steps(args, train_data)
 
     found = look_for_checkpoint(args)
@@ -161,6 +170,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         weight_decay=args.weight_decay,
         decays=backend.decays,
     )
+    # A save in the background copies while the next gradients are computed; the update must not overtake it.
+    optimizer.register_step_pre_hook(lambda *_: checkpoints.staged())
     run = Run(
         args=args,
         runtime=ranks,
@@ -222,54 +233,6 @@ def look_for_checkpoint(args: Arguments) -> Checkpoint | None:
     return found
 
 
-def open_data(
-    args: Arguments, vocab_size: int, seq_len: int, ranks: Runtime, topology: Topology
-) -> tuple[TrainingData, ValidationData | None]:
-    """Open the training and the validation data as this rank sees them; collective."""
-
-    def open_folder(folder: str) -> Source:
-        options: dict[str, Any] = {
-            "vocab_size": vocab_size, "cache_dir": args.data_cache_dir, "zipped": args.zipped_data,
-        }  # fmt: skip
-        with runtime.together(f"reading {folder}"):
-            convert(folder, rank=ranks.rank, world=ranks.world_size, **options)
-        with runtime.together(f"opening {folder}"):
-            return open_source(folder, rank=ranks.local_rank, world=ranks.local_world_size, **options)
-
-    source: Source
-    held_out: Source | None = None
-    if args.use_synthetic_data:
-        source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
-        # Another seed, not another part: synthetic rows have no end.
-        held_out = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
-    else:
-        assert args.training_dir is not None, "checked by arguments.validate"
-        source = open_folder(args.training_dir)
-        if args.test_dir is not None:
-            held_out = open_folder(args.test_dir)
-    share: dict[str, Any] = {
-        "seq_len": seq_len, "dp_rank": topology.dp_rank, "dp_size": topology.dp_size, "long": args.long,
-        "pin_memory": topology.device.type == "cuda",
-    }  # fmt: skip
-    with runtime.together("preparing the data"):
-        training = TrainingData(
-            source,
-            Order(len(source), args.seed, args.shuffle),
-            micro_batch=args.train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            **share,
-        )
-        if held_out is None:
-            return training, None
-        return training, ValidationData(
-            held_out,
-            micro_batch=args.val_batch_size,
-            max_batches=args.validation_batches,
-            fast=args.fast_validation,
-            **share,
-        )
-
-
 def count_steps(args: Arguments, training: TrainingData) -> int:
     """Return the optimizer steps of the whole run: --max_steps, or fewer where --epochs ends first.
 
@@ -309,7 +272,9 @@ def resume(run: Run) -> None:
         return
     run.backend.load_state(run.model, run.optimizer, found.load)
     with runtime.together(f"resuming from {found.path}"):
-        consumed = run.train_data.check_state(found.meta["data"])
+        consumed = run.train_data.check_state(
+            found.meta["data"], allow_data_change=run.args.allow_data_change
+        )
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     run.saved_step, run.saved_path = found.step, found.path
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
@@ -473,17 +438,20 @@ def save(run: Run, *, force: bool) -> None:
         "mesh": run.backend.topology.mesh,
         "versions": versions(),
     }
-    began = time.perf_counter()
+    report_saves(run)
     with run.throughput.pause():
-        paths = run.checkpoints.save(
-            progress.step, run.backend.state_dict(run.model, run.optimizer), meta, force=force
-        )
-    seconds = time.perf_counter() - began
-    run.saved_step = progress.step
-    for path in paths:
-        run.saved_path = path
-        log.info("Saved %s in %.1f s", path, seconds)
-        run.metrics.event("save", step=progress.step, checkpoint=path, seconds=seconds)
+        run.checkpoints.save(progress.step, run.backend.state_dict(run.model, run.optimizer), meta, force=force)
+        run.saved_step = progress.step
+        if force or not run.checkpoints.asynchronous:
+            report_saves(run)
+
+
+def report_saves(run: Run) -> None:
+    """Wait for the save that is being written, if there is one, and tell what has been committed; collective."""
+    for saved in run.checkpoints.finish():
+        run.saved_path = saved.path
+        log.info("Saved %s in %.1f s", saved.path, saved.seconds)
+        run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
 
 
 def finish(run: Run, *, stopped: bool) -> None:

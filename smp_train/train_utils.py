@@ -183,4 +183,5 @@ def _loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
     mask = None if batch.attention_mask is None else move(batch.attention_mask)
-    return backend.loss_sum(model, move(batch.input_ids), move(batch.labels), mask)
+    positions = None if batch.position_ids is None else move(batch.position_ids)
+    return backend.loss_sum(model, move(batch.input_ids), move(batch.labels), mask, positions)

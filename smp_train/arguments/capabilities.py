@@ -26,7 +26,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "SMP's expert implementation is not available in this version; --model_type mixtral trains "
         "without it",
     ),
-    "checkpoint_type": (("sharded",), "only sharded checkpoints are available in this version"),
+    "checkpoint_type": (
+        ("sharded", "async_sharded"),
+        "it is SMP's; sharded and async_sharded checkpoints load on any mesh",
+    ),
     "dataset": (
         (None,),
         "streaming a data set is not available in this version; give shards by --training_dir",
@@ -39,7 +42,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None,),
         "tokenizing while training is not available in this version; use `smp-train prepare` first",
     ),
-    "dataset_type": (("gpt_jsonl",), "only JSON-lines shards are available in this version"),
     "data_type": (("gpt",), "only decoder-only models are trained"),
     "prompt": ((None,), "generating text is not available in this version; leave it out"),
     "num_tokens": ((None,), "generating text is not available in this version; leave it out"),
@@ -47,7 +49,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Flags that name a place, which may not be in S3 yet.
 LOCATIONS = (
-    "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
+    "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
     "data_cache_dir", "hf_pretrained_model_name_or_dir", "pretrained_model_name", "pretrained_checkpoint_file",
     "finetune_checkpoint_load_dir", "model_dir",
 )  # fmt: skip
@@ -93,6 +95,5 @@ INEFFECTIVE: dict[str, str] = {
     "moe_all_to_all_dispatcher": "it needs --moe 1",
     "moe_fp8_checkpoint_attn": "it needs --moe 1",
     "moe_fp8_checkpoint_moe": "it needs --moe 1",
-    "data_num_workers": "a thread of each rank reads ahead",
     "logging_freq_for_avg": "speeds are averaged from one log line to the next",
 }

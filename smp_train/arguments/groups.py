@@ -248,23 +248,42 @@ class OptimizerArguments:
 class DataArguments:
     """Data: what is read, in which order, and what is validated on."""
 
-    training_dir: str | None = flag(None, "Folder of the training shards", shown="SM_CHANNEL_TRAIN")
+    training_dir: list[str] | None = flag(
+        None,
+        "Folder of the training shards; several, as a:0.7 b:0.3, are blended by weight",
+        shown="SM_CHANNEL_TRAIN",
+    )
     test_dir: str | None = flag(None, "Folder of the validation shards", shown="SM_CHANNEL_TEST")
     use_synthetic_data: bool = flag(
         False, "Train on random tokens that depend on the seed and position alone"
     )
     dataset_type: str = flag(
-        "gpt_jsonl", "Kind of the shards: JSON lines, or Hugging Face", choices=("gpt_jsonl", "hf")
+        "gpt_jsonl",
+        "Kind of the data: found out; hf insists on a Hugging Face data set on disk",
+        choices=("gpt_jsonl", "hf"),
     )
     data_type: str = flag("gpt", "Kind of model the data is for", choices=("gpt", "bert"))
     zipped_data: bool | None = flag(None, "Insist on .gz shards (1) or on plain ones (0)", shown="found out")
-    data_num_workers: int = flag(0, "Extra processes that read data", unit="processes")
+    data_num_workers: int | None = flag(
+        None, "Processes per rank that convert shards, once", unit="processes", shown="the cores over the ranks"
+    )
     shuffle: str = flag(
-        "global", "Order of each epoch: a permutation of the whole, or as stored", choices=("global", "none")
+        "global", "Order of each epoch: global (a permutation of the whole), none (as stored), or window:K shards"
     )
-    long: str = flag(
-        "truncate", "A row longer than the context is cut, or stops the run", choices=("truncate", "error")
+    long: str | None = flag(
+        None,
+        "Of a row longer than the context: its beginning, all its pieces, a random window, or an error",
+        choices=("truncate", "split", "crop", "error"),
+        shown="truncate; split with --short concat or pack",
     )
+    short: str = flag(
+        "pad",
+        "A row shorter than the context is padded, joined end to end with others, or packed whole beside others",
+        choices=("pad", "concat", "pack"),
+    )
+    bad_rows: str = flag("stop", "A line that is no row stops the run, or is left out", choices=("stop", "skip"))
+    max_bad: float = flag(0.001, "Fraction of all lines that may be left out by --bad_rows skip, as 0.1%")
+    allow_data_change: bool = flag(False, "Resume although the training data is not what it was")
     data_cache_dir: str | None = flag(None, "Folder for the index of the shards", shown="beside the data")
     data_audit: bool = flag(False, "Write every consumed sample's identity to data_audit-rank<r>.jsonl")
     dataset: str | None = flag(None, "Hugging Face data set to stream, such as allenai/c4")
@@ -290,7 +309,8 @@ class CheckpointArguments:
     num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints kept, per folder")
     checkpoint_type: str = flag(
         "sharded",
-        "How checkpoints are written",
+        "How checkpoints are written: while training waits, or (async_sharded) in the background, from a copy in host "
+        "memory; the files are the same",
         choices=("sharded", "local", "use_pg_with_util", "async_sharded", "async_local"),
     )
     resume_from_checkpoint: str | None = flag(

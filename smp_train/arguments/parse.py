@@ -261,7 +261,7 @@ def _platform_defaults(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]
     found: dict[str, tuple[Any, str]] = {}
     for name, variable in (("training_dir", "SM_CHANNEL_TRAIN"), ("test_dir", "SM_CHANNEL_TEST")):
         if environ.get(variable):
-            found[name] = (environ[variable], variable)
+            found[name] = ([environ[variable]] if name == "training_dir" else environ[variable], variable)
     if is_sagemaker(environ):
         found["checkpoint_dir"] = (["/opt/ml/checkpoints"], "SageMaker")
     if environ.get("SM_MODEL_DIR"):

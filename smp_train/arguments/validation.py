@@ -245,6 +245,18 @@ def _check_checkpoints(args: Arguments) -> None:
 
 
 def _check_data(args: Arguments) -> None:
+    name, _, shards = args.shuffle.partition(":")
+    if args.shuffle not in ("global", "none") and not (name == "window" and shards.isdigit() and int(shards)):
+        raise ConfigError(f"--shuffle {args.shuffle}: is not one of global, none, window:K (K shards)")
+    if args.short != "pad" and args.long == "crop":
+        raise ConfigError(f"--long crop leaves tokens out, --short {args.short} keeps all; use --long split")
+    if args.short == "pack" and args.context_parallel_degree > 1:
+        raise ConfigError(
+            f"--short pack does not go with --context_parallel_degree {args.context_parallel_degree}: packed documents "
+            "are not split over ranks; use --short concat"
+        )
+    if not 0 <= args.max_bad <= 1:
+        raise ConfigError(f"--max_bad {show(args.max_bad)}: must be a fraction from 0 to 1, as 0.1%")
     if args.use_synthetic_data:
         return
     if not args.training_dir:

@@ -57,7 +57,9 @@ def read_int(text: str) -> int:
 
 
 def read_float(text: str, complaint: str = "expects a number") -> float:
-    """Read a finite number or a fraction such as ``1/3``."""
+    """Read a finite number, a fraction such as ``1/3``, or a percentage such as ``0.1%``."""
+    if text.strip().endswith("%"):
+        return read_float(text.strip()[:-1], complaint) / 100
     try:
         number = float(Fraction(text.replace(" ", ""))) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError):

@@ -49,7 +49,14 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def loss_sum(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Run the forward pass and return this rank's summed loss over its counted tokens, a float32 scalar.
 
         Args:
@@ -57,6 +64,8 @@ class Backend(ABC):
             input_ids: int64 ``[batch, seq]`` on the device.
             labels: int64 ``[batch, seq]``, not shifted, -100 where a token is not counted.
             attention_mask: int64 ``[batch, seq]``, or None when every token is attended to.
+            position_ids: int64 ``[batch, seq]``, starting again at 0 at each of several documents packed in a row, of
+                which none attends to another; None when every row is one document. Never beside a mask.
         """
 
     @abstractmethod

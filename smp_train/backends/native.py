@@ -20,6 +20,7 @@ from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import initialise
+from smp_train.models.packing import packed_inputs
 from smp_train.parallel import (
     activations,
     compile,
@@ -151,10 +152,19 @@ class NativeBackend(Backend):
         if not outside and args.use_torch_compile:
             compile.apply(layers, backend=args.torch_compile_backend)
 
-    def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def loss_sum(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """See `Backend.loss_sum`."""
         targets = losses.shift(labels)
         inputs: dict[str, Any] = {"attention_mask": attention_mask}
+        if position_ids is not None:
+            inputs = packed_inputs(model, position_ids)
         if self.context is not None:
             self.context.show(attention_mask)
             input_ids, targets = self.context.split(input_ids), self.context.split(targets)

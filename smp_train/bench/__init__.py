@@ -7,7 +7,11 @@ from collections.abc import Sequence
 
 from smp_train.errors import ConfigError
 
-BENCHMARKS = {"step": "the train step against a bare FSDP2 loop"}
+BENCHMARKS = {
+    "step": "the train step against a bare FSDP2 loop",
+    "checkpoint": "a save in the background against synchronous DCP and against one gathered file",
+    "data": "loading, converting and fetching data against the original's way and datasets",
+}
 
 
 def main(argv: Sequence[str]) -> int:

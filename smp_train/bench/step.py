@@ -8,10 +8,13 @@ step, the loss as a sum over the global batch, the log line and the metrics file
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -37,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parser.parse_known_args(argv)
 
     ranks = runtime.detect()
-    with tempfile.TemporaryDirectory() as scratch:
-        resolved = arguments.parse([*defaults(Path(scratch)), *flags])
+    with scratch_of(ranks) as scratch:
+        resolved = arguments.parse([*defaults(scratch), *flags])
         arguments.validate(resolved.args, ranks.world_size)
         device = runtime.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
         run = train_lib.set_up(resolved, ranks, device)
@@ -66,6 +69,18 @@ def main(argv: Sequence[str]) -> int:
         )
         run.close()
     return 0
+
+
+@contextmanager
+def scratch_of(ranks: runtime.Runtime) -> Iterator[Path]:
+    """Yield one folder for all ranks of this node, which have one parent; several nodes need a --checkpoint_dir."""
+    folder = Path(tempfile.gettempdir()) / f"smp-train-bench-{os.getuid()}-{os.getppid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if ranks.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def defaults(scratch: Path) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,6 +14,22 @@ from torch.distributed.checkpoint.api import CheckpointException
 from smp_train.errors import CheckpointError, SmpTrainError
 
 T = TypeVar("T")
+_thread = threading.local()
+
+
+@contextmanager
+def on_group(group: Any) -> Iterator[None]:
+    """Let this thread's exchanges go through ``group``, which holds all ranks: training uses the default one."""
+    _thread.group = group
+    try:
+        yield
+    finally:
+        _thread.group = None
+
+
+def group() -> Any:
+    """Return the group of this thread's exchanges; None is the default one."""
+    return getattr(_thread, "group", None)
 
 
 def rank() -> int:
@@ -60,7 +78,7 @@ def exchange(what: str, work: Callable[[], T]) -> list[T]:
     told: list[Any] = [(said, value)]
     if dist.is_initialized():
         told = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (said, value))
+        dist.all_gather_object(told, (said, value), group=group())
     failures = [message for message, _ in told if message is not None]
     if failures:
         raise CheckpointError(f"{what}: {failures[0]}") from failure

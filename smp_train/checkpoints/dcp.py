@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from smp_train.checkpoints.collective import exchange, here, one_line, rank
+from smp_train.checkpoints.collective import exchange, group, here, one_line, rank
 from smp_train.checkpoints.record import FileRecord, checksum
 from smp_train.checkpoints.storage import wait_for
 from smp_train.errors import CheckpointError
@@ -272,7 +272,7 @@ def save_state(state: dict[str, Any], writer: Writer) -> None:
     """
     try:
         with _single_process_is_fine():
-            dcp.save(state, storage_writer=writer)
+            dcp.save(state, storage_writer=writer, process_group=group())
     except CheckpointException as error:
         raise CheckpointError(one_line(error)) from error
 

@@ -6,13 +6,15 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smp_train.checkpoints.collective import exchange, here, on_main, rank
+from smp_train.checkpoints.collective import exchange, here, on_group, on_main, rank
 from smp_train.checkpoints.finding import committed_names
 from smp_train.checkpoints.record import (
     COMMITTED,
@@ -25,7 +27,23 @@ from smp_train.checkpoints.record import (
 from smp_train.checkpoints.storage import Storage, open_storage, wait_for
 from smp_train.errors import CheckpointError, ConfigError
 
+if TYPE_CHECKING:
+    from smp_train.checkpoints.staging import Background, Stager
+
 logger = logging.getLogger(__name__)
+
+GROUP_TIMEOUT = timedelta(hours=2)
+"""Ranks of a background save wait for the slowest disk among them."""
+ABANDON_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint, and the seconds from asking for it until it was."""
+
+    step: int
+    path: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,10 @@ def steps_kept(steps: Sequence[int], rules: Sequence[Policy], newest: int) -> se
 class CheckpointManager:
     """Writes checkpoints by its policies. Every rank makes one, alike.
 
+    With ``asynchronous`` a save returns at once: its state is copied to host memory until `staged` returns, which
+    must be asked before anything changes it, and written in a thread. It is committed when `finish` has returned.
+    One save is under way at a time. Where the host has no memory for a copy, saves are synchronous.
+
     ``on_stage`` is called with the name of each stage of a save as this rank is about to enter it: ``write``,
     ``checksum``, and on rank 0 only ``commit``, ``publish``, ``retain``.
     """
@@ -77,12 +99,18 @@ class CheckpointManager:
         policies: Sequence[Policy],
         *,
         model_type: str,
+        asynchronous: bool = False,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
         if parse_folder_name(folder_name(model_type, 0)) is None or "/" in model_type:
             raise ConfigError(f"model type {model_type!r} cannot be part of a folder's name")
         self.model_type = model_type
         self.on_stage = on_stage
+        self.asynchronous = asynchronous
+        self._stager: Stager | None = None
+        self._group: Any = None
+        self._pending: Background | None = None
+        self._saved: list[Saved] = []
         self._started = time.time()
         self._swept: set[str] = set()
         self._rules: dict[str, list[Policy]] = {}
@@ -118,19 +146,101 @@ class CheckpointManager:
     ) -> list[str]:
         """Write and commit ``state`` into each folder that is due, or into all with ``force``. Collective.
 
-        ``meta`` must be plain JSON; rank 0's is the one stored. Returns the paths of the checkpoints,
-        complete and durable. Raises `CheckpointError` on every rank when any rank failed; no trace of that
-        attempt then counts, and what was committed before is untouched.
+        ``meta`` must be plain JSON; rank 0's is the one stored. Returns the paths of the checkpoints, complete and
+        durable; when asynchronous none, see `finish`, which is called first. Raises `CheckpointError` on every rank
+        when any rank failed; no trace of that attempt then counts, and what was committed before is untouched.
         """
-        written = []
-        for location, rules in self._rules.items():
-            if force or any(rule.due(step) for rule in rules):
-                name = folder_name(self.model_type, step)
-                self._save_into(self._storages[location], name, step, state, meta)
-                written.append(os.path.join(location, name))
-                if rank() == 0:
-                    self._retain(self._storages[location], rules, step)
-        return written
+        self._end_pending()
+        due = [place for place, rules in self._rules.items() if force or any(rule.due(step) for rule in rules)]
+        if not due:
+            return []
+        began = time.monotonic()
+        # A snapshot; and what cannot be stored is to fail before the large files are written.
+        text = on_main("cannot save", lambda: json.dumps(meta))
+
+        def write(state: dict[str, Any]) -> list[Saved]:
+            return [self._save_to(place, step, state, json.loads(text), began) for place in due]
+
+        if self.asynchronous and self._has_room(state):
+            self._begin(state, write)
+            return []
+        saved = write(state)
+        self._saved += saved
+        return [each.path for each in saved]
+
+    def staged(self) -> None:
+        """Wait until the state of the save under way is copied: to be asked before each update of it."""
+        if self._pending is not None:
+            self._pending.staged()
+
+    def busy(self) -> bool:
+        """Return whether a save of this rank's is still being written; peers may be further or less far."""
+        return self._pending is not None and self._pending.running()
+
+    def finish(self) -> list[Saved]:
+        """Wait for the save under way, and return what was committed since this was last asked. Collective.
+
+        Raises what the save raised, on every rank.
+        """
+        self._end_pending()
+        saved, self._saved = self._saved, []
+        return saved
+
+    def close(self) -> None:
+        """Give a save that is under way a few seconds; to be asked when the run fails. Not collective."""
+        if self._pending is not None:
+            self._pending.abandon(ABANDON_SECONDS)
+
+    def _end_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._saved += pending.result()
+
+    def _has_room(self, state: dict[str, Any]) -> bool:
+        """Return whether every host can hold a copy of what its ranks hold. Collective, the first time."""
+        from smp_train.checkpoints.staging import MEMORY_SHARE, Stager, free_host_bytes, local_bytes
+
+        if self._stager is not None:
+            return True
+        name = socket.gethostname()
+        told = exchange("cannot save", lambda: (name, local_bytes(state), free_host_bytes()))
+        for host in sorted({host for host, _, _ in told}):
+            needed = sum(need for where, need, _ in told if where == host)
+            free = min((free for where, _, free in told if where == host and free is not None), default=None)
+            if free is not None and needed > MEMORY_SHARE * free:
+                logger.warning(
+                    "%s has %.1f GiB of memory free, a copy of the state takes %.1f: saves are synchronous",
+                    host, free / 2**30, needed / 2**30,
+                )  # fmt: skip
+                self.asynchronous = False
+                return False
+        self._stager = Stager()
+        return True
+
+    def _begin(self, state: dict[str, Any], write: Callable[[dict[str, Any]], list[Saved]]) -> None:
+        import torch.distributed as dist
+
+        from smp_train.checkpoints.staging import Background
+
+        assert self._stager is not None
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+        copy, complete = self._stager.begin(state)
+
+        def in_background() -> list[Saved]:
+            with on_group(self._group):
+                return write(copy)
+
+        self._pending = Background(complete, in_background)
+
+    def _save_to(
+        self, place: str, step: int, state: dict[str, Any], meta: dict[str, Any], began: float
+    ) -> Saved:
+        storage, name = self._storages[place], folder_name(self.model_type, step)
+        self._save_into(storage, name, step, state, meta)
+        if rank() == 0:
+            self._retain(storage, self._rules[place], step)
+        return Saved(step, os.path.join(place, name), time.monotonic() - began)
 
     def _save_into(
         self, storage: Storage, name: str, step: int, state: dict[str, Any], meta: dict[str, Any]
@@ -138,7 +248,7 @@ class CheckpointManager:
         from smp_train.checkpoints.dcp import DCP_METADATA, save_state
 
         what = f"cannot save {os.path.join(storage.location, name)}"
-        staged = on_main(what, lambda: self._stage(storage, name, meta))
+        staged = on_main(what, lambda: self._stage(storage, name))
         try:
             writer = storage.writer(staged)
             writer.on_stage = self.on_stage
@@ -164,8 +274,7 @@ class CheckpointManager:
                     storage.delete(staged)
             raise
 
-    def _stage(self, storage: Storage, name: str, meta: dict[str, Any]) -> str:
-        json.dumps(meta)  # what cannot be stored is to fail before the large files are written
+    def _stage(self, storage: Storage, name: str) -> str:
         if storage.location not in self._swept:
             self._swept.add(storage.location)
             try:

@@ -17,13 +17,16 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
-from smp_train.data import token_cache
+import numpy as np
+
+from smp_train.data import conversion, token_cache
+from smp_train.data.s3 import is_s3
 from smp_train.data.source import Row, Source
 from smp_train.data.token_cache import Header, ShardReader, cache_key
-from smp_train.data.utils import Progress, Shard, list_shards
+from smp_train.data.utils import Shard, list_shards
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
@@ -31,27 +34,43 @@ logger = logging.getLogger("smp_train.data")
 BESIDE = ".smp_train_cache"
 OPEN_SHARDS = 256
 STALE_SECONDS = 3600
+FAILED = ".err"
 
 
-class _Caches:
+class Caches:
     """Where the caches of one data folder may be: read from any, written to the first that allows it."""
 
-    def __init__(self, location: str, vocab_size: int, cache_dir: str | None) -> None:
-        folder = os.path.realpath(location if os.path.isdir(location) else os.path.dirname(location) or ".")
+    def __init__(self, location: str, vocab_size: int, cache_dir: str | None, skip_bad: bool = False) -> None:
         self.vocab_size = vocab_size
-        # Beside the data the folder is not part of the key: caches stay good when the data is mounted
-        # elsewhere.
-        self.places = (
-            [(cache_dir, folder)]
-            if cache_dir
-            else [(os.path.join(folder, BESIDE), ""), (_own_folder(), folder)]
-        )
+        self.skip_bad = skip_bad
+        # What one policy fails at, the other may not.
+        self._failed = ".skip" + FAILED if skip_bad else FAILED
+        if is_s3(location):
+            # Named by the bucket and prefix alone: on every machine the same.
+            self.places = [(cache_dir or own_folder(), location.rstrip("/"))]
+        else:
+            folder = os.path.realpath(location if os.path.isdir(location) else os.path.dirname(location) or ".")
+            # Beside the data the folder is not part of the key: caches stay good when the data is mounted
+            # elsewhere.
+            self.places = (
+                [(cache_dir, folder)] if cache_dir else [(os.path.join(folder, BESIDE), ""), (own_folder(), folder)]
+            )
         self._writable: tuple[str, str] | None = None
 
     def _base(self, place: tuple[str, str], shard: Shard) -> str:
         return os.path.join(place[0], cache_key(shard, self.vocab_size, place[1]))
 
+    def bases(self, shard: Shard) -> list[str]:
+        """Return the names, without suffix, under which something kept about a shard may be."""
+        return [self._base(place, shard) for place in self.places]
+
+    def base(self, shard: Shard) -> str:
+        """Return the name, without suffix, under which to keep something about a shard."""
+        self._writable = self._writable or self._first_writable()
+        return self._base(self._writable, shard)
+
     def find(self, shard: Shard) -> tuple[str, Header] | None:
+        """Return (base name, header) of a shard's cache, or None."""
         for place in self.places:
             base = self._base(place, shard)
             opened = token_cache.read_header(base)
@@ -59,16 +78,45 @@ class _Caches:
                 return base, opened[0]
         return None
 
-    def write(self, shard: Shard, tick: Callable[[int], None]) -> None:
-        place = self._writable = self._writable or self._first_writable()
+    @property
+    def folder(self) -> str:
+        """The folder caches are written to; made when it is first asked for."""
+        self._writable = self._writable or self._first_writable()
+        return self._writable[0]
+
+    def write(self, shard: Shard, tick: Callable[[int], None], read_from: str | None = None) -> None:
+        """Convert a shard; a line that is no row leaves word of it beside the caches, for the peers."""
+        base = self.base(shard)
         try:
-            token_cache.write(shard, self._base(place, shard), self.vocab_size, tick)
+            token_cache.write(shard, base, self.vocab_size, tick, read_from=read_from, skip_bad=self.skip_bad)
         except OSError as error:
             hint = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
             raise DataError(
-                f"{place[0]}: cannot write the token cache ({error.strerror}); "
+                f"{self.folder}: cannot write the token cache ({error.strerror}); "
                 f"{hint} a --data_cache_dir that can be written"
             ) from None
+        except DataError as error:
+            with contextlib.suppress(OSError), token_cache.atomic_file(base + self._failed) as file:
+                file.write(str(error).encode())
+            raise
+
+    def forget_failures(self, shards: list[Shard]) -> None:
+        """Remove what an earlier run left about shards that are about to be tried again."""
+        for shard in shards:
+            with contextlib.suppress(OSError):
+                os.unlink(self.base(shard) + self._failed)
+
+    def raise_failure(self, shards: list[Shard], since: float) -> None:
+        """Raise the DataError that a peer has met in one of ``shards`` since a moment of the file server's clock."""
+        with os.scandir(self.folder) as entries:
+            failed = {entry.path for entry in entries if entry.name.endswith(FAILED)}
+        if not failed:
+            return
+        for shard in shards:
+            path = self.base(shard) + self._failed
+            with contextlib.suppress(OSError):
+                if path in failed and os.stat(path).st_mtime >= since:
+                    raise DataError(Path(path).read_text())
 
     def _first_writable(self) -> tuple[str, str]:
         reasons = []
@@ -88,29 +136,35 @@ class _Caches:
         raise DataError(f"{reasons[-1]}; give a --data_cache_dir that can be written")
 
 
-def _own_folder() -> str:
+def own_folder() -> str:
+    """Return where this user's caches go when they cannot be beside the data."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if os.access(base if os.path.isdir(base) else os.path.dirname(base), os.W_OK):
         return os.path.join(base, "smp_train", "tokens")
     return os.path.join(tempfile.gettempdir(), f"smp_train-{os.getuid()}", "tokens")
 
 
-def _sweep(folder: str) -> None:
-    """Remove what a killed conversion left, an hour after its last write. Raises OSError when not writable.
-
-    Ages are taken from a file made here and now: the clock of the file server, not that of this node.
-    """
+def clock(folder: str) -> float:
+    """Return the time now by the clock of the file server, not that of this node. OSError when not writable."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe.", suffix=".tmp") as probe:
-        now = os.fstat(probe.fileno()).st_mtime
+        return os.fstat(probe.fileno()).st_mtime
+
+
+def _sweep(folder: str) -> None:
+    """Remove what a killed or failed conversion left, an hour after its last write.
+
+    Raises OSError when the folder cannot be written.
+    """
+    now = clock(folder)
     for entry in os.scandir(folder):
-        if entry.name.startswith(".") and entry.name.endswith(".tmp"):
-            # Gone by now, or another user's: not ours to remove.
-            with contextlib.suppress(OSError):
-                if entry.stat().st_mtime < now - STALE_SECONDS:
-                    os.unlink(entry.path)
+        ours = (entry.name.startswith(".") and entry.name.endswith(".tmp")) or entry.name.endswith(FAILED)
+        # Gone by now, or another user's: not ours to remove.
+        with contextlib.suppress(OSError):
+            if ours and entry.stat().st_mtime < now - STALE_SECONDS:
+                os.unlink(entry.path)
 
 
-def _share(shards: list[Shard], rank: int, world: int) -> list[Shard]:
+def share(shards: list[Shard], rank: int, world: int) -> list[Shard]:
     """Deal shards out, the largest first, each to whom has least so far; the same deal on every rank."""
     loads = [0] * world
     mine = []
@@ -128,38 +182,29 @@ def convert(
     vocab_size: int,
     cache_dir: str | None = None,
     zipped: bool | None = None,
+    max_bad: float | None = None,
     rank: int = 0,
     world: int = 1,
+    processes: int = 1,
 ) -> int:
     """Convert this rank's share of the shards that have no cache yet; return how many that were.
 
     No collectives: call it on every rank and wait for all before `open_source`. Raises DataError
-    ``PATH:LINE: reason; what to do`` at the first bad line, on the rank whose share it is in.
+    ``PATH:LINE: reason; what to do`` at the first bad line, on the rank whose share it is in, and within a second on
+    every rank that writes to the same folder.
     """
-    caches = _Caches(location, vocab_size, cache_dir)
+    caches = Caches(location, vocab_size, cache_dir, skip_bad=max_bad is not None)
     shards = list_shards(location, zipped)
     # Dealt before looking: what is there changes while ranks look, and they must agree on the deal.
-    missing = [shard for shard in _share(shards, rank, world) if caches.find(shard) is None]
-    return _convert(caches, missing, shown=rank == 0)
-
-
-def _convert(caches: _Caches, shards: list[Shard], shown: bool) -> int:
-    done = 0
-    with Progress(
-        "token cache", sum(shard.size for shard in shards), "B", shown and bool(shards)
-    ) as progress:
-        for shard in shards:
-            if caches.find(shard) is None:
-                caches.write(shard, progress.update)
-                done += 1
-    return done
+    missing = [shard for shard in share(shards, rank, world) if caches.find(shard) is None]
+    return conversion.run(caches, missing, peers=shards, processes=processes, shown=rank == 0)
 
 
 class TokenShards(Source):
     """Rows of converted shards, numbered through the shards in order of their names."""
 
     def __init__(self, shards: list[Shard], found: list[tuple[str, Header]]) -> None:
-        self.shards = shards
+        self.files = shards
         self._bases = [base for base, _ in found]
         self.headers = [header for _, header in found]
         self._starts = [0, *accumulate(header.rows for header in self.headers)]
@@ -177,14 +222,22 @@ class TokenShards(Source):
         return self._starts[-1]
 
     @property
-    def last_shard(self) -> range:
-        """Rows of the last shard."""
-        return range(self._starts[-2], self._starts[-1])
+    def shards(self) -> list[range]:
+        """Rows of each shard."""
+        return [range(a, b) for a, b in pairwise(self._starts)]
+
+    def lengths(self, shard: int) -> np.ndarray:
+        """Return the tokens of each row of a shard, without padding at its ends."""
+        with self._lock:
+            return self._reader(shard).lengths()
 
     def _locate(self, index: int) -> tuple[ShardReader, int]:
         if not 0 <= index < self._starts[-1]:
             raise IndexError(f"row {index} of {len(self)}")
         number = bisect.bisect_right(self._starts, index) - 1
+        return self._reader(number), index - self._starts[number]
+
+    def _reader(self, number: int) -> ShardReader:
         reader = self._open.get(number)
         if reader is None:
             reader = self._open[number] = ShardReader(self._bases[number])
@@ -192,7 +245,7 @@ class TokenShards(Source):
                 self._open.popitem(last=False)[1].close()
         else:
             self._open.move_to_end(number)
-        return reader, index - self._starts[number]
+        return reader
 
     def row(self, index: int) -> Row:
         """Read one row. Raises DataError when the cache under it is damaged."""
@@ -210,12 +263,13 @@ class TokenShards(Source):
         """Totals: shards, rows, tokens, counted tokens, and the longest row with its shard and line."""
         longest = max(range(len(self.headers)), key=lambda i: self.headers[i].longest)
         return {
-            "shards": len(self.shards),
+            "shards": len(self.files),
             "rows": len(self),
             "tokens": sum(header.tokens for header in self.headers),
             "counted_tokens": sum(header.counted for header in self.headers),
+            "lines_left_out": sum(header.skipped for header in self.headers),
             "longest": self.headers[longest].longest,
-            "longest_at": f"{self.shards[longest].path}:{self.headers[longest].longest_line}",
+            "longest_at": f"{self.files[longest].path}:{self.headers[longest].longest_line}",
             "cache": str(Path(self._bases[0]).parent),
         }
 
@@ -232,24 +286,46 @@ def open_source(
     vocab_size: int,
     cache_dir: str | None = None,
     zipped: bool | None = None,
+    max_bad: float | None = None,
     rank: int = 0,
     world: int = 1,
+    processes: int = 1,
 ) -> TokenShards:
     """Open a folder of shards, converting first whatever has no cache that this rank can see.
 
     After `convert` on all ranks nothing is missing, unless nodes keep caches of their own: then the ranks
     of a node share the rest, each starting at another shard and passing over what a neighbour has finished
-    meanwhile. Raises DataError.
+    meanwhile. ``max_bad`` is the fraction of lines that may have been left out because they are no rows; None
+    tolerates none. Raises DataError.
     """
-    caches = _Caches(location, vocab_size, cache_dir)
+    caches = Caches(location, vocab_size, cache_dir, skip_bad=max_bad is not None)
     shards = list_shards(location, zipped)
     missing = [shard for shard in shards if caches.find(shard) is None]
     turn = rank * len(missing) // world
-    _convert(caches, missing[turn:] + missing[:turn], shown=rank == 0)
+    conversion.run(caches, missing[turn:] + missing[:turn], peers=shards, processes=processes, shown=rank == 0)
     found = [caches.find(shard) for shard in shards]
     for shard, cache in zip(shards, found, strict=True):
         if cache is None:
             raise DataError(
                 f"{shard.path}: its token cache vanished; is something clearing the --data_cache_dir?"
             )
-    return TokenShards(shards, [cache for cache in found if cache is not None])
+    source = TokenShards(shards, [cache for cache in found if cache is not None])
+    _judge_bad_rows(source, max_bad)
+    return source
+
+
+def _judge_bad_rows(source: TokenShards, max_bad: float | None) -> None:
+    """Hold what conversions have left out against what may be; the same verdict on every rank and every start."""
+    skipped = sum(header.skipped for header in source.headers)
+    if not skipped:
+        return
+    shard, header = next(found for found in zip(source.files, source.headers, strict=True) if found[1].skipped)
+    first = f"{shard.path}:{header.first_bad}"
+    if max_bad is None:
+        raise DataError(first)
+    lines = len(source) + skipped
+    if skipped > max_bad * lines:
+        raise DataError(
+            f"{skipped} of {lines} lines are no rows, more than --max_bad {max_bad:.4%}; the first is {first}"
+        )
+    logger.warning("left out %d of %d lines that are no rows (--bad_rows skip); the first is %s", skipped, lines, first)

@@ -14,6 +14,13 @@ try:
 except ImportError:
     loads: Callable[[bytes], Any] = json.loads  # type: ignore[no-redef]
 
+try:  # Three times as fast as orjson: it makes no Python integers.
+    import simdjson
+
+    Parser: Any = simdjson.Parser
+except ImportError:
+    Parser = None
+
 IDS = "input_ids"
 MASK = "attention_mask"
 
@@ -74,6 +81,7 @@ class RowParser:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self._simd = Parser and Parser()
         self._tail = b""
         self._tail_mask = np.empty(0, dtype=np.uint8)
         self._tail_full = False
@@ -124,20 +132,50 @@ class RowParser:
         if comma < 0:
             return None
         head, tail = line[:comma] + b"}", line[comma + 1 :]
+        if head.count(b'"input_ids"') > 1:
+            return None
         try:
             if tail != self._tail:
                 self._learn(tail)
+            found = self._integers_of(head, IDS, without=MASK)
+            if found is not None:
+                return found, self._tail_mask
             record = loads(head)
         except ValueError:
             return None
-        if type(record) is not dict or IDS not in record or MASK in record or head.count(b'"input_ids"') > 1:
+        if type(record) is not dict or IDS not in record or MASK in record:
             return None
         ids = _integers(record[IDS], "q", IDS)
         if b"true" in head or b"false" in head:
             _no_booleans(record[IDS], IDS)
         return ids, self._tail_mask
 
+    def _integers_of(self, text: bytes, field: str, without: str) -> np.ndarray | None:
+        """Return a list of integers in an object that has no field ``without``; None whenever that is in doubt."""
+        if self._simd is None:
+            return None
+        try:
+            record = self._simd.parse(text)
+            if without in record:
+                return None
+            values = record[field]
+            found = np.frombuffer(values.as_buffer(of_type="i"), dtype=np.int64)
+            # The buffer of a list of lists is that of a flat one.
+            return found if found.size == len(values) else None
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+            # What failed may still be held by its traceback, and a parser whose document is held parses no other.
+            self._simd = Parser()
+            return None
+
     def _learn(self, tail: bytes) -> None:
+        if b":" in tail[tail.find(b":") + 1 :] or tail.count(b'"') != 2:
+            raise ValueError
+        found = self._integers_of(b"{" + tail, MASK, without=IDS)
+        if found is not None and (found.size == 0 or (found.min() >= 0 and found.max() < 256)):
+            self._tail_mask = found.astype(np.uint8)
+            self._tail_full = bool((found == 1).all())
+            self._tail = tail
+            return
         record = loads(b"{" + tail)
         if type(record) is not dict or list(record) != [MASK] or b"true" in tail or b"false" in tail:
             raise ValueError

@@ -8,12 +8,14 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """One sample as stored, before it is cut or padded to the sequence length."""
+    """One sample, before it is cut or padded to the sequence length."""
 
     input_ids: np.ndarray
     """Token ids, any integer type, shape [length]."""
     counted: np.ndarray | None = None
     """True where attention_mask is 1, bool, shape [length]; None when it is 1 everywhere."""
+    documents: np.ndarray | None = None
+    """Lengths of the documents packed into this row, which must not see each other; None when it is one."""
 
 
 @runtime_checkable
@@ -21,7 +23,9 @@ class Source(Protocol):
     """A data set with random access. Subclass it, or give any object these four members.
 
     `row` must depend on the index alone: the same index gives the same row on every rank and after every
-    restart, or a resumed run does not continue the one before it.
+    restart, or a resumed run does not continue the one before it. Two members more are used where a source
+    has them: ``shards``, the rows of each shard as a list of `range`, and ``lengths(shard)``, the tokens of
+    each row of a shard without padding at its ends, as an integer array.
     """
 
     fingerprint: str
@@ -40,7 +44,26 @@ class Source(Protocol):
         return f"row {index}"
 
 
-def last_shard(source: Source) -> range:
-    """Return the rows of the source's last shard, or all of them when it has no shards."""
-    rows: range | None = getattr(source, "last_shard", None)
-    return range(len(source)) if rows is None else rows
+def shards(source: Source) -> list[range]:
+    """Return the rows of each shard, in order; one range of all rows when the source has no shards."""
+    found: list[range] | None = getattr(source, "shards", None)
+    return [range(len(source))] if found is None else found
+
+
+def trimmed(row: Row) -> Row:
+    """Return the row without the padding at its ends."""
+    if row.counted is None:
+        return row
+    counted = np.flatnonzero(row.counted)
+    span = slice(counted[0], counted[-1] + 1) if counted.size else slice(0, 0)
+    inner = row.counted[span]
+    return Row(row.input_ids[span], None if inner.all() else inner)
+
+
+def lengths(source: Source) -> np.ndarray:
+    """Return the tokens of every row without padding at its ends, int64; reads all rows if it must."""
+    ask = getattr(source, "lengths", None)
+    if ask is None:
+        return np.array([trimmed(source.row(i)).input_ids.size for i in range(len(source))], dtype=np.int64)
+    parts = [np.asarray(ask(shard), dtype=np.int64) for shard in range(len(shards(source)))]
+    return np.concatenate(parts)

@@ -34,7 +34,7 @@ try:
 except ImportError:
     from zlib import crc32
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"SMPTRIDX"
 _PREFIX = struct.Struct("<8sII")
 _FIRST_READ = 4096
@@ -61,9 +61,14 @@ class Header:
     source: str
     size: int
     vocab_size: int
+    skipped: int = 0
+    """Lines that were no rows and were left out (--bad_rows skip)."""
+    first_bad: str = ""
+    """The first of them: ``LINE: reason; what to do``."""
     version: int = VERSION
     arrays: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Name -> (dtype, elements), in stored order: ``crc``; when needed ``starts``, ``valid``, ``lines``."""
+    """Name -> (dtype, elements), in stored order: ``crc``; when needed ``starts``, ``valid``,
+    ``extent`` (tokens from the first counted one to the last, where masks are not simply padding), ``lines``."""
 
 
 def cache_key(shard: Shard, vocab_size: int, where: str = "") -> str:
@@ -71,8 +76,10 @@ def cache_key(shard: Shard, vocab_size: int, where: str = "") -> str:
 
     ``where`` tells folders apart when several keep their caches in one place.
     """
-    identity = json.dumps([VERSION, where, shard.name, shard.size, shard.mtime_ns, vocab_size])
-    return f"{shard.name}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
+    identity = json.dumps([VERSION, where, shard.name, shard.size, shard.etag or shard.mtime_ns, vocab_size])
+    # A key of S3 may go through folders; longer file names than 255 bytes there are none.
+    name = shard.name.replace("/", "_").encode()[-200:].decode(errors="ignore")
+    return f"{name}-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}"
 
 
 @contextmanager
@@ -109,20 +116,24 @@ class _Rows:
 
     def __init__(self) -> None:
         self.crc, self.starts, self.lines = array("I"), array("Q", [0]), array("Q")
-        self.valid = array("Q")
+        self.valid, self.extent = array("Q"), array("Q")
         self.odd: dict[int, bytes] = {}
-        self.counted = self.longest = self.longest_line = 0
+        self.counted = self.longest = self.longest_line = self.skipped = 0
+        self.first_bad = ""
 
     def add(self, line: int, ids: np.ndarray, stored: bytes, mask: np.ndarray | None) -> None:
         n = ids.size
         valid = n if mask is None else int(np.count_nonzero(mask))
-        bits = b""
+        bits, extent = b"", valid
         if mask is not None and not mask[:valid].all():
+            places = np.flatnonzero(mask)
+            extent = int(places[-1] - places[0]) + 1
             bits = self.odd[len(self.crc)] = np.packbits(mask).tobytes()
         self.crc.append(crc32(bits or valid.to_bytes(8, "little"), crc32(stored)))
         self.starts.append(self.starts[-1] + n)
         self.lines.append(line)
         self.valid.append(valid)
+        self.extent.append(extent)
         self.counted += valid
         if n > self.longest:
             self.longest, self.longest_line = n, line
@@ -145,33 +156,53 @@ class _Rows:
         found = {"starts": starts} if (lengths != lengths[0]).any() else {}
         if self.odd or (valid != lengths).any():
             found["valid"] = valid
+        if self.odd:
+            found["extent"] = np.frombuffer(self.extent, dtype="<u8")
         if (lines != np.arange(1, lines.size + 1, dtype=np.uint64)).any():
             found["lines"] = lines
         return {**found, "crc": crc}
 
 
-def write(shard: Shard, base: str, vocab_size: int, tick: Callable[[int], None] = lambda done: None) -> None:
-    """Convert one shard into ``base``.tok and .idx. Raises DataError ``PATH:LINE: reason; what to do``."""
+def write(
+    shard: Shard,
+    base: str,
+    vocab_size: int,
+    tick: Callable[[int], None] = lambda done: None,
+    *,
+    read_from: str | None = None,
+    skip_bad: bool = False,
+) -> None:
+    """Convert one shard into ``base``.tok and .idx. Raises DataError ``PATH:LINE: reason; what to do``.
+
+    ``read_from`` is a local copy of a shard that is elsewhere; ``skip_bad`` leaves out, and counts, lines that are no
+    rows. A damaged gzip stream is an error all the same: where it breaks off, nobody knows what is missing.
+    """
     parse = RowParser(vocab_size)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     rows = _Rows()
     with atomic_file(base + ".tok") as tok:
-        for number, line in read_lines(shard.path, tick):
+        for number, line in read_lines(read_from or shard.path, tick, shown=shard.path):
             try:
                 ids, mask = parse(line)
             except ValueError as error:
-                raise DataError(f"{shard.path}:{number}: {error}") from None
+                if not skip_bad:
+                    raise DataError(f"{shard.path}:{number}: {error}") from None
+                rows.skipped += 1
+                rows.first_bad = rows.first_bad or f"{number}: {error}"
+                continue
             stored = ids.astype(dtype).tobytes()
             tok.write(stored)
             rows.add(number, ids, stored, mask)
         if not rows.crc:
-            raise DataError(f"{shard.path}: empty shard (no row in it); write it again or remove it")
+            why = f"none of its lines is a row ({rows.first_bad})" if rows.skipped else "no row in it"
+            raise DataError(f"{shard.path}: empty shard ({why}); write it again or remove it")
         if rows.odd:
             tok.write(rows.bitmap())
         tok_bytes = tok.tell()
-        status = os.stat(shard.path)
-        if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
-            raise DataError(f"{shard.path}: changed while it was being read; start again when it is complete")
+        if read_from is None:
+            status = os.stat(shard.path)
+            if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+                raise DataError(f"{shard.path}: changed while it was being read; start again when it is complete")
     _write_index(shard, base, vocab_size, dtype, rows, tok_bytes)
 
 
@@ -197,6 +228,8 @@ def _write_index(
         source=shard.name,
         size=shard.size,
         vocab_size=vocab_size,
+        skipped=rows.skipped,
+        first_bad=rows.first_bad,
         arrays={name: (values.dtype.str, values.size) for name, values in arrays.items()},
     )
     text = json.dumps(asdict(header)).encode()
@@ -270,6 +303,15 @@ class ShardReader:
         """Return the line of the shard that row ``row`` was on."""
         lines = self._arrays.get("lines")
         return row + 1 if lines is None else int(lines[row])
+
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of every row without padding at its ends, int64 [rows]."""
+        for name in ("extent", "valid"):
+            if name in self._arrays:
+                return self._arrays[name].astype(np.int64)
+        if "starts" in self._arrays:
+            return np.diff(self._arrays["starts"].astype(np.int64))
+        return np.full(self.header.rows, self.header.row_length, dtype=np.int64)
 
     def _span(self, row: int) -> tuple[int, int]:
         length = self.header.row_length

@@ -37,9 +37,13 @@ class Shard:
     """One file of rows, as it was when the folder was listed."""
 
     path: str
+    """Where it is: a path, or ``s3://bucket/key``."""
     name: str
+    """Its name within the data set."""
     size: int
     mtime_ns: int
+    etag: str = ""
+    """What S3 calls this version of its content."""
 
 
 def stem(name: str) -> str:
@@ -83,41 +87,54 @@ def list_shards(location: str, zipped: bool | None = None) -> list[Shard]:
     when a shard is stored the other way; None asks nothing. Raises DataError when there is no shard or one
     is unusable.
     """
-    if location.startswith("s3://"):
-        raise DataError(
-            f"{location}: reading from S3 is not in this version; copy it first: aws s3 sync {location} DIR"
-        )
-    folder = Path(location)
-    if folder.is_file():
-        found = [_shard(folder)]
-    elif not folder.is_dir():
-        raise DataError(f"{location}: no such data folder; check --training_dir and --test_dir")
-    else:
-        try:
-            names = sorted(os.listdir(folder))
-        except OSError as error:
-            raise DataError(f"{location}: cannot be listed ({error.strerror})") from None
-        found = [
-            _shard(folder / name)
-            for name in names
-            if name.endswith(SUFFIXES) and name[0] not in "._" and not (folder / name).is_dir()
-        ]
-        if not found:
-            within = [name for name in names if name[0] not in "._" and (folder / name).is_dir()]
-            hint = f"; its subfolders are {', '.join(within[:5])}: give one of those" if within else ""
-            raise DataError(
-                f"{location}: no shard in this folder ({', '.join('*' + s for s in SUFFIXES)}){hint}"
-            )
-        _refuse_duplicates(found)
+    found, within = _s3_folder(location) if location.startswith("s3://") else _folder(location)
+    if not found:
+        hint = f"; its subfolders are {', '.join(within[:5])}: give one of those" if within else ""
+        raise DataError(f"{location}: no shard in this folder ({', '.join('*' + s for s in SUFFIXES)}){hint}")
+    _refuse_duplicates(found)
     shards = [shard for shard, _ in found]
     if zipped is not None:
         for shard in shards:
-            if is_gzip(shard.path) != zipped:
+            # Of an object in S3 the name is all that can be looked at before it is fetched.
+            is_zipped = shard.name.endswith(".gz") if shard.etag else is_gzip(shard.path)
+            if is_zipped != zipped:
                 kind = "plain" if zipped else "gzipped"
                 raise DataError(
                     f"{shard.path}: is {kind}, but --zipped_data is {int(zipped)}; leave the flag out"
                 )
     return shards
+
+
+def is_shard_name(name: str) -> bool:
+    """Tell whether a file of this name is taken for a shard."""
+    return name.endswith(SUFFIXES) and name[0] not in "._"
+
+
+def _folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str]]:
+    """Return the shards of a folder, or the one file given, and the names of folders in it."""
+    folder = Path(location)
+    if folder.is_file():
+        return [_shard(folder)], []
+    if not folder.is_dir():
+        raise DataError(f"{location}: no such data folder; check --training_dir and --test_dir")
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise DataError(f"{location}: cannot be listed ({error.strerror})") from None
+    within = [name for name in names if name[0] not in "._" and (folder / name).is_dir()]
+    found = [_shard(folder / name) for name in names if is_shard_name(name) and name not in within]
+    return found, within
+
+
+def _s3_folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str]]:
+    from smp_train.data.s3 import list_folder
+
+    objects, within = list_folder(location)
+    found = [shard for shard in objects if is_shard_name(shard.name)]
+    for shard in found:
+        if shard.size == 0:
+            raise DataError(f"{shard.path}: empty shard (0 bytes); write it again or remove it")
+    return [(shard, (-1, number)) for number, shard in enumerate(found)], within
 
 
 def is_gzip(path: str) -> bool:
@@ -140,12 +157,15 @@ def open_gzip_writer(raw: IO[bytes], level: int = 2) -> IO[bytes]:
     return opened
 
 
-def read_lines(path: str, tick: Callable[[int], None] = lambda done: None) -> Iterator[tuple[int, bytes]]:
+def read_lines(
+    path: str, tick: Callable[[int], None] = lambda done: None, *, shown: str | None = None
+) -> Iterator[tuple[int, bytes]]:
     r"""Yield (line number from 1, line), blank lines left out but counted.
 
     Lines end at ``\n`` alone. ``tick`` is told of every few bytes of the file that have been read. Raises
-    DataError with the line when the gzip stream is damaged or cut short.
+    DataError with the line when the gzip stream is damaged or cut short; messages call the file ``shown``.
     """
+    shown = shown or path
     number = done = 0
     with open_file(path) as raw:
         zipped = raw.read(2) == GZIP_MAGIC
@@ -156,7 +176,7 @@ def read_lines(path: str, tick: Callable[[int], None] = lambda done: None) -> It
                 if line.isspace():
                     continue
                 if number == 1:
-                    refuse_byte_order_mark(path, line)
+                    refuse_byte_order_mark(shown, line)
                 yield number, line
                 if number % 64 == 0:
                     tick(raw.tell() - done)
@@ -164,7 +184,7 @@ def read_lines(path: str, tick: Callable[[int], None] = lambda done: None) -> It
             tick(raw.tell() - done)
         except GZIP_ERRORS as error:
             what = "gzip stream is damaged or cut short" if zipped else "cannot be read on"
-            raise DataError(f"{path}:{number + 1}: {what} ({error}); copy the shard again") from None
+            raise DataError(f"{shown}:{number + 1}: {what} ({error}); copy the shard again") from None
 
 
 def refuse_byte_order_mark(path: str, line: bytes) -> None:

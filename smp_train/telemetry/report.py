@@ -72,8 +72,9 @@ def reference_lines(run: dict[str, Any]) -> dict[str, float]:
     """
     if run.get("reference_lines"):
         return dict(run["reference_lines"])
-    folder = (run.get("config") or {}).get("training_dir")
-    for candidate in [Path(folder), Path(folder).parent] if folder else []:
+    folders = (run.get("config") or {}).get("training_dir")
+    folder = folders[0] if isinstance(folders, list) and len(folders) == 1 else folders
+    for candidate in [Path(folder), Path(folder).parent] if isinstance(folder, str) else []:
         try:
             manifest = json.loads((candidate / "_manifest.json").read_bytes())
         except (OSError, ValueError):

@@ -353,7 +353,9 @@ def test_damage_that_one_rank_sees_is_acted_on_by_all(tmp_path):
 # --- kill -9
 
 
-def save_steps(folder: str, steps: list[int], victim: int = -1, stage: str = "", nth: int = 1) -> None:
+def save_steps(
+    folder: str, steps: list[int], victim: int = -1, stage: str = "", asynchronous: bool = False
+) -> None:
     """Save ``steps`` in turn; rank ``victim`` dies when it comes to ``stage`` of the last one."""
     with group():
         rank = dist.get_rank()
@@ -364,11 +366,14 @@ def save_steps(folder: str, steps: list[int], victim: int = -1, stage: str = "",
             if rank == victim and reached == stage and at["step"] == last:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", on_stage=on_stage)
+        manager = CheckpointManager(
+            [Policy(folder, 1, 2)], model_type="m", asynchronous=asynchronous, on_stage=on_stage
+        )
         for at["step"] in steps:
             step = at["step"]
             values = {f"w{rank}": torch.full((50,), float(step)), "shared": torch.full((9,), float(step))}
             manager.save(step, {"model": values}, {"step_was": step})
+            manager.finish()
 
 
 def loaded(folder: Path) -> tuple[int, float]:
@@ -383,10 +388,11 @@ KILLS = [(1, "write", 2), (1, "checksum", 2), (0, "commit", 2), (0, "publish", 2
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "async"])
 @pytest.mark.parametrize(("victim", "stage", "newest"), KILLS)
-def test_a_rank_killed_at_any_stage_loses_no_committed_checkpoint(tmp_path, victim, stage, newest):
+def test_a_rank_killed_at_any_stage_loses_no_committed_checkpoint(tmp_path, victim, stage, newest, asynchronous):
     with pytest.raises(RankFailed, match=f"rank {victim}: no result .exit code -9"):
-        run(save_steps, 2, str(tmp_path), [1, 2, 3], victim, stage)
+        run(save_steps, 2, str(tmp_path), [1, 2, 3], victim, stage, asynchronous)
     assert loaded(tmp_path) == (newest, float(newest))
     named = [path for path in tmp_path.iterdir() if parse_folder_name(path.name)]
     assert all((path / COMMITTED).exists() for path in named)

@@ -79,7 +79,7 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "model_type": "llama_v2", "model_size": "7b",
             "resume_from_checkpoint": "/fsx/llama2/pretrain/ckpt",
-            "checkpoint_dir": ["/fsx/llama2/pretrain/ckpt"], "training_dir": "/fsx/data/",
+            "checkpoint_dir": ["/fsx/llama2/pretrain/ckpt"], "training_dir": ["/fsx/data/"],
             "activation_checkpointing": "none", "selective_checkpointing": 1.0,
             "sharding_strategy": "hybrid_shard",
             "delayed_param": False, "train_batch_size": 2, "logging_freq": 200, "checkpoint_freq": [20000],
@@ -97,7 +97,7 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
             "run_dir": "runs/shakespeare",
             "max_context_width": 256, "hidden_width": 512, "resume_from_checkpoint": "ckpt",
             "sharding_strategy": "_hybrid_shard_zero2", "bf16": True, "cpu_offload": False,
-            "activation_checkpointing": "full", "training_dir": "data/train", "test_dir": "data/val",
+            "activation_checkpointing": "full", "training_dir": ["data/train"], "test_dir": "data/val",
             "epochs": 3,
             "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "train_batch_size": 16,
         },
@@ -192,11 +192,11 @@ ALIAS_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "shard_degree": ("4", {"hybrid_shard_degree": 4}),
     "offload_activations": ("1", {"sm_activation_offloading": True}),
     "llama_intermediate_size": ("64", {"intermediate_size": 64}),
-    "dataset_path": ("d", {"training_dir": "d"}),
+    "dataset_path": ("d", {"training_dir": ["d"]}),
     "model_name": ("llama2_13b", {"model_type": "llama_v2", "model_size": "13b"}),
     "ckpt_load_path": ("d", {"resume_from_checkpoint": "d"}),
     "ckpt_save_path": ("d", {"checkpoint_dir": ["d"]}),
-    "data_path": ("d", {"training_dir": "d"}),
+    "data_path": ("d", {"training_dir": ["d"]}),
     "fsdp_activation_checkpointing": ("False", {"activation_checkpointing": "none"}),
     "low_cpu_fsdp": ("False", {"delayed_param": False}),
     "batch_size": ("3", {"train_batch_size": 3}),
@@ -210,7 +210,7 @@ ALIAS_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "precision": ("float32", {"bf16": False}),
     "activation_checkpoints": ("0", {"activation_checkpointing": "none"}),
     "meta_init": ("0", {"delayed_param": False}),
-    "train_data": ("d", {"training_dir": "d"}),
+    "train_data": ("d", {"training_dir": ["d"]}),
     "val_data": ("d", {"test_dir": "d"}),
     "max_epochs": ("2", {"epochs": 2, "evaluate_only": False}),
     "dropout": ("0.2", {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}),
@@ -507,11 +507,11 @@ def test_sagemaker_environment() -> None:
     resolved = parse(line, SAGEMAKER)
     args, sources = resolved.args, resolved.sources
     assert (args.bf16, args.checkpoint_freq, args.epochs, args.model_type) == (True, [1, 2], None, "llama_v3")
-    assert (args.training_dir, sources["training_dir"]) == ("/opt/ml/input/data/train", "SM_CHANNEL_TRAIN")
+    assert (args.training_dir, sources["training_dir"]) == (["/opt/ml/input/data/train"], "SM_CHANNEL_TRAIN")
     assert (args.test_dir, args.checkpoint_dir) == ("/opt/ml/input/data/test", ["/opt/ml/checkpoints"])
     assert (args.run_dir, sources["run_dir"]) == ("/opt/ml/output/data", "SM_OUTPUT_DATA_DIR")
     assert not resolved.given("training_dir")
-    assert parse(["--training_dir", "d"], SAGEMAKER).args.training_dir == "d"
+    assert parse(["--training_dir", "d"], SAGEMAKER).args.training_dir == ["d"]
     with pytest.raises(ConfigError, match="SM_HP_MAX_STEPZ; did you mean max_steps"):
         parse([], {"SM_HP_MAX_STEPZ": "3"})
 

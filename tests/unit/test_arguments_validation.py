@@ -35,7 +35,7 @@ ALLOWED = [
     "--activation_checkpointing 0", "--tensorboard_dir tb", "--enable_memory_profiling 1", "--same_seed 1",
     "--validation_freq 5", "--data_audit 1", "--print_config", "--hf_model folder",
     "--warmup 100 --max_steps 10",
-    "--selective_checkpointing 0", "--fp8 0", "--use_torch_compile False", "--checkpoint_type sharded",
+    "--selective_checkpointing 0", "--fp8 0", "--use_torch_compile False", "--checkpoint_type async_sharded",
     "--lr 1e-6 --lr_decay_style constant", "--backend native", "--epochs 2 --steps_per_epoch 3",
     "--num_heads 8 --num_key_value_heads 2 --hidden_width 64", "--limit_all_gathers 1 --forward_prefetch 1",
     "--evaluate_only 1", "--finetune 1 --pretrained_model_name n --finetune_checkpoint_load_dir d",
@@ -129,7 +129,7 @@ ON = {
     "expert_parallel_degree": "2",
     "limit_all_gathers": "0",
     "backward_fetch_policy": "backward_post",
-    "moe": "1", "checkpoint_type": "async_sharded", "dataset": "c4",
+    "moe": "1", "checkpoint_type": "async_local", "dataset": "c4",
     "dataset_config_name": "en", "tokenizer": "t", "dataset_type": "hf",
     "use_profiler": "1", "profile_nsys": "1", "data_type": "bert", "prompt": "p", "num_tokens": "5",
 }  # fmt: skip

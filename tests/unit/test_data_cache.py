@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp_train.data import index, token_cache
+from smp_train.data import conversion, index, token_cache
 from smp_train.data.index import BESIDE, convert, open_source
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
@@ -77,7 +77,7 @@ def test_rows_come_back(tmp_path, kind, vocab_size):
     check_rows(source, rows)
     assert source.name(24) == "a.json:25"
     assert source.name(27) == "b.json.gz:5", "blank lines count"
-    assert source.last_shard == range(50, 70)
+    assert source.shards[-1] == range(50, 70)
     report = source.report()
     assert report["rows"] == 70
     assert report["tokens"] == sum(len(ids) for ids, _ in rows)
@@ -142,7 +142,7 @@ def test_bad_lines_are_named(tmp_path):
     with pytest.raises(DataError) as caught:
         convert(str(tmp_path), vocab_size=32000)
     assert str(caught.value).startswith(f"{path}:3: token id 32000 is outside the vocabulary [0, 32000); ")
-    assert not list((tmp_path / BESIDE).glob("b.json*"))
+    assert [path.suffix for path in (tmp_path / BESIDE).glob("b.json*")] == [".err"], "word for the peers"
     assert not list((tmp_path / BESIDE).glob(".*.tmp")), "nothing half done is left"
     path.write_bytes(b"\n \n\n")
     with pytest.raises(DataError, match=r"b\.json: empty shard \(no row in it\)"):
@@ -150,6 +150,66 @@ def test_bad_lines_are_named(tmp_path):
     path.write_bytes(gzip.compress(b""))
     with pytest.raises(DataError, match=r"b\.json: empty shard \(no row in it\)"):
         convert(str(tmp_path), vocab_size=32000)
+
+
+def bad_rows(folder, bad, good=300):
+    lines = ['{"input_ids": [1, 2]}'] * good
+    for place in bad:
+        lines[place] = '{"input_ids": [1, -2]}'
+    (folder / "a.json").write_text("\n".join(lines) + "\n")
+    write_shard(folder / "b.json", plain_rows(100))
+
+
+def test_bad_rows_are_left_out_and_said(tmp_path, caplog):
+    bad_rows(tmp_path, [7, 200])
+    source = open_source(str(tmp_path), vocab_size=97, max_bad=0.01)
+    assert len(source) == 398
+    assert [source.name(i) for i in (6, 7, 298)] == ["a.json:7", "a.json:9", "b.json:1"]
+    assert source.report()["lines_left_out"] == 2
+    assert "left out 2 of 400 lines that are no rows" in caplog.text
+    assert f"{tmp_path / 'a.json'}:8: token id -2" in caplog.text
+    again = open_source(str(tmp_path), vocab_size=97, max_bad=0.01)
+    assert again.fingerprint == source.fingerprint
+    with pytest.raises(DataError, match=rf"^{tmp_path / 'a.json'}:8: token id -2 is outside"):
+        open_source(str(tmp_path), vocab_size=97)
+    too_many = r"2 of 400 lines are no rows, more than --max_bad 0\.4000%; the first is .*a\.json:8"
+    with pytest.raises(DataError, match=too_many):
+        open_source(str(tmp_path), vocab_size=97, max_bad=0.004)
+
+
+def test_skipping_needs_something_to_keep(tmp_path):
+    bad_rows(tmp_path, range(300))
+    with pytest.raises(DataError, match=r"a\.json: empty shard \(none of its lines is a row \(1: token id -2"):
+        open_source(str(tmp_path), vocab_size=97, max_bad=1)
+    path = tmp_path / "a.json"
+    path.write_bytes(gzip.compress(b'{"input_ids": [1, 2]}\n' * 900)[:-9])
+    with pytest.raises(DataError, match=r"gzip stream is damaged or cut short"):
+        open_source(str(tmp_path), vocab_size=97, max_bad=1)
+
+
+def test_a_policy_that_forgives_is_not_stopped_by_one_that_did_not(tmp_path):
+    bad_rows(tmp_path, [7])
+    with pytest.raises(DataError):
+        convert(str(tmp_path), vocab_size=97)
+    for path in (tmp_path / BESIDE).glob("*.idx"):
+        path.unlink()
+    # As two ranks, of which one has the other shard.
+    assert sum(convert(str(tmp_path), vocab_size=97, max_bad=0.1, rank=rank, world=2) for rank in (0, 1)) == 2
+
+
+def test_several_processes_write_what_one_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversion, "WORTH_BYTES", 0)
+    found = []
+    for name, processes in (("one", 1), ("three", 3)):
+        for n in range(5):
+            write_shard(tmp_path / name / f"{n}.json.gz", random_rows("ragged, padded", 40, n))
+        assert convert(str(tmp_path / name), vocab_size=97, processes=processes) == 5
+        found.append(open_source(str(tmp_path / name), vocab_size=97).fingerprint)
+    assert found[0] == found[1]
+    (tmp_path / "three/2.json.gz").write_bytes(gzip.compress(b'{"input_ids": [1, "x"]}\n'))
+    (tmp_path / "three/3.json.gz").write_bytes(gzip.compress(b'{"input_ids": [1, 2]}\n'))
+    with pytest.raises(DataError, match=r"2\.json\.gz:1: input_ids\[1\] is a string"):
+        convert(str(tmp_path / "three"), vocab_size=97, processes=3)
 
 
 def test_a_changed_shard_is_converted_again(tmp_path):
@@ -431,4 +491,4 @@ def test_opening_does_not_grow_with_the_rows(tmp_path):
     source = open_source(str(tmp_path), vocab_size=97)
     assert len(source) == rows
     assert time.perf_counter() - began < 1.0
-    assert np.array_equal(source.last_shard[-1:], [rows - 1])
+    assert np.array_equal(source.shards[-1][-1:], [rows - 1])

@@ -60,7 +60,7 @@ def test_nothing_there(tmp_path):
     refuses(tmp_path, tmp_path, "no shard in this folder", "*.json.gz")
     put(tmp_path, "train/a.json")
     refuses(tmp_path, "its subfolders are train")
-    refuses("s3://bucket/prefix", "s3://bucket/prefix: reading from S3 is not in this version", "aws s3 sync")
+    refuses("s3://", "s3://: names no bucket", "s3://bucket/prefix")
 
 
 def test_unusable_shards(tmp_path):

@@ -204,7 +204,7 @@ def test_state_refuses_other_data():
     assert data(17, seed=3, mb=5, world=2).check_state(state) == 34
     for other, reason in [
         (data(17, seed=4), "--seed changed: 3 in the checkpoint, 4 now"),
-        (data(18, seed=3), "rows 17 in the checkpoint, 18 now"),
+        (data(18, seed=3), "samples 17 in the checkpoint, 18 now"),
         (data(17, seed=3, shuffle="none"), "--shuffle changed: global in the checkpoint, none now"),
     ]:
         with pytest.raises(DataError, match=reason):
@@ -220,8 +220,8 @@ def test_state_refuses_other_data():
 def test_bad_arguments():
     with pytest.raises(ConfigError, match="order is of 4 rows, but the data set has 5"):
         TrainingData(Numbers(5), Order(4), seq_len=3, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1)
-    with pytest.raises(ConfigError, match="--long crop is not in this version"):
-        data(5, long="crop")
+    with pytest.raises(ConfigError, match="--long some is not known"):
+        data(5, long="some")
     with pytest.raises(ConfigError, match="--train_batch_size"):
         data(5, mb=0)
     with pytest.raises(ConfigError, match="rank 2 is not one of 2"):
@@ -246,7 +246,7 @@ def test_full_rows_have_no_mask():
     assert batch.attention_mask is None
     assert batch.samples == ["a:1", "a:2", "a:3"]
     assert batch.counted_tokens() == 9
-    assert batch.truncated == 2
+    assert batch.truncated == 1, "padding is no loss"
 
 
 def test_padded_rows():
@@ -267,7 +267,7 @@ class Lines(Source):
     """Rows of lengths 2 to 6, the last three a shard of their own; knows its longest."""
 
     fingerprint = "lines"
-    last_shard = range(8, 11)
+    shards = (range(8), range(8, 11))
 
     def __len__(self):
         return 11
@@ -324,7 +324,7 @@ def test_validation_reads_each_row_once(world, mb, fast, cap):
             counted += batch.counted_tokens()
             for name, labels in zip(batch.samples, batch.labels, strict=True):
                 assert bool(name) == bool((labels != -100).any())
-    rows = list(Lines.last_shard if fast else range(11))[: world * mb * len(ranks[0])]
+    rows = list(Lines.shards[-1] if fast else range(11))[: world * mb * len(ranks[0])]
     assert names == [f"lines:{row + 1}" for row in rows]
     assert counted == sum(1 + row % 5 for row in rows)
     again = [batch.input_ids for batch in ranks[0].batches()]

@@ -110,8 +110,8 @@ def test_manifest_tells_the_truth(made):
         source = open_source(str(made / split), vocab_size=400)
         assert totals["rows"] == len(source) == sum(shard["rows"] for shard in totals["shards"])
         assert totals["tokens"] == source.report()["tokens"] == totals["rows"] * 32
-        assert [shard["name"] for shard in totals["shards"]] == [shard.name for shard in source.shards]
-        assert [shard["bytes"] for shard in totals["shards"]] == [shard.size for shard in source.shards]
+        assert [shard["name"] for shard in totals["shards"]] == [shard.name for shard in source.files]
+        assert [shard["bytes"] for shard in totals["shards"]] == [shard.size for shard in source.files]
         assert totals["tokens_dropped"] < 32
     assert sum(manifest["splits"][split]["documents"] for split in ("train", "test")) == 60
     train, test = read_split(made / "train"), read_split(made / "test")
@@ -170,7 +170,7 @@ def test_limits(texts, tmp_path):
     train, test = (open_source(str(tmp_path / "out" / split), vocab_size=400) for split in ("train", "test"))
     assert [header.rows for header in train.headers] == [20, 20, 10]
     assert [header.rows for header in test.headers] == [20]
-    assert [shard.name for shard in test.shards] == ["test-00000.json"]
+    assert [shard.name for shard in test.files] == ["test-00000.json"]
 
 
 def test_a_given_tokenizer(texts, made, tmp_path):

@@ -12,168 +12,31 @@ i. Ranks, micro-batch, accumulation and prefetching say only who reads what, so 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from smp_train.data.blend import BlendOrder
+from smp_train.data.layout import LONG, lay_out
 from smp_train.data.order import Order
-from smp_train.data.source import Row, Source, last_shard
+from smp_train.data.pipelines.batch import IGNORED, Batch, collate, crop
+from smp_train.data.pipelines.prefetch import Prefetch
+from smp_train.data.source import Row, Source, shards
 from smp_train.errors import ConfigError, DataError
 
-__all__ = ["Batch", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate"]
+__all__ = ["Batch", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate", "lay_out"]
 
 logger = logging.getLogger("smp_train.data")
 
-IGNORED = -100
-"""The label that cross entropy leaves out."""
 STATE_VERSION = 1
-LONG = ("truncate", "error")
-
-
-@dataclass
-class Batch:
-    """One micro-batch of one rank."""
-
-    input_ids: Tensor
-    """int64 [micro_batch, seq_len]; 0 where a short row is padded."""
-    labels: Tensor
-    """int64 [micro_batch, seq_len], not shifted; -100 where attention_mask is 0."""
-    attention_mask: Tensor | None
-    """int64 [micro_batch, seq_len], or None when it is 1 everywhere."""
-    samples: list[str] = field(default_factory=list)
-    """What each row is called in the data set, ``shard-file:line``; a filler row has an empty name."""
-    truncated: int = 0
-    """Rows that were longer than seq_len and lost their end."""
-
-    def counted_tokens(self) -> int:
-        """Return how many labels the loss counts: those with a token before them that are not -100."""
-        return int((self.labels[:, 1:] != IGNORED).sum())
-
-    @classmethod
-    def blank(cls, micro_batch: int, seq_len: int) -> Batch:
-        """Return a batch of which nothing is counted: what a rank without data takes part with."""
-        shape = (micro_batch, seq_len)
-        return cls(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED), None)
-
-
-def collate(
-    rows: list[Row],
-    names: list[str],
-    seq_len: int,
-    *,
-    long: str = "truncate",
-    pin_memory: bool = False,
-) -> Batch:
-    """Stack rows into [len(rows), seq_len]: the end of long rows cut off, short rows padded on the right.
-
-    Raises DataError when a row is longer than ``seq_len`` and ``long`` is ``error``.
-    """
-    tensor = torch.zeros(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory)
-    ids = tensor.numpy()
-    mask: np.ndarray | None = None
-    truncated = 0
-    for place, (row, name) in enumerate(zip(rows, names, strict=True)):
-        n = row.input_ids.size
-        if n > seq_len:
-            if long == "error":
-                raise DataError(
-                    f"{name}: row of {n} tokens is longer than the {seq_len} of --max_context_width; "
-                    "use --long truncate, or prepare shorter rows"
-                )
-            truncated += 1
-            n = seq_len
-        ids[place, :n] = row.input_ids[:n]
-        if n < seq_len or row.counted is not None:
-            if mask is None:
-                mask = np.ones((len(rows), seq_len), dtype=np.int64)
-            mask[place, n:] = 0
-            if row.counted is not None:
-                mask[place, :n] = row.counted[:n]
-    labels = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory).copy_(tensor)
-    if mask is not None and mask.all():
-        mask = None
-    if mask is not None:
-        labels.numpy()[mask == 0] = IGNORED
-    attention_mask = None
-    if mask is not None:
-        attention_mask = torch.from_numpy(mask)
-        if pin_memory:
-            attention_mask = attention_mask.pin_memory()
-    return Batch(tensor, labels, attention_mask, names, truncated)
-
-
-class _Ahead:
-    """The part of a `Prefetch` that its thread holds: it must not keep the `Prefetch` itself alive."""
-
-    def __init__(self, steps: Iterator[Any], depth: int) -> None:
-        self.steps = steps
-        self.depth = depth
-        self.ready: deque[Any] = deque()
-        self.changed = threading.Condition()
-        self.stopped = False
-        self.error: BaseException | None = None
-        self.finished = False
-
-    def run(self) -> None:
-        try:
-            for item in self.steps:
-                with self.changed:
-                    self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.depth)
-                    if self.stopped:
-                        return
-                    self.ready.append(item)
-                    self.changed.notify_all()
-        except BaseException as error:
-            self.error = error
-        finally:
-            with self.changed:
-                self.finished = True
-                self.changed.notify_all()
-
-    def stop(self, thread: threading.Thread) -> None:
-        with self.changed:
-            self.stopped = True
-            self.ready.clear()
-            self.changed.notify_all()
-        # The collector may run this in the thread itself.
-        if thread is not threading.current_thread():
-            thread.join()
-
-
-class Prefetch(Iterator[Any]):
-    """Runs an iterator in a thread, ``depth`` items ahead; an error in it is raised here, in its place.
-
-    A thread and not processes: reading and decompressing give up the interpreter lock, and sending batches
-    between processes costs more than making them. Stopped by `close`, by being dropped, and at exit.
-    """
-
-    def __init__(self, steps: Iterator[Any], depth: int) -> None:
-        self._ahead = _Ahead(steps, depth)
-        thread = threading.Thread(target=self._ahead.run, name="smp-train-data", daemon=True)
-        thread.start()
-        # At exit too: a thread inside torch while the interpreter is torn down ends the process with an
-        # abort.
-        self.close = weakref.finalize(self, self._ahead.stop, thread)
-
-    def __next__(self) -> Any:
-        ahead = self._ahead
-        with ahead.changed:
-            ahead.changed.wait_for(lambda: ahead.ready or ahead.finished or ahead.stopped)
-            if ahead.ready:
-                item = ahead.ready.popleft()
-                ahead.changed.notify_all()
-                return item
-        if ahead.error is not None:
-            raise ahead.error
-        raise StopIteration
+ONE_ROW = "a sample is a row"
+DATA_KEYS = {
+    "layout": "samples are made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint",
+}  # fmt: skip
+"""What in a state says which sample is at a position, apart from seed and shuffle; with what messages call it."""
 
 
 class TrainingData:
@@ -191,14 +54,16 @@ class TrainingData:
         dp_rank: this rank among the data-parallel ones.
         dp_size: data-parallel ranks.
         prefetch: optimizer steps to read ahead, in a thread; 0 reads when asked.
-        long: rows longer than seq_len are cut (``truncate``) or refused (``error``).
+        long: of rows longer than seq_len the beginning is taken (``truncate``), a window drawn anew in every
+            epoch (``crop``), or they are refused (``error``); ``split`` is for a source of shorter rows (`lay_out`).
         pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
+        named: fill in `Batch.samples`; a quarter of the time of a batch goes into that.
     """
 
     def __init__(
         self,
         source: Source,
-        order: Order,
+        order: Order | BlendOrder,
         *,
         seq_len: int,
         micro_batch: int,
@@ -208,6 +73,7 @@ class TrainingData:
         prefetch: int = 4,
         long: str = "truncate",
         pin_memory: bool = False,
+        named: bool = True,
     ) -> None:
         if order.size != len(source):
             raise ConfigError(f"the order is of {order.size} rows, but the data set has {len(source)}")
@@ -229,6 +95,7 @@ class TrainingData:
         self.prefetch = prefetch
         self.long = _checked_long(long, source, seq_len)
         self.pin_memory = pin_memory
+        self.named = named
         self._device = torch.cuda.current_device() if pin_memory else None
         self.global_batch = micro_batch * accumulation * dp_size
         """Positions of one optimizer step, over all ranks."""
@@ -245,12 +112,22 @@ class TrainingData:
 
     def step(self, consumed: int) -> list[Batch]:
         """Read this rank's micro-batches of the step that starts at ``consumed``."""
-        _, rows = self.order.rows(self.positions(consumed))
-        return [self._batch(indices) for indices in rows.tolist()]
+        epochs, rows = self.order.rows(self.positions(consumed))
+        return [self._batch(*found) for found in zip(epochs.tolist(), rows.tolist(), strict=True)]
 
-    def _batch(self, indices: list[int]) -> Batch:
+    def _batch(self, epochs: list[int], indices: list[int]) -> Batch:
         rows = [self.source.row(index) for index in indices]
+        if not self.named and self.long != "crop":
+            try:
+                return collate(rows, [""] * len(rows), self.seq_len, long=self.long, pin_memory=self.pin_memory)
+            except DataError:
+                # Again, with names: the message needs one.
+                pass
         names = [self.source.name(index) for index in indices]
+        if self.long == "crop":
+            for place, (epoch, index) in enumerate(zip(epochs, indices, strict=True)):
+                key = f"{self.order.seed} {epoch} {index}"
+                rows[place], names[place] = crop(rows[place], names[place], self.seq_len, key)
         return collate(rows, names, self.seq_len, long=self.long, pin_memory=self.pin_memory)
 
     def _steps(self, consumed: int) -> Iterator[list[Batch]]:
@@ -261,9 +138,9 @@ class TrainingData:
             torch.cuda.set_device(self._device)
         later = np.arange(many, dtype=np.int64)[:, None, None] * self.global_batch
         while True:
-            _, rows = self.order.rows(self.positions(consumed) + later)
-            for step in rows.tolist():
-                yield [self._batch(indices) for indices in step]
+            epochs, rows = self.order.rows(self.positions(consumed) + later)
+            for step in zip(epochs.tolist(), rows.tolist(), strict=True):
+                yield [self._batch(*found) for found in zip(*step, strict=True)]
             consumed += many * self.global_batch
 
     def batches(self, consumed: int = 0) -> Generator[list[Batch], None, None]:
@@ -302,18 +179,18 @@ class TrainingData:
         return {
             "version": STATE_VERSION,
             "consumed": consumed,
-            "seed": self.order.seed,
-            "size": self.order.size,
-            "shuffle": self.order.shuffle,
+            **self.order.identity(),
             "fingerprint": self.source.fingerprint,
+            "layout": getattr(self.source, "layout", ONE_ROW),
             "seq_len": self.seq_len,
             "long": self.long,
         }
 
-    def check_state(self, state: dict[str, Any]) -> int:
+    def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Return ``consumed`` of a saved state; DataError names what would make it mean other samples.
 
-        Batch sizes, ranks and seq_len may change: they do not decide which sample is at a position.
+        Batch sizes, ranks and, where a sample is a row, seq_len may change: they do not decide which sample is at a
+        position. ``allow_data_change`` goes on at the same position of other data, and says so.
         """
         if state.get("version") != STATE_VERSION:
             raise DataError(
@@ -321,19 +198,29 @@ class TrainingData:
                 f"{STATE_VERSION}; resume with the version that wrote it"
             )
         now = self.state(0)
-        for key, flag in (("size", "--training_dir"), ("fingerprint", "--training_dir")):
-            if state[key] != now[key]:
-                what = "rows" if key == "size" else "fingerprint"
-                raise DataError(
-                    f"the training data changed: {what} {state[key]} in the checkpoint, {now[key]} now; "
-                    f"give {flag} the data the run began with, or start a new run"
-                )
         for key in ("seed", "shuffle"):
             if state[key] != now[key]:
                 raise DataError(
                     f"--{key} changed: {state[key]} in the checkpoint, {now[key]} now; "
                     "resume with the same, or start a new run"
                 )
+        for key, what in DATA_KEYS.items():
+            before, after = state.get(key, ONE_ROW if key == "layout" else None), now.get(key)
+            if before == after:
+                continue
+            changed = f"the training data changed: {what} {before} in the checkpoint, {after} now"
+            if not allow_data_change:
+                raise DataError(
+                    f"{changed}; give what the run began with, start a new run, or go on with other data by "
+                    "--allow_data_change 1"
+                )
+            logger.warning(
+                "%s (--allow_data_change 1): going on at sample %d of the new order; in this epoch, rows may come "
+                "twice or not at all",
+                changed,
+                state["consumed"],
+            )
+            break
         return int(state["consumed"])
 
 
@@ -351,7 +238,7 @@ class ValidationData:
         dp_size: data-parallel ranks.
         max_batches: at most so many batches per rank; None for all.
         fast: the last shard only (--fast_validation).
-        long: rows longer than seq_len are cut (``truncate``) or refused (``error``).
+        long: as in `TrainingData`; a crop is the same at every evaluation.
         pin_memory: as in `TrainingData`.
     """
 
@@ -379,7 +266,7 @@ class ValidationData:
         self.dp_size = dp_size
         self.long = _checked_long(long, source, seq_len)
         self.pin_memory = pin_memory
-        self.rows = last_shard(source) if fast else range(len(source))
+        self.rows = shards(source)[-1] if fast else range(len(source))
         batches = -(-len(self.rows) // (micro_batch * dp_size))
         self._batches = batches if max_batches is None else min(batches, max_batches)
 
@@ -395,6 +282,12 @@ class ValidationData:
             rows = [self.source.row(index) for index in indices]
             names = [self.source.name(index) for index in indices]
             filler = self.micro_batch - len(rows)
+            if self.long == "crop":
+                cropped = [
+                    crop(row, name, self.seq_len, f"validation {index}")
+                    for row, name, index in zip(rows, names, indices, strict=True)
+                ]
+                rows, names = [row for row, _ in cropped], [name for _, name in cropped]
             rows += [Row(np.zeros(self.seq_len, dtype=np.int64))] * filler
             batch = collate(
                 rows, names + [""] * filler, self.seq_len, long=self.long, pin_memory=self.pin_memory
@@ -407,13 +300,13 @@ class ValidationData:
 def _checked_long(long: str, source: Source, seq_len: int) -> str:
     """Refuse at the start, not in mid-run, rows that are too long, where the source knows its longest."""
     if long not in LONG:
-        raise ConfigError(f"--long {long} is not in this version; use one of {', '.join(LONG)}")
+        raise ConfigError(f"--long {long} is not known; use one of {', '.join(LONG)}")
     report = getattr(source, "report", None)
     if long == "error" and report is not None:
         totals = report()
         if totals["longest"] > seq_len:
             raise DataError(
                 f"{totals['longest_at']}: row of {totals['longest']} tokens is longer than the {seq_len} of "
-                "--max_context_width; use --long truncate, or prepare shorter rows"
+                "--max_context_width; use --long split or truncate, or prepare shorter rows"
             )
     return long

@@ -1,0 +1,208 @@
+"""What a checkpoint costs: in the background against synchronous DCP and against one gathered file, in one run.
+
+One AdamW training loop on a model of matrices, whose parameters are sharded over all ranks. Per kind of save: the time
+that training stands still, and the time lost in all, which is the duration of the steps from asking for the save until
+it is committed, less what as many steps take without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from smp_train import runtime
+from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
+from smp_train.checkpoints.staging import leaves
+
+KINDS = ("synchronous DCP", "this package, async_sharded", "this package, sharded", "gathered, torch.save")
+
+
+@dataclass
+class Cost:
+    """Seconds of one save: training stood still, and lost in all."""
+
+    blocked: float
+    lost: float
+
+
+class Bench:
+    """A model, its optimizer, and a step that takes a given time."""
+
+    def __init__(self, gigabytes: float, rows: int) -> None:
+        width = 1024
+        layers = max(1, round(gigabytes * 1e9 / (width * width * 4 * 3)))
+        self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        for layer in self.model:
+            fully_shard(layer)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.rows = torch.randn(rows, width) / width
+        self.before_update: Callable[[], None] = lambda: None
+        self.optimizer.register_step_pre_hook(lambda *_: self.before_update())
+
+    def step(self) -> float:
+        """Train one step and return its seconds; every rank takes part."""
+        began = time.perf_counter()
+        self.model(self.rows).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to save."""
+        return gather_state(self.model, self.optimizer)
+
+    def cost(self, save: Callable[[], None], done: Callable[[], bool]) -> Cost:
+        """Return what ``save`` costs that is over once ``done`` says so on every rank."""
+        undisturbed = [self.step() for _ in range(5)]
+        dist.barrier()
+        began = time.perf_counter()
+        save()
+        blocked = time.perf_counter() - began
+        steps = 0
+        while True:
+            finished = torch.tensor(float(done()))
+            self.step()
+            steps += 1
+            dist.all_reduce(finished, op=dist.ReduceOp.MIN)
+            if finished.item():
+                break
+        seconds = time.perf_counter() - began
+        undisturbed += [self.step() for _ in range(5)]
+        return Cost(blocked, seconds - steps * statistics.mean(undisturbed))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print the figures and ratios on rank 0; run it under torchrun for several processes."""
+    parser = argparse.ArgumentParser(prog="smp-train bench checkpoint", description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="parameters and optimizer state (default 1)")
+    parser.add_argument("--folder", help="where to write (default: the system's folder for temporary files)")
+    parser.add_argument("--rounds", type=int, default=3, help="saves of each kind, alternating (default 3)")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a batch: how long a step takes (default 64)")
+    options = parser.parse_args(argv)
+    ranks = runtime.detect()
+    runtime.start(ranks, distributed_backend="gloo", timeout_seconds=600)
+    shared = [tempfile.mkdtemp(dir=options.folder) if ranks.is_main else None]
+    dist.broadcast_object_list(shared)
+    folder = Path(str(shared[0]))
+    try:
+        lines = measure(Bench(options.gigabytes, options.rows), folder, options.rounds)
+    finally:
+        dist.barrier()
+        if ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+    if ranks.is_main:
+        print(f"bench checkpoint: {ranks.world_size} ranks, {options.gigabytes:g} GB, torch {torch.__version__}")
+        print("\n".join(lines))
+    runtime.stop()
+    return 0
+
+
+def measure(bench: Bench, folder: Path, rounds: int) -> list[str]:
+    """Return the table."""
+    for _ in range(3):
+        bench.step()
+    kinds = dict(zip(KINDS, (dcp_save, background_save, foreground_save, gathered_save), strict=True))
+    managers = {
+        "background": CheckpointManager([Policy(str(folder / "a"), 1, 1)], model_type="m", asynchronous=True),
+        "foreground": CheckpointManager([Policy(str(folder / "s"), 1, 1)], model_type="m"),
+    }
+    costs: dict[str, list[Cost]] = {kind: [] for kind in kinds}
+    for step in range(1, rounds + 2):
+        for kind, save in kinds.items():
+            cost = save(bench, managers, folder, step)
+            if step > 1:  # the first pays for buffers and for imports
+                costs[kind].append(cost)
+    base = median(costs[KINDS[0]])
+    lines = [f"{'':<30}{'blocked s':>10}{'lost s':>9}{'blocked, of DCP':>17}{'lost, of DCP':>14}"]
+    for kind, found in costs.items():
+        one = median(found)
+        lines.append(
+            f"{kind:<30}{one.blocked:>10.3f}{one.lost:>9.3f}"
+            f"{one.blocked / base.blocked:>17.3f}{one.lost / base.lost:>14.3f}"
+        )
+    return [*lines, *loading(bench, folder)]
+
+
+def median(costs: list[Cost]) -> Cost:
+    """Return the medians."""
+    return Cost(statistics.median(c.blocked for c in costs), statistics.median(c.lost for c in costs))
+
+
+Managers = dict[str, CheckpointManager]
+
+
+def dcp_save(bench: Bench, managers: Managers, folder: Path, step: int) -> Cost:
+    """Save as a program does that calls torch.distributed.checkpoint itself."""
+    return bench.cost(lambda: dcp.save(bench.state(), checkpoint_id=folder / f"dcp-{step}"), lambda: True)
+
+
+def foreground_save(bench: Bench, managers: Managers, folder: Path, step: int) -> Cost:
+    """Save with checksums and commit, while training waits."""
+    return bench.cost(lambda: void(managers["foreground"].save(step, bench.state(), {})), lambda: True)
+
+
+def background_save(bench: Bench, managers: Managers, folder: Path, step: int) -> Cost:
+    """Save in the background; the wait for the copy before the next update counts as blocked."""
+    manager = managers["background"]
+    waited = [0.0]
+
+    def wait() -> None:
+        began = time.perf_counter()
+        manager.staged()
+        waited[0] += time.perf_counter() - began
+
+    bench.before_update = wait
+    cost = bench.cost(lambda: void(manager.save(step, bench.state(), {})), lambda: not manager.busy())
+    bench.before_update = lambda: None
+    manager.finish()
+    return Cost(cost.blocked + waited[0], cost.lost)
+
+
+def gathered_save(bench: Bench, managers: Managers, folder: Path, step: int) -> Cost:
+    """Gather everything on rank 0 and write one file there."""
+
+    def save() -> None:
+        whole = {}
+        for path, value in leaves(bench.state()):
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if dist.get_rank() == 0:
+                whole[".".join(path)] = full
+        if dist.get_rank() == 0:
+            torch.save(whole, folder / "gathered.pt")
+        dist.barrier()
+
+    return bench.cost(save, lambda: True)
+
+
+def loading(bench: Bench, folder: Path) -> list[str]:
+    """Return a line on loading what was saved, and the peak memory of this process."""
+    began = time.perf_counter()
+    found = find(folder / "s")
+    verified = time.perf_counter() - began
+    assert found is not None
+    found.load(bench.state())
+    seconds = time.perf_counter() - began
+    # ru_maxrss counts kilobytes on Linux, bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    return [f"loading: {seconds:.2f} s, of which verifying {verified:.2f} s; peak memory of rank 0: {peak:.2f} GiB"]
+
+
+def void(_: Any) -> None:
+    """Drop a result."""

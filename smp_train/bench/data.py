@@ -1,0 +1,227 @@
+"""The data path against its alternatives, alternating, in one process: loading, converting, fetching from S3.
+
+Peers: the way of the system this package replaces (a shard as a list of lines, `json.loads` and two tensors per row),
+and Hugging Face `datasets` with the torch format. Ratios are of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from smp_train.data import s3, token_cache
+from smp_train.data.index import convert, open_source
+from smp_train.data.order import Order
+from smp_train.data.pipelines.data_pipeline import TrainingData
+from smp_train.data.utils import Shard, list_shards
+
+VOCAB = 32_000
+BATCH = 4
+LATENCY_SECONDS = 0.025
+BYTES_PER_SECOND = 85e6
+"""Of one connection: what S3 gives."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, and print medians and ratios."""
+    parser = argparse.ArgumentParser(prog="smp-train bench data", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="rounds (default 7), after one to warm up")
+    parser.add_argument("--rows", type=int, default=1000, help="rows of each of two shards (default 1000)")
+    parser.add_argument("--seq_len", type=int, default=4096, help="tokens of a row (default 4096)")
+    parser.add_argument("--objects", type=int, default=8, help="objects fetched from the S3-like server (default 8)")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_shards(folder / "shards", options.rows, options.seq_len)
+        tokens = 2 * options.rows * options.seq_len
+        loaders: dict[str, Callable[[], Any]] = {
+            "this package": ours(folder / "shards", options.seq_len),
+            "original": lambda: original(folder / "shards"),
+        }
+        torch_format = hugging_face(folder)
+        if torch_format is not None:
+            loaders["datasets, torch format"] = torch_format
+        print_table("load batches of 4 rows, tokens/s", compare(loaders, options.rounds), tokens)
+        shard = list_shards(str(folder / "shards"))[0]
+        converters: dict[str, Callable[[], Any]] = {
+            "this package": lambda: token_cache.write(shard, str(folder / "converted"), VOCAB),
+            "original, parsing alone": lambda: original_parse(shard.path),
+        }
+        print_table("convert one json.gz, tokens/s", compare(converters, options.rounds), tokens / 2)
+        fetchers = staging(folder, options.objects)
+        if fetchers is not None:
+            size = options.objects * OBJECT_BYTES
+            title = f"fetch {options.objects} objects from an S3-like server (25 ms, 85 MB/s a connection), bytes/s"
+            print_table(title, compare(fetchers, options.rounds), size)
+    return 0
+
+
+def write_shards(folder: Path, rows: int, seq_len: int) -> None:
+    """Write two json.gz shards of Zipf-distributed tokens."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    mask = [1] * seq_len
+    for number in range(2):
+        with gzip.open(folder / f"{number}.json.gz", "wt", compresslevel=6) as file:
+            for _ in range(rows):
+                ids = np.minimum(rng.zipf(1.2, seq_len), VOCAB - 1).tolist()
+                file.write(json.dumps({"input_ids": ids, "attention_mask": mask}) + "\n")
+
+
+def ours(folder: Path, seq_len: int) -> Callable[[], None]:
+    """Return one epoch over the token cache, in the global shuffle, read when asked."""
+    convert(str(folder), vocab_size=VOCAB)
+    source = open_source(str(folder), vocab_size=VOCAB)
+    data = TrainingData(
+        source, Order(len(source)), seq_len=seq_len, micro_batch=BATCH, accumulation=1, dp_rank=0, dp_size=1,
+        prefetch=0, named=False,
+    )  # fmt: skip
+
+    def epoch() -> None:
+        batches = data.batches(0)
+        for _ in range(len(source) // BATCH):
+            next(batches)
+        batches.close()
+
+    return epoch
+
+
+def original_parse(path: str) -> int:
+    """Read a shard as the original does: all lines, then each by `json.loads` into two tensors; return the rows."""
+    with gzip.open(path, "rt") as file:
+        lines = file.readlines()
+    for line in lines:
+        record = json.loads(line)
+        torch.tensor(record["input_ids"], dtype=torch.long)
+        torch.tensor(record["attention_mask"], dtype=torch.long)
+    return len(lines)
+
+
+class _Lines(torch.utils.data.Dataset):
+    def __init__(self, path: str) -> None:
+        with gzip.open(path, "rt") as file:
+            self.lines = file.readlines()
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        record = json.loads(self.lines[index])
+        return [torch.tensor(record[key], dtype=torch.long) for key in ("input_ids", "attention_mask")]
+
+
+def original(folder: Path) -> None:
+    """One epoch as the original makes it: shard by shard, a DataLoader without workers over the lines of each."""
+    for path in sorted(folder.glob("*.json.gz")):
+        for _ in torch.utils.data.DataLoader(_Lines(str(path)), batch_size=BATCH, drop_last=True):
+            pass
+
+
+def hugging_face(folder: Path) -> Callable[[], None] | None:
+    """Return one shuffled epoch over the same rows in `datasets`; None when that is not installed."""
+    try:
+        from datasets import Dataset, disable_progress_bars, load_from_disk
+    except ImportError:
+        print("datasets is not installed: left out")
+        return None
+    disable_progress_bars()
+    source = open_source(str(folder / "shards"), vocab_size=VOCAB)
+    rows = [source.row(index).input_ids.astype(np.int32) for index in range(len(source))]
+    Dataset.from_dict({"input_ids": rows}).save_to_disk(str(folder / "arrow"))
+    found = load_from_disk(str(folder / "arrow")).with_format("torch", columns=["input_ids"])
+
+    def epoch() -> None:
+        order = np.random.default_rng(0).permutation(len(found))
+        for start in range(0, len(found) - BATCH + 1, BATCH):
+            found[order[start : start + BATCH].tolist()]["input_ids"].to(torch.int64)
+
+    return epoch
+
+
+OBJECT_BYTES = 8 << 20
+
+
+def staging(folder: Path, objects: int) -> dict[str, Callable[[], None]] | None:
+    """Return fetching of the same objects all at once, and one at a time, from a server as slow as S3."""
+    try:
+        import boto3  # noqa: F401
+    except ImportError:
+        print("boto3 is not installed: fetching from S3 left out")
+        return None
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Objects)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    os.environ.update(
+        AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.server_address[1]}",
+        AWS_ACCESS_KEY_ID="none", AWS_SECRET_ACCESS_KEY="none", AWS_DEFAULT_REGION="us-east-1",
+    )  # fmt: skip
+    shards = [Shard(f"s3://bucket/{n}", str(n), OBJECT_BYTES, 0, "etag") for n in range(objects)]
+    scratch = folder / "fetched"
+    scratch.mkdir()
+    client = s3.connect()
+
+    def fetching(at_once: int) -> Callable[[], None]:
+        def fetch() -> None:
+            for _, copy in s3.staged(shards, str(scratch), at_once=at_once, client=client):
+                os.unlink(copy)
+
+        return fetch
+
+    return {"this package": fetching(s3.AT_ONCE), "one at a time": fetching(1)}
+
+
+class _Objects(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    body = bytes(1 << 18)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        time.sleep(LATENCY_SECONDS)
+        self.send_response(200)
+        self.send_header("Content-Length", str(OBJECT_BYTES))
+        self.end_headers()
+        began = time.perf_counter()
+        for sent in range(0, OBJECT_BYTES, len(self.body)):
+            self.wfile.write(self.body)
+            due = began + (sent + len(self.body)) / BYTES_PER_SECOND
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+
+def compare(kinds: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each kind in each round, one after the other in every round."""
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(rounds + 1):
+        for name, kind in kinds.items():
+            began = time.perf_counter()
+            kind()
+            if number:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def print_table(title: str, seconds: dict[str, list[float]], amount: float) -> None:
+    """Print the median speed of each kind, and how many times as fast the first is."""
+    print(title)
+    first = next(iter(seconds.values()))
+    for name, times in seconds.items():
+        ratios = sorted(other / mine for other, mine in zip(times, first, strict=True))
+        text = f"  {name:<26}{amount / statistics.median(times) / 1e6:>10.1f} M"
+        if times is not first:
+            text += f"   this package: {statistics.median(ratios):.1f} x ({ratios[0]:.1f} to {ratios[-1]:.1f})"
+        print(text)
+

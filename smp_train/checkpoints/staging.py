@@ -1,0 +1,152 @@
+"""A state as it is now, copied to host memory while training goes on, and written from there in the background."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor
+
+MEMORY_SHARE = 0.6
+"""Share of the free host memory that copies may take; beyond it saves are synchronous."""
+
+
+class Stager:
+    """Copies states to host buffers, which it keeps: only the first copy pays for new memory."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, ...], Tensor] = {}
+
+    def begin(self, state: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Return a copy of ``state`` and what completes it: until that has been called, an update must wait.
+
+        What the next forward pass may change already, such as buffers of the model, is copied on return: all that is
+        neither a parameter with optimizer state nor such state itself. The rest only an optimizer step changes.
+        """
+        trained = (state.get("optim") or {}).get("state") or {}
+        copy: dict[str, Any] = {}
+        later: list[tuple[Tensor, Tensor]] = []
+        seen = set()
+        for path, value in leaves(state):
+            if isinstance(value, Tensor):
+                seen.add(path)
+                source = value.to_local() if isinstance(value, DTensor) else value
+                buffer = self._buffer(path, source)
+                if path[0] == "optim" or path[-1] in trained:
+                    later.append((buffer, source))
+                else:
+                    buffer.copy_(source)
+                value = DTensor(buffer, value._spec, requires_grad=False) if isinstance(value, DTensor) else buffer
+            put(copy, path, value)
+        for path in set(self._buffers) - seen:
+            del self._buffers[path]
+        ready = None
+        if any(source.is_cuda for _, source in later):
+            ready = torch.cuda.Event()
+            ready.record()
+        return copy, lambda: _copy(later, ready)
+
+    def _buffer(self, path: tuple[str, ...], source: Tensor) -> Tensor:
+        kept = self._buffers.get(path)
+        if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
+            kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._buffers[path] = kept
+        return kept
+
+
+@torch.no_grad()
+def _copy(pairs: list[tuple[Tensor, Tensor]], ready: Any) -> None:
+    if ready is None:
+        for buffer, source in pairs:
+            buffer.copy_(source)
+        return
+    stream = torch.cuda.Stream(pairs[0][1].device)
+    stream.wait_event(ready)  # the last update may still be in the queue
+    with torch.cuda.stream(stream):
+        for buffer, source in pairs:
+            buffer.copy_(source, non_blocking=True)
+    stream.synchronize()
+
+
+def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield (keys, value) of all that is in nested dictionaries."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """Set ``value`` at the nested keys ``path``."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def local_bytes(state: dict[str, Any]) -> int:
+    """Return the size of this rank's part of the tensors."""
+    local = [value.to_local() if isinstance(value, DTensor) else value for _, value in leaves(state)]
+    return sum(value.numel() * value.element_size() for value in local if isinstance(value, Tensor))
+
+
+def free_host_bytes() -> int | None:
+    """Return the host memory that is free or can be freed, None where the system does not tell."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+class Background:
+    """Completes a copy, then writes it, in a thread of its own; a failure is kept until it is asked for."""
+
+    def __init__(self, complete: Callable[[], None], write: Callable[[], Any]) -> None:
+        """Begin at once."""
+        self._complete, self._write = complete, write
+        self._staged = threading.Event()
+        self._failure: BaseException | None = None
+        self._result: Any = None
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        # A daemon: when the run fails elsewhere, an unfinished save must not keep the process.
+        self._thread = threading.Thread(target=self._run, name="smp-train-save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            try:
+                self._complete()
+            finally:
+                self._staged.set()
+            self._result = self._write()
+        except BaseException as failure:
+            self._failure = failure
+
+    def staged(self) -> None:
+        """Wait until the copy is complete, so that the original may change."""
+        self._staged.wait()
+
+    def running(self) -> bool:
+        """Return whether it has not come to its end."""
+        return self._thread.is_alive()
+
+    def result(self) -> Any:
+        """Wait for the end and return what was written, or raise what went wrong."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._result
+
+    def abandon(self, seconds: float) -> None:
+        """Wait for the end, but not longer than ``seconds``, and let failures be."""
+        self._thread.join(seconds)

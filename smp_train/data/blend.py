@@ -1,0 +1,170 @@
+"""Several data sets as one: joined, or blended by weight, with every position still computed and not stored.
+
+Positions come in blocks of `BLOCK`. Every block gives each source the same number of its slots, in proportion
+to the weights, and a permutation keyed by (seed, block) says which slots. So how often a source has been drawn
+before any position is known at once, and that many rows of its own order have been used.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smp_train.data.order import Order, permute
+from smp_train.data.source import Row, Source, shards
+from smp_train.errors import ConfigError
+
+BLOCK = 10_000
+"""Slots of a block: weights are kept to one part in ten thousand."""
+
+
+def read_weights(given: Sequence[str]) -> tuple[list[str], list[float] | None]:
+    """Take ``a:0.7 b:0.3`` apart into places and weights; weights are None when no place has one."""
+    places, weights = [], []
+    for word in given:
+        place, colon, number = word.rpartition(":")
+        try:
+            weight = float(number) if colon and not Path(word).exists() else None
+        except ValueError:
+            weight = None
+        places.append(word if weight is None else place)
+        weights.append(weight)
+    if len(set(places)) < len(places):
+        raise ConfigError(f"--training_dir {' '.join(given)}: names one place twice; its rows would count twice")
+    found = [weight for weight in weights if weight is not None]
+    if not found:
+        return places, None
+    if len(found) < len(weights):
+        bare = places[weights.index(None)]
+        raise ConfigError(f"--training_dir {bare}: give it a weight too, as {bare}:0.5, or no place one")
+    if not all(0 < weight < float("inf") for weight in found):
+        raise ConfigError(f"--training_dir {' '.join(given)}: weights must be above 0")
+    return places, found
+
+
+class Joined(Source):
+    """The rows of several sources, one source after the other.
+
+    Args:
+        sources: at least one.
+        places: what each is called in the names of its rows.
+    """
+
+    def __init__(self, sources: Sequence[Source], places: Sequence[str]) -> None:
+        self.sources = list(sources)
+        self.places = list(places)
+        self.starts = [0, *accumulate(len(source) for source in sources)]
+        text = "\n".join(source.fingerprint for source in sources)
+        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        self.shards = [
+            range(start + rows.start, start + rows.stop)
+            for source, start in zip(self.sources, self.starts, strict=False)
+            for rows in shards(source)
+        ]
+        layouts = {getattr(source, "layout", None) for source in sources} - {None}
+        if layouts:
+            self.layout = layouts.pop()
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        number = bisect.bisect_right(self.starts, index) - 1
+        return number, index - self.starts[number]
+
+    def row(self, index: int) -> Row:
+        """Return a row of the source that ``index`` falls into."""
+        number, row = self._locate(index)
+        return self.sources[number].row(row)
+
+    def name(self, index: int) -> str:
+        """Return ``place/name``."""
+        number, row = self._locate(index)
+        return f"{self.places[number]}/{self.sources[number].name(row)}"
+
+
+class BlendOrder:
+    """The order of a blend: each source in an order of its own, taken from as its weight says.
+
+    An epoch of the blend, for ``--epochs``, is as many positions as all sources have rows; sources with more than
+    their share of weight come to an epoch of their own sooner.
+
+    Args:
+        source: the sources, joined.
+        weights: one for each, above 0, of any sum.
+        seed: decides the slots, and with the source's number the order of each.
+        shuffle: as in `Order`, for each source.
+    """
+
+    def __init__(self, source: Joined, weights: Sequence[float], seed: int = 0, shuffle: str = "global") -> None:
+        self.size = len(source)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.weights = [weight / sum(weights) for weight in weights]
+        self.slots = apportion(self.weights, BLOCK)
+        for place, slots in zip(source.places, self.slots, strict=True):
+            if slots == 0:
+                raise ConfigError(f"--training_dir {place}: its weight is below one in {BLOCK}; leave it out")
+        self._starts = np.array(source.starts[:-1])
+        self.orders = [
+            Order(len(one), seed if number == 0 else seed + (number << 64), shuffle, shards(one))
+            for number, one in enumerate(source.sources)
+        ]
+        self._block = lru_cache(maxsize=64)(self._draw)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what, with the data, decides which row is at a position."""
+        blend = [[order.size, slots] for order, slots in zip(self.orders, self.slots, strict=True)]
+        return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "blend": blend}
+
+    def _draw(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (source, how often it was drawn in this block before) of each slot."""
+        slots = permute(np.arange(BLOCK), BLOCK, self.seed, np.full(BLOCK, f"blend {block}")).astype(np.int64)
+        ends = np.cumsum(self.slots)
+        whose = np.searchsorted(ends, slots, side="right")
+        before = np.empty(BLOCK, dtype=np.int64)
+        for number, share in enumerate(self.slots):
+            before[whose == number] = np.arange(share)
+        return whose, before
+
+    def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (epochs of the source drawn from, row indices in the joined source), int64, of the same shape."""
+        positions = np.asarray(positions, dtype=np.int64)
+        blocks, slots = np.divmod(positions, BLOCK)
+        whose, drawn = np.empty_like(positions), np.empty_like(positions)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            sources, before = self._block(block)
+            whose[here] = sources[slots[here]]
+            drawn[here] = before[slots[here]]
+        drawn += blocks * np.array(self.slots)[whose]
+        epochs, rows = np.empty_like(positions), np.empty_like(positions)
+        for number, order in enumerate(self.orders):
+            here = whose == number
+            if here.any():
+                epochs[here], rows[here] = order.rows(drawn[here])
+        return epochs, rows + self._starts[whose]
+
+    def row(self, position: int) -> tuple[int, int]:
+        """Return (epoch of its source, row index) of one position."""
+        epochs, rows = self.rows(np.array([position]))
+        return int(epochs[0]), int(rows[0])
+
+
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Share ``total`` out in proportion to ``weights``, by largest remainder."""
+    exact = [weight / sum(weights) * total for weight in weights]
+    shares = [int(share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
+    for number in by_rest[: total - sum(shares)]:
+        shares[number] += 1
+    return shares

@@ -1,0 +1,256 @@
+"""``smp-train data``: look at a data set, name all that is wrong with it, prove that a run used it exactly once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from smp_train.data import arrow, formats, s3
+from smp_train.data.blend import read_weights
+from smp_train.data.index import Caches, own_folder
+from smp_train.data.rows import RowParser
+from smp_train.data.source import Row, Source
+from smp_train.data.utils import Progress, list_shards, read_lines
+from smp_train.errors import ConfigError, DataError
+
+ANY_VOCABULARY = 1 << 31
+SHOWN = 100
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this verb's flags."""
+    found = _Parser(prog="smp-train data", description=__doc__, allow_abbrev=False)
+    verbs = found.add_subparsers(dest="verb", required=True, parser_class=_Parser)
+    for name, about in (
+        ("inspect", "counts, lengths, range of the vocabulary, a sample"),
+        ("verify", "every problem, with file and line; exit code 3 when there is one"),
+    ):
+        one = verbs.add_parser(name, help=about, description=about)
+        one.add_argument("path", help="folder or file of shards, Hugging Face data set, or prepared tokens; or s3://")
+        one.add_argument("--vocab_size", type=int, default=ANY_VOCABULARY, help="ids must be below it")
+        one.add_argument("--cache_dir", help="where objects of S3 are put for a while")
+        if name == "inspect":
+            one.add_argument("--tokenizer", help="to show a sample as text: tokenizer.json, or a folder with one")
+    one = verbs.add_parser("audit", help="check the data_audit files of a run for repeats and gaps")
+    one.add_argument("run", help="run folder of a run with --data_audit 1")
+    one.add_argument("--rows", type=int, help="samples in the data set; default: as many as the run has seen")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; return the exit code. Raises ConfigError and DataError."""
+    args = parser().parse_args(list(argv))
+    if args.verb == "audit":
+        return audit(Path(args.run), args.rows)
+    survey = look(args.path, args.vocab_size, args.cache_dir)
+    for problem in survey.problems[:SHOWN]:
+        print(problem)
+    if len(survey.problems) > SHOWN:
+        print(f"... and {len(survey.problems) - SHOWN} more")
+    if args.verb == "inspect":
+        print(survey.text(args.tokenizer))
+    else:
+        print(f"{args.path}: {survey.rows} rows in {survey.shards} files, {len(survey.problems)} problems")
+    return DataError.exit_code if survey.problems and args.verb == "verify" else 0
+
+
+@dataclass
+class Survey:
+    """What was seen of a data set."""
+
+    kind: str
+    shards: int = 0
+    rows: int = 0
+    tokens: int = 0
+    counted: int = 0
+    lowest: int = ANY_VOCABULARY
+    highest: int = -1
+    lengths: Counter[int] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    sample: list[int] = field(default_factory=list)
+    sample_name: str = ""
+
+    def add(self, name: str, row: Row) -> None:
+        """Count one row; the first is the sample."""
+        ids = row.input_ids
+        self.rows += 1
+        self.tokens += ids.size
+        self.counted += ids.size if row.counted is None else int(row.counted.sum())
+        self.lowest, self.highest = min(self.lowest, int(ids.min())), max(self.highest, int(ids.max()))
+        self.lengths[ids.size] += 1
+        if not self.sample:
+            self.sample, self.sample_name = ids[:64].tolist(), name
+
+    def quantile(self, part: float) -> int:
+        """Return the length that ``part`` of all rows do not exceed."""
+        wanted, seen = part * self.rows, 0
+        for length in sorted(self.lengths):
+            seen += self.lengths[length]
+            if seen >= wanted:
+                return length
+        return 0
+
+    def text(self, tokenizer: str | None) -> str:
+        """Return the survey in words."""
+        lines = [f"{self.kind}: {self.rows} rows, {self.tokens} tokens in {self.shards} files"]
+        if self.rows:
+            lines += [
+                f"counted: {self.counted} tokens ({self.counted / self.tokens:.2%})",
+                f"length: {self.quantile(0)} to {self.quantile(1)}, median {self.quantile(0.5)}, "
+                f"95 % up to {self.quantile(0.95)}",
+                f"token ids: {self.lowest} to {self.highest}: --vocab_size must be at least {self.highest + 1}",
+                f"{self.sample_name} begins: {' '.join(map(str, self.sample[:24]))} ...",
+            ]
+        if tokenizer and self.sample:
+            from smp_train.data.prepare.tokenizer import load
+
+            lines.append(f"as text: {load(tokenizer).decode(self.sample)!r}")
+        lines.append(f"problems: {len(self.problems)}")
+        return "\n".join(lines)
+
+
+def look(path: str, vocab_size: int, cache_dir: str | None = None) -> Survey:
+    """Read a whole data set, going on after each problem. Raises DataError when it cannot even be listed."""
+    survey = Survey(formats.kind_of(path))
+    if survey.kind == formats.SHARDS:
+        _look_at_shards(survey, path, vocab_size, cache_dir)
+        return survey
+    here = formats.bring(path, cache_dir)[0] if s3.is_s3(path) else path
+    if survey.kind == formats.ARROW:
+        for shard in arrow.files_of(here)[0]:
+            survey.shards += 1
+            try:
+                arrow.check(shard.path, vocab_size)
+            except DataError as error:
+                survey.problems.append(str(error))
+        if survey.problems:
+            return survey
+        source: Source = arrow.open_arrow(Caches(here, vocab_size, cache_dir), here)
+    else:
+        prepared = formats.open_prepared(here, vocab_size)
+        survey.shards = len(prepared.files)
+        source = prepared
+    for index in range(len(source)):
+        try:
+            survey.add(source.name(index), source.row(index))
+        except DataError as error:
+            survey.problems.append(str(error))
+    return survey
+
+
+def _look_at_shards(survey: Survey, path: str, vocab_size: int, cache_dir: str | None) -> None:
+    shards = list_shards(path)
+    folder = cache_dir or own_folder()
+    if s3.is_s3(path):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    coming = s3.staged(shards, folder) if s3.is_s3(path) else ((shard, None) for shard in shards)
+    with Progress("reading", sum(shard.size for shard in shards), "B") as progress:
+        for shard, copy in coming:
+            survey.shards += 1
+            rows = survey.rows
+            try:
+                parse = RowParser(vocab_size)
+                for number, line in read_lines(copy or shard.path, progress.update, shown=shard.path):
+                    try:
+                        survey.add(f"{shard.name}:{number}", Row(*parse(line)))
+                    except ValueError as error:
+                        survey.problems.append(f"{shard.path}:{number}: {error}")
+                if survey.rows == rows:
+                    survey.problems.append(f"{shard.path}: empty shard (no row in it); write it again or remove it")
+            except DataError as error:
+                survey.problems.append(str(error))
+            finally:
+                if copy:
+                    Path(copy).unlink()
+
+
+def _records(run: Path) -> dict[int, dict[str, list[str]]]:
+    """Return, by step, what each rank consumed in it; of a step that was done again after a resume, the last."""
+    files = sorted(run.glob("data_audit-rank*.jsonl"))
+    if not files:
+        raise ConfigError(f"{run}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
+    steps: dict[int, dict[str, list[str]]] = {}
+    for path in files:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+                step, samples = int(record["step"]), list(record["samples"])
+            except (ValueError, KeyError, TypeError):
+                # The last line of a run that was killed.
+                continue
+            steps.setdefault(step, {})[path.stem] = samples
+    return steps
+
+
+def _of_step(ranks: dict[str, list[str]]) -> Iterator[str]:
+    """Yield each sample of a step once for each rank that is no peer of another: peers read the same rows."""
+    for samples in dict.fromkeys(map(tuple, ranks.values())):
+        yield from samples
+
+
+def audit(run: Path, rows: int | None = None) -> int:
+    """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code."""
+    steps = _records(run)
+    config = _config(run)
+    problems = [
+        f"step {step} is missing" for step in range(min(steps), max(steps) + 1) if step not in steps
+    ]
+    streams: dict[str, list[tuple[int, int, str]]] = {}
+    consumed = 0
+    places, weights = read_weights(config.get("training_dir") or [""])
+    for step in sorted(steps):
+        samples = list(_of_step(steps[step]))
+        for sample in samples:
+            name = sample.rpartition("[")[0] or sample if config.get("long") == "crop" else sample
+            place = max((p for p in places if name.startswith(p + "/")), key=len, default="") if weights else ""
+            streams.setdefault(place, []).append((step, consumed, name))
+        consumed += len(samples)
+    for place, seen in streams.items():
+        problems += _repeats(place, seen, rows if not place else None)
+    for problem in problems[:SHOWN]:
+        print(problem)
+    distinct = sum(len({name for _, _, name in seen}) for seen in streams.values())
+    verdict = f"{len(problems)} problems" if problems else "each once per epoch, no step left out"
+    print(f"{run}: steps {min(steps)} to {max(steps)}, {consumed} samples, {distinct} different: {verdict}")
+    return DataError.exit_code if problems else 0
+
+
+def _config(run: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((run / "run.json").read_text()).get("config") or {})
+    except (OSError, ValueError):
+        return {}
+
+
+def _repeats(place: str, seen: list[tuple[int, int, str]], rows: int | None) -> list[str]:
+    """Return what contradicts one use per epoch, where an epoch is ``rows`` samples (default: the different ones)."""
+    size = rows or len({name for _, _, name in seen})
+    steps = np.array([step for step, _, _ in seen])
+    times: Counter[str] = Counter()
+    problems = []
+    for step, _, name in seen:
+        epoch = times[name]
+        times[name] += 1
+        # Within a step the ranks' order is not recorded: only its first and last position are known.
+        first = int(np.searchsorted(steps, step, side="left"))
+        last = int(np.searchsorted(steps, step, side="right")) - 1
+        if last < epoch * size:
+            problems.append(f"step {step}: {name} comes again before the epoch of {size} samples is over")
+        elif first >= (epoch + 1) * size:
+            problems.append(f"step {step}: {name} comes late: it was left out of an epoch of {size} samples")
+    full = len(seen) // size
+    if rows is not None and full and len(times) < rows:
+        problems.append(f"{place or 'the data'}: {rows - len(times)} of {rows} samples were never used")
+    return problems

@@ -1,0 +1,139 @@
+"""Shards into caches: fetched, parsed in one process or several, and stopped when a peer has met a bad line."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from smp_train.data import s3
+from smp_train.data.utils import Progress, Shard
+
+if TYPE_CHECKING:
+    from smp_train.data.index import Caches
+
+LOOK_SECONDS = 1.0
+"""Between looks at whether a peer has failed."""
+SLACK_SECONDS = 60.0
+"""How much earlier than this rank a peer may have begun."""
+WORTH_BYTES = 32 << 20
+"""Below this, starting processes takes longer than they save."""
+
+
+def processes_for(asked: int | None, ranks_here: int) -> int:
+    """Return how many processes a rank converts with: as asked, or its part of the cores."""
+    return max(1, asked if asked is not None else len(os.sched_getaffinity(0)) // ranks_here)
+
+
+def run(caches: Caches, shards: list[Shard], *, peers: list[Shard], processes: int = 1, shown: bool = False) -> int:
+    """Convert the shards that have no cache; return how many.
+
+    Args:
+        caches: where to.
+        shards: this rank's.
+        peers: all ranks'; a failure in any of them stops this.
+        processes: to parse in.
+        shown: draw a progress bar.
+
+    Raises:
+        DataError: this rank's own, or the one that a peer has met.
+    """
+    if not shards:
+        return 0
+    from smp_train.data.index import clock
+
+    folder = caches.folder
+    since = clock(folder) - SLACK_SECONDS
+    caches.forget_failures(shards)
+    processes = min(processes, len(shards)) if sum(shard.size for shard in shards) >= WORTH_BYTES else 1
+    with Progress("token cache", sum(shard.size for shard in shards), "B", shown) as progress:
+        watch = _Watch(caches, peers, since, progress.update)
+        wanted = (shard for shard in shards if caches.find(shard) is None)
+        coming = s3.staged(wanted, folder) if s3.is_s3(shards[0].path) else ((shard, None) for shard in wanted)
+        if processes == 1:
+            return sum(_write(caches, shard, copy, watch) for shard, copy in coming)
+        return _spread(caches, coming, processes, watch)
+
+
+class _Watch:
+    """Counts progress, and every second looks whether a peer has failed."""
+
+    def __init__(self, caches: Caches, peers: list[Shard], since: float, advance: Callable[[int], None]) -> None:
+        self.caches, self.peers, self.since, self.advance = caches, peers, since, advance
+        self._due = time.monotonic() + LOOK_SECONDS
+
+    def __call__(self, done: int) -> None:
+        self.advance(done)
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + LOOK_SECONDS
+            self.caches.raise_failure(self.peers, self.since)
+
+
+def _write(caches: Caches, shard: Shard, copy: str | None, tick: Callable[[int], None]) -> int:
+    try:
+        caches.write(shard, tick, copy)
+    finally:
+        if copy is not None:
+            os.unlink(copy)
+    return 1
+
+
+def _spread(
+    caches: Caches, coming: Iterator[tuple[Shard, str | None]], processes: int, watch: Callable[[int], None]
+) -> int:
+    """Deal shards to processes as they come; a failure of one is raised here, the others stop by the word it leaves."""
+    done = 0
+    assert isinstance(watch, _Watch)
+    given = (caches, watch.peers, watch.since)
+    # Spawned: a fork would take a copy of a process that may hold CUDA, threads and locks.
+    with ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=given
+    ) as pool:
+        pending: dict[Future[int], Shard] = {}
+        try:
+            for shard, copy in coming:
+                pending[pool.submit(_work, shard, copy)] = shard
+                while len(pending) >= 2 * processes:
+                    done += _collect(pending, watch)
+            while pending:
+                done += _collect(pending, watch)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return done
+
+
+def _collect(pending: dict[Future[int], Shard], watch: Callable[[int], None]) -> int:
+    finished, _ = wait(pending, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
+    done = 0
+    for future in finished:
+        shard = pending.pop(future)
+        done += future.result()
+        watch(shard.size)
+    watch(0)
+    return done
+
+
+_worker: list[tuple[Caches, _Watch]] = []
+
+
+def _start(caches: Caches, peers: list[Shard], since: float) -> None:
+    """Set a process up: it holds the caches, and ends with its parent, however that ends."""
+    _worker.append((caches, _Watch(caches, peers, since, lambda done: None)))
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _work(shard: Shard, copy: str | None) -> int:
+    caches, watch = _worker[0]
+    return _write(caches, shard, copy, watch)

@@ -1,0 +1,141 @@
+"""Which kind of data set a place holds, told by what lies there; converted and opened accordingly."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from itertools import pairwise
+from pathlib import Path
+
+from smp_train.data import arrow, index, s3, token_cache
+from smp_train.data.index import Caches, TokenShards, share
+from smp_train.data.source import Source
+from smp_train.data.utils import Shard, is_shard_name
+from smp_train.errors import DataError
+
+logger = logging.getLogger("smp_train.data")
+
+SHARDS, PREPARED, ARROW = "JSON-lines shards", "prepared tokens", "Hugging Face data set"
+
+
+def kind_of(location: str, dataset_type: str = "gpt_jsonl") -> str:
+    """Return `SHARDS`, `PREPARED` (.tok and .idx) or `ARROW`. Raises DataError for a mix, or another than asked for."""
+    names = _names(location)
+    kinds = {SHARDS: any(is_shard_name(name) and name not in (arrow.STATE, arrow.INFO) for name in names)}
+    kinds[PREPARED] = any(name.endswith(".idx") and name[0] not in "._" for name in names)
+    kinds[ARROW] = arrow.is_arrow(names)
+    found = [kind for kind, there in kinds.items() if there]
+    if not s3.is_s3(location):
+        arrow.refuse_dict(location, names)
+    if len(found) > 1:
+        raise DataError(f"{location}: holds {' and '.join(found)}; keep one kind in a folder")
+    if dataset_type == "hf" and found != [ARROW]:
+        raise DataError(f"{location}: --dataset_type hf, but save_to_disk did not write this; leave the flag out")
+    return found[0] if found else SHARDS
+
+
+def _names(location: str) -> set[str]:
+    if s3.is_s3(location):
+        return {shard.name for shard in s3.list_folder(location)[0]}
+    return set(os.listdir(location)) if os.path.isdir(location) else {os.path.basename(location)}
+
+
+def convert_place(
+    location: str,
+    *,
+    dataset_type: str = "gpt_jsonl",
+    vocab_size: int,
+    cache_dir: str | None = None,
+    zipped: bool | None = None,
+    max_bad: float | None = None,
+    rank: int = 0,
+    world: int = 1,
+    processes: int = 1,
+) -> int:
+    """Do this rank's share of what has to be done once before rows can be read; return how many files that were.
+
+    No collectives. Raises DataError.
+    """
+    kind = kind_of(location, dataset_type)
+    if kind == SHARDS:
+        return index.convert(
+            location, vocab_size=vocab_size, cache_dir=cache_dir, zipped=zipped, max_bad=max_bad, rank=rank,
+            world=world, processes=processes,
+        )  # fmt: skip
+    if s3.is_s3(location):
+        return len(bring(location, cache_dir, rank, world)[1])
+    return arrow.check_share(Caches(location, vocab_size, cache_dir), location, rank, world) if kind == ARROW else 0
+
+
+def open_place(
+    location: str,
+    *,
+    dataset_type: str = "gpt_jsonl",
+    vocab_size: int,
+    cache_dir: str | None = None,
+    zipped: bool | None = None,
+    max_bad: float | None = None,
+    rank: int = 0,
+    world: int = 1,
+    processes: int = 1,
+) -> Source:
+    """Open a place after `convert_place` on all ranks. Raises DataError."""
+    kind = kind_of(location, dataset_type)
+    if kind == SHARDS:
+        return index.open_source(
+            location, vocab_size=vocab_size, cache_dir=cache_dir, zipped=zipped, max_bad=max_bad, rank=rank,
+            world=world, processes=processes,
+        )  # fmt: skip
+    logger.info("%s: %s", location, kind)
+    here = bring(location, cache_dir)[0] if s3.is_s3(location) else location
+    if kind == PREPARED:
+        return open_prepared(here, vocab_size)
+    return arrow.open_arrow(Caches(here, vocab_size, cache_dir), here)
+
+
+def open_prepared(location: str, vocab_size: int) -> TokenShards:
+    """Open a folder of ``.tok`` and ``.idx`` files, in order of the names of the shards they were made from."""
+    found = []
+    for path in sorted(Path(location).glob("[!._]*.idx")):
+        base = str(path)[: -len(".idx")]
+        opened = token_cache.read_header(base)
+        if opened is None:
+            raise DataError(f"{path}: is damaged, of another version, or without its .tok; make it or copy it again")
+        if opened[0].vocab_size > vocab_size:
+            raise DataError(
+                f"{path}: was made for a vocabulary of {opened[0].vocab_size}, the model has {vocab_size}; "
+                "use the tokenizer of the model, or set --vocab_size"
+            )
+        found.append((opened[0].source, base, opened[0]))
+    found.sort(key=lambda entry: entry[:2])
+    for (name, base, _), (again, other, _) in pairwise(found):
+        if name == again:
+            raise DataError(f"{base}.tok: {other}.tok holds the same shard, {name}; remove one of the two")
+    files = [Shard(base + ".tok", name, header.size, 0) for name, base, header in found]
+    return TokenShards(files, [(base, header) for _, base, header in found])
+
+
+def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -> tuple[str, list[str]]:
+    """Copy this rank's share of a folder in S3 that is read as it lies; return (local folder, what was fetched).
+
+    The local folder is named by the versions of all objects, so another version never mixes with it.
+    """
+    objects = s3.list_folder(location)[0]
+    digest = hashlib.blake2b(digest_size=8)
+    for shard in objects:
+        digest.update(f"{shard.path} {shard.size} {shard.etag}\n".encode())
+    folder = os.path.join(cache_dir or index.own_folder(), f"s3-{digest.hexdigest()}")
+    os.makedirs(folder, exist_ok=True)
+    missing = [
+        shard
+        for shard in share(objects, rank, world)
+        if shard.size and not _is_file_of(os.path.join(folder, shard.name), shard.size)
+    ]
+    for shard, copy in s3.staged(missing, folder) if missing else ():
+        os.replace(copy, os.path.join(folder, shard.name))
+    return folder, [shard.name for shard in missing]
+
+
+def _is_file_of(path: str, size: int) -> bool:
+    return os.path.isfile(path) and os.path.getsize(path) == size

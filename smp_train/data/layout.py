@@ -1,0 +1,176 @@
+"""Rows of any length as samples of one length: split, joined end to end, or packed whole.
+
+A `Layout` is itself a `Source`, so order, resume and audit hold for its samples as they do for rows. What
+it needs is the length of every row (one pass over the index, no token is read) and 8 to 24 bytes of memory
+per row; every rank computes the same tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from smp_train.data.source import Row, Source, lengths, shards, trimmed
+from smp_train.errors import ConfigError, DataError
+
+LONG = ("truncate", "split", "crop", "error")
+SHORT = ("pad", "concat", "pack")
+
+
+def pack(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Put items into as few bins of ``capacity`` as best-fit decreasing finds; return the items of each.
+
+    Best fit decreasing needs at most 11/9 of the fewest bins possible, plus one (Johnson, Demers, Ullman,
+    Garey and Graham, 1974). Ties are broken by index, so the result depends on the sizes alone.
+    """
+    bins: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # Bit f is set when some bin has f tokens of room: the smallest that is enough is one shift away.
+    rooms = 0
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        enough = rooms >> size
+        if enough:
+            room = size + (enough & -enough).bit_length() - 1
+            number = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+            bins[number].append(item)
+        else:
+            room, number = capacity, len(bins)
+            bins.append([item])
+        if room > size:
+            rooms |= 1 << (room - size)
+            with_room[room - size].append(number)
+    # In the order of their first items, so that nearby rows stay nearby on disk.
+    return sorted(sorted(items) for items in bins)
+
+
+class Layout(Source):
+    """Samples of at most ``seq_len`` tokens made of a source's rows, every token of every row in one of them.
+
+    Padding at the ends of rows is left out first. ``--long split`` cuts a row into pieces of ``seq_len``
+    (a last piece of a single token, with nothing to predict, is dropped); ``--short concat`` joins all rows
+    end to end, in stored order, and cuts the whole; ``--short pack`` puts whole rows, or the pieces of long
+    ones, together where they fit, and keeps them apart: positions start again at each, none sees another.
+
+    Args:
+        source: the rows.
+        seq_len: tokens of a sample, at most.
+        long: ``split``, ``truncate`` or ``error``: what becomes of rows above ``seq_len`` tokens.
+        short: ``pad`` (a sample is of one row), ``concat`` or ``pack``.
+    """
+
+    def __init__(self, source: Source, seq_len: int, *, long: str = "split", short: str = "pad") -> None:
+        if long == "crop":
+            raise ConfigError(f"--long crop does not go with --short {short}; use split or truncate")
+        self.source = source
+        self.seq_len = seq_len
+        self.layout = f"--short {short} --long {long} --max_context_width {seq_len}"
+        self.fingerprint = hashlib.blake2b(
+            f"{source.fingerprint} {self.layout}".encode(), digest_size=16
+        ).hexdigest()
+        sizes = lengths(source)
+        if long == "error":
+            _refuse_long(source, sizes, seq_len)
+        self._whole = sizes
+        self._sizes = np.minimum(sizes, seq_len) if long == "truncate" else sizes
+        self._short = short
+        of_shards = shards(source)
+        self._bins: list[list[int]] = []
+        if short == "concat":
+            self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
+            firsts = [-(-int(self._starts[rows.start]) // seq_len) for rows in of_shards]
+            total = max(0, int(self._starts[-1]) - 2) // seq_len + 1
+        else:
+            # A row of n tokens has ceil((n - 1) / seq_len) pieces: one token alone predicts nothing.
+            pieces = np.maximum(1, (self._sizes - 2) // seq_len + 1)
+            self._starts = np.concatenate([[0], np.cumsum(pieces)])
+            firsts = [int(self._starts[rows.start]) for rows in of_shards]
+            total = int(self._starts[-1])
+            if short == "pack":
+                firsts, total = self._pack(of_shards)
+        firsts = [min(first, total) for first in firsts]
+        self.shards = [range(a, b) for a, b in zip(firsts, [*firsts[1:], total], strict=True)]
+        self._size = total
+
+    def _pack(self, of_shards: list[range]) -> tuple[list[int], int]:
+        firsts = []
+        for rows in of_shards:
+            firsts.append(len(self._bins))
+            first, last = int(self._starts[rows.start]), int(self._starts[rows.stop])
+            spans = np.array([self._piece(piece)[2] - self._piece(piece)[1] for piece in range(first, last)])
+            self._bins += [[first + item for item in items] for items in pack(spans, self.seq_len)]
+        return firsts, len(self._bins)
+
+    def _piece(self, piece: int) -> tuple[int, int, int]:
+        row = int(np.searchsorted(self._starts, piece, side="right")) - 1
+        begin = (piece - int(self._starts[row])) * self.seq_len
+        return row, begin, min(begin + self.seq_len, int(self._sizes[row]))
+
+    def pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """Return what sample ``index`` is made of: (row, begin, end) in tokens of the row without padding."""
+        if not 0 <= index < self._size:
+            raise IndexError(f"sample {index} of {self._size}")
+        if self._short == "pad":
+            return [self._piece(index)]
+        if self._short == "pack":
+            return [self._piece(piece) for piece in self._bins[index]]
+        begin = index * self.seq_len
+        end = min(begin + self.seq_len, int(self._starts[-1]))
+        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        found = []
+        for row in range(first, len(self._sizes)):
+            start, stop = int(self._starts[row]), int(self._starts[row + 1])
+            if start >= end:
+                break
+            if stop > begin:
+                found.append((row, max(begin - start, 0), min(end, stop) - start))
+        return found
+
+    def __len__(self) -> int:
+        return self._size
+
+    def row(self, index: int) -> Row:
+        """Return sample ``index``; ``documents`` is given when it is packed of several."""
+        spans = self.pieces(index)
+        ids, masks = [], []
+        for row, begin, end in spans:
+            found = trimmed(self.source.row(row))
+            ids.append(found.input_ids[begin:end])
+            masks.append(np.ones(end - begin, bool) if found.counted is None else found.counted[begin:end])
+        counted = np.concatenate(masks)
+        packed = self._short == "pack" and len(spans) > 1
+        return Row(
+            np.concatenate(ids),
+            None if counted.all() else counted,
+            np.array([end - begin for _, begin, end in spans]) if packed else None,
+        )
+
+    def name(self, index: int) -> str:
+        """Return the names of the rows it is made of joined by ``+``, with ``[begin:end]`` where not whole."""
+        return "+".join(
+            self.source.name(row)
+            + ("" if begin == 0 and end == self._whole[row] else f"[{begin}:{end}]")
+            for row, begin, end in self.pieces(index)
+        )
+
+
+def _refuse_long(source: Source, sizes: np.ndarray, seq_len: int) -> None:
+    longest = int(sizes.argmax())
+    if sizes[longest] > seq_len:
+        raise DataError(
+            f"{source.name(longest)}: row of {sizes[longest]} tokens is longer than the {seq_len} of "
+            "--max_context_width; use --long split or truncate, or prepare shorter rows"
+        )
+
+
+def lay_out(source: Source, seq_len: int, *, long: str, short: str) -> Source:
+    """Return ``source`` as samples of ``seq_len`` tokens; itself when a sample is a row."""
+    for flag, value, known in (("long", long, LONG), ("short", short, SHORT)):
+        if value not in known:
+            raise ConfigError(f"--{flag} {value} is not known; use one of {', '.join(known)}")
+    if short == "pad" and long != "split":
+        return source
+    return Layout(source, seq_len, long=long, short=short)

@@ -1,0 +1,106 @@
+"""The data of a run, as its arguments ask for it: opened on all ranks together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from smp_train import runtime
+from smp_train.data.blend import BlendOrder, Joined, read_weights
+from smp_train.data.conversion import processes_for
+from smp_train.data.formats import convert_place, open_place
+from smp_train.data.layout import lay_out
+from smp_train.data.order import Order
+from smp_train.data.pipelines.data_pipeline import TrainingData, ValidationData
+from smp_train.data.source import Source, shards
+from smp_train.data.synthetic import Synthetic
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
+    from smp_train.runtime import Runtime
+
+KEEP_ALL = ("concat", "pack")
+
+
+def long_rows(args: Arguments) -> str:
+    """Return what becomes of long rows: --long, or by default what goes with --short."""
+    return args.long or ("split" if args.short in KEEP_ALL else "truncate")
+
+
+def open_data(
+    args: Arguments,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    ranks: Runtime,
+    dp_rank: int,
+    dp_size: int,
+    pin_memory: bool = False,
+) -> tuple[TrainingData, ValidationData | None]:
+    """Open the training and the validation data as this rank sees them; collective.
+
+    Args:
+        args: the flags of the run.
+        vocab_size: ids must be below it.
+        seq_len: tokens of a sample.
+        ranks: this rank among all, which share the conversion.
+        dp_rank: this rank among the data-parallel ones, which share the rows.
+        dp_size: data-parallel ranks.
+        pin_memory: make batches in page-locked memory.
+    """
+
+    def opened(place: str) -> Source:
+        return lay_out(_open_place(args, place, vocab_size, ranks), seq_len, long=long, short=args.short)
+
+    long = long_rows(args)
+    share: dict[str, Any] = {
+        "seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "long": long, "pin_memory": pin_memory,
+    }  # fmt: skip
+    source: Source
+    held_out: Source | None = None
+    order: Order | BlendOrder | None = None
+    if args.use_synthetic_data:
+        source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
+        # Another seed, not another part: synthetic rows have no end.
+        held_out = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
+    else:
+        assert args.training_dir is not None, "checked by arguments.validate"
+        places, weights = read_weights(args.training_dir)
+        sources = [opened(place) for place in places]
+        source = sources[0] if len(sources) == 1 else Joined(sources, places)
+        if weights is not None and isinstance(source, Joined):
+            order = BlendOrder(source, weights, args.seed, args.shuffle)
+        if args.test_dir is not None:
+            held_out = opened(args.test_dir)
+    with runtime.together("preparing the data"):
+        training = TrainingData(
+            source,
+            order or Order(len(source), args.seed, args.shuffle, shards(source)),
+            micro_batch=args.train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            named=args.data_audit,
+            **share,
+        )
+        if held_out is None:
+            return training, None
+        return training, ValidationData(
+            held_out,
+            micro_batch=args.val_batch_size,
+            max_batches=args.validation_batches,
+            fast=args.fast_validation,
+            **share,
+        )
+
+
+def _open_place(args: Arguments, place: str, vocab_size: int, ranks: Runtime) -> Source:
+    options: dict[str, Any] = {
+        "dataset_type": args.dataset_type,
+        "vocab_size": vocab_size,
+        "cache_dir": args.data_cache_dir,
+        "zipped": args.zipped_data,
+        "processes": processes_for(args.data_num_workers, ranks.local_world_size),
+        "max_bad": args.max_bad if args.bad_rows == "skip" else None,
+    }
+    with runtime.together(f"reading {place}"):
+        convert_place(place, rank=ranks.rank, world=ranks.world_size, **options)
+    with runtime.together(f"opening {place}"):
+        return open_place(place, rank=ranks.local_rank, world=ranks.local_world_size, **options)

@@ -1,0 +1,139 @@
+"""What a batch is, and how rows become one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smp_train.data.source import Row, trimmed
+from smp_train.errors import DataError
+
+IGNORED = -100
+"""The label that cross entropy leaves out."""
+
+
+@dataclass
+class Batch:
+    """One micro-batch of one rank."""
+
+    input_ids: Tensor
+    """int64 [micro_batch, seq_len]; 0 where a short row is padded."""
+    labels: Tensor
+    """int64 [micro_batch, seq_len], not shifted; -100 where attention_mask is 0 and where a document begins that is
+    packed behind another."""
+    attention_mask: Tensor | None
+    """int64 [micro_batch, seq_len], or None when it is 1 everywhere."""
+    samples: list[str] = field(default_factory=list)
+    """What each row is called in the data set, ``shard-file:line``; a filler row has an empty name."""
+    truncated: int = 0
+    """Rows that were longer than seq_len and lost their end."""
+    position_ids: Tensor | None = None
+    """int64 [micro_batch, seq_len], starting again from 0 at each packed document, and at padding behind them; None
+    when every row is one document. A token attends to its own document only. `attention_mask` is None beside it."""
+
+    def counted_tokens(self) -> int:
+        """Return how many labels the loss counts: those with a token before them that are not -100."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+    @classmethod
+    def blank(cls, micro_batch: int, seq_len: int) -> Batch:
+        """Return a batch of which nothing is counted: what a rank without data takes part with."""
+        shape = (micro_batch, seq_len)
+        return cls(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED), None)
+
+
+def crop(row: Row, name: str, seq_len: int, key: str) -> tuple[Row, str]:
+    """Return ``seq_len`` tokens of a longer row from a place drawn by ``key`` alone, every place as likely."""
+    row = trimmed(row)
+    spare = row.input_ids.size - seq_len
+    if spare <= 0:
+        return row, name
+    draw = int.from_bytes(hashlib.blake2b(f"smp-train crop {key}".encode(), digest_size=8).digest(), "little")
+    span = slice(draw % (spare + 1), draw % (spare + 1) + seq_len)
+    counted = None if row.counted is None else row.counted[span]
+    return Row(row.input_ids[span], counted), f"{name}[{span.start}:{span.stop}]"
+
+
+def _cut(row: Row, name: str, seq_len: int, long: str) -> Row:
+    """Return the beginning of a row above ``seq_len`` tokens, or refuse it."""
+    if long == "error":
+        raise DataError(
+            f"{name}: row of {row.input_ids.size} tokens is longer than the {seq_len} of --max_context_width; "
+            "use --long split or truncate, or prepare shorter rows"
+        )
+    row = trimmed(row)
+    counted = None if row.counted is None else row.counted[:seq_len]
+    if counted is not None and not counted[1:].any():
+        raise DataError(
+            f"{name}: none of its first {seq_len} tokens is counted: nothing to learn; "
+            "use --long split, or raise --max_context_width"
+        )
+    return Row(row.input_ids[:seq_len], counted)
+
+
+def collate(
+    rows: list[Row],
+    names: list[str],
+    seq_len: int,
+    *,
+    long: str = "truncate",
+    pin_memory: bool = False,
+) -> Batch:
+    """Stack rows into [len(rows), seq_len]: the end of long rows cut off, short rows padded on the right.
+
+    Raises DataError when a row is longer than ``seq_len`` and ``long`` is ``error``, and when what a cut leaves of a
+    row has nothing counted.
+    """
+    tensor = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory)
+    ids = tensor.numpy()
+    mask: np.ndarray | None = None
+    truncated = 0
+    for place, (row, name) in enumerate(zip(rows, names, strict=True)):
+        if row.input_ids.size > seq_len:
+            whole = trimmed(row).input_ids.size
+            rows[place] = row = _cut(row, name, seq_len, long)
+            truncated += whole > seq_len
+        n = row.input_ids.size
+        ids[place, :n] = row.input_ids
+        ids[place, n:] = 0
+        if n < seq_len or row.counted is not None:
+            if mask is None:
+                mask = np.ones((len(rows), seq_len), dtype=np.int64)
+            mask[place, n:] = 0
+            if row.counted is not None:
+                mask[place, :n] = row.counted
+    labels = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory).copy_(tensor)
+    if mask is not None:
+        labels.numpy()[mask == 0] = IGNORED
+    if any(row.documents is not None for row in rows):
+        positions = _positions(rows, names, seq_len)
+        labels.numpy()[positions == 0] = IGNORED
+        return Batch(tensor, labels, None, names, truncated, _pinned(positions, pin_memory))
+    if mask is None or mask.all():
+        return Batch(tensor, labels, None, names, truncated)
+    return Batch(tensor, labels, _pinned(mask, pin_memory), names, truncated)
+
+
+def _pinned(values: np.ndarray, pin_memory: bool) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if pin_memory else tensor
+
+
+def _positions(rows: list[Row], names: list[str], seq_len: int) -> np.ndarray:
+    positions = np.empty((len(rows), seq_len), dtype=np.int64)
+    for place, row in enumerate(rows):
+        n = row.input_ids.size
+        if row.counted is not None:
+            raise DataError(
+                f"{names[place]}: attention_mask leaves out tokens inside the row, which cannot be packed with "
+                "others; use --short pad"
+            )
+        ends = np.cumsum([n] if row.documents is None else row.documents)
+        starts = np.concatenate([[0], ends])
+        starts = starts[starts < seq_len]
+        positions[place] = np.arange(seq_len) - np.repeat(starts, np.diff(np.append(starts, seq_len)))
+    return positions

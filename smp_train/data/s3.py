@@ -1,0 +1,236 @@
+"""Objects in S3, or anything that speaks its protocol: listed, and fetched many at a time.
+
+Credentials, region and endpoint are boto3's own business: ``AWS_PROFILE``, ``AWS_REGION``, ``AWS_ENDPOINT_URL`` and
+the rest mean what they always mean.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+from smp_train.data.utils import Shard
+from smp_train.errors import ConfigError, DataError
+
+SCHEME = "s3://"
+AT_ONCE = 8
+"""Objects in flight: one connection of S3 brings some 80 MB/s, and many small clients cost less than one big one."""
+READ_TIMEOUT_SECONDS = 20.0
+"""A connection that brings nothing for so long is given up and opened again."""
+ATTEMPTS = 10
+"""Tries in a row that may bring not a byte."""
+CHUNK = 1 << 17
+"""Bytes per read; of a read that breaks off, what it had is lost."""
+WAIT_SECONDS = 0.2
+"""Before the second try; doubled before each further one."""
+
+
+def is_s3(location: str) -> bool:
+    """Tell whether a location is in S3."""
+    return location.startswith(SCHEME)
+
+
+def split(location: str) -> tuple[str, str]:
+    """Return (bucket, key) of ``s3://bucket/key``."""
+    bucket, _, key = location[len(SCHEME) :].partition("/")
+    if not bucket:
+        raise DataError(f"{location}: names no bucket; write s3://bucket/prefix")
+    return bucket, key
+
+
+def connect(attempts: int = 5) -> Any:
+    """Return a client that tries every request ``attempts`` times. It must not be shared over a fork."""
+    try:
+        import boto3
+        import botocore.session
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ImportError:
+        raise ConfigError("s3:// needs the package boto3: pip install 'smp-train[s3]'") from None
+    try:
+        # A session of its own: the shared one is not safe to make clients from in several threads, and keeps
+        # credentials that may have been replaced. What boto3 reads from its own files is kept.
+        core = botocore.session.get_session()
+        core.register_component("data_loader", _loader())
+        return boto3.session.Session(botocore_session=core).client(
+            "s3",
+            config=Config(
+                max_pool_connections=2 * AT_ONCE,
+                connect_timeout=10,
+                read_timeout=READ_TIMEOUT_SECONDS,
+                retries={"mode": "standard", "total_max_attempts": attempts},
+            ),
+        )
+    except (BotoCoreError, ValueError) as error:
+        raise ConfigError(f"s3: no client can be made ({_line(error)}); check the AWS variables") from None
+
+
+@lru_cache
+def _loader() -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def explain(error: Exception, what: str, action: str) -> DataError:
+    """Turn boto3's error about ``what`` into a line that says what to do; ``action`` is the permission it needed."""
+    response = getattr(error, "response", {}) or {}
+    code = str(response.get("Error", {}).get("Code", ""))
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    region = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    bucket = split(what)[0]
+    if code in ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "InvalidToken"):
+        return DataError(f"{what}: the AWS credentials have expired ({code}); renew them and start again")
+    if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch"):
+        return DataError(f"{what}: the AWS credentials are not valid ({code}); try: aws sts get-caller-identity")
+    if code == "NoSuchBucket":
+        return DataError(f"{what}: no such bucket (404 {code}); check the name, and AWS_ENDPOINT_URL if it is set")
+    if status == 403:
+        return DataError(f"{what}: access denied (403 {code}); the role in use needs {action} on {bucket}")
+    if status == 404:
+        return DataError(f"{what}: no such object (404 {code}); was it removed after the listing?")
+    if status == 412:
+        return DataError(f"{what}: was replaced while it was being read (412); start again when the data is complete")
+    if (status in (301, 307, 400) and region) or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
+        return DataError(f"{what}: the bucket is in another region ({status} {code}); set AWS_REGION={region or '...'}")
+    if type(error).__name__ == "NoCredentialsError":
+        return DataError(f"{what}: no AWS credentials found; set AWS_PROFILE, or give the machine a role")
+    return DataError(f"{what}: S3 does not answer as it should ({_line(error)})")
+
+
+def list_folder(location: str, client: Any = None) -> tuple[list[Shard], list[str]]:
+    """List (objects, names of folders) directly below a prefix, or the one object given; in order of keys.
+
+    Raises DataError when the listing is refused.
+    """
+    bucket, key = split(location)
+    client = client or connect()
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    prefix = key if not key or key.endswith("/") else key + "/"
+    found: list[Shard] = []
+    folders: list[str] = []
+    try:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
+        for page in pages:
+            found += [_object(bucket, entry, prefix) for entry in page.get("Contents", ())]
+            folders += [entry["Prefix"][len(prefix) :].rstrip("/") for entry in page.get("CommonPrefixes", ())]
+        if not found and not folders and prefix != key:
+            page = client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
+            parent = key.rpartition("/")[0]
+            found = [
+                _object(bucket, entry, parent + "/" if parent else "")
+                for entry in page.get("Contents", ())
+                if entry["Key"] == key
+            ]
+    except (ClientError, BotoCoreError) as error:
+        raise explain(error, location, "s3:ListBucket") from None
+    # An object whose key is the prefix itself is how consoles draw an empty folder.
+    return [shard for shard in found if shard.name], folders
+
+
+def _object(bucket: str, entry: dict[str, Any], prefix: str) -> Shard:
+    modified = int(entry["LastModified"].timestamp()) * 10**9
+    name = entry["Key"][len(prefix) :]
+    return Shard(f"{SCHEME}{bucket}/{entry['Key']}", name, entry["Size"], modified, entry["ETag"].strip('"'))
+
+
+def fetch(shard: Shard, path: str, client: Any, tick: Callable[[], None] = lambda: None) -> None:
+    """Write an object to ``path``, exactly the version that was listed.
+
+    A body that breaks off is taken up where it broke (Range), under the condition that the object is still the same
+    (If-Match). ``tick`` is called now and then. Raises DataError.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+    from urllib3.exceptions import HTTPError
+
+    bucket, key = split(shard.path)
+    done = failures = 0
+    with open(path, "wb") as file:
+        while done < shard.size:
+            before = done
+            try:
+                given = {"Range": f"bytes={done}-"} if done else {}
+                body = client.get_object(Bucket=bucket, Key=key, IfMatch=f'"{shard.etag}"', **given)["Body"]
+                try:
+                    for chunk in body.iter_chunks(CHUNK):
+                        file.write(chunk)
+                        done += len(chunk)
+                        tick()
+                finally:
+                    body.close()
+                problem: Exception = EOFError(f"{done} of {shard.size} bytes")
+            except ClientError as error:
+                status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+                if status < 500 and status != 429:
+                    raise explain(error, shard.path, "s3:GetObject") from None
+                problem = error
+            except (BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
+                if type(error).__name__ == "NoCredentialsError":
+                    raise explain(error, shard.path, "s3:GetObject") from None
+                problem = error
+            if done > shard.size:
+                raise DataError(f"{shard.path}: is longer than it was listed; start again when the data is complete")
+            failures = 0 if done > before else failures + 1
+            if failures >= ATTEMPTS:
+                raise DataError(
+                    f"{shard.path}: cannot be read: {failures} tries in a row brought nothing (last: {_line(problem)})"
+                )
+            if failures:
+                time.sleep(min(WAIT_SECONDS * 2 ** (failures - 1), 10.0))
+
+
+def staged(
+    shards: Iterable[Shard], folder: str, *, at_once: int = AT_ONCE, client: Any = None
+) -> Iterator[tuple[Shard, str]]:
+    """Yield (object, local copy) in the order given, ``at_once`` being fetched meanwhile.
+
+    Copies are temporary files in ``folder``: whoever takes one removes it. Never more than ``at_once`` lie there
+    untaken; those go when the iterator is closed.
+    """
+    # `fetch` tries again itself: it knows what it has already.
+    client = client or connect(attempts=1)
+
+    def get(shard: Shard) -> str:
+        handle, path = tempfile.mkstemp(prefix=".stage.", suffix=".tmp", dir=folder)
+        os.close(handle)
+        try:
+            fetch(shard, path, client, stop)
+        except BaseException:
+            os.unlink(path)
+            raise
+        return path
+
+    def stop() -> None:
+        if closing:
+            raise InterruptedError
+
+    closing: list[bool] = []
+    waiting: deque[tuple[Shard, Future[str]]] = deque()
+    coming = iter(shards)
+    with ThreadPoolExecutor(at_once, thread_name_prefix="smp-train-s3") as pool:
+        try:
+            while True:
+                for shard in coming:
+                    waiting.append((shard, pool.submit(get, shard)))
+                    if len(waiting) >= at_once:
+                        break
+                if not waiting:
+                    return
+                shard, copy = waiting.popleft()
+                yield shard, copy.result()
+        finally:
+            closing.append(True)
+            for _, copy in waiting:
+                if not copy.cancel() and copy.exception() is None:
+                    os.unlink(copy.result())

@@ -1,0 +1,161 @@
+"""Saves in the background: of the step they were asked at, committed like any other, their failures not lost."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
+from smp_train.checkpoints import staging as staging_module
+from smp_train.errors import CheckpointError
+from tests.distributed.test_checkpoints import Small, digests, group, prepare, same_on_all
+from tests.distributed.test_checkpoints import train as updates
+from tests.harness import run
+from tests.training import flags, read_checkpoint, steps, train
+
+
+def torn(folder: str, layout: str) -> list[dict[str, str]]:
+    """Save three times, each time training on at once while the writer is held up; digests before and of the file."""
+    with group():
+        written = threading.Event()
+        manager = CheckpointManager(
+            [Policy(folder, 1, 9)], model_type="m", asynchronous=True, on_stage=lambda stage: written.wait(30)
+        )
+        model, optimizer = prepare("small", layout, seed=1)
+        optimizer.register_step_pre_hook(lambda *_: manager.staged())
+        updates("small", model, optimizer, range(1))
+        expected = []
+        for step in (1, 2, 3):
+            written.clear()
+            expected.append(digests(model, optimizer))
+            assert manager.save(step, gather_state(model, optimizer), {}) == []
+            updates("small", model, optimizer, range(step, step + 2))
+            written.set()
+            assert [saved.step for saved in manager.finish()] == [step]
+        problems = []
+        for step, before in zip((1, 2, 3), expected, strict=True):
+            other, fresh = prepare("small", layout, seed=2)
+            find(f"{folder}/m-{step}steps").load(gather_state(other, fresh))
+            found = digests(other, fresh)
+            problems.append({key: value for key, value in before.items() if found[key] != value})
+        return problems
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, "plain"), (2, "fsdp"), (4, "tensor")])
+def test_what_is_saved_is_the_step_it_was_asked_at(tmp_path: Path, world: int, layout: str) -> None:
+    assert same_on_all(run(torn, world, str(tmp_path), layout)) == [{}, {}, {}]
+
+
+def test_an_update_waits_for_the_copy_and_not_for_the_file() -> None:
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = gather_state(model, optimizer)
+    stager = staging_module.Stager()
+    copy, complete = stager.begin(state)
+    with torch.no_grad():
+        before = model.first.weight.clone()
+        model.first.weight.add_(1)  # too early: the test would not notice a torn save if this could not be seen
+        complete()
+    assert not torch.equal(copy["model"]["first.weight"], before)
+    with torch.no_grad():
+        model.first.weight.sub_(1)
+    copy, complete = stager.begin(state)
+    model.seen += 1  # as a forward pass does: copied already
+    complete()
+    assert torch.equal(copy["model"]["seen"], torch.zeros(2))
+    addresses = {path: value.data_ptr() for path, value in staging_module.leaves(copy)}
+    copy, complete = stager.begin(state)
+    assert addresses == {path: value.data_ptr() for path, value in staging_module.leaves(copy)}
+
+
+def failing(folder: str) -> tuple[str, int]:
+    with group():
+        fail = [True]
+
+        def on_stage(stage: str) -> None:
+            if stage == "write" and dist.get_rank() == 1 and fail[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", asynchronous=True, on_stage=on_stage)
+        state = {"model": {f"w{dist.get_rank()}": torch.ones(9)}}
+        manager.save(1, state, {})
+        with pytest.raises(CheckpointError) as failure:
+            manager.finish()
+        fail[0] = False
+        manager.save(2, state, {})
+        return str(failure.value), len(manager.finish())
+
+
+def test_a_failure_in_the_background_is_that_of_all_ranks(tmp_path: Path) -> None:
+    message, committed = same_on_all(run(failing, 2, str(tmp_path)))
+    assert "m-1steps: rank 1 on" in message
+    assert "No space left on device" in message
+    assert committed == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m-2steps"]
+
+
+def overlapping(folder: str) -> list[str]:
+    """Reduce on the training group while the writer exchanges on its own, many times over."""
+    with group():
+        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", asynchronous=True)
+        for step in range(1, 6):
+            manager.save(step, {"model": {f"w{dist.get_rank()}": torch.full((999,), float(step))}}, {})
+            for _ in range(50):
+                value = torch.ones(100)
+                dist.all_reduce(value)
+                assert value[0] == dist.get_world_size()
+        return [Path(saved.path).name for saved in manager.finish()]
+
+
+def test_training_and_saving_do_not_mix_up_their_messages(tmp_path: Path) -> None:
+    assert same_on_all(run(overlapping, 2, str(tmp_path))) == [f"m-{step}steps" for step in range(1, 6)]
+
+
+def test_without_memory_for_a_copy_saves_are_synchronous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(staging_module, "free_host_bytes", lambda: 100)
+    manager = CheckpointManager([Policy(str(tmp_path), 1, 2)], model_type="m", asynchronous=True)
+    assert manager.save(1, {"model": {"w": torch.ones(999)}}, {}) == [f"{tmp_path}/m-1steps"]
+    assert "saves are synchronous" in caplog.text
+
+
+def test_a_failing_run_waits_a_little_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    manager = CheckpointManager(
+        [Policy(str(tmp_path), 1, 2)], model_type="m", asynchronous=True, on_stage=lambda stage: held.wait(30)
+    )
+    manager.save(1, {"model": {"w": torch.ones(9)}}, {})
+    monkeypatch.setattr("smp_train.checkpoints.manager.ABANDON_SECONDS", 0.2)
+    began = time.monotonic()
+    manager.close()
+    assert time.monotonic() - began < 5
+    assert find(tmp_path) is None
+    held.set()
+    manager.finish()
+
+
+def values(folder: Path) -> list[Any]:
+    return [[record[key] for key in ("step", "loss", "grad_norm", "tokens")] for record in steps(folder)]
+
+
+@pytest.mark.slow
+def test_a_run_with_asynchronous_saves_writes_the_same_checkpoints(tmp_path: Path) -> None:
+    for kind in ("sharded", "async_sharded"):
+        options = {"checkpoint_type": kind, "checkpoint_freq": 1, "num_kept_checkpoints": 9, "max_steps": 4}
+        run(train, 2, flags(tmp_path / kind, **options))
+    assert values(tmp_path / "async_sharded") == values(tmp_path / "sharded")
+    for step in (1, 2, 3, 4):
+        ours, theirs = (
+            read_checkpoint(tmp_path / kind / "checkpoints" / f"llama_v2-{step}steps")
+            for kind in ("async_sharded", "sharded")
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), step

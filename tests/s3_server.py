@@ -1,0 +1,126 @@
+"""An S3 server on the loopback interface, and in front of it a proxy that fails in the ways real ones do."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+XML = '<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'
+STATUS = {"SlowDown": 503, "AccessDenied": 403, "NoSuchKey": 404, "ExpiredToken": 400, "PermanentRedirect": 301}
+
+
+class Proxy(ThreadingHTTPServer):
+    """Hands requests on to the server behind it, unless the key asked for has a fault waiting.
+
+    Faults are taken from ``faults[key]`` one per GET: ``short`` and ``reset`` send half a body, ``stall`` half and then
+    nothing; a function is called before the request is handed on; any other is an S3 error code. Listings are the key
+    ``?list``. ``delay`` seconds pass before each answer.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, behind: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behind = urlsplit(behind)
+        self.faults: dict[str, deque[str | Callable[[], None]]] = defaultdict(deque)
+        self.delay = 0.0
+        self.rate = 0.0
+        self.gets: list[tuple[str, str | None]] = []
+        self.released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = urlsplit(self.path)
+        key = "?list" if "list-type" in parts.query else unquote(parts.path).split("/", 2)[-1]
+        fault = None
+        if self.command == "GET":
+            self.server.gets.append((key, self.headers.get("Range")))
+            with contextlib.suppress(IndexError):
+                fault = self.server.faults[key].popleft()
+        if self.server.delay:
+            time.sleep(self.server.delay)
+        if callable(fault):
+            fault()
+            fault = None
+        if fault in STATUS:
+            self.reply(STATUS[fault], [("x-amz-bucket-region", "eu-west-3")], XML.format(code=fault).encode())
+            return
+        connection = http.client.HTTPConnection(self.server.behind.hostname, self.server.behind.port)
+        connection.request(self.command, self.path, body, dict(self.headers))
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        self.reply(response.status, response.getheaders(), content, fault)
+
+    def reply(self, status: int, headers: list[tuple[str, str]], content: bytes, fault: str | None = None) -> None:
+        self.send_response_only(status)
+        length = str(len(content))
+        for name, value in headers:
+            if name.lower() == "content-length" and self.command == "HEAD":
+                length = value
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if fault is None:
+            if self.server.rate and len(content) > 1 << 16:
+                for start in range(0, len(content), 1 << 18):
+                    self.wfile.write(content[start : start + (1 << 18)])
+                    time.sleep(min(1 << 18, len(content) - start) / self.server.rate)
+                return
+            self.wfile.write(content)
+            return
+        self.wfile.write(content[: len(content) // 2])
+        self.wfile.flush()
+        self.close_connection = True
+        if fault == "stall":
+            self.server.released.wait(60)
+        elif fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Proxy]:
+    """Run the server and the proxy; the AWS variables must then point at ``proxy.url``."""
+    from moto.server import ThreadedMotoServer
+
+    behind = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    behind.start()
+    host, port = behind.get_host_and_port()
+    proxy = Proxy(f"http://{host}:{port}")
+    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        proxy.released.set()
+        proxy.shutdown()
+        proxy.server_close()
+        behind.stop()

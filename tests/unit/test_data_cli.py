@@ -1,0 +1,120 @@
+"""``smp-train data``: what it says of good data, of bad data, and of runs that used data once or not."""
+
+import json
+
+import pytest
+
+from smp_train.cli import main
+from smp_train.data import cli
+from smp_train.data.index import BESIDE, open_source
+from smp_train.data.order import Order
+from smp_train.errors import ConfigError
+from tests.training import SAMPLE
+
+ROWS = 10
+
+
+def test_inspect_the_sample(capsys):
+    tokenizer = SAMPLE / "tokenizer.json"
+    words = ["data", "inspect", str(SAMPLE / "train")] + (["--tokenizer", str(SAMPLE)] if tokenizer.exists() else [])
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "JSON-lines shards: " in said
+    assert "problems: 0" in said
+    assert "token ids: 0 to" in said or "token ids: 1 to" in said or "token ids: " in said
+    assert ("as text: '" in said) == tokenizer.exists()
+    assert not (SAMPLE / "train" / BESIDE / "x").exists()
+
+
+def test_verify_names_every_problem(tmp_path, capsys):
+    (tmp_path / "a.json").write_text('{"input_ids": [1, 2, 3]}\n{}\n\n{"input_ids": [1, 99]}\n{"input_ids": [7]}\n')
+    (tmp_path / "b.json").write_text("\n")
+    (tmp_path / "c.json.gz").write_bytes(b"\x1f\x8bnot gzip at all")
+    assert main(["data", "verify", str(tmp_path), "--vocab_size", "50"]) == 3
+    said = capsys.readouterr().out.splitlines()
+    for line, wanted in zip(
+        said,
+        ["a.json:2: no input_ids", "a.json:4: token id 99 is outside", "a.json:5: a row of one token",
+         "b.json: empty shard", "c.json.gz:1: gzip stream is damaged", "1 rows in 3 files, 5 problems"],
+        strict=True,
+    ):  # fmt: skip
+        assert wanted in line
+    assert not (tmp_path / BESIDE).exists(), "looking writes nothing"
+    assert main(["data", "inspect", str(tmp_path), "--vocab_size", "50"]) == 0
+    assert "length: 3 to 3, median 3" in capsys.readouterr().out
+
+
+def test_verify_prepared(tmp_path, capsys):
+    (tmp_path / "a.json").write_text('{"input_ids": [1, 2, 3]}\n' * 5)
+    open_source(str(tmp_path), vocab_size=9)
+    here = tmp_path / BESIDE
+    assert main(["data", "verify", str(here)]) == 0
+    tok = next(here.glob("*.tok"))
+    content = bytearray(tok.read_bytes())
+    content[13] ^= 1
+    tok.write_bytes(content)
+    assert main(["data", "verify", str(here)]) == 3
+    assert "row 2 (a.json:3) does not match its checksum" in capsys.readouterr().out
+
+
+def test_mistakes_of_use(tmp_path, capsys):
+    assert main(["data", "verify", str(tmp_path / "none")]) == 3
+    assert main(["data", "verfy", "x"]) == 2
+    assert main(["data", "audit", str(tmp_path)]) == 2
+    assert "train with --data_audit 1" in capsys.readouterr().err
+
+
+def write_run(folder, steps, world=2, start=1):
+    """Write the audit of a run in which step k consumed ``steps[k]``."""
+    for rank in range(world):
+        with open(folder / f"data_audit-rank{rank}.jsonl", "a") as file:
+            for number, samples in enumerate(steps, start):
+                share = len(samples) // world
+                mine = samples[rank * share : (rank + 1) * share]
+                file.write(json.dumps({"step": number, "samples": mine}) + "\n")
+
+
+def sequence(steps, batch=4, size=ROWS):
+    order = Order(size, 3)
+    names = [f"a:{order.row(p)[1]}" for p in range(steps * batch)]
+    return [names[k * batch : (k + 1) * batch] for k in range(steps)]
+
+
+def test_audit_of_a_good_run(tmp_path, capsys):
+    write_run(tmp_path, sequence(8))
+    # Resumed from step 5 on one rank with a tensor-parallel peer: those steps are written again.
+    write_run(tmp_path, sequence(8)[5:], start=6)
+    assert cli.audit(tmp_path, ROWS) == 0
+    assert "steps 1 to 8, 32 samples, 10 different: each once per epoch" in capsys.readouterr().out
+    peers = tmp_path / "peers"
+    peers.mkdir()
+    for rank in range(2):
+        lines = [json.dumps({"step": k, "samples": s}) for k, s in enumerate(sequence(5), 1)]
+        (peers / f"data_audit-rank{rank}.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "sam')
+    assert cli.audit(peers, ROWS) == 0
+
+
+@pytest.mark.parametrize("kind", ["repeat", "gap", "lost step"])
+def test_audit_finds(tmp_path, capsys, kind):
+    steps = sequence(8)
+    if kind == "repeat":
+        steps[1][0] = steps[0][0]
+    elif kind == "gap":
+        # What the original does on resume: some rows of an epoch are passed over.
+        flat = [name for step in steps for name in step]
+        del flat[3:7]
+        steps = [flat[k : k + 4] for k in range(0, 28, 4)]
+    elif kind == "lost step":
+        write_run(tmp_path, steps[:3])
+        write_run(tmp_path, steps[4:], start=5)
+    if kind != "lost step":
+        write_run(tmp_path, steps)
+    assert cli.audit(tmp_path, ROWS) == 3
+    said = capsys.readouterr().out
+    wanted = {"repeat": "comes again before the epoch", "gap": "epoch of 10 samples", "lost step": "step 4 is missing"}
+    assert wanted[kind] in said
+
+
+def test_audit_needs_audits(tmp_path):
+    with pytest.raises(ConfigError, match="no data_audit-rank"):
+        cli.audit(tmp_path)

@@ -1,0 +1,219 @@
+"""Shards in S3: what is listed is what is read, whole, or a line says what is wrong and what to do."""
+
+import json
+import os
+import random
+
+import pytest
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto.server")
+
+from smp_train.data import s3
+from smp_train.data.index import convert, open_source
+from smp_train.data.utils import list_shards
+from smp_train.errors import DataError
+from tests.s3_server import serving
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bucket(server, monkeypatch, request):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setattr(s3, "WAIT_SECONDS", 0.002)
+    server.faults.clear()
+    server.gets.clear()
+    client = s3.connect()
+    name = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
+    client.create_bucket(Bucket=name)
+    return client, name
+
+
+def line(*ids):
+    return json.dumps({"input_ids": ids}).encode() + b"\n"
+
+
+def put(bucket, key, body=None):
+    bucket[0].put_object(Bucket=bucket[1], Key=key, Body=line(1, 2, 3) if body is None else body)
+
+
+def big(rows=9000):
+    """Rows enough for a body to be cut in the middle."""
+    return b"".join(line(*range(i, i + 40)) for i in range(rows))
+
+
+def test_rows_come_from_s3(bucket, tmp_path):
+    body = big()
+    put(bucket, "train/b.json", body)
+    put(bucket, "train/a.json")
+    here = f"s3://{bucket[1]}/train"
+    source = open_source(here, vocab_size=10000, cache_dir=str(tmp_path))
+    assert len(source) == 9001
+    assert source.row(0).input_ids.tolist() == [1, 2, 3]
+    assert source.row(9000).input_ids.tolist() == list(range(8999, 9039))
+    assert source.name(5) == "b.json:5"
+    assert convert(here, vocab_size=10000, cache_dir=str(tmp_path)) == 0, "the second start fetches nothing"
+    assert not list(tmp_path.glob(".*.tmp")), "no copy is left"
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "a.json").write_bytes(line(1, 2, 3))
+    (local / "b.json").write_bytes(body)
+    assert open_source(str(local), vocab_size=10000).fingerprint == source.fingerprint, "where it is does not matter"
+
+
+def test_a_changed_object_is_another(bucket, tmp_path):
+    put(bucket, "t/a.json", line(1, 2, 3))
+    here = f"s3://{bucket[1]}/t/"
+    before = open_source(here, vocab_size=9, cache_dir=str(tmp_path))
+    put(bucket, "t/a.json", line(1, 2, 4))
+    after = open_source(here, vocab_size=9, cache_dir=str(tmp_path))
+    assert after.row(0).input_ids.tolist() == [1, 2, 4]
+    assert before.fingerprint != after.fingerprint
+
+
+def test_listing(bucket):
+    name = bucket[1]
+    for key in ("p/a.json", "p/.hidden.json", "p/_SUCCESS", "p/sub/x.json", "pp/b.json", "p/é +%20.json"):
+        put(bucket, key)
+    put(bucket, "p/", b"")
+    put(bucket, "p", b"the prefix as a key")
+    assert [shard.name for shard in list_shards(f"s3://{name}/p")] == ["a.json", "é +%20.json"]
+    assert [shard.name for shard in list_shards(f"s3://{name}/p/a.json")] == ["a.json"]
+    with pytest.raises(DataError, match=r"no shard in this folder .*; its subfolders are p, pp"):
+        list_shards(f"s3://{name}")
+    with pytest.raises(DataError, match="no shard in this folder"):
+        list_shards(f"s3://{name}/nothing")
+    put(bucket, "z/a.json", b"")
+    with pytest.raises(DataError, match=r"z/a.json: empty shard \(0 bytes\)"):
+        list_shards(f"s3://{name}/z")
+    put(bucket, "y/a.json")
+    put(bucket, "y/a.json.gz")
+    with pytest.raises(DataError, match=r"a\.json is beside it"):
+        list_shards(f"s3://{name}/y")
+
+
+def test_keys_with_odd_names_are_read(bucket, tmp_path):
+    put(bucket, "d ir/é +%20=&?.json", line(4, 5))
+    source = open_source(f"s3://{bucket[1]}/d ir", vocab_size=9, cache_dir=str(tmp_path))
+    assert source.row(0).input_ids.tolist() == [4, 5]
+
+
+def test_more_than_one_page(bucket, monkeypatch):
+    for n in range(23):
+        put(bucket, f"p/{n:04}.json")
+    original = bucket[0].get_paginator("list_objects_v2").paginate
+
+    class Pages:
+        def paginate(self, **given):
+            return original(PaginationConfig={"PageSize": 5}, **given)
+
+    monkeypatch.setattr(bucket[0], "get_paginator", lambda name: Pages())
+    found, _ = s3.list_folder(f"s3://{bucket[1]}/p", bucket[0])
+    assert [shard.name for shard in found] == [f"{n:04}.json" for n in range(23)]
+
+
+MENDED = {
+    "503 twice": ["SlowDown"] * 2,
+    "503 eight times": ["SlowDown"] * 8,
+    "reset once": ["reset"],
+    "reset six times": ["reset"] * 6,
+    "short four times": ["short"] * 4,
+    "a stall": ["stall"],
+}
+
+
+@pytest.mark.parametrize("faults", MENDED.values(), ids=MENDED)
+def test_what_is_mended(server, bucket, tmp_path, monkeypatch, faults):
+    monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 0.3)
+    put(bucket, "t/a.json", big())
+    server.faults["t/a.json"].extend(faults)
+    source = open_source(f"s3://{bucket[1]}/t", vocab_size=10000, cache_dir=str(tmp_path))
+    assert len(source) == 9000
+    assert not server.faults["t/a.json"], "every fault was met"
+    if faults[0] != "SlowDown":
+        ranges = [found for key, found in server.gets if key == "t/a.json"]
+        assert ranges[0] is None
+        # What a reset throws away on its way has to be fetched again; of the other kinds nothing is.
+        if faults[0] != "reset":
+            assert None not in ranges[1:], "taken up where it broke, not begun again"
+
+
+REFUSED = {
+    "403": ["AccessDenied", r"t/a.json: access denied \(403 AccessDenied\); the role in use needs s3:GetObject on b"],
+    "404": ["NoSuchKey", r"t/a.json: no such object \(404 NoSuchKey\)"],
+    "expired": ["ExpiredToken", r"t/a.json: the AWS credentials have expired \(ExpiredToken\); renew"],
+    "301": ["PermanentRedirect", r"t/a.json: the bucket is in another region \(301 .*set AWS_REGION=eu-west-3"],
+    "never": ["SlowDown", r"t/a.json: cannot be read: 10 tries in a row brought nothing"],
+}
+
+
+@pytest.mark.parametrize(("fault", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(server, bucket, tmp_path, fault, message):
+    put(bucket, "t/a.json", big(10))
+    server.faults["t/a.json"].extend([fault] * 60)
+    with pytest.raises(DataError, match=message) as refused:
+        open_source(f"s3://{bucket[1]}/t", vocab_size=10000, cache_dir=str(tmp_path))
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_listing_refused(server, bucket, monkeypatch):
+    server.faults["?list"].append("AccessDenied")
+    with pytest.raises(DataError, match=r"/t: access denied \(403 AccessDenied\); .* s3:ListBucket on b"):
+        list_shards(f"s3://{bucket[1]}/t")
+    with pytest.raises(DataError, match=r"s3://no-such-bucket/t: no such bucket \(404 NoSuchBucket\)"):
+        list_shards("s3://no-such-bucket/t")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(DataError, match="no AWS credentials found; set AWS_PROFILE"):
+        list_shards(f"s3://{bucket[1]}/t")
+
+
+def test_an_object_replaced_after_the_listing(server, bucket, tmp_path):
+    put(bucket, "t/a.json", big(10))
+    server.faults["t/a.json"].append(lambda: put(bucket, "t/a.json", big(11)))
+    with pytest.raises(DataError, match=r"t/a\.json: was replaced while it was being read \(412\)"):
+        open_source(f"s3://{bucket[1]}/t", vocab_size=10000, cache_dir=str(tmp_path))
+
+
+def test_an_object_replaced_in_the_middle(server, bucket, tmp_path):
+    put(bucket, "t/a.json", big())
+    server.faults["t/a.json"].extend(["reset", lambda: put(bucket, "t/a.json", big()[:-1] + b" ")])
+    with pytest.raises(DataError, match=r"t/a\.json: was replaced while it was being read \(412\)"):
+        open_source(f"s3://{bucket[1]}/t", vocab_size=10000, cache_dir=str(tmp_path))
+
+
+def test_many_at_once_and_never_more_on_disk(server, bucket, tmp_path):
+    for n in range(12):
+        put(bucket, f"t/{n:02}.json", big(20 + n))
+    shards = list_shards(f"s3://{bucket[1]}/t")
+    found = []
+    for shard, copy in s3.staged(shards, str(tmp_path), at_once=4):
+        assert len(list(tmp_path.iterdir())) <= 4
+        found.append(shard.name)
+        assert os.path.getsize(copy) == shard.size
+        os.unlink(copy)
+    assert found == [shard.name for shard in shards], "in the order asked for"
+    coming = s3.staged(shards, str(tmp_path), at_once=4)
+    os.unlink(next(coming)[1])
+    coming.close()
+    assert not list(tmp_path.iterdir()), "what was fetched ahead goes"
+
+
+def test_bad_lines_are_named_by_their_object(bucket, tmp_path):
+    put(bucket, "t/a.json", line(1, 2) + line(1, -2))
+    with pytest.raises(DataError, match=rf"^s3://{bucket[1]}/t/a\.json:2: token id -2 is outside"):
+        open_source(f"s3://{bucket[1]}/t", vocab_size=9, cache_dir=str(tmp_path))
