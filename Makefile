@@ -1,13 +1,14 @@
 # make demo   install, then train on real text with two processes, stop, resume, plot
 # make test   install, then lint, type-check and run the suite
 # make test-sagemaker   the tests against SageMaker's SDK, in .venv-sagemaker: its pins exclude ours
+# make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
 PYTHON ?= python3
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-sagemaker venv lint fast clean
+.PHONY: demo test test-sagemaker test-smp-container-versions venv lint fast clean
 
 venv: .venv/.installed
 
@@ -38,8 +39,19 @@ test: lint
 test-sagemaker: venv .venv-sagemaker/.installed
 	SMP_TRAIN_PYTHON=$(abspath $(PY)) .venv-sagemaker/bin/python -m pytest tests/sagemaker
 
+# The versions of SMP v2's last container. Gigabytes: torch 2.5.1 brings CUDA's libraries with it.
+.venv-smp/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-smp
+	.venv-smp/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.5.1' 'transformers==4.44.2' 'numpy<2' \
+		pyyaml packaging tokenizers safetensors orjson isal tqdm psutil pytest pytest-timeout hypothesis
+	.venv-smp/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+test-smp-container-versions: .venv-smp/.installed
+	.venv-smp/bin/python -m pytest tests/distributed/test_smp.py
+
 fast: venv
 	$(PY) -m pytest -m 'not slow and not system'
 
 clean:
-	rm -rf .venv .venv-sagemaker build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sagemaker .venv-smp build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

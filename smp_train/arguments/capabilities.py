@@ -64,11 +64,8 @@ DEPENDENT: dict[str, str] = {
 
 # Flags of `INEFFECTIVE` that SMP reads.
 OF_SMP = frozenset(
-    {
-        "delayed_param", "use_smp_implementation", "fsdp_cache_flush_warnings", "allow_empty_shards", "random_seed",
-        "smp_config",
-    }
-)  # fmt: skip
+    {"delayed_param", "use_smp_implementation", "fsdp_cache_flush_warnings", "allow_empty_shards", "random_seed"}
+)
 
 INEFFECTIVE: dict[str, str] = {
     "delayed_param": "parameters are always created after sharding",

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from smp_train.backends.base import Backend
     from smp_train.runtime import Runtime
 
+OLDEST_TORCH = (2, 6)
+"""Of the native backend."""
+
 logger = logging.getLogger("smp_train.backends")
 
 
@@ -25,16 +28,14 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
     ``auto`` takes SMP where ``torch.sagemaker`` can be imported and initialised, and the native backend otherwise,
     after a warning that names the cause where there is a ``torch.sagemaker``.
     """
-    from smp_train.backends.native import NativeBackend
-
     if args.backend == "native":
-        return NativeBackend(args, ranks, device), "--backend native"
+        return _native(args, ranks, device), "--backend native"
     if args.backend == "smp":
         with runtime.together("starting SMP"):
             library = smp_library.start(args)
         return _smp(args, ranks, device, library), "--backend smp"
     if runtime.any_rank(not smp_library.installed()):
-        return NativeBackend(args, ranks, device), "this torch has no torch.sagemaker"
+        return _native(args, ranks, device), "this torch has no torch.sagemaker"
     library, failure = None, None
     try:
         library = smp_library.start(args)
@@ -42,8 +43,23 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
         failure = cause
     if runtime.any_rank(failure is not None):
         logger.warning("SMP is here but cannot be used: %s", failure or "another rank's message says why")
-        return NativeBackend(args, ranks, device), "SMP cannot be used here"
+        return _native(args, ranks, device), "SMP cannot be used here"
     return _smp(args, ranks, device, library), "torch.sagemaker is here"
+
+
+def _native(args: Arguments, ranks: Runtime, device: torch.device) -> Backend:
+    # Before the import, which an older torch fails in.
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < OLDEST_TORCH:
+        raise ConfigError(
+            f"the native backend needs torch 2.6 or newer, this is {torch.__version__}; upgrade torch, or use "
+            "--backend smp inside the SMP container"
+        )
+    from smp_train.backends.native import NativeBackend
+
+    return NativeBackend(args, ranks, device)
 
 
 def _smp(args: Arguments, ranks: Runtime, device: torch.device, library: Any) -> Backend:

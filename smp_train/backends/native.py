@@ -16,7 +16,6 @@ from smp_train.arguments import checkpointing
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
-from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import initialise
@@ -41,22 +40,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.native")
 
-OLDEST_TORCH = (2, 6)
-
-
 class NativeBackend(Backend):
     """FSDP2 and DTensor."""
 
     name = "native"
 
     def __init__(self, args: Arguments, ranks: Runtime, device: torch.device) -> None:
-        """Lay out the ranks; collective. Raises `ConfigError` for what this backend or this torch cannot do."""
-        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        if version < OLDEST_TORCH:
-            raise ConfigError(
-                f"the native backend needs torch 2.6 or newer, this is {torch.__version__}; upgrade torch, or use "
-                "--backend smp inside the SMP container"
-            )
+        """Lay out the ranks; collective. Raises `ConfigError` for what this backend cannot do."""
         build.check_attention(args.attn_implementation, device)
         if args.fp8:
             float8.check(device)

@@ -23,8 +23,10 @@ from smp_train.backends import smp_library, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.errors import ConfigError
 from smp_train.models import build
+from smp_train.models.heads import can_chunk
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.initialization import canonical_name, initialise, module_initialiser
+from smp_train.models.packing import packed_inputs
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -65,6 +67,7 @@ class SmpBackend(Backend):
             mesh={"replicate": world // tensor // self.shard, "shard": self.shard, "context": 1, "tensor": tensor},
         )
         self._root: Any = None
+        self._chunked = False
         self._matrices: set[str] = set()
         self._tree: smp_state.Tree | None = None
 
@@ -105,7 +108,8 @@ class SmpBackend(Backend):
                 raise ConfigError(f"{name} is {parameter.dtype}: SMP's mixed precision wants float32 parameters")
         self._matrices = {canonical_name(name) for name, p in model.named_parameters() if p.ndim >= 2}
         names = [canonical_name(name) for name, _ in model.named_parameters()]
-        if not self.transforms and args.chunked_loss:
+        self._chunked = bool(args.chunked_loss) and not self.transforms and can_chunk(model)
+        if self._chunked:
             _chunk_loss(model)
         self._root = self._shard(
             model, layer_class, own=own, delayed=delayed, from_rank0=weights is not None, real=real
@@ -197,21 +201,29 @@ class SmpBackend(Backend):
             check_fn=lambda module: id(module) in wanted,
         )
 
-    def loss_sum(self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def loss_sum(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        labels: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """See `Backend.loss_sum`.
 
         FSDP1 averages gradients over the ranks it shards and replicates over, where the loss is a sum: the gradient is
         scaled back on its way in.
         """
         targets = losses.shift(labels)
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if position_ids is not None:
+            inputs = {"input_ids": input_ids, **packed_inputs(self._root.module, position_ids)}
         if self.transforms:
-            logits = model(input_ids=input_ids, attention_mask=attention_mask)["logits"]
-            loss = losses.cross_entropy_sum(logits, targets)
-        elif self.args.chunked_loss and hasattr(self._root.module, "_smp_train_chunked"):
-            loss = model(input_ids=input_ids, attention_mask=attention_mask, targets=targets)
+            loss = losses.cross_entropy_sum(model(**inputs)["logits"], targets)
+        elif self._chunked:
+            loss = model(**inputs, targets=targets)
         else:
-            logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-            loss = losses.cross_entropy_sum(logits, targets)
+            loss = losses.cross_entropy_sum(model(**inputs, use_cache=False).logits, targets)
         scaled: Tensor = _ScaleGradient.apply(loss, float(self.topology.dp_size))
         return scaled
 
@@ -271,6 +283,10 @@ def refuse(args: Arguments) -> None:
         raise ConfigError(
             "--sm_activation_offloading 1 with --backend smp needs checkpointing; give --activation_checkpointing full"
         )
+    if args.short == "pack" and (args.tensor_parallel_degree > 1 or args.use_smp_implementation):
+        raise ConfigError(
+            "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad"
+        )
     if args.tensor_parallel_degree > 1 and args.save_final_model:
         raise ConfigError(
             "--save_final_model 1 with --backend smp and --tensor_parallel_degree above 1: SMP renames parameters; "
@@ -291,10 +307,6 @@ def _strategy(strategies: Any, name: str) -> Any:
 
 def _chunk_loss(model: Any) -> None:
     """Let the model's forward pass return the summed loss where targets are given, without the full logits."""
-    from smp_train.models.heads import can_chunk
-
-    if not can_chunk(model):
-        return
     stock = model.forward
 
     def forward(*inputs: Any, targets: Tensor | None = None, **options: Any) -> Any:
@@ -305,7 +317,6 @@ def _chunk_loss(model: Any) -> None:
         return losses.linear_cross_entropy_sum(hidden, head.weight, targets, bias=head.bias)
 
     model.forward = forward
-    model._smp_train_chunked = True
 
 
 class _ScaleGradient(torch.autograd.Function):

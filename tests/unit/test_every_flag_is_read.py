@@ -12,7 +12,7 @@ from smp_train.arguments.groups import flags
 
 PACKAGE = Path(__file__).parents[2] / "smp_train"
 # Read where the flags themselves are settled: they shape other flags, or the command line's own behaviour.
-SETTLED_AT_PARSING = {"config", "from_scratch", "run_name", "selective_checkpointing"}
+SETTLED_AT_PARSING = {"config", "from_scratch", "run_name", "selective_checkpointing", "smp_config"}
 
 
 def sources() -> str:

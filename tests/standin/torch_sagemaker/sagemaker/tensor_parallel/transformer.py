@@ -115,9 +115,10 @@ class TransformerLMHead(nn.Module):
         if isinstance(module, ColumnParallel | RowParallel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         else:
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim == 1:  # a norm, which transformers 4 leaves as it was constructed
+                    nn.init.ones_(parameter)
             self.lm._init_weights(module)
-            for flag in ("_is_hf_initialized",):
-                module.__dict__.pop(flag, None)
 
 
 def transform(
