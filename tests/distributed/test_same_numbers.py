@@ -145,7 +145,7 @@ def reference(family: str) -> list[tuple[float, float]]:
 
 
 def modes_of(mesh: str) -> list[tuple[str, int, int]]:
-    """Return the modes to train on a mesh: all, or the pairs where that takes minutes (SMP_TRAIN_WHOLE_TABLE=1: all)."""
+    """Return the modes to train on a mesh: the pairs where all take minutes, unless SMP_TRAIN_WHOLE_TABLE is 1."""
     costly = mesh in ("tp2-fsdp2", "tp2-hsdp2x2") and os.environ.get("SMP_TRAIN_WHOLE_TABLE") != "1"
     return PAIRS if costly else MODES
 
