@@ -194,24 +194,41 @@ def _records(run: Path) -> dict[int, dict[str, list[str]]]:
     return steps
 
 
-def _of_step(ranks: dict[str, list[str]]) -> Iterator[str]:
-    """Yield each sample of a step once for each rank that is no peer of another: peers read the same rows."""
-    for samples in dict.fromkeys(map(tuple, ranks.values())):
-        yield from samples
+def _of_step(ranks: dict[str, list[str]], peers: int) -> Iterator[str]:
+    """Yield each sample of a step once for ``peers`` neighbouring ranks, which share a model and read the same rows."""
+    for name, samples in ranks.items():
+        if int(name.rpartition("rank")[2]) % peers == 0:
+            yield from samples
+
+
+def _disagreeing(ranks: dict[str, list[str]], peers: int) -> list[str]:
+    """Return the names of ranks that did not read what the first of their peers read."""
+    by_rank = {int(name.rpartition("rank")[2]): samples for name, samples in ranks.items()}
+    # Of a run that was killed, a rank's last step may be missing.
+    return [
+        f"rank {rank}"
+        for rank, samples in sorted(by_rank.items())
+        if by_rank.get(rank - rank % peers, samples) != samples
+    ]
 
 
 def audit(run: Path, rows: int | None = None) -> int:
     """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code."""
     steps = _records(run)
-    config = _config(run)
+    config, mesh = _config(run, "config"), _config(run, "mesh")
+    peers = int(mesh.get("tensor", 1)) * int(mesh.get("context", 1))
     problems = [
         f"step {step} is missing" for step in range(min(steps), max(steps) + 1) if step not in steps
     ]
+    for step, ranks in sorted(steps.items()):
+        if strays := _disagreeing(ranks, peers):
+            who = ", ".join(strays)
+            problems.append(f"step {step}: {who} read other samples than the ranks they share a model with")
     streams: dict[str, list[tuple[int, int, str]]] = {}
     consumed = 0
     places, weights = read_weights(config.get("training_dir") or [""])
     for step in sorted(steps):
-        samples = list(_of_step(steps[step]))
+        samples = list(_of_step(steps[step], peers))
         for sample in samples:
             name = sample.rpartition("[")[0] or sample if config.get("long") == "crop" else sample
             place = max((p for p in places if name.startswith(p + "/")), key=len, default="") if weights else ""
@@ -227,9 +244,9 @@ def audit(run: Path, rows: int | None = None) -> int:
     return DataError.exit_code if problems else 0
 
 
-def _config(run: Path) -> dict[str, Any]:
+def _config(run: Path, part: str) -> dict[str, Any]:
     try:
-        return dict(json.loads((run / "run.json").read_text()).get("config") or {})
+        return dict(json.loads((run / "run.json").read_text()).get(part) or {})
     except (OSError, ValueError):
         return {}
 

@@ -91,7 +91,13 @@ def test_audit_of_a_good_run(tmp_path, capsys):
     for rank in range(2):
         lines = [json.dumps({"step": k, "samples": s}) for k, s in enumerate(sequence(5), 1)]
         (peers / f"data_audit-rank{rank}.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "sam')
+    assert cli.audit(peers, ROWS) == 3  # two ranks that each have rows of their own, and read the same ones
+    assert "comes again" in capsys.readouterr().out
+    (peers / "run.json").write_text(json.dumps({"mesh": {"replicate": 1, "shard": 1, "context": 1, "tensor": 2}}))
     assert cli.audit(peers, ROWS) == 0
+    (peers / "data_audit-rank1.jsonl").write_text(json.dumps({"step": 1, "samples": ["a:0"] * 4}) + "\n")
+    assert cli.audit(peers, ROWS) == 3
+    assert "step 1: rank 1 read other samples than the ranks they share a model with" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["repeat", "gap", "lost step"])
