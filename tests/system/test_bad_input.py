@@ -247,7 +247,7 @@ def test_changed_data(resuming: tuple[Path, dict[str, Any]]) -> None:
     write_shard(folder / "data" / "part-1.jsonl", 8, first=100)
     assert "the training data changed: fingerprint" in refused(folder, changes, DATA)
     write_shard(folder / "data" / "part-2.jsonl", 8, first=200)
-    assert "the training data changed: rows 16 in the checkpoint, 24 now" in refused(folder, changes, DATA)
+    assert "the training data changed: samples 16 in the checkpoint, 24 now" in refused(folder, changes, DATA)
 
 
 def test_a_changed_seed(resuming: tuple[Path, dict[str, Any]]) -> None:

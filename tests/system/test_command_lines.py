@@ -96,12 +96,7 @@ LINES: dict[str, Line] = {
         "--dropout 0.1 --batch_size 16",
         appended=NO_KEY_VALUE_HEADS,
     ),
-    "003": Line(
-        SMP.format(nsys="--profile_nsys 1 ", hf="--dataset_type hf "),
-        refused="--dataset_type",
-        off="--dataset_type gpt_jsonl",
-        appended=SMALL_SMP,
-    ),
+    "003": Line(SMP.format(nsys="--profile_nsys 1 ", hf="--dataset_type hf "), appended=SMALL_SMP),
     "003, profiled": Line(SMP.format(nsys="--profile_nsys 1 ", hf=""), appended=SMALL_SMP),
     "003, resumed": Line(
         SMP.format(nsys="", hf="") + " --resume_from_checkpoint /fsx/checkpoints", appended=SMALL_SMP
