@@ -19,7 +19,7 @@ from smp_train.backends.base import Backend
 from smp_train.checkpoints import Checkpoint, CheckpointManager, find, open_checkpoint, policies
 from smp_train.checkpoints.export import export, tokenizer_beside
 from smp_train.data.opening import open_data
-from smp_train.data.pipelines.data_pipeline import Batch, TrainingData, ValidationData
+from smp_train.data.pipelines.data_pipeline import Batch, Dealing, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
@@ -60,7 +60,7 @@ class Run:
     spec: ModelSpec
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    train_data: TrainingData
+    train_data: Dealing
     validation: ValidationData | None
     schedule: Schedule
     total_steps: int
@@ -233,14 +233,15 @@ def look_for_checkpoint(args: Arguments) -> Checkpoint | None:
     return found
 
 
-def count_steps(args: Arguments, training: TrainingData) -> int:
+def count_steps(args: Arguments, training: Dealing) -> int:
     """Return the optimizer steps of the whole run: --max_steps, or fewer where --epochs ends first.
 
     Samples of the last epoch that do not fill a global batch are not trained on; between epochs nothing is left out.
     """
     steps = args.max_steps
     if args.epochs is not None:
-        rows = len(training.source)
+        rows = training.rows_in_epoch
+        assert rows is not None, "checked by arguments.validate"
         of_epochs = args.epochs * rows // training.global_batch
         if args.steps_per_epoch is not None:
             of_epochs = min(of_epochs, args.epochs * args.steps_per_epoch)

@@ -30,18 +30,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("sharded", "async_sharded"),
         "it is SMP's; sharded and async_sharded checkpoints load on any mesh",
     ),
-    "dataset": (
-        (None,),
-        "streaming a data set is not available in this version; give shards by --training_dir",
-    ),
-    "dataset_config_name": (
-        (None,),
-        "streaming a data set is not available in this version; give shards by --training_dir",
-    ),
-    "tokenizer": (
-        (None,),
-        "tokenizing while training is not available in this version; use `smp-train prepare` first",
-    ),
     "data_type": (("gpt",), "only decoder-only models are trained"),
     "prompt": ((None,), "generating text is not available in this version; leave it out"),
     "num_tokens": ((None,), "generating text is not available in this version; leave it out"),

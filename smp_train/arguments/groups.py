@@ -286,9 +286,16 @@ class DataArguments:
     allow_data_change: bool = flag(False, "Resume although the training data is not what it was")
     data_cache_dir: str | None = flag(None, "Folder for the index of the shards", shown="beside the data")
     data_audit: bool = flag(False, "Write every consumed sample's identity to data_audit-rank<r>.jsonl")
-    dataset: str | None = flag(None, "Hugging Face data set to stream, such as allenai/c4")
-    dataset_config_name: str | None = flag(None, "Its configuration, such as en")
-    tokenizer: str | None = flag(None, "Tokenizer for streamed text")
+    dataset: str | None = flag(
+        None,
+        "Text to tokenise on the fly: a file or folder of jsonl, parquet or text, s3://, or a name on the Hugging Face "
+        "hub, such as allenai/c4",
+    )
+    dataset_config_name: str | None = flag(None, "Its configuration on the hub, such as en")
+    tokenizer: str | None = flag(
+        None, "Tokenizer of that text: tokenizer.json, a folder, or a name on the hub", shown="the model's own"
+    )
+    text_column: str = flag("text", "Field or column of that text")
     validation_freq: int | None = flag(None, "Steps between validations", unit="steps", shown="never")
     validation_batches: int = flag(10, "Batches of one validation", unit="batches")
     val_batch_size: int = flag(4, "Sequences per data-parallel rank and validation batch", unit="sequences")

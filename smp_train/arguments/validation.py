@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from smp_train.arguments import checkpointing
@@ -257,16 +258,47 @@ def _check_data(args: Arguments) -> None:
         )
     if not 0 <= args.max_bad <= 1:
         raise ConfigError(f"--max_bad {show(args.max_bad)}: must be a fraction from 0 to 1, as 0.1%")
-    if args.use_synthetic_data:
+    if args.dataset:
+        _check_text(args)
+    elif args.dataset_config_name:
+        raise ConfigError(f"--dataset_config_name {args.dataset_config_name} needs --dataset")
+    if args.use_synthetic_data or _of_hub(args.dataset):
         return
-    if not args.training_dir:
+    if not args.training_dir and not args.dataset:
         raise ConfigError(
-            "no training data: give --training_dir (or the SageMaker channel train), "
+            "no training data: give --training_dir (or the SageMaker channel train), --dataset, "
             "or --use_synthetic_data 1"
         )
     if (args.validation_freq or args.evaluate_only) and not args.test_dir:
         cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
         raise ConfigError(f"{cause} needs --test_dir (or the SageMaker channel test) to validate on")
+
+
+def _check_text(args: Arguments) -> None:
+    """Streamed text is all there is to train on, its documents joined end to end."""
+    if args.use_synthetic_data or args.training_dir:
+        other = "--use_synthetic_data" if args.use_synthetic_data else "--training_dir (or the SageMaker channel train)"
+        raise ConfigError(f"--dataset {args.dataset} and {other} both say what to train on; give one of them")
+    if not args.tokenizer and not args.hf_pretrained_model_name_or_dir and not args.pretrained_model_name:
+        raise ConfigError(f"--dataset {args.dataset} needs --tokenizer: a tokenizer.json, a folder, or a name")
+    if args.epochs is not None:
+        raise ConfigError(
+            f"--epochs {args.epochs}: how long an epoch of streamed text is nobody knows before its end; "
+            "give --max_steps alone"
+        )
+    if args.shuffle.startswith("window"):
+        raise ConfigError(f"--shuffle {args.shuffle} is for shards; streamed text knows global and none")
+    if args.short == "pack" or args.long not in (None, "split"):
+        given = "--short pack" if args.short == "pack" else f"--long {args.long}"
+        raise ConfigError(
+            f"{given} does not go with --dataset, whose documents are joined end to end; make shards with "
+            "smp-train prepare"
+        )
+
+
+def _of_hub(dataset: str | None) -> bool:
+    """Tell whether a data set is none of this machine's or of S3: then a split of its own is there to validate on."""
+    return bool(dataset) and not str(dataset).startswith("s3://") and not os.path.exists(str(dataset))
 
 
 def ineffective(resolved: Resolved, backend: str = "native") -> list[str]:

@@ -10,9 +10,10 @@ from smp_train.data.conversion import processes_for
 from smp_train.data.formats import convert_place, open_place
 from smp_train.data.layout import lay_out
 from smp_train.data.order import Order
-from smp_train.data.pipelines.data_pipeline import TrainingData, ValidationData
+from smp_train.data.pipelines.data_pipeline import Dealing, TrainingData, ValidationData
 from smp_train.data.source import Source, shards
 from smp_train.data.synthetic import Synthetic
+from smp_train.data.text.opening import open_text
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -35,7 +36,7 @@ def open_data(
     dp_rank: int,
     dp_size: int,
     pin_memory: bool = False,
-) -> tuple[TrainingData, ValidationData | None]:
+) -> tuple[Dealing, ValidationData | None]:
     """Open the training and the validation data as this rank sees them; collective.
 
     Args:
@@ -49,8 +50,13 @@ def open_data(
     """
 
     def opened(place: str) -> Source:
-        return lay_out(_open_place(args, place, vocab_size, ranks), seq_len, long=long, short=args.short)
+        return lay_out(_open_place(args, place, vocab_size, ranks), seq_len, long=long_rows(args), short=args.short)
 
+    if args.dataset is not None:
+        return open_text(
+            args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, dp_rank=dp_rank, dp_size=dp_size,
+            pin_memory=pin_memory, shards=opened,
+        )  # fmt: skip
     long = long_rows(args)
     share: dict[str, Any] = {
         "seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "long": long, "pin_memory": pin_memory,

@@ -6,6 +6,7 @@ the rest mean what they always mean.
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 import time
@@ -27,6 +28,8 @@ ATTEMPTS = 10
 """Tries in a row that may bring not a byte."""
 CHUNK = 1 << 17
 """Bytes per read; of a read that breaks off, what it had is lost."""
+READ_AHEAD = 1 << 20
+"""Bytes of one request of an object that is read as a file."""
 WAIT_SECONDS = 0.2
 """Before the second try; doubled before each further one."""
 
@@ -108,10 +111,10 @@ def explain(error: Exception, what: str, action: str) -> DataError:
     return DataError(f"{what}: S3 does not answer as it should ({_line(error)})")
 
 
-def list_folder(location: str, client: Any = None) -> tuple[list[Shard], list[str]]:
+def list_folder(location: str, client: Any = None, *, deep: bool = False) -> tuple[list[Shard], list[str]]:
     """List (objects, names of folders) directly below a prefix, or the one object given; in order of keys.
 
-    Raises DataError when the listing is refused.
+    ``deep`` lists all objects below the prefix, and no folders. Raises DataError when the listing is refused.
     """
     bucket, key = split(location)
     client = client or connect()
@@ -121,7 +124,8 @@ def list_folder(location: str, client: Any = None) -> tuple[list[Shard], list[st
     found: list[Shard] = []
     folders: list[str] = []
     try:
-        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
+        level = {} if deep else {"Delimiter": "/"}
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, **level)
         for page in pages:
             found += [_object(bucket, entry, prefix) for entry in page.get("Contents", ())]
             folders += [entry["Prefix"][len(prefix) :].rstrip("/") for entry in page.get("CommonPrefixes", ())]
@@ -148,46 +152,117 @@ def _object(bucket: str, entry: dict[str, Any], prefix: str) -> Shard:
 def fetch(shard: Shard, path: str, client: Any, tick: Callable[[], None] = lambda: None) -> None:
     """Write an object to ``path``, exactly the version that was listed.
 
+    ``tick`` is called now and then. Raises DataError.
+    """
+    with open(path, "wb") as file:
+        get_bytes(shard.path, shard.etag, shard.size, client, 0, shard.size, file.write, tick)
+
+
+def get_bytes(
+    path: str,
+    etag: str,
+    size: int,
+    client: Any,
+    begin: int,
+    end: int,
+    write: Callable[[bytes], Any],
+    tick: Callable[[], None] = lambda: None,
+) -> None:
+    """Hand bytes ``begin`` to ``end`` of an object of ``size`` bytes to ``write``, chunk by chunk.
+
     A body that breaks off is taken up where it broke (Range), under the condition that the object is still the same
     (If-Match). ``tick`` is called now and then. Raises DataError.
     """
     from botocore.exceptions import BotoCoreError, ClientError
     from urllib3.exceptions import HTTPError
 
-    bucket, key = split(shard.path)
-    done = failures = 0
-    with open(path, "wb") as file:
-        while done < shard.size:
-            before = done
+    bucket, key = split(path)
+    done, failures = begin, 0
+    while done < end:
+        before = done
+        try:
+            given = {"Range": f"bytes={done}-{'' if end == size else end - 1}"} if done or end < size else {}
+            body = client.get_object(Bucket=bucket, Key=key, IfMatch=f'"{etag}"', **given)["Body"]
             try:
-                given = {"Range": f"bytes={done}-"} if done else {}
-                body = client.get_object(Bucket=bucket, Key=key, IfMatch=f'"{shard.etag}"', **given)["Body"]
-                try:
-                    for chunk in body.iter_chunks(CHUNK):
-                        file.write(chunk)
-                        done += len(chunk)
-                        tick()
-                finally:
-                    body.close()
-                problem: Exception = EOFError(f"{done} of {shard.size} bytes")
-            except ClientError as error:
-                status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-                if status < 500 and status != 429:
-                    raise explain(error, shard.path, "s3:GetObject") from None
-                problem = error
-            except (BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
-                if type(error).__name__ == "NoCredentialsError":
-                    raise explain(error, shard.path, "s3:GetObject") from None
-                problem = error
-            if done > shard.size:
-                raise DataError(f"{shard.path}: is longer than it was listed; start again when the data is complete")
-            failures = 0 if done > before else failures + 1
-            if failures >= ATTEMPTS:
-                raise DataError(
-                    f"{shard.path}: cannot be read: {failures} tries in a row brought nothing (last: {_line(problem)})"
-                )
-            if failures:
-                time.sleep(min(WAIT_SECONDS * 2 ** (failures - 1), 10.0))
+                for chunk in body.iter_chunks(CHUNK):
+                    write(chunk)
+                    done += len(chunk)
+                    tick()
+            finally:
+                body.close()
+            problem: Exception = EOFError(f"{done - begin} of {end - begin} bytes")
+        except ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if status < 500 and status != 429:
+                raise explain(error, path, "s3:GetObject") from None
+            problem = error
+        except (BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
+            if type(error).__name__ == "NoCredentialsError":
+                raise explain(error, path, "s3:GetObject") from None
+            problem = error
+        if done > end:
+            raise DataError(f"{path}: is longer than it was listed; start again when the data is complete")
+        failures = 0 if done > before else failures + 1
+        if failures >= ATTEMPTS:
+            raise DataError(
+                f"{path}: cannot be read: {failures} tries in a row brought nothing (last: {_line(problem)})"
+            )
+        if failures:
+            time.sleep(min(WAIT_SECONDS * 2 ** (failures - 1), 10.0))
+
+
+_WHO = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
+
+
+@lru_cache(maxsize=4)
+def _shared(process: int, *who: str | None) -> Any:
+    """Return one client for all readers of a process: hundreds may be open at once."""
+    return connect(attempts=1)
+
+
+class Reader(io.RawIOBase):
+    """An object as a file that can seek: every read is a request of its own, so none waits on an idle connection.
+
+    Read it through `io.BufferedReader` with `READ_AHEAD` bytes. Raises DataError.
+    """
+
+    def __init__(self, path: str, size: int, etag: str) -> None:
+        self._path, self._size, self._etag = path, size, etag
+        self._at = 0
+        self._client = _shared(os.getpid(), *(os.environ.get(name) for name in _WHO))
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the place of the next read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place; nothing is requested by that."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill as much of a buffer as there is left of the object."""
+        view = memoryview(buffer).cast("B")
+        end = min(self._at + len(view), self._size)
+        begin = filled = min(self._at, end)
+
+        def put(chunk: bytes) -> None:
+            nonlocal filled
+            place = filled - begin
+            view[place : place + len(chunk)] = chunk[: len(view) - place]
+            filled += len(chunk)
+
+        get_bytes(self._path, self._etag, self._size, self._client, begin, end, put)
+        self._at = end
+        return end - begin
 
 
 def staged(

@@ -165,26 +165,32 @@ def read_lines(
     Lines end at ``\n`` alone. ``tick`` is told of every few bytes of the file that have been read. Raises
     DataError with the line when the gzip stream is damaged or cut short; messages call the file ``shown``.
     """
-    shown = shown or path
-    number = done = 0
     with open_file(path) as raw:
-        zipped = raw.read(2) == GZIP_MAGIC
-        raw.seek(0)
-        lines: IO[bytes] = io.BufferedReader(GzipFile(fileobj=raw, mode="rb"), 1 << 20) if zipped else raw
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.isspace():
-                    continue
-                if number == 1:
-                    refuse_byte_order_mark(shown, line)
-                yield number, line
-                if number % 64 == 0:
-                    tick(raw.tell() - done)
-                    done = raw.tell()
-            tick(raw.tell() - done)
-        except GZIP_ERRORS as error:
-            what = "gzip stream is damaged or cut short" if zipped else "cannot be read on"
-            raise DataError(f"{shown}:{number + 1}: {what} ({error}); copy the shard again") from None
+        yield from lines_of(raw, shown or path, tick)
+
+
+def lines_of(
+    raw: IO[bytes], shown: str, tick: Callable[[int], None] = lambda done: None
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of an open file as `read_lines` does; ``raw`` can seek."""
+    number = done = 0
+    zipped = raw.read(2) == GZIP_MAGIC
+    raw.seek(0)
+    lines: IO[bytes] = io.BufferedReader(GzipFile(fileobj=raw, mode="rb"), 1 << 20) if zipped else raw
+    try:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            if number == 1:
+                refuse_byte_order_mark(shown, line)
+            yield number, line
+            if number % 64 == 0:
+                tick(raw.tell() - done)
+                done = raw.tell()
+        tick(raw.tell() - done)
+    except GZIP_ERRORS as error:
+        what = "gzip stream is damaged or cut short" if zipped else "cannot be read on"
+        raise DataError(f"{shown}:{number + 1}: {what} ({error}); copy the shard again") from None
 
 
 def refuse_byte_order_mark(path: str, line: bytes) -> None:

@@ -4,7 +4,7 @@
 `together` turns a failure of one rank into the same failure of all, and `any_rank` asks all of them one question.
 """
 
-from smp_train.runtime.group import any_rank, is_main, rank, start, start_attempted, stop, together, world_size
+from smp_train.runtime.group import any_rank, is_main, largest, rank, start, start_attempted, stop, together, world_size
 from smp_train.runtime.place import Runtime, detect, expand_hostlist, is_sagemaker
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "expand_hostlist",
     "is_main",
     "is_sagemaker",
+    "largest",
     "rank",
     "start",
     "start_attempted",

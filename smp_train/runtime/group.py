@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -218,6 +218,18 @@ def any_rank(yes: bool) -> bool:
     votes = torch.tensor([int(yes)])
     dist.all_reduce(votes)
     return int(votes) > 0
+
+
+def largest(values: Sequence[int]) -> list[int]:
+    """Return the largest of each number over all ranks, which bring equally many; collective."""
+    import torch
+    import torch.distributed as dist
+
+    if _group() is None:
+        return list(values)
+    merged = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(merged, dist.ReduceOp.MAX)
+    return [int(value) for value in merged.tolist()]
 
 
 def _agree(what: str, failure: Exception | None) -> None:

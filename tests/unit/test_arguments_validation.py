@@ -129,8 +129,7 @@ ON = {
     "expert_parallel_degree": "2",
     "limit_all_gathers": "0",
     "backward_fetch_policy": "backward_post",
-    "moe": "1", "checkpoint_type": "async_local", "dataset": "c4",
-    "dataset_config_name": "en", "tokenizer": "t", "dataset_type": "hf",
+    "moe": "1", "checkpoint_type": "async_local", "dataset_type": "hf",
     "use_profiler": "1", "profile_nsys": "1", "data_type": "bert", "prompt": "p", "num_tokens": "5",
 }  # fmt: skip
 
@@ -169,6 +168,32 @@ def test_data_must_come_from_somewhere() -> None:
     with pytest.raises(ConfigError, match="--evaluate_only needs --test_dir"):
         check("--training_dir d --max_epochs -1")
     check("--training_dir d --test_dir t --validation_freq 5")
+
+
+TEXT = {
+    "--dataset d --tokenizer t --training_dir s": "both say what to train on",
+    "--dataset d --tokenizer t --use_synthetic_data 1": "--dataset d and --use_synthetic_data both say",
+    "--dataset d": "--dataset d needs --tokenizer",
+    "--dataset d --tokenizer t --epochs 2": "give --max_steps alone",
+    "--dataset d --tokenizer t --shuffle window:2": "streamed text knows global and none",
+    "--dataset d --tokenizer t --short pack": "--short pack does not go with --dataset",
+    "--dataset d --tokenizer t --long crop": "--long crop does not go with --dataset",
+    "--dataset s3://b/d --tokenizer t --validation_freq 5": "--validation_freq 5 needs --test_dir",
+    "--dataset_config_name en --training_dir s": "--dataset_config_name en needs --dataset",
+}
+
+
+@pytest.mark.parametrize("line", TEXT)
+def test_streamed_text(line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(line)
+    assert TEXT[line] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_streamed_text_is_allowed() -> None:
+    check("--dataset allenai/c4 --dataset_config_name en --tokenizer t --validation_freq 5")
+    check("--dataset s3://b/text --hf_model folder --test_dir t --validation_freq 5 --short concat --shuffle none")
 
 
 def test_divisors() -> None:

@@ -217,3 +217,51 @@ def test_bad_lines_are_named_by_their_object(bucket, tmp_path):
     put(bucket, "t/a.json", line(1, 2) + line(1, -2))
     with pytest.raises(DataError, match=rf"^s3://{bucket[1]}/t/a\.json:2: token id -2 is outside"):
         open_source(f"s3://{bucket[1]}/t", vocab_size=9, cache_dir=str(tmp_path))
+
+
+def text_lines(count):
+    return b"".join(json.dumps({"text": f"document {n} " + "x" * 60}).encode() + b"\n" for n in range(count))
+
+
+def test_text_is_read_in_pieces_and_mended(server, bucket, tmp_path, monkeypatch):
+    """An object is read by requests of `READ_AHEAD` bytes, each tried again where it broke; nothing is on disk."""
+    import gzip
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from smp_train.data.text.files import find_files
+    from smp_train.data.text.read import documents
+
+    monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(s3, "READ_AHEAD", 1 << 14)
+    s3._shared.cache_clear()
+    body = text_lines(1200)
+    table = io.BytesIO()
+    pq.write_table(pa.table({"text": [json.loads(line)["text"] for line in body.splitlines()]}), table)
+    put(bucket, "t/a.jsonl", body)
+    put(bucket, "t/deep/b.jsonl.gz", gzip.compress(body))
+    put(bucket, "t/c.parquet", table.getvalue())
+    put(bucket, "t/d.txt", b"one document")
+    put(bucket, "t/_SUCCESS", b"")
+    files = {file.name: file for file in find_files([f"s3://{bucket[1]}/t"])}
+    assert sorted(files) == ["a.jsonl", "c.parquet", "d.txt", "deep/b.jsonl.gz"]
+    wanted = [(n + 1, json.loads(line)["text"]) for n, line in enumerate(body.splitlines())]
+    server.faults["t/a.jsonl"].extend(["reset", "short", "SlowDown", "stall", "SlowDown", "short"])
+    server.faults["t/c.parquet"].extend(["short", "reset"])
+    server.faults["t/deep/b.jsonl.gz"].extend(["SlowDown", "short"])
+    for name in ("a.jsonl", "c.parquet", "deep/b.jsonl.gz"):
+        assert list(documents(files[name])) == wanted, name
+    assert not any(server.faults.values()), "every fault was met"
+    ranges = [given for key, given in server.gets if key == "t/a.jsonl"]
+    assert None not in ranges
+    assert len(ranges) > len(body) >> 14
+    assert list(documents(files["a.jsonl"], start=1100)) == wanted[1100:]
+    put(bucket, "t/a.jsonl", body[:-1] + b" ")
+    with pytest.raises(DataError, match=r"t/a\.jsonl: was replaced while it was being read \(412\)"):
+        list(documents(files["a.jsonl"]))
+    (alone,) = find_files([f"s3://{bucket[1]}/t/d.txt"])
+    assert list(documents(alone)) == [(1, "one document")]
+    with pytest.raises(DataError, match="no file that matches"):
+        find_files([f"s3://{bucket[1]}/nothing"])

@@ -12,22 +12,20 @@ i. Ranks, micro-batch, accumulation and prefetching say only who reads what, so 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from smp_train.data.blend import BlendOrder
 from smp_train.data.layout import LONG, lay_out
 from smp_train.data.order import Order
 from smp_train.data.pipelines.batch import IGNORED, Batch, collate, crop
-from smp_train.data.pipelines.prefetch import Prefetch
+from smp_train.data.pipelines.dealing import Dealing
 from smp_train.data.source import Row, Source, shards
 from smp_train.errors import ConfigError, DataError
 
-__all__ = ["Batch", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate", "lay_out"]
+__all__ = ["Batch", "Dealing", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate", "lay_out"]
 
 logger = logging.getLogger("smp_train.data")
 
@@ -39,7 +37,7 @@ DATA_KEYS = {
 """What in a state says which sample is at a position, apart from seed and shuffle; with what messages call it."""
 
 
-class TrainingData:
+class TrainingData(Dealing):
     """Deals the rows of a source out to data-parallel ranks, in one order for the whole run.
 
     Tensor- and context-parallel peers pass the same ``dp_rank`` and read the same rows. Epochs straddle
@@ -77,38 +75,15 @@ class TrainingData:
     ) -> None:
         if order.size != len(source):
             raise ConfigError(f"the order is of {order.size} rows, but the data set has {len(source)}")
-        if seq_len < 2:
-            raise ConfigError(
-                f"--max_context_width {seq_len}: a row of one token has none to predict; use 2 or more"
-            )
-        if not 0 <= dp_rank < dp_size:
-            raise ConfigError(f"data-parallel rank {dp_rank} is not one of {dp_size}")
-        if min(micro_batch, accumulation) < 1:
-            raise ConfigError("--train_batch_size and --gradient_accumulation_steps must be at least 1")
+        super().__init__(
+            seq_len=seq_len, micro_batch=micro_batch, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size,
+            prefetch=prefetch, pin_memory=pin_memory,
+        )  # fmt: skip
         self.source = source
         self.order = order
-        self.seq_len = seq_len
-        self.micro_batch = micro_batch
-        self.accumulation = accumulation
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.prefetch = prefetch
+        self.rows_in_epoch = len(source)
         self.long = _checked_long(long, source, seq_len)
-        self.pin_memory = pin_memory
         self.named = named
-        self._device = torch.cuda.current_device() if pin_memory else None
-        self.global_batch = micro_batch * accumulation * dp_size
-        """Positions of one optimizer step, over all ranks."""
-        self.wait_seconds = 0.0
-        """How long the last step's batches were waited for."""
-        self.rows_truncated = 0
-        """Rows of this rank that lost their end so far."""
-
-    def positions(self, consumed: int) -> np.ndarray:
-        """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
-        j = np.arange(self.accumulation, dtype=np.int64)[:, None] * (self.micro_batch * self.dp_size)
-        i = np.arange(self.micro_batch, dtype=np.int64)
-        return consumed + j + self.dp_rank * self.micro_batch + i
 
     def step(self, consumed: int) -> list[Batch]:
         """Read this rank's micro-batches of the step that starts at ``consumed``."""
@@ -133,43 +108,13 @@ class TrainingData:
     def _steps(self, consumed: int) -> Iterator[list[Batch]]:
         # The order is worked out for many steps at once: NumPy costs more by the call than by the row.
         many = max(1, 512 // (self.micro_batch * self.accumulation))
-        if self._device is not None:
-            # A thread begins on GPU 0; page-locking memory there would open a context on it from every rank.
-            torch.cuda.set_device(self._device)
+        self._on_device()
         later = np.arange(many, dtype=np.int64)[:, None, None] * self.global_batch
         while True:
             epochs, rows = self.order.rows(self.positions(consumed) + later)
             for step in zip(epochs.tolist(), rows.tolist(), strict=True):
                 yield [self._batch(*found) for found in zip(*step, strict=True)]
             consumed += many * self.global_batch
-
-    def batches(self, consumed: int = 0) -> Generator[list[Batch], None, None]:
-        """Yield, without end, this rank's micro-batches of one optimizer step after another.
-
-        An error of the source is raised here, in the step it belongs to. Close the iterator, or drop it, to
-        stop.
-        """
-        steps: Iterator[list[Batch]] = self._steps(consumed)
-        ahead = Prefetch(steps, self.prefetch) if self.prefetch > 0 else None
-        try:
-            while True:
-                asked = time.perf_counter()
-                step = next(ahead or steps)
-                self.wait_seconds = time.perf_counter() - asked
-                self._count_truncated(step)
-                yield step
-        finally:
-            if ahead is not None:
-                ahead.close()
-
-    def _count_truncated(self, step: list[Batch]) -> None:
-        cut = sum(batch.truncated for batch in step)
-        if cut and not self.rows_truncated:
-            logger.warning(
-                "rows longer than %d tokens lose their end (--long truncate); --long error refuses them",
-                self.seq_len,
-            )
-        self.rows_truncated += cut
 
     def state(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint keeps: the positions consumed, and what they are positions of.

@@ -43,7 +43,14 @@ def load(name: str) -> Tokenizer:
     if path.is_dir():
         path = path / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.exists() else Tokenizer.from_pretrained(name)
+        if path.exists():
+            tokenizer = Tokenizer.from_file(str(path))
+        elif Path(name).is_dir():
+            tokenizer = _converted(name)
+        else:
+            tokenizer = Tokenizer.from_pretrained(name)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]})") from None
     tokenizer.no_padding()
@@ -51,10 +58,22 @@ def load(name: str) -> Tokenizer:
     return tokenizer
 
 
+def _converted(folder: str) -> Tokenizer:
+    """Load a folder of a SentencePiece or older tokenizer, which transformers knows how to turn into a fast one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+    if tokenizer is None:
+        raise ConfigError(f"--tokenizer {folder}: has no fast form; convert it to a tokenizer.json")
+    found: Tokenizer = tokenizer
+    return found
+
+
 def end_token(tokenizer: Tokenizer, given: str | None, folder: str | None = None) -> tuple[str, int]:
     """Return the token that ends a document, with its id: as given, the folder's own, or a well-known one."""
     declared: object = None
-    config = Path(folder or "") / "tokenizer_config.json"
+    where = Path(folder or "")
+    config = (where.parent if where.is_file() else where) / "tokenizer_config.json"
     if folder and config.is_file():
         declared = json.loads(config.read_text()).get("eos_token")
         declared = declared.get("content") if isinstance(declared, dict) else declared

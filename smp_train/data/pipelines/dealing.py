@@ -1,0 +1,128 @@
+"""Positions of a run dealt out to data-parallel ranks, and read ahead."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from smp_train.data.pipelines.batch import Batch
+from smp_train.data.pipelines.prefetch import Prefetch
+from smp_train.errors import ConfigError
+
+logger = logging.getLogger("smp_train.data")
+
+
+class Dealing:
+    """What all training data has in common: which positions are whose, and the thread that reads ahead.
+
+    Optimizer step k of a run that has consumed c positions takes [c, c + global_batch), micro-batch j of
+    data-parallel rank r takes c + j * micro_batch * dp_size + r * micro_batch + i. A subclass says in `_steps` what is
+    at a position.
+
+    Args:
+        seq_len: tokens per row of every batch.
+        micro_batch: rows per batch of one rank.
+        accumulation: batches per optimizer step of one rank.
+        dp_rank: this rank among the data-parallel ones.
+        dp_size: data-parallel ranks.
+        prefetch: optimizer steps to read ahead, in a thread; 0 reads when asked.
+        pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
+    """
+
+    rows_in_epoch: int | None = None
+    """Samples of an epoch; None when nobody knows."""
+
+    def __init__(
+        self,
+        *,
+        seq_len: int,
+        micro_batch: int,
+        accumulation: int,
+        dp_rank: int,
+        dp_size: int,
+        prefetch: int = 4,
+        pin_memory: bool = False,
+    ) -> None:
+        if seq_len < 2:
+            raise ConfigError(
+                f"--max_context_width {seq_len}: a row of one token has none to predict; use 2 or more"
+            )
+        if not 0 <= dp_rank < dp_size:
+            raise ConfigError(f"data-parallel rank {dp_rank} is not one of {dp_size}")
+        if min(micro_batch, accumulation) < 1:
+            raise ConfigError("--train_batch_size and --gradient_accumulation_steps must be at least 1")
+        self.seq_len = seq_len
+        self.micro_batch = micro_batch
+        self.accumulation = accumulation
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.prefetch = prefetch
+        self.pin_memory = pin_memory
+        self._device = torch.cuda.current_device() if pin_memory else None
+        self.global_batch = micro_batch * accumulation * dp_size
+        """Positions of one optimizer step, over all ranks."""
+        self.wait_seconds = 0.0
+        """How long the last step's batches were waited for."""
+        self.rows_truncated = 0
+        """Rows of this rank that lost their end so far."""
+
+    def positions(self, consumed: int) -> np.ndarray:
+        """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
+        j = np.arange(self.accumulation, dtype=np.int64)[:, None] * (self.micro_batch * self.dp_size)
+        i = np.arange(self.micro_batch, dtype=np.int64)
+        return consumed + j + self.dp_rank * self.micro_batch + i
+
+    def _steps(self, consumed: int) -> Iterator[Any]:
+        """Yield, without end, what this rank reads in one step after another; called in the thread, if there is one."""
+        raise NotImplementedError
+
+    def _hand_over(self, step: Any) -> list[Batch]:
+        """Turn what `_steps` yields into the batches of a step; called when the trainer takes them."""
+        return list(step)
+
+    def _on_device(self) -> None:
+        # A thread begins on GPU 0; page-locking memory there would open a context on it from every rank.
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+
+    def batches(self, consumed: int = 0) -> Generator[list[Batch], None, None]:
+        """Yield, without end, this rank's micro-batches of one optimizer step after another.
+
+        An error of the source is raised here, in the step it belongs to. Close the iterator, or drop it, to
+        stop.
+        """
+        steps: Iterator[Any] = self._steps(consumed)
+        ahead = Prefetch(steps, self.prefetch) if self.prefetch > 0 else None
+        try:
+            while True:
+                asked = time.perf_counter()
+                found = next(ahead or steps)
+                self.wait_seconds = time.perf_counter() - asked
+                step = self._hand_over(found)
+                self._count_truncated(step)
+                yield step
+        finally:
+            if ahead is not None:
+                ahead.close()
+
+    def _count_truncated(self, step: list[Batch]) -> None:
+        cut = sum(batch.truncated for batch in step)
+        if cut and not self.rows_truncated:
+            logger.warning(
+                "rows longer than %d tokens lose their end (--long truncate); --long error refuses them",
+                self.seq_len,
+            )
+        self.rows_truncated += cut
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps, the same on every rank; collective for some data."""
+        raise NotImplementedError
+
+    def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
+        """Take a saved state up and return its ``consumed``; DataError when it is of other data. No collective."""
+        raise NotImplementedError

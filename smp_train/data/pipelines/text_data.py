@@ -1,0 +1,254 @@
+"""Training on text that is tokenised on the fly, and validating on some.
+
+Position p of the run is the (p // V)-th sample of virtual stream p % V: the same on any number of ranks. The state is
+the positions consumed and a cursor of five numbers for each stream, which the ranks put together when they save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from smp_train.data.pipelines.batch import Batch, collate
+from smp_train.data.pipelines.dealing import Dealing
+from smp_train.data.source import Row, Source
+from smp_train.data.text.files import TextFile
+from smp_train.data.text.read import documents
+from smp_train.data.text.stream import Cursor, Piece, Reading, Span, Stream, deal, how_many, tokenise
+from smp_train.errors import DataError
+
+logger = logging.getLogger("smp_train.data")
+
+STATE_VERSION = 1
+OPENED_TOGETHER = 8
+"""Streams that are opened at a time: of a resume in the middle of large files, each has some to read again."""
+TOGETHER_IN_ORDER = 32
+"""Validation documents that are tokenised in one call."""
+
+
+class _Step(NamedTuple):
+    batches: list[Batch]
+    consumed: int
+    cursors: dict[int, tuple[int, Cursor]]
+    """Of the streams that this rank read from: samples taken, and where each is after this step."""
+
+
+class TextData(Dealing):
+    """Deals the samples of V virtual streams of text out to data-parallel ranks.
+
+    Args:
+        files: the data.
+        reading: how it is tokenised.
+        identity: what else decides which tokens are read: digest of the tokenizer.
+        merge: returns the largest of each number over all ranks; collective. Default: this rank is alone.
+        streams: V; default: by the files alone. A resume goes on with those of the run before it.
+        dealt: as in `Dealing`.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[TextFile],
+        reading: Reading,
+        *,
+        identity: str,
+        merge: Callable[[Sequence[int]], list[int]] = list,
+        streams: int | None = None,
+        **dealt: Any,
+    ) -> None:
+        super().__init__(**dealt)
+        self.files = list(files)
+        self.reading = reading
+        self.fingerprint = fingerprint(files, reading, identity)
+        self._merge = merge
+        self._begin(0, [Cursor()] * (streams or how_many(files)))
+
+    def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
+        self.streams = len(cursors)
+        self._at = consumed
+        self._cursors = {v: (self._taken(v, consumed), cursor) for v, cursor in enumerate(cursors)}
+
+    def _taken(self, stream: int, consumed: int) -> int:
+        """Return how many of the first ``consumed`` positions are of a stream."""
+        return (consumed - stream + self.streams - 1) // self.streams
+
+    def touched(self) -> list[int]:
+        """Return the streams that this rank reads from: all of them where global micro-batches do not divide V."""
+        step = np.arange(self.streams)[:, None, None] * self.global_batch
+        return [int(v) for v in np.unique((self.positions(self._at) + step) % self.streams)]
+
+    def _steps(self, consumed: int) -> Iterator[_Step]:
+        if consumed != self._at:
+            raise ValueError(f"the streams are at sample {self._at}, not {consumed}")
+        self._on_device()
+        hands: list[list[Piece]] = deal(self.files, self.streams)
+        mine = {}
+        for v in self.touched():
+            taken, cursor = self._cursors[v]
+            mine[v] = Stream(v, hands[v], self.reading, cursor, taken)
+        pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-text")
+        try:
+            opening: dict[int, Future[None]] = {v: pool.submit(stream.open) for v, stream in mine.items()}
+            while True:
+                batches = []
+                positions = self.positions(consumed)
+                for micro in positions.tolist():
+                    found = []
+                    for position in micro:
+                        stream = mine[position % self.streams]
+                        if stream.number in opening:
+                            opening.pop(stream.number).result()
+                        stream.skip_to(position // self.streams)
+                        found.append(stream.take())
+                    batches.append(self._batch(found))
+                consumed += self.global_batch
+                now = {int(v): mine[int(v)] for v in np.unique(positions % self.streams)}
+                yield _Step(batches, consumed, {v: (stream.taken, stream.cursor) for v, stream in now.items()})
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _batch(self, found: list[tuple[np.ndarray, list[Span]]]) -> Batch:
+        rows = [Row(ids) for ids, _ in found]
+        return collate(rows, [name_of(spans) for _, spans in found], self.seq_len, pin_memory=self.pin_memory)
+
+    def _hand_over(self, step: _Step) -> list[Batch]:
+        self._cursors |= step.cursors
+        self._at = step.consumed
+        return step.batches
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self.reading.seed,
+            "shuffle": "global" if self.reading.shuffled else "none",
+            "layout": f"text tokenised on the fly, --max_context_width {self.seq_len}",
+            "fingerprint": self.fingerprint,
+        }
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps; collective. ``consumed`` is what the last step handed over ends with."""
+        if consumed != self._at:
+            raise ValueError(f"the streams are at sample {self._at}, not {consumed}")
+        rows = []
+        for v in range(self.streams):
+            taken, cursor = self._cursors[v]
+            # Whoever took a stream's last sample knows where it is; the others say nothing.
+            knows = taken == self._taken(v, consumed)
+            rows += [1, *cursor] if knows else [0] * (1 + len(cursor))
+        merged = np.array(self._merge(rows), dtype=np.int64).reshape(self.streams, -1)
+        if not merged[:, 0].all():
+            raise RuntimeError(f"nobody knows where stream {int(merged[:, 0].argmin())} is")
+        return {
+            "version": STATE_VERSION, "consumed": consumed, **self._identity(), "cursors": merged[:, 1:].tolist(),
+        }  # fmt: skip
+
+    def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
+        """Go on from a saved state, with its streams; DataError names what would make it mean other samples.
+
+        ``allow_data_change`` goes on at the same places of other files, and says so.
+        """
+        cursors = state.get("cursors")
+        if state.get("version") != STATE_VERSION or cursors is None:
+            raise DataError(
+                "the training data changed: the checkpoint is of shards, not of streamed text; give what the run "
+                "began with, or start a new run from its weights (--finetune 1)"
+            )
+        now = self._identity()
+        for key in ("seed", "shuffle", "layout"):
+            if state[key] != now[key]:
+                flag = "the training data" if key == "layout" else f"--{key}"
+                raise DataError(
+                    f"{flag} changed: {state[key]} in the checkpoint, {now[key]} now; resume with the same, "
+                    "or start a new run"
+                )
+        if state["fingerprint"] != self.fingerprint:
+            changed = (
+                f"the training data changed: files or tokenizer {state['fingerprint']} in the checkpoint, "
+                f"{self.fingerprint} now"
+            )
+            if not allow_data_change:
+                raise DataError(
+                    f"{changed}; give what the run began with, start a new run, or go on with other data by "
+                    "--allow_data_change 1"
+                )
+            logger.warning(
+                "%s (--allow_data_change 1): going on at the same places; documents may come twice or not at all",
+                changed,
+            )
+        self._begin(int(state["consumed"]), [Cursor(*cursor) for cursor in cursors])
+        return self._at
+
+
+def fingerprint(files: Sequence[TextFile], reading: Reading, identity: str) -> str:
+    """Return the identity of streamed data: names and sizes of files (of S3 and the hub, versions), and tokenizer."""
+    digest = hashlib.blake2b(f"{identity} {reading.end} {reading.column}\n".encode(), digest_size=16)
+    for file in files:
+        remote = file.split is not None or file.path.startswith("s3://")
+        digest.update(f"{file.name} {file.size} {file.version if remote else ''}\n".encode())
+    return digest.hexdigest()
+
+
+def name_of(spans: Sequence[Span]) -> str:
+    """Return ``file:line[begin:end]`` of each document in a sample, joined by ``+``; tokens include its end token."""
+    return "+".join(f"{span.document}[{span.begin}:{span.end}]" for span in spans)
+
+
+class TextRows(Source):
+    """The first samples of some text, in stored order, in memory: what streamed runs validate on.
+
+    Args:
+        files: the data.
+        reading: how it is tokenised; never shuffled.
+        most: samples at most.
+    """
+
+    def __init__(self, files: Sequence[TextFile], reading: Reading, most: int) -> None:
+        self.fingerprint = fingerprint(files, reading, "validation")
+        self._rows: list[np.ndarray] = []
+        self._names: list[str] = []
+        size = reading.seq_len
+        ids: list[np.ndarray] = []
+        spans: list[Span] = []
+        missing = size
+        for name, document in _in_order(files, reading):
+            begin = 0
+            while begin < document.size and len(self._rows) < most:
+                end = min(begin + missing, document.size)
+                ids.append(document[begin:end])
+                spans.append(Span(name, begin, end))
+                missing -= end - begin
+                begin = end
+                if missing == 0:
+                    self._add(ids, spans)
+                    ids, spans, missing = [], [], size
+            if len(self._rows) >= most:
+                return
+        if size - missing >= 2:
+            self._add(ids, spans)
+
+    def _add(self, ids: list[np.ndarray], spans: list[Span]) -> None:
+        self._rows.append(np.concatenate(ids))
+        self._names.append(name_of(spans))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        """Return one sample."""
+        return Row(self._rows[index])
+
+    def name(self, index: int) -> str:
+        """Return the documents it is of."""
+        return self._names[index]
+
+
+def _in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[str, np.ndarray]]:
+    for file in sorted(files, key=lambda file: (file.name, file.shard)):
+        coming = documents(file, reading.column)
+        while group := list(islice(coming, TOGETHER_IN_ORDER)):
+            for (number, _), ids in zip(group, tokenise(reading, [text for _, text in group]), strict=True):
+                yield f"{file.name}:{number}", ids

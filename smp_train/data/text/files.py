@@ -1,0 +1,138 @@
+"""Files of documents, wherever they are: in folders, in S3, or a data set of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from smp_train.data import s3
+from smp_train.errors import DataError
+
+if TYPE_CHECKING:
+    from smp_train.data.text.hub import Split
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".txt.gz")
+LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
+PARQUET_SUFFIXES = (".parquet",)
+SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + PARQUET_SUFFIXES
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of documents, as it was when it was listed."""
+
+    path: str
+    """A path, ``s3://bucket/key``, or the name of a data set of the hub."""
+    name: str
+    """Its name within its data set."""
+    size: int
+    """Bytes; 0 when nobody knows."""
+    version: str = ""
+    """What tells another content under the same name: the time it was written, or S3's ETag."""
+    split: Split | None = None
+    """The data set of the hub that this is a shard of."""
+    shard: int = 0
+
+    @property
+    def holds_many(self) -> bool:
+        """True when it is a file of documents, and not one document."""
+        return self.split is not None or self.name.endswith((*LINES_SUFFIXES, *PARQUET_SUFFIXES, ".json"))
+
+
+def find_files(
+    inputs: Sequence[str],
+    patterns: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    *,
+    config: str | None = None,
+    split: str = "train",
+    flag: str = "--input",
+) -> list[TextFile]:
+    """List the files below ``inputs``: files, folders, ``s3://`` places, and names of data sets of the hub.
+
+    In the order of a hash of their names: always the same, and its beginning is a fair sample of the whole.
+
+    ``patterns`` select by file name, or, when empty, `SUFFIXES`. A file or folder whose name matches one of
+    ``exclude`` is left out with all below it. A file given itself is always taken. ``config`` and ``split`` are for
+    the hub. Raises DataError when there is none, or an input is not there; messages name ``flag``.
+    """
+    found: list[TextFile] = []
+    for given in inputs:
+        if s3.is_s3(given):
+            found += _in_s3(given, patterns, exclude)
+        elif os.path.isfile(given):
+            found.append(_local(Path(given), os.path.basename(given)))
+        elif os.path.isdir(given):
+            found += [_local(Path(given, name), name) for name in _below(Path(given), patterns, exclude)]
+        elif HUB_NAME.fullmatch(given):
+            from smp_train.data.text.hub import open_split
+
+            found += open_split(given, config, split, flag).files()
+        else:
+            raise DataError(f"{given}: no such file or folder; check {flag}")
+    if not found:
+        wanted = " ".join(patterns) or " ".join("*" + suffix for suffix in SUFFIXES)
+        raise DataError(
+            f"{', '.join(inputs)}: no file that matches {wanted}; give another {flag}"
+            + (" or --pattern" if flag == "--input" else "")
+        )
+    _refuse_duplicates(found)
+    return sorted(found, key=lambda file: (_digest(file.name), file.name, file.path))
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest()
+
+
+def _refuse_duplicates(found: list[TextFile]) -> None:
+    seen: set[tuple[str, int]] = set()
+    for file in found:
+        key = (file.path if file.split or s3.is_s3(file.path) else os.path.realpath(file.path), file.shard)
+        if key in seen:
+            raise DataError(f"{file.path}: is given twice, so its documents would count twice; give it once")
+        seen.add(key)
+
+
+def _local(path: Path, name: str) -> TextFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); remove it or mend the link") from None
+    return TextFile(str(path), name, status.st_size, str(status.st_mtime_ns))
+
+
+def _wanted(name: str, patterns: Sequence[str]) -> bool:
+    if patterns:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    return name.endswith(SUFFIXES) and name[0] != "_"
+
+
+def _left_out(name: str, exclude: Sequence[str]) -> bool:
+    return name.startswith(".") or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def _below(root: Path, patterns: Sequence[str], exclude: Sequence[str]) -> Iterator[str]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not _left_out(name, exclude))
+        for name in sorted(files):
+            if _wanted(name, patterns) and not _left_out(name, exclude):
+                yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def _in_s3(location: str, patterns: Sequence[str], exclude: Sequence[str]) -> list[TextFile]:
+    found = []
+    for shard in s3.list_folder(location, deep=True)[0]:
+        *folders, name = shard.name.split("/")
+        given_itself = shard.path == location
+        if not name or not shard.size or any(_left_out(part, exclude) for part in (*folders, name)):
+            continue
+        if given_itself or _wanted(name, patterns):
+            found.append(TextFile(shard.path, shard.name, shard.size, shard.etag))
+    return found

@@ -1,0 +1,80 @@
+"""A data set of the Hugging Face hub, streamed through `datasets` shard by shard."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from smp_train.data.text.files import TextFile
+from smp_train.errors import ConfigError, DataError
+
+ROWS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class Split:
+    """One split of a data set, opened for streaming."""
+
+    name: str
+    split: str
+    identity: str
+    """What tells its versions apart."""
+    stream: Any = field(compare=False, repr=False)
+
+    def files(self) -> list[TextFile]:
+        """Return its shards as files."""
+        return [
+            TextFile(self.name, f"{self.split}-{number}", 0, self.identity, self, number)
+            for number in range(self.stream.num_shards)
+        ]
+
+    def documents(self, shard: int, column: str, start: int) -> Iterator[tuple[int, str]]:
+        """Yield (row from 1, text) of one shard, from row ``start`` (from 0) on. Raises DataError."""
+        here = f"{self.name}/{self.split}-{shard}"
+        number = start
+        try:
+            rows = self.stream.shard(num_shards=self.stream.num_shards, index=shard).with_format("arrow").skip(start)
+            for table in rows.iter(batch_size=ROWS_AT_ONCE):
+                if column not in table.column_names:
+                    raise DataError(
+                        f"{here}: no column {column} (it has {', '.join(table.column_names)}); set --text_column"
+                    )
+                for text in table.column(column).to_pylist():
+                    number += 1
+                    if not isinstance(text, str):
+                        raise DataError(f"{here}: row {number}: column {column} holds no text; set --text_column")
+                    yield number, text
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"{here}: cannot be read on after row {number} ({_line(error)})") from None
+
+
+def open_split(name: str, config: str | None, split: str, flag: str) -> Split:
+    """Open a data set by the name it has on the hub. Raises ConfigError and DataError, in one line."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{flag} {name}: is no file here, and data sets of the hub need: pip install 'smp-train[text]'"
+        ) from None
+    try:
+        builder = datasets.load_dataset_builder(name, config)
+        splits = builder.as_streaming_dataset()
+    except Exception as error:
+        raise DataError(
+            f"{flag} {name}: is no file or folder here, and cannot be opened as a data set of the hub ({_line(error)})"
+        ) from None
+    if split not in splits:
+        raise DataError(f"{flag} {name}: has no split {split}; it has {', '.join(splits)}")
+    files = (builder.config.data_files or {}).get(split) or [builder.hash or ""]
+    # On the hub the names of the files hold the commit.
+    identity = hashlib.blake2b(repr((name, config, split, list(files))).encode(), digest_size=16).hexdigest()
+    return Split(name, split, identity, splits[split])
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

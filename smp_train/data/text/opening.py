@@ -1,0 +1,151 @@
+"""The streamed text of a run, as its arguments ask for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from smp_train import runtime
+from smp_train.data import formats
+from smp_train.data.pipelines.data_pipeline import ValidationData
+from smp_train.data.pipelines.text_data import TextData, TextRows
+from smp_train.data.prepare import tokenizer as tokenizers
+from smp_train.data.source import Source
+from smp_train.data.text.files import PARQUET_SUFFIXES, TextFile, find_files
+from smp_train.data.text.read import open_bytes
+from smp_train.data.text.stream import Reading, spread_tokenizing
+from smp_train.data.utils import lines_of
+from smp_train.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
+    from smp_train.runtime import Runtime
+
+logger = logging.getLogger("smp_train.data")
+
+HELD_OUT = ("validation", "test")
+"""Splits of the hub that are validated on, the first there is."""
+
+
+def open_text(
+    args: Arguments,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    ranks: Runtime,
+    dp_rank: int,
+    dp_size: int,
+    pin_memory: bool,
+    shards: Callable[[str], Source],
+) -> tuple[TextData, ValidationData | None]:
+    """Open --dataset to train on, and, if the run validates, what it validates on; collective.
+
+    ``shards`` opens a folder of token shards, which --test_dir may be.
+    """
+    assert args.dataset is not None
+    share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
+    spread_tokenizing(ranks.local_world_size)
+    with runtime.together(f"opening {args.dataset}"):
+        reading, identity = _reading(args, vocab_size, seq_len)
+        files = find_files([args.dataset], config=args.dataset_config_name, flag="--dataset")
+        training = TextData(
+            files, reading, identity=identity, merge=runtime.largest, micro_batch=args.train_batch_size,
+            accumulation=args.gradient_accumulation_steps, **share,
+        )  # fmt: skip
+        _say(training)
+    held_out = _held_out(args, reading, args.validation_batches * args.val_batch_size * dp_size, shards)
+    if held_out is None:
+        return training, None
+    with runtime.together("preparing the validation data"):
+        return training, ValidationData(
+            held_out, micro_batch=args.val_batch_size, max_batches=args.validation_batches, fast=args.fast_validation,
+            **share,
+        )  # fmt: skip
+
+
+def _reading(args: Arguments, vocab_size: int, seq_len: int) -> tuple[Reading, str]:
+    name = args.tokenizer or args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
+    assert name is not None, "checked by arguments.validate"
+    tokenizer = tokenizers.load(name)
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    if highest >= vocab_size:
+        raise ConfigError(
+            f"--tokenizer {name}: has ids up to {highest}, the model a vocabulary of {vocab_size}; "
+            "use the tokenizer of the model, or set --vocab_size"
+        )
+    identity = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
+    _, end = tokenizers.end_token(tokenizer, None, name)
+    # What a document says about ends of documents is text like any other.
+    tokenizer.encode_special_tokens = True
+    shuffled = args.shuffle != "none"
+    return Reading(tokenizer, end, seq_len, args.seed, shuffled, args.text_column, args.data_audit), identity
+
+
+def _say(training: TextData) -> None:
+    streams, mine = training.streams, len(training.touched())
+    logger.info(
+        "Text tokenised on the fly: %d files in %d streams, %s; of these, this rank reads %d",
+        len(training.files), streams,
+        "documents permuted in blocks" if training.reading.shuffled else "in stored order", mine,
+    )  # fmt: skip
+    fair = max(streams / training.dp_size, 1)
+    if mine >= 2 * fair:
+        logger.info(
+            "It tokenises %.0f times what it trains on: a global micro-batch of %d rows does not fit %d streams",
+            mine / (streams / training.dp_size), training.micro_batch * training.dp_size, streams,
+        )  # fmt: skip
+
+
+def _held_out(args: Arguments, reading: Reading, most: int, shards: Callable[[str], Source]) -> Source | None:
+    if not (args.validation_freq or args.evaluate_only):
+        return None
+    files: list[TextFile] = []
+    with runtime.together("looking at the validation data"):
+        if args.test_dir is None:
+            assert args.dataset is not None
+            files = _split_of_hub(args.dataset, args.dataset_config_name)
+        elif holds_text(args.test_dir):
+            files = find_files([args.test_dir], flag="--test_dir")
+    if not files:
+        assert args.test_dir is not None
+        return shards(args.test_dir)
+    with runtime.together("reading the validation data"):
+        rows = TextRows(files, replace(reading, shuffled=False), most)
+        if not len(rows):
+            raise DataError(f"{files[0].path}: has no text to validate on")
+        logger.info("Validation: the first %d samples of %s", len(rows), files[0].path)
+        return rows
+
+
+def _split_of_hub(name: str, config: str | None) -> list[TextFile]:
+    first: DataError | None = None
+    for split in HELD_OUT:
+        try:
+            return find_files([name], config=config, split=split, flag="--dataset")
+        except DataError as error:
+            first = first or error
+    raise DataError(f"{first}; give --test_dir to validate on")
+
+
+def holds_text(location: str) -> bool:
+    """Tell whether a place holds text, and not token shards, by its first record. Raises DataError."""
+    try:
+        if formats.kind_of(location) != formats.SHARDS:
+            return False
+        files = find_files([location], flag="--test_dir")
+    except DataError:
+        # Whoever opens it as shards says what is wrong with it.
+        return False
+    if not files[0].holds_many or files[0].name.endswith(PARQUET_SUFFIXES):
+        return True
+    with open_bytes(files[0]) as raw:
+        for _, line in lines_of(raw, files[0].path):
+            try:
+                return "input_ids" not in json.loads(line)
+            except (ValueError, TypeError):
+                return True
+    return False

@@ -1,0 +1,246 @@
+"""Text as an endless sequence of tokens, in V virtual streams whose place is five numbers and no buffer.
+
+Files are cut into pieces and dealt out to V streams by size, whatever the number of ranks. A stream reads its pieces,
+in an order drawn anew for each of its epochs, block by block; the documents of a block are permuted, tokenised, and
+joined end to end with the tokenizer's end token behind each. Its k-th sample is tokens k * seq_len to (k + 1) * seq_len
+of that; what is left at the end of an epoch begins the next. Everything is a pure function of the files, the
+tokenizer, the seed and V, so a stream goes on from a `Cursor` by reading one block again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from smp_train.data.order import permute
+from smp_train.data.text.files import TextFile
+from smp_train.data.text.read import documents
+from smp_train.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BLOCK = 256
+"""Documents that are permuted among themselves; their texts are in memory together."""
+TOGETHER = 1 << 16
+"""Characters that are tokenised in one call."""
+FEWEST, MOST = 16, 256
+"""Streams of a data set of few files, and of one of many."""
+STREAM_BYTES = 1 << 20
+"""Of text that a stream is worth having for."""
+
+
+class Cursor(NamedTuple):
+    """Where a stream is: what has been taken of it ends before this token."""
+
+    epoch: int = 0
+    piece: int = 0
+    """Of the pieces in the order of this epoch."""
+    block: int = 0
+    place: int = 0
+    """Of the document, in the permuted block."""
+    token: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Every ``parts``-th document of a file, from number ``part`` on."""
+
+    file: TextFile
+    part: int
+    parts: int
+
+    @property
+    def size(self) -> float:
+        """Bytes, or 1 where nobody knows."""
+        return (self.file.size or 1) / self.parts
+
+
+class Span(NamedTuple):
+    """A part of a document that a sample is made of."""
+
+    document: str
+    begin: int
+    end: int
+
+
+def how_many(files: Sequence[TextFile]) -> int:
+    """Return the number of streams a data set is read in: a power of two that depends on its files alone."""
+    wanted = min(max(FEWEST, len(files) // 4), MOST)
+    if all(file.size for file in files):
+        wanted = min(wanted, max(1, sum(_text_bytes(file) for file in files) // STREAM_BYTES))
+    if not any(file.holds_many for file in files):
+        wanted = min(wanted, len(files))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _text_bytes(file: TextFile) -> int:
+    return file.size * (4 if file.name.endswith((".gz", ".parquet")) else 1)
+
+
+def deal(files: Sequence[TextFile], streams: int) -> list[list[Piece]]:
+    """Deal files out to streams, the largest first, each to which has least so far; cut where there are too few."""
+    many = [file for file in files if file.holds_many]
+    parts = max(1, -(-(streams - (len(files) - len(many))) // max(1, len(many))))
+    pieces = [
+        Piece(file, part, parts if file.holds_many else 1)
+        for file in files
+        for part in range(parts if file.holds_many else 1)
+    ]
+    hands: list[list[Piece]] = [[] for _ in range(streams)]
+    loads = [0.0] * streams
+    for piece in sorted(pieces, key=lambda p: -p.size):
+        least = loads.index(min(loads))
+        loads[least] += piece.size
+        hands[least].append(piece)
+    return hands
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How all streams of a data set read."""
+
+    tokenizer: Tokenizer
+    end: int
+    """The token behind each document."""
+    seq_len: int
+    seed: int
+    shuffled: bool
+    column: str = "text"
+    named: bool = True
+
+
+class Stream:
+    """One virtual stream, read from a cursor on.
+
+    Args:
+        number: its number; part of the key of its permutations.
+        pieces: its share of the data.
+        reading: how.
+        cursor: where to begin.
+        taken: samples that have been taken before.
+    """
+
+    def __init__(self, number: int, pieces: Sequence[Piece], reading: Reading, cursor: Cursor, taken: int) -> None:
+        self.number = number
+        self.pieces = list(pieces)
+        self.reading = reading
+        self.cursor = cursor
+        self.taken = taken
+        self._tokenised = self._read(cursor)
+        self._next: tuple[Cursor, str, np.ndarray] | None = None
+        self._first: Exception | None = None
+
+    def open(self) -> None:
+        """Read up to the first document already; what goes wrong is raised by `take`."""
+        try:
+            self._next = self._next or next(self._tokenised)
+        except Exception as error:
+            self._first = error
+
+    def take(self) -> tuple[np.ndarray, list[Span]]:
+        """Return the next sample, uint32 [seq_len], and, where wanted, what it is made of; move the cursor behind it.
+
+        Raises DataError.
+        """
+        if self._first is not None:
+            raise self._first
+        parts: list[np.ndarray] = []
+        spans: list[Span] = []
+        wanted = self.reading.seq_len
+        while wanted:
+            if self._next is None:
+                self._next = next(self._tokenised)
+            here, name, ids = self._next
+            part = ids[here.token : here.token + wanted]
+            end = here.token + part.size
+            if part.size:
+                parts.append(part)
+                if self.reading.named:
+                    spans.append(Span(name, here.token, end))
+            wanted -= part.size
+            self.cursor = here._replace(token=end)
+            self._next = (self.cursor, name, ids) if end < ids.size else None
+        self.taken += 1
+        return np.concatenate(parts), spans
+
+    def skip_to(self, sample: int) -> None:
+        """Take samples until ``sample`` is next: another rank's."""
+        while self.taken < sample:
+            self.take()
+
+    def _order(self, size: int, what: str) -> list[int]:
+        if not self.reading.shuffled:
+            return list(range(size))
+        key = np.full(size, f"stream {self.number} {what}")
+        return [int(index) for index in permute(np.arange(size), size, self.reading.seed, key)]
+
+    def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, str, np.ndarray]]:
+        """Yield (where it is, name, tokens) of documents without end, the first with the cursor's own token."""
+        epoch, piece, block, place, token = cursor
+        while True:
+            found = False
+            whole = (piece, block, place) == (0, 0, 0)
+            order = self._order(len(self.pieces), f"epoch {epoch}")
+            while piece < len(order):
+                for here, name, ids in self._of_piece(epoch, piece, order[piece], block, place):
+                    found = True
+                    yield here._replace(token=token), name, ids
+                    token = 0
+                piece, block, place = piece + 1, 0, 0
+            if whole and not found:
+                raise DataError(
+                    f"{self.pieces[0].file.path if self.pieces else 'the data'}: too few documents to stream; "
+                    "make shards of them with: smp-train prepare"
+                )
+            epoch, piece, token = epoch + 1, 0, 0
+
+    def _of_piece(
+        self, epoch: int, turn: int, number: int, block: int, place: int
+    ) -> Iterator[tuple[Cursor, str, np.ndarray]]:
+        piece = self.pieces[number]
+        coming = documents(
+            piece.file, self.reading.column, start=block * BLOCK, part=piece.part, parts=piece.parts
+        )
+        while texts := list(islice(coming, BLOCK)):
+            order = self._order(len(texts), f"epoch {epoch} piece {number} block {block}")
+            yield from self._tokenise(texts, order, piece.file.name, Cursor(epoch, turn, block, place))
+            block, place = block + 1, 0
+
+    def _tokenise(
+        self, texts: list[tuple[int, str]], order: list[int], file: str, begin: Cursor
+    ) -> Iterator[tuple[Cursor, str, np.ndarray]]:
+        place = begin.place
+        while place < len(order):
+            group: list[tuple[int, str]] = []
+            size = 0
+            while place + len(group) < len(order) and size < TOGETHER:
+                group.append(texts[order[place + len(group)]])
+                size += len(group[-1][1])
+            for (number, _), ids in zip(group, tokenise(self.reading, [text for _, text in group]), strict=True):
+                if ids.size:
+                    yield begin._replace(place=place), f"{file}:{number}", ids
+                place += 1
+
+
+def tokenise(reading: Reading, texts: list[str]) -> list[np.ndarray]:
+    """Return the tokens of each text, uint32, with the end token behind them; none of an empty text."""
+    encoded = reading.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [
+        np.array([*encoding.ids, reading.end] if text else [], dtype=np.uint32)
+        for text, encoding in zip(texts, encoded, strict=True)
+    ]
+
+
+def spread_tokenizing(processes: int) -> None:
+    """Let each of ``processes`` on this machine tokenise in its share of the cores, unless the user has said how many.
+
+    To be called before the first text is tokenised.
+    """
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,0 +1,385 @@
+"""Streamed text: every document once, one order for all topologies, exact after a stop, whatever it is read from."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smp_train.data.pipelines.text_data import TextData, TextRows
+from smp_train.data.prepare import tokenizer as tokenizers
+from smp_train.data.text.files import TextFile, find_files
+from smp_train.data.text.read import documents
+from smp_train.data.text.stream import Reading, deal, how_many
+from smp_train.errors import ConfigError, DataError
+
+LENGTH = 24
+
+
+def document(number: int) -> str:
+    return f"<{number}>" + "".join(f" w{number}x{k}" for k in range(number * 7 % 23))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = tokenizers.train((document(n) for n in range(50)), 300)
+    made.encode_special_tokens = True
+    return made
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Return a folder of 400 documents in files of every kind, one of them nearly a third of all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = [json.dumps({"text": document(n)}) for n in range(400)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:130]))
+    (folder / "sub").mkdir()
+    (folder / "sub" / "b.jsonl.gz").write_bytes(gzip.compress(("\n\n".join(lines[130:260]) + "\n").encode()))
+    (folder / "c.json.gz").write_bytes(gzip.compress("\n".join(lines[260:300]).encode()))
+    table = pa.table({"id": list(range(90)), "text": [document(n) for n in range(300, 390)]})
+    pq.write_table(table, folder / "d.parquet", row_group_size=37)
+    for n in range(390, 400):
+        (folder / f"{n}.txt").write_text(document(n))
+    (folder / "blank.txt").write_text(" \n")
+    (folder / "left.bin").write_bytes(b"\0")
+    return folder
+
+
+def reading(tokenizer, **changes) -> Reading:
+    return Reading(tokenizer, **{"end": 0, "seq_len": LENGTH, "seed": 1, "shuffled": True, **changes})
+
+
+def world(files, how, size: int, *, mb: int = 1, acc: int = 1, streams: int = 4, prefetch: int = 0):
+    """Return the ranks of a run, whose merges see each other."""
+    dealt = {"micro_batch": mb, "accumulation": acc, "dp_size": size, "seq_len": how.seq_len, "prefetch": prefetch}
+    return [TextData(files, how, identity="t", streams=streams, dp_rank=rank, **dealt) for rank in range(size)]
+
+
+def state(ranks, consumed: int) -> dict:
+    """Return the state all ranks agree on, having put together what each knows."""
+    said: list[list[int]] = []
+    for rank in ranks:
+        rank._merge = lambda rows: said.append(list(rows)) or [1] * len(rows)
+        rank.state(consumed)
+    together = np.max(np.array(said), axis=0).tolist()
+    for rank in ranks:
+        rank._merge = lambda rows: together
+    states = [rank.state(consumed) for rank in ranks]
+    assert all(one == states[0] for one in states)
+    return json.loads(json.dumps(states[0]))
+
+
+def step(streams) -> list[tuple[str, list[int]]]:
+    """Return one global batch in the global order: (name, tokens) of each sample."""
+    batches = [next(stream) for stream in streams]
+    return [
+        (name, row.tolist())
+        for micro in zip(*batches, strict=True)
+        for batch in micro
+        for name, row in zip(batch.samples, batch.input_ids, strict=True)
+    ]
+
+
+def run(files, how, history, *, streams=4, prefetch=0):
+    """Return the samples of a run of several pieces: (ranks, micro-batch, accumulation, steps, steps lost)."""
+    seen, saved = [], None
+    for size, mb, acc, steps, lost in history:
+        # V is what the first start chose; later ones are told another and must not care.
+        ranks = world(files, how, size, mb=mb, acc=acc, streams=streams if saved is None else 2, prefetch=prefetch)
+        consumed = {rank.check_state(saved) for rank in ranks} if saved else {0}
+        (at,) = consumed
+        open_streams = [rank.batches(at) for rank in ranks]
+        for _ in range(steps):
+            seen += step(open_streams)
+            at += ranks[0].global_batch
+        saved = state(ranks, at)
+        for _ in range(lost):
+            step(open_streams)
+        for stream in open_streams:
+            stream.close()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tokenizer):
+    """Return the first 2,400 samples of one process that nothing interrupts."""
+    return run(find_files([str(corpus)]), reading(tokenizer), [(1, 4, 1, 600, 0)])
+
+
+history = st.lists(
+    st.tuples(st.integers(1, 8), st.integers(1, 3), st.integers(1, 2), st.integers(0, 4), st.integers(0, 1)),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(history=history, prefetch=st.sampled_from([0, 0, 3]))
+def test_any_history_is_that_of_one_process(corpus, tokenizer, alone, history, prefetch):
+    seen = run(find_files([str(corpus)]), reading(tokenizer), history, prefetch=prefetch)
+    assert seen == alone[: len(seen)]
+
+
+def spans(samples):
+    """Yield (document, begin, end) of what samples are made of, stream by stream."""
+    for name, _ in samples:
+        for span in name.split("+"):
+            document, _, place = span.rpartition("[")
+            begin, _, end = place.rstrip("]").partition(":")
+            yield document, int(begin), int(end)
+
+
+def test_every_document_once_and_whole(corpus, tokenizer, alone):
+    """Of each stream: its documents come one after the other, whole, and none again before its epoch is over."""
+    files = find_files([str(corpus)])
+    length = {
+        f"{file.name}:{number}": len(tokenizer.encode(text).ids) + 1
+        for file in files
+        for number, text in documents(file)
+        if text
+    }
+    assert len(length) == 400
+    firsts: Counter[str] = Counter()
+    for stream in range(4):
+        times: Counter[str] = Counter()
+        at = None
+        for document, begin, end in spans(alone[stream::4]):
+            if at is None:
+                assert begin == 0
+                times[document] += 1
+            else:
+                assert (document, begin) == at, "goes on where it was cut"
+            assert end <= length[document]
+            at = None if end == length[document] else (document, end)
+        assert set(times.values()) <= {max(times.values()), max(times.values()) - 1}
+        firsts.update(times.keys())
+    assert set(firsts.values()) == {1}, "no document is in two streams"
+    assert len(firsts) == 400
+
+
+def test_tokens_are_those_of_the_documents(corpus, tokenizer, alone):
+    files = {file.name: dict(documents(file)) for file in find_files([str(corpus)])}
+    for name, ids in alone[:40]:
+        wanted = []
+        for document, begin, end in spans([(name, ids)]):
+            file, _, number = document.rpartition(":")
+            wanted += [*tokenizer.encode(files[file][int(number)]).ids, 0][begin:end]
+        assert ids == wanted
+        assert len(ids) == LENGTH
+
+
+def test_order_depends_on_the_seed(corpus, tokenizer, alone):
+    files = find_files([str(corpus)])
+    other = run(files, reading(tokenizer, seed=2), [(1, 4, 1, 20, 0)])
+    stored = run(files, reading(tokenizer, shuffled=False), [(1, 4, 1, 20, 0)])
+    assert other != alone[:80] != stored
+    numbers = [document for document, begin, _ in spans(stored[0::4]) if begin == 0]
+    per_file = [int(name.rpartition(":")[2]) for name in numbers if name.startswith(numbers[0].rpartition(":")[0])]
+    assert per_file == sorted(per_file)
+
+
+def test_ranks_read_no_more_streams_than_they_must(corpus, tokenizer):
+    files = find_files([str(corpus)])
+    assert [rank.touched() for rank in world(files, reading(tokenizer), 2, mb=2, streams=8)] == [
+        [0, 1, 4, 5], [2, 3, 6, 7],
+    ]  # fmt: skip
+    assert len(world(files, reading(tokenizer), 3, streams=8)[0].touched()) == 8
+
+
+def test_state_refuses_what_it_is_not_of(corpus, tokenizer, caplog):
+    files = find_files([str(corpus)])
+    ranks = world(files, reading(tokenizer), 1)
+    stream = ranks[0].batches()
+    next(stream)
+    saved = state(ranks, 1)
+    with pytest.raises(ValueError, match="at sample 1, not 0"):
+        ranks[0].state(0)
+    for changes, reason in [
+        ({"seed": 2}, "--seed changed: 1 in the checkpoint, 2 now"),
+        ({"shuffled": False}, "--shuffle changed: global in the checkpoint, none now"),
+        ({"seq_len": 9}, "--max_context_width 24 in the checkpoint, text .* --max_context_width 9 now"),
+        ({"end": 1}, "files or tokenizer .* in the checkpoint"),
+    ]:
+        (other,) = world(files, reading(tokenizer, **changes), 1)
+        with pytest.raises(DataError, match=reason) as refused:
+            other.check_state(saved)
+        assert "\n" not in str(refused.value)
+    (fewer,) = world(files[:-1], reading(tokenizer), 1)
+    with pytest.raises(DataError, match="--allow_data_change 1"):
+        fewer.check_state(saved)
+    with caplog.at_level(logging.WARNING):
+        assert fewer.check_state(saved, allow_data_change=True) == 1
+    assert "may come twice or not at all" in caplog.text
+    with pytest.raises(DataError, match="the checkpoint is of shards, not of streamed text"):
+        fewer.check_state({"version": 1, "consumed": 5})
+    stream.close()
+
+
+def test_streams_follow_the_data_alone():
+    def files(count, size, name="x.jsonl"):
+        return [TextFile(f"/{n}/{name}", f"{n}/{name}", size) for n in range(count)]
+
+    assert how_many(files(1, 100)) == 1
+    assert how_many(files(1, 5 << 20)) == 4
+    assert how_many(files(1, 1 << 30)) == 16
+    assert how_many(files(1, 4 << 20, "x.jsonl.gz")) == 16, "packed, text is four times as much"
+    assert how_many(files(1024, 300 << 20)) == 256
+    assert how_many(files(9000, 1 << 20)) == 256
+    assert how_many(files(3, 1 << 30, "x.txt")) == 2
+    for count, streams in [(1, 16), (5, 4), (5, 16), (40, 16)]:
+        hands = deal(files(count, 1000), streams)
+        assert len(hands) == streams
+        assert all(hands)
+        for name in {piece.file.name for hand in hands for piece in hand}:
+            pieces = [piece for hand in hands for piece in hand if piece.file.name == name]
+            assert sorted(piece.part for piece in pieces) == list(range(pieces[0].parts))
+
+
+def test_too_few_documents_for_the_streams(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
+    (rank,) = world(find_files([str(tmp_path)]), reading(tokenizer), 1, mb=4, streams=4)
+    with pytest.raises(DataError, match=r"a\.jsonl: too few documents to stream; make shards"):
+        next(rank.batches())
+
+
+BROKEN = {
+    '{"text": "good"}\n{"text": "cut': r":2: broken JSON",
+    '{"text": "good"}\n{"text": 5}': r':2: no "text" string in this line; set --text_column',
+    '{"text": "good"}\n\n["text"]': r":3: no \"text\" string in this line; one object per line",
+    '{"input_ids": [1, 2]}': r":1: no \"text\" string in this line; these are tokens already: .* --training_dir",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_bad_lines_are_named(content, tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(content)
+    (rank,) = world(find_files([str(tmp_path)]), reading(tokenizer), 1, streams=1)
+    with pytest.raises(DataError, match=r"a\.jsonl" + BROKEN[content]) as refused:
+        next(rank.batches())
+    assert "\n" not in str(refused.value)
+
+
+def test_bad_files_are_named(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def read(name, column="text"):
+        return list(documents(find_files([str(tmp_path / name)])[0], column))
+
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 not parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: is damaged or not parquet"):
+        read("a.parquet")
+    pq.write_table(pa.table({"words": ["x", None]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet: no column text \(it has words\); set --text_column"):
+        read("b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet: row 2: column words holds no text"):
+        read("b.parquet", "words")
+    whole = gzip.compress(b"".join(json.dumps({"text": str(n)}).encode() + b"\n" for n in range(5000)))
+    (tmp_path / "c.jsonl.gz").write_bytes(whole[:-100])
+    with pytest.raises(DataError, match=r"c\.jsonl\.gz:\d+: gzip stream is damaged or cut short"):
+        read("c.jsonl.gz")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"a text")[:-3])
+    with pytest.raises(DataError, match=r"d\.txt\.gz: is damaged or cut short"):
+        read("d.txt.gz")
+
+
+def test_parts_and_starts_of_a_file(corpus):
+    for file in find_files([str(corpus)]):
+        whole = list(documents(file))
+        for parts in (1, 3):
+            for part in range(parts):
+                mine = whole[part::parts]
+                for start in (0, 1, 20, 1000):
+                    assert list(documents(file, start=start, part=part, parts=parts)) == mine[start:], file.name
+
+
+def test_validation_is_the_beginning_in_stored_order(corpus, tokenizer):
+    files = [file for file in find_files([str(corpus)]) if file.name in ("a.jsonl", "c.json.gz")]
+    rows = TextRows(files, reading(tokenizer, shuffled=False), 5)
+    ids = [token for n in range(130) for token in [*tokenizer.encode(document(n)).ids, 0]]
+    assert len(rows) == 5
+    assert np.concatenate([rows.row(n).input_ids for n in range(5)]).tolist() == ids[: 5 * LENGTH]
+    everything = TextRows(files, reading(tokenizer, shuffled=False), 10**6)
+    total = sum(row.input_ids.size for row in map(everything.row, range(len(everything))))
+    wanted = sum(len(tokenizer.encode(text).ids) + 1 for file in files for _, text in documents(file))
+    assert wanted - 1 <= total <= wanted
+    assert everything.name(0).startswith("a.jsonl:1[0:")
+
+
+def test_a_data_set_of_the_hub(tmp_path, tokenizer, monkeypatch):
+    """By `datasets`, of whose hub a folder stands in: its shards, in rows; the same guarantees."""
+    datasets = pytest.importorskip("datasets")
+    for n in range(3):
+        lines = "".join(json.dumps({"text": document(40 * n + k)}) + "\n" for k in range(40))
+        (tmp_path / f"train-{n}.jsonl").write_text(lines)
+    (tmp_path / "validation.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
+    load = datasets.load_dataset_builder
+
+    def from_folder(name, config):
+        if name != "acme/words":
+            raise FileNotFoundError(f"Dataset '{name}'\ndoesn't exist on the Hub")
+        return load(str(tmp_path))
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", from_folder)
+    files = find_files(["acme/words"])
+    assert sorted(file.name for file in files) == ["train-0", "train-1", "train-2"]
+    assert sorted(text for file in files for _, text in documents(file)) == sorted(map(document, range(120)))
+    first = next(file for file in files if file.name == "train-1")
+    assert list(documents(first, start=3, part=1, parts=3)) == list(documents(first))[10::3]
+    history = [(1, 2, 1, 4, 1), (2, 1, 2, 3, 0), (3, 1, 1, 2, 0)]
+    seen = run(files, reading(tokenizer), history)
+    assert seen == run(files, reading(tokenizer), [(1, 1, 1, len(seen), 0)])
+    assert [text for _, text in documents(find_files(["acme/words"], split="validation")[0])] == ["held out"]
+    for name, options, reason in [
+        ("acme/words", {"split": "dev"}, "has no split dev; it has train, validation"),
+        ("acme/nothing", {}, "is no file or folder here, and cannot be opened .* exist on the Hub"),
+    ]:
+        with pytest.raises(DataError, match=reason) as refused:
+            find_files([name], **options)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(DataError, match=r"train-\d: no column body \(it has text\); set --text_column"):
+        list(documents(files[0], "body"))
+
+
+def test_finding_files(tmp_path):
+    with pytest.raises(DataError, match=r"/no/where: no such file or folder; check --dataset"):
+        find_files(["/no/where"], flag="--dataset")
+    with pytest.raises(DataError, match=r"no file that matches \*\.txt"):
+        find_files([str(tmp_path)])
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "_notes.txt").write_text("x")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"is given twice, so its documents would count twice"):
+        find_files([str(tmp_path)])
+    (tmp_path / "link.txt").unlink()
+    assert [file.name for file in find_files([str(tmp_path)])] == ["a.txt"]
+
+
+def test_a_tokenizer_of_another_model(tmp_path, tokenizer):
+    from smp_train.arguments import parse
+    from smp_train.data.text.opening import _reading
+
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    args = parse(["--dataset", "x", "--tokenizer", str(tmp_path)], {}).args
+    with pytest.raises(ConfigError, match="has ids up to 297, the model a vocabulary of 256"):
+        _reading(args, 256, 8)
+    assert _reading(args, 298, 8)[0].end == tokenizer.token_to_id("<|endoftext|>")
+
+
+def test_what_a_batch_is(corpus, tokenizer):
+    """Labels are the ids, all counted, no mask."""
+    (rank,) = world(find_files([str(corpus)]), reading(tokenizer, named=False), 1, mb=3, streams=2)
+    (batch,) = next(rank.batches())
+    assert batch.labels.equal(batch.input_ids)
+    assert batch.attention_mask is None
+    assert batch.counted_tokens() == 3 * (LENGTH - 1)
+    assert batch.samples == [""] * 3
