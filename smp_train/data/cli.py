@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from smp_train.errors import ConfigError, DataError
 
 ANY_VOCABULARY = 1 << 31
 SHOWN = 100
+SPAN = re.compile(r"(.+?)\[(\d+):(\d+)\](?:\+|$)")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -234,12 +236,17 @@ def audit(run: Path, rows: int | None = None) -> int:
             place = max((p for p in places if name.startswith(p + "/")), key=len, default="") if weights else ""
             streams.setdefault(place, []).append((step, consumed, name))
         consumed += len(samples)
+    if config.get("dataset"):
+        problems += torn({step: list(_of_step(ranks, peers)) for step, ranks in steps.items()})
+        streams, consumed_as = {}, "no token of a document twice or left out"
+    else:
+        consumed_as = "each once per epoch"
     for place, seen in streams.items():
         problems += _repeats(place, seen, rows if not place else None)
     for problem in problems[:SHOWN]:
         print(problem)
-    distinct = sum(len({name for _, _, name in seen}) for seen in streams.values())
-    verdict = f"{len(problems)} problems" if problems else "each once per epoch, no step left out"
+    distinct = len({name for ranks in steps.values() for samples in ranks.values() for name in samples})
+    verdict = f"{len(problems)} problems" if problems else f"{consumed_as}, no step left out"
     print(f"{run}: steps {min(steps)} to {max(steps)}, {consumed} samples, {distinct} different: {verdict}")
     return DataError.exit_code if problems else 0
 
@@ -270,4 +277,38 @@ def _repeats(place: str, seen: list[tuple[int, int, str]], rows: int | None) -> 
     full = len(seen) // size
     if rows is not None and full and len(times) < rows:
         problems.append(f"{place or 'the data'}: {rows - len(times)} of {rows} samples were never used")
+    return problems
+
+
+def torn(steps: dict[int, list[str]]) -> list[str]:
+    """Return where documents of streamed text do not go on where they were cut.
+
+    Samples are ``document[begin:end]``, joined by ``+``. A document may begin again when it was read to its end, which
+    is known when another has followed it in a sample.
+    """
+    pieces: dict[int, dict[str, list[tuple[int, int]]]] = {}
+    ends: dict[str, int] = {}
+    for step, samples in steps.items():
+        for sample in samples:
+            spans = [(name, int(begin), int(end)) for name, begin, end in SPAN.findall(sample)]
+            ends.update((name, end) for name, _, end in spans[:-1])
+            for name, begin, end in spans:
+                pieces.setdefault(step, {}).setdefault(name, []).append((begin, end))
+    problems = []
+    at: dict[str, int] = {}
+    known_from_start = min(steps) == 1
+    for step in sorted(pieces):
+        for name, places in pieces[step].items():
+            # Within a step the order of ranks is not recorded; of one document it is that of its places, but that a
+            # short one may end and begin again.
+            waiting = sorted(places)
+            while waiting:
+                left = at.get(name, 0)
+                again = left == ends.get(name, left)
+                fits = [p for p in waiting if p[0] == left] or [p for p in waiting if again and p[0] == 0] or waiting
+                begin, end = fits[0]
+                waiting.remove((begin, end))
+                if begin != left and not (again and begin == 0) and (name in at or known_from_start):
+                    problems.append(f"step {step}: {name} goes on at token {begin}, but was left at {left}")
+                at[name] = end
     return problems

@@ -122,8 +122,13 @@ _worker: list[tuple[Caches, _Watch]] = []
 
 
 def _start(caches: Caches, peers: list[Shard], since: float) -> None:
-    """Set a process up: it holds the caches, and ends with its parent, however that ends."""
+    """Set a process up: it holds the caches, and ends with its parent."""
     _worker.append((caches, _Watch(caches, peers, since, lambda done: None)))
+    follow_parent()
+
+
+def follow_parent() -> None:
+    """Let this process end when the one that started it does, however that ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -30,6 +30,8 @@ except ImportError:
 
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 GZIP_MAGIC = b"\x1f\x8b"
+LINE_SECONDS = 30.0
+"""Between lines about progress where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +204,12 @@ def refuse_byte_order_mark(path: str, line: bytes) -> None:
 
 
 class Progress:
-    """A tqdm bar on a terminal; elsewhere nothing. ``units`` is what is counted: bytes, rows."""
+    """A tqdm bar on a terminal; elsewhere a line every half minute. ``units`` is what is counted: bytes, rows."""
 
     def __init__(self, what: str, total: int | None, unit: str, shown: bool = True) -> None:
         self._bar: Any = None
-        self._pending = 0
+        self._what, self._total, self._unit, self._shown = what, total, unit.strip(), shown
+        self._pending = self._done = 0
         self._due = 0.0
         if shown and sys.stderr.isatty():
             try:
@@ -216,14 +219,23 @@ class Progress:
             self._bar = tqdm(
                 total=total, desc=what, unit=unit, unit_scale=True, dynamic_ncols=True, leave=False
             )
+        else:
+            self._due = time.monotonic() + LINE_SECONDS
 
     def update(self, done: int) -> None:
         """Count ``done`` more units."""
         self._pending += done
-        if self._bar is not None and time.monotonic() >= self._due:
+        self._done += done
+        if not self._shown or time.monotonic() < self._due:
+            return
+        if self._bar is not None:
             self._bar.update(self._pending)
             self._pending = 0
             self._due = time.monotonic() + 0.1
+        else:
+            of = f" of {self._total}" if self._total else ""
+            print(f"{self._what}: {self._done}{of} {self._unit}", file=sys.stderr, flush=True)
+            self._due = time.monotonic() + LINE_SECONDS
 
     def __enter__(self) -> Progress:
         return self

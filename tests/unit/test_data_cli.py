@@ -124,3 +124,25 @@ def test_audit_finds(tmp_path, capsys, kind):
 def test_audit_needs_audits(tmp_path):
     with pytest.raises(ConfigError, match="no data_audit-rank"):
         cli.audit(tmp_path)
+
+
+GOOD_TEXT = [
+    ["a:1[0:5]+b+c:2[0:3]"], ["b+c:2[3:9]"], ["b+c:2[9:10]+a:1[0:5]+b+c:2[0:2]"], ["b+c:2[2:4]", "b+c:2[4:10]"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "samples", "problem"), [
+    (0, GOOD_TEXT[0], None),
+    (1, ["b+c:2[4:9]"], r"step 2: b+c:2 goes on at token 4, but was left at 3"),
+    (1, ["b+c:2[2:9]"], r"step 2: b+c:2 goes on at token 2, but was left at 3"),
+    (2, ["b+c:2[9:10]+a:1[1:5]+b+c:2[0:2]"], r"step 3: a:1 goes on at token 1, but was left at 5"),
+    (3, ["b+c:2[0:4]", "b+c:2[4:10]"], r"step 4: b+c:2 goes on at token 0, but was left at 2"),
+])  # fmt: skip
+def test_audit_of_streamed_text(tmp_path, capsys, step, samples, problem):
+    steps = [*GOOD_TEXT]
+    steps[step] = samples
+    write_run(tmp_path, steps, world=1)
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"dataset": "x"}}))
+    assert cli.audit(tmp_path) == (3 if problem else 0)
+    said = capsys.readouterr().out
+    assert (problem or "no token of a document twice or left out, no step left out") in said

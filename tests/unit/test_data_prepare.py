@@ -13,10 +13,15 @@ import pytest
 from tokenizers import Tokenizer
 
 from smp_train.data.index import open_source
+from smp_train.data.prepare import pipeline
 from smp_train.data.prepare.cli import MANIFEST, main
-from smp_train.data.prepare.documents import find_files, held_out, read_documents
-from smp_train.data.prepare.shards import ShardWriter, encode_rows, entropy
+from smp_train.data.prepare.documents import Place, held_out
+from smp_train.data.prepare.pipeline import PROGRESS
+from smp_train.data.prepare.shards import Packer, entropy
+from smp_train.data.prepare.writing import encode_rows, write_block
 from smp_train.data.rows import RowParser
+from smp_train.data.text.files import find_files
+from smp_train.data.text.read import documents
 from smp_train.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,7 +235,7 @@ def test_bad_input(tmp_path):
     flags = ["--output", str(tmp_path / "out"), "--train_tokenizer", "400"]
     folder = tmp_path / "in"
     folder.mkdir()
-    with pytest.raises(DataError, match=r"no file that matches \*\.txt"):
+    with pytest.raises(DataError, match=r"no file that matches \*\.txt.*another --input or --pattern"):
         main(["--input", str(folder), *flags])
     (folder / "a.jsonl").write_text('{"text": "good"}\n{"text": 5}\n')
     with pytest.raises(DataError, match=r'a\.jsonl:2: no "text" string'):
@@ -244,29 +249,145 @@ def test_bad_input(tmp_path):
 
 
 def test_finding_files(texts, tmp_path):
-    found = [name for _, name in find_files([str(texts)], ["1*.txt"], ["sub2", "10.*"])]
+    found = [file.name for file in find_files([str(texts)], ["1*.txt"], ["sub2", "10.*"])]
     assert sorted(found) == ["sub0/12.txt", "sub0/15.txt", "sub0/18.txt", "sub1/1.txt", "sub1/13.txt", "sub1/16.txt", "sub1/19.txt"]  # fmt: skip  # noqa: E501
     assert find_files([str(texts)], ["1*.txt"], ["sub2", "10.*"]) == find_files(
         [str(texts)], ["1*.txt"], ["sub2", "10.*"]
     )
     latin = tmp_path / "latin.txt"
     latin.write_bytes("naïve".encode("latin-1"))
-    assert list(read_documents(latin)) == ["na�ve"]
+    assert list(documents(find_files([str(latin)])[0])) == [(1, "na�ve")]
     assert 0.08 < np.mean([held_out(n, 0.1) for n in range(5000)]) < 0.12
 
 
 def test_rows_are_carried_from_shard_to_shard(tmp_path):
-    writer = ShardWriter(
-        tmp_path, "train", seq_len=4, rows_per_shard=2, max_rows=None, vocab_size=99, zipped=False
+    blocks = []
+    packer = Packer(
+        lambda block, done: blocks.append((block, done)), seq_len=4, rows_per_shard=2, max_rows=None, vocab_size=99
     )
-    for n in range(0, 30, 3):
-        writer.add([n, n + 1, n + 2])
-    writer.finish()
-    lines = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("*.json"))).splitlines()
-    assert [token for line in lines for token in json.loads(line)["input_ids"]] == list(range(28))
-    assert writer.dropped == 2
-    assert [shard["rows"] for shard in writer.shards] == [2, 2, 2, 1]
+    for n in range(10):
+        packer.add(Place(0, n, n), np.arange(3 * n, 3 * n + 3, dtype=np.uint32))
+    packer.finish()
+    assert np.concatenate([block.ravel() for block, _ in blocks]).tolist() == list(range(28))
+    assert packer.dropped == 2
+    assert [len(block) for block, _ in blocks] == [2, 2, 2, 1]
+    assert [(done.place.number, done.offset, done.documents) for _, done in blocks] == [
+        (2, 2, 2), (5, 1, 5), (8, 0, 8), (9, 1, 9),
+    ]  # fmt: skip
     assert encode_rows(np.array([[1, 2]])) == b'{"input_ids":[1,2],"attention_mask":[1,1]}\n'
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 3, 7])
+@pytest.mark.parametrize("limits", [[], ["--max_rows", "150", "--validation_shards", "1"]])
+def test_goes_on_where_it_was_killed(texts, made, tmp_path, monkeypatch, at, limits):
+    """Each finished shard is kept, and the end is byte for byte that of a run which nothing interrupted."""
+    monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 2000)
+    whole, output = made, tmp_path / "out"
+    if limits:
+        whole = tmp_path / "whole"
+        prepare(texts, whole, *limits)
+    calls = []
+
+    def failing(*given):
+        calls.append(given[2])
+        if len(calls) == at + 1:
+            raise Killed
+        return write_block(*given)
+
+    monkeypatch.setattr(pipeline, "write_block", failing)
+    with pytest.raises(Killed):
+        prepare(texts, output, *limits)
+    done = pipeline.read_progress(output)
+    assert sum(len(one.shards) for one in done.values()) == at
+    (output / "train" / ".train-00009.json.gz.x.tmp").write_text("left by the kill")
+    again = calls[:]
+    calls.clear()
+    monkeypatch.setattr(pipeline, "write_block", lambda *given: calls.append(given[2]) or write_block(*given))
+    assert prepare(texts, output, *limits) == 0
+    assert not set(calls) & set(again[:at]), "no finished shard is written again"
+    assert not (output / PROGRESS).exists()
+    names = {path.relative_to(whole) for path in whole.rglob("*") if path.is_file() and ".smp" not in str(path)}
+    assert names == {path.relative_to(output) for path in output.rglob("*") if path.is_file()}
+    for name in names:
+        assert (output / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_progress_of_damaged_shards_is_not_believed(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0)
+    prepare(texts, tmp_path / "out", "--max_rows", "60")
+    assert pipeline.read_progress(tmp_path)["train"].rows == 0
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    done = {
+        split: {"place": [0, 5, 5], "documents": 5, "rows": 20, "shards": totals["shards"][:1]}
+        for split, totals in manifest["splits"].items()
+    }
+    (tmp_path / "out" / PROGRESS).write_text(json.dumps(done))
+    assert pipeline.read_progress(tmp_path / "out")["train"].rows == 20
+    (tmp_path / "out" / "train" / "train-00000.json.gz").write_bytes(b"cut")
+    assert pipeline.read_progress(tmp_path / "out")["train"].rows == 0
+
+
+@pytest.mark.slow
+def test_processes_write_the_same_bytes(texts, made, tmp_path):
+    assert prepare(texts, tmp_path / "out", "--processes", "2") == 0
+    for name in [path.relative_to(made) for path in made.rglob("*") if path.is_file() and ".smp" not in str(path)]:
+        assert (tmp_path / "out" / name).read_bytes() == (made / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("kind", ["cache", "arrow"])
+def test_other_kinds_of_output_are_the_same_rows(texts, made, tmp_path, kind):
+    from smp_train.data.cli import look
+    from smp_train.data.formats import convert_place, open_place
+
+    output = tmp_path / "out"
+    assert prepare(texts, output, "--output_type", kind) == 0
+    for split in ("train", "test"):
+        place = {"vocab_size": 400, "cache_dir": str(tmp_path / "cache")}
+        convert_place(str(output / split), **place)
+        found = open_place(str(output / split), **place)
+        wanted = open_source(str(made / split), vocab_size=400)
+        assert len(found) == len(wanted)
+        assert all(
+            np.array_equal(found.row(n).input_ids, wanted.row(n).input_ids) and found.row(n).counted is None
+            for n in range(len(wanted))
+        )
+        assert not look(str(output / split), 400, str(tmp_path / "cache")).problems
+    if kind == "arrow":
+        datasets = pytest.importorskip("datasets")
+        loaded = datasets.load_from_disk(str(output / "train"))
+        train = open_source(str(made / "train"), vocab_size=400)
+        assert len(loaded) == len(train)
+        assert loaded[3]["input_ids"] == train.row(3).input_ids.tolist()
+    assert "already prepared" not in str(prepare(texts, output, "--output_type", kind))
+
+
+def test_parquet_and_columns(texts, made, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"body": [document(n) for n in range(40)]}), tmp_path / "a.parquet")
+    flags = ["--tokenizer", str(made), "--seq_len", "32", "--validation_fraction", "0"]
+    main(["--input", str(tmp_path / "a.parquet"), "--output", str(tmp_path / "out"), "--text_column", "body", *flags])
+    tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    wanted = [token for n in range(40) for token in [*tokenizer.encode(document(n)).ids, 0]]
+    assert read_split(tmp_path / "out" / "train").tolist() == wanted[: len(wanted) // 32 * 32]
+    with pytest.raises(DataError, match=r"a\.parquet: no column text \(it has body\); set --text_column"):
+        main(["--input", str(tmp_path / "a.parquet"), "--output", str(tmp_path / "no"), *flags])
+
+
+def test_options_of_the_trained_tokenizer(texts, tmp_path):
+    prepare(texts, tmp_path / "out", "--special_tokens", "<user>", "<bot>", "--min_frequency", "5")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert tokenizer.encode("<user>hello").tokens[0] == "<user>"
+    with pytest.raises(ConfigError, match="--special_tokens needs --train_tokenizer"):
+        main(["--input", str(texts), "--output", "o", "--tokenizer", "t", "--special_tokens", "<x>"])
+    flags = ["--train_tokenizer", "258", "--special_tokens", "<a>", "<b>"]
+    with pytest.raises(ConfigError, match="256 bytes and 3 special tokens need at least 259"):
+        main(["--input", str(texts), "--output", str(tmp_path / "o"), *flags])
 
 
 def test_entropy():

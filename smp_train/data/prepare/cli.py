@@ -12,9 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from smp_train.data.prepare import pipeline, writing
 from smp_train.data.prepare import tokenizer as tokenizers
-from smp_train.data.prepare.documents import find_files, held_out, read_documents
-from smp_train.data.prepare.shards import ShardWriter, entropy
+from smp_train.data.prepare.documents import held_out, numbered
+from smp_train.data.prepare.pipeline import PROGRESS, Job
+from smp_train.data.prepare.shards import Packer, entropy
+from smp_train.data.text.files import TextFile, find_files
 from smp_train.data.token_cache import atomic_file
 from smp_train.data.utils import Progress
 from smp_train.errors import ConfigError, DataError
@@ -25,10 +28,10 @@ if TYPE_CHECKING:
 MANIFEST = "_manifest.json"
 MAKER = "smp-train prepare"
 FORMAT = 1
-BATCH_CHARACTERS = 1 << 19
 TOKENIZER_SAMPLE_PER_ENTRY = 512
 """Bytes of text a tokenizer is trained on, for each entry of its vocabulary."""
-OURS = re.compile(r"(train|test)-\d{5}\.json(\.gz)?")
+OURS = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx|arrow)|state\.json|dataset_info\.json")
+NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,19 +43,32 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of this verb's flags."""
     found = _Parser(prog="smp-train prepare", description=__doc__, allow_abbrev=False)
     add = found.add_argument
-    add("--input", nargs="+", required=True, help="files or folders of .txt .md .rst .py .jsonl(.gz)")
+    add(
+        "--input", nargs="+", required=True,
+        help="files or folders of .jsonl(.gz) .json.gz .parquet .txt .md .rst .py, s3://, or a name on the hub",
+    )  # fmt: skip
+    add("--dataset_config_name", help="configuration of a data set of the hub, as en")
+    add("--split", default="train", help="split of a data set of the hub (default: %(default)s)")
+    add("--text_column", default="text", help="field or column that holds the text (default: %(default)s)")
     add("--output", required=True, help="folder for train/, test/, tokenizer.json and " + MANIFEST)
     add("--pattern", nargs="+", default=[], help="which files of a folder, as '*.py'; default: by suffix")
     add("--exclude", nargs="+", default=[], help="names of files and folders to leave out, as 'test*'")
     which = found.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", help="tokenizer.json, a folder with one, or a name on the hub")
     which.add_argument("--train_tokenizer", type=int, metavar="SIZE", help="train a byte-level BPE here")
+    add("--special_tokens", nargs="+", default=[], help="for --train_tokenizer: entries that are never cut")
+    add("--min_frequency", type=int, default=0, help="for --train_tokenizer: of a pair that is joined (default: 0)")
     add("--eos_token", help="token that ends a document; default: the tokenizer's own")
     add("--seq_len", type=int, default=512, help="tokens per row (default: %(default)s)")
     add("--rows_per_shard", type=int, default=1024, help="rows per file (default: %(default)s)")
     add("--max_rows", type=int, help="training rows to make at most; default: all there are")
     add("--validation_fraction", type=float, default=0.1, help="share of documents held out (default: 0.1)")
     add("--validation_shards", type=int, help="validation files to make at most; default: no limit")
+    add(
+        "--output_type", choices=writing.KINDS, default="shards",
+        help="JSON lines, the token cache training makes of them, or a Hugging Face data set (default: %(default)s)",
+    )  # fmt: skip
+    add("--processes", type=int, help="to tokenise and write in; default: one for each core, where worth it")
     add("--zip", type=int, choices=(0, 1), default=1, help="gzip the shards (default: %(default)s)")
     add("--overwrite", type=int, choices=(0, 1), default=0, help="replace an earlier preparation")
     return found
@@ -66,7 +82,16 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"--{flag} {getattr(args, flag)}: too small")
     if not 0 <= args.validation_fraction < 1:
         raise ConfigError(f"--validation_fraction {args.validation_fraction}: must be in [0, 1)")
-    files = find_files(args.input, args.pattern, args.exclude)
+    if args.processes is not None and args.processes < 1:
+        raise ConfigError(f"--processes {args.processes}: must be at least 1")
+    for flag in ("special_tokens", "min_frequency"):
+        if getattr(args, flag) and not args.train_tokenizer:
+            raise ConfigError(f"--{flag} needs --train_tokenizer")
+    if args.output_type == "arrow":
+        writing.check_arrow()
+    files = find_files(
+        args.input, args.pattern, args.exclude, config=args.dataset_config_name, split=args.split
+    )
     output = Path(args.output)
     request = _request(args, files)
     if _already_made(output, request, bool(args.overwrite)):
@@ -75,6 +100,7 @@ def main(argv: Sequence[str]) -> int:
     _clear(output, request)
     manifest = prepare(args, files, output)
     _write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
+    (output / PROGRESS).unlink(missing_ok=True)
     _print_summary(output, manifest)
     return 0
 
@@ -84,39 +110,25 @@ def _underscored(word: str) -> str:
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
 
 
-def prepare(args: argparse.Namespace, files: list[tuple[Path, str]], output: Path) -> dict[str, Any]:
+def prepare(args: argparse.Namespace, files: list[TextFile], output: Path) -> dict[str, Any]:
     """Write ``output`` from ``files``; return what the manifest says of it."""
-    tokenizer = (
-        tokenizers.load(args.tokenizer)
-        if args.tokenizer
-        else tokenizers.train(_training_sample(args, files), args.train_tokenizer)
-    )
-    end, end_id = tokenizers.end_token(tokenizer, args.eos_token, args.tokenizer)
-    text = tokenizer.to_str(pretty=True).encode()
-    with atomic_file(str(output / "tokenizer.json")) as file:
-        file.write(text + b"\n")
-    with atomic_file(str(output / "tokenizer_config.json")) as file:
-        file.write(tokenizers.configuration(end).encode())
-    # What a document says about ends of documents is text like any other.
-    tokenizer.encode_special_tokens = True
+    tokenizer, text, (end, end_id) = _tokenizer(args, files, output)
+    pipeline.use_tokenizer(tokenizer)
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
     shards = args.validation_shards
-    limits = {"train": args.max_rows, "test": None if shards is None else shards * args.rows_per_shard}
+    job = Job(
+        output=output, kind=args.output_type, seq_len=args.seq_len, rows_per_shard=args.rows_per_shard,
+        max_rows={"train": args.max_rows, "test": None if shards is None else shards * args.rows_per_shard},
+        vocab_size=vocab_size, zipped=bool(args.zip), end=end_id, validation_fraction=args.validation_fraction,
+        column=args.text_column,
+    )  # fmt: skip
     with Progress("prepare", args.max_rows, " rows") as progress:
-        writers = {
-            split: ShardWriter(
-                output / split,
-                split,
-                seq_len=args.seq_len,
-                rows_per_shard=args.rows_per_shard,
-                max_rows=limit,
-                vocab_size=vocab_size,
-                zipped=bool(args.zip),
-                advance=progress.update,
-            )
-            for split, limit in limits.items()
-        }
-        _fill(writers, tokenizer, end_id, files, args.validation_fraction)
+        try:
+            writers = pipeline.run(job, files, pipeline.processes_for(args.processes, files), progress.update)
+        except OSError as error:
+            raise DataError(
+                f"{output}: cannot be written ({error.strerror}); free some space, start again, and it goes on"
+            ) from None
     train, test = writers["train"], writers["test"]
     if train.rows == 0:
         raise DataError(
@@ -127,12 +139,16 @@ def prepare(args: argparse.Namespace, files: list[tuple[Path, str]], output: Pat
             f"{', '.join(args.input)}: too little text for one validation row of {args.seq_len} tokens; "
             "raise --validation_fraction, or set it to 0 for no validation set"
         )
+    if args.output_type == "arrow":
+        for split, writer in writers.items():
+            if writer.rows:
+                writing.finish_arrow(output / split, split, writer.begin.shards)
     return {
         "format": FORMAT,
         "seq_len": args.seq_len,
         "vocab_size": vocab_size,
         "eos_token": end,
-        "tokenizer_sha256": hashlib.sha256(text + b"\n").hexdigest(),
+        "tokenizer_sha256": hashlib.sha256(text).hexdigest(),
         "splits": {split: _split_totals(writer) for split, writer in writers.items()},
         "unigram_entropy_nats": {
             "train": entropy(train.counts),
@@ -142,29 +158,44 @@ def prepare(args: argparse.Namespace, files: list[tuple[Path, str]], output: Pat
     }
 
 
-def _split_totals(writer: ShardWriter) -> dict[str, Any]:
+def _tokenizer(
+    args: argparse.Namespace, files: list[TextFile], output: Path
+) -> tuple[Tokenizer, bytes, tuple[str, int]]:
+    """Load or train the tokenizer and write it beside the shards; return (it, its file, its end token with id)."""
+    made = output / "tokenizer.json"
+    if args.tokenizer:
+        tokenizer = tokenizers.load(args.tokenizer)
+    elif made.exists():
+        # Trained by a run that was interrupted.
+        tokenizer = tokenizers.load(str(made))
+    else:
+        tokenizer = tokenizers.train(
+            _training_sample(args, files), args.train_tokenizer, args.special_tokens, args.min_frequency
+        )
+    end, end_id = tokenizers.end_token(tokenizer, args.eos_token, args.tokenizer)
+    text = tokenizer.to_str(pretty=True).encode() + b"\n"
+    with atomic_file(str(output / "tokenizer_config.json")) as file:
+        file.write(tokenizers.configuration(end).encode())
+    with atomic_file(str(made)) as file:
+        file.write(text)
+    return tokenizer, text, (end, end_id)
+
+
+def _split_totals(writer: Packer) -> dict[str, Any]:
     return {
         "documents": writer.documents,
         "rows": writer.rows,
         "tokens": writer.rows * writer.seq_len,
         "tokens_dropped": writer.dropped,
-        "shards": writer.shards,
+        "shards": writer.begin.shards,
     }
 
 
-def _numbered(files: list[tuple[Path, str]]) -> Iterator[tuple[int, str]]:
-    number = 0
-    for path, _ in files:
-        for text in read_documents(path):
-            yield number, text
-            number += 1
-
-
-def _training_sample(args: argparse.Namespace, files: list[tuple[Path, str]]) -> Iterator[str]:
+def _training_sample(args: argparse.Namespace, files: list[TextFile]) -> Iterator[str]:
     """Yield as many training documents, spread over all files, as a vocabulary of the wanted size needs."""
     wanted = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
-    every = max(1, sum(path.stat().st_size for path, _ in files) // wanted)
-    for number, text in _numbered(files):
+    every = max(1, sum(file.size for file in files) // wanted)
+    for (_, _, number), text in numbered(files, args.text_column):
         if number % every == 0 and not held_out(number, args.validation_fraction):
             yield text
             wanted -= len(text)
@@ -172,46 +203,12 @@ def _training_sample(args: argparse.Namespace, files: list[tuple[Path, str]]) ->
                 return
 
 
-def _fill(
-    writers: dict[str, ShardWriter],
-    tokenizer: Tokenizer,
-    end: int,
-    files: list[tuple[Path, str]],
-    validation_fraction: float,
-) -> None:
-    train, test = writers["train"], writers["test"]
-    waiting: list[tuple[int, str]] = []
-    size = 0
-
-    def write() -> None:
-        encoded = tokenizer.encode_batch_fast([text for _, text in waiting], add_special_tokens=False)
-        for (number, _), encoding in zip(waiting, encoded, strict=True):
-            # A document goes to one side whole. Once validation has all it wants, the rest is for training.
-            writer = test if held_out(number, validation_fraction) and not test.full else train
-            if not writer.full:
-                writer.add([*encoding.ids, end])
-        waiting.clear()
-
-    for document in _numbered(files):
-        waiting.append(document)
-        size += len(document[1])
-        if size >= BATCH_CHARACTERS:
-            write()
-            size = 0
-            if train.full and (test.full or test.max_rows is None or not validation_fraction):
-                break
-    write()
-    train.finish()
-    test.finish()
-
-
-def _request(args: argparse.Namespace, files: list[tuple[Path, str]]) -> dict[str, Any]:
+def _request(args: argparse.Namespace, files: list[TextFile]) -> dict[str, Any]:
     """Return what the output depends on; a call that repeats it finds its work done."""
     digest = hashlib.sha256()
-    for path, name in files:
-        status = path.stat()
-        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    given = {key: value for key, value in vars(args).items() if key not in ("input", "output", "overwrite")}
+    for file in files:
+        digest.update(f"{file.name}\0{file.size}\0{file.version}\n".encode())
+    given = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
     return {"format": FORMAT, **given, "files": len(files), "files_sha256": digest.hexdigest()}
 
 
@@ -245,16 +242,26 @@ def _already_made(output: Path, request: dict[str, Any], overwrite: bool) -> boo
 
 
 def _clear(output: Path, request: dict[str, Any]) -> None:
-    """Mark the output as being made, then remove the shards of an earlier preparation."""
+    """Mark the output as being made, then remove what an earlier preparation left, unless it was of the same."""
+    try:
+        before = json.loads((output / MANIFEST).read_text())
+    except (OSError, ValueError):
+        before = {}
     try:
         output.mkdir(parents=True, exist_ok=True)
+        if before.get("request") != request or before.get("complete"):
+            for name in (PROGRESS, "tokenizer.json"):
+                (output / name).unlink(missing_ok=True)
         _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be written ({error.strerror})") from None
+    done = pipeline.read_progress(output)
     for split in ("train", "test"):
+        kept = {str(shard["name"]).rpartition(".")[0] for shard in done[split].shards}
         if (output / split).is_dir():
             for name in os.listdir(output / split):
-                if OURS.fullmatch(name):
+                half_written = name.startswith(f".{split}-") and name.endswith(".tmp")
+                if half_written or (OURS.fullmatch(name) and name.rpartition(".")[0] not in kept):
                     os.unlink(output / split / name)
 
 

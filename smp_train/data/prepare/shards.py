@@ -2,121 +2,125 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import os
+from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from smp_train.data.token_cache import atomic_file
-from smp_train.data.utils import open_gzip_writer
+from smp_train.data.prepare.documents import BEGIN, Place
 
 
-def encode_rows(rows: np.ndarray) -> bytes:
-    """Write rows, int64 [n, seq_len], as JSON lines in the shard format, every token counted."""
-    mask = ",".join("1" * rows.shape[1])
-    return "".join(
-        f'{{"input_ids":[{",".join(map(str, row))}],"attention_mask":[{mask}]}}\n' for row in rows.tolist()
-    ).encode()
+@dataclass
+class Done:
+    """What of a split is in finished shards: all that is needed to go on behind them."""
+
+    place: Place = BEGIN
+    """The document that the next row begins in."""
+    offset: int = 0
+    """Its tokens that are in a shard already."""
+    documents: int = 0
+    """Documents before it."""
+    rows: int = 0
+    counts: list[int] = field(default_factory=list)
+    """How often each token was written."""
+    shards: list[dict[str, Any]] = field(default_factory=list)
 
 
-class ShardWriter:
-    """Packs the documents of one split into shards ``<split>-00000.json.gz``, ``<split>-00001.json.gz``, ...
+class Packer:
+    """Packs the documents of one split into blocks of rows, one for each shard.
 
     A row is filled from one document to the next across their ends, and what a row has not room for begins
     the next one; only what does not fill the last row of all is dropped (`dropped`, tokens).
 
     Args:
-        folder: where the shards go.
-        split: their name's first part.
+        emit: takes (rows uint32 [n, seq_len], what is done once they are written).
         seq_len: tokens per row.
         rows_per_shard: rows per file.
         max_rows: stop there; None for no limit.
         vocab_size: length of `counts`.
-        zipped: gzip the shards.
-        advance: told of every row written out.
+        done: where to go on.
     """
 
     def __init__(
         self,
-        folder: Path,
-        split: str,
+        emit: Callable[[np.ndarray, Done], None],
         *,
         seq_len: int,
         rows_per_shard: int,
         max_rows: int | None,
         vocab_size: int,
-        zipped: bool,
-        advance: Callable[[int], None] = lambda rows: None,
+        done: Done | None = None,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.split = split
+        done = done or Done()
+        self.emit = emit
         self.seq_len = seq_len
         self.rows_per_shard = rows_per_shard
         self.max_rows = max_rows
-        self.zipped = zipped
-        self.advance = advance
-        self.rows = 0
-        self.documents = 0
+        self.begin = done
+        self.rows = done.rows
+        self.documents = done.documents
         self.dropped = 0
-        self.shards: list[dict[str, str | int]] = []
         self.counts = np.zeros(vocab_size, dtype=np.int64)
-        """How often each token was written."""
-        self._pending: list[int] = []
+        self.counts[: len(done.counts)] += np.array(done.counts, dtype=np.int64)
+        self._pending: deque[tuple[Place, int, np.ndarray]] = deque()
+        """(document, its tokens that are in a row already, those that are not)."""
+        self._waiting = 0
 
     @property
     def full(self) -> bool:
         """True when no further row is wanted."""
-        return self.max_rows is not None and self.rows + len(self._pending) // self.seq_len >= self.max_rows
+        return self.max_rows is not None and self.rows + self._waiting // self.seq_len >= self.max_rows
 
-    def add(self, ids: list[int]) -> None:
+    def add(self, place: Place, ids: np.ndarray) -> None:
         """Append a document, its end token included."""
+        begin = self.begin
+        skipped = begin.offset if place == begin.place else 0
         self.documents += 1
-        self._pending += ids
-        while len(self._pending) >= self.seq_len * self.rows_per_shard:
+        self._pending.append((place, skipped, ids[skipped:]))
+        self._waiting += ids.size - skipped
+        while self._waiting >= self.seq_len * self.rows_per_shard:
             self._flush(self.rows_per_shard)
 
     def finish(self) -> None:
-        """Write the rows that are left."""
+        """Emit the rows that are left."""
         while not (self.max_rows is not None and self.rows >= self.max_rows):
-            rows = min(len(self._pending) // self.seq_len, self.rows_per_shard)
+            rows = min(self._waiting // self.seq_len, self.rows_per_shard)
             if rows == 0:
                 break
             self._flush(rows)
-        self.dropped += len(self._pending)
-        self._pending = []
+        self._take(self._waiting)
 
     def _flush(self, rows: int) -> None:
         if self.max_rows is not None:
             rows = min(rows, self.max_rows - self.rows)
-        used = rows * self.seq_len
-        if rows > 0:
-            block = np.array(self._pending[:used], dtype=np.int64)
-            self.counts += np.bincount(block, minlength=self.counts.size)
-            self._write(encode_rows(block.reshape(rows, self.seq_len)), rows)
-        else:
+        if rows <= 0:
             # The limit is reached: what came on top is not for any row.
-            used = len(self._pending)
-            self.dropped += used
-        self._pending = self._pending[used:]
-
-    def _write(self, text: bytes, rows: int) -> None:
-        name = f"{self.split}-{len(self.shards):05d}.json{'.gz' if self.zipped else ''}"
-        if self.zipped:
-            buffer = io.BytesIO()
-            with open_gzip_writer(buffer) as stream:
-                stream.write(text)
-            text = buffer.getvalue()
-        with atomic_file(os.path.join(self.folder, name)) as file:
-            file.write(text)
-        self.shards.append(
-            {"name": name, "rows": rows, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-        )
+            self._take(self._waiting)
+            return
+        last = self._pending[-1][0]
+        block = np.concatenate(self._take(rows * self.seq_len, dropped=False))
+        self.counts += np.bincount(block, minlength=self.counts.size)
         self.rows += rows
-        self.advance(rows)
+        place, offset = last._replace(before=last.before + 1, number=last.number + 1), 0
+        if self._pending:
+            place, offset, _ = self._pending[0]
+        done = Done(place, offset, self.documents - len(self._pending), self.rows, self.counts.tolist())
+        self.emit(block.reshape(rows, self.seq_len), done)
+
+    def _take(self, tokens: int, *, dropped: bool = True) -> list[np.ndarray]:
+        self._waiting -= tokens
+        self.dropped += tokens if dropped else 0
+        taken = []
+        while tokens:
+            place, begin, ids = self._pending.popleft()
+            part = ids[:tokens]
+            taken.append(part)
+            tokens -= part.size
+            if part.size < ids.size:
+                self._pending.appendleft((place, begin + part.size, ids[part.size :]))
+        return taken
 
 
 def entropy(counts: np.ndarray, model: np.ndarray | None = None) -> float:

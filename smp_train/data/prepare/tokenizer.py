@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,18 +16,27 @@ END = "<|endoftext|>"
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "<|im_end|>")
 
 
-def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most ``vocab_size`` entries: GPT-2's scheme, which can write any text."""
+def train(
+    documents: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (), min_frequency: int = 0
+) -> Tokenizer:
+    """Train a byte-level BPE of at most ``vocab_size`` entries: GPT-2's scheme, which can write any text.
+
+    ``special_tokens`` are entries that are never cut, besides the end token; a pair is joined that was met at least
+    ``min_frequency`` times.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise ConfigError(f"--train_tokenizer {vocab_size}: 256 bytes and the end mark need at least 257")
+    special = list(dict.fromkeys([END, *special_tokens]))
+    if vocab_size < 256 + len(special):
+        what = "the end mark" if len(special) == 1 else f"{len(special)} special tokens"
+        raise ConfigError(f"--train_tokenizer {vocab_size}: 256 bytes and {what} need at least {256 + len(special)}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=special,
+        min_frequency=min_frequency,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -1,0 +1,247 @@
+"""Documents to shards: read here, tokenised and written in several processes, and gone on with after an interruption.
+
+What is written does not depend on the number of processes, nor on how often the work was interrupted: documents are
+packed in one order, here, and a shard counts when all before it are there too (`PROGRESS`).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from smp_train.data.prepare.documents import Place, held_out, numbered
+from smp_train.data.prepare.shards import Done, Packer
+from smp_train.data.prepare.writing import write_block
+from smp_train.data.text.files import TextFile
+from smp_train.data.token_cache import atomic_file
+from smp_train.errors import DataError, SmpTrainError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PROGRESS = "_progress.json"
+SPLITS = ("train", "test")
+BATCH_CHARACTERS = 1 << 19
+WORTH_BYTES = 32 << 20
+"""Of input; below this, starting processes takes longer than they save."""
+SAVE_SECONDS = 5.0
+"""At least so long between two saves of the progress."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be written, and how."""
+
+    output: Path
+    kind: str
+    seq_len: int
+    rows_per_shard: int
+    max_rows: dict[str, int | None]
+    vocab_size: int
+    zipped: bool
+    end: int
+    validation_fraction: float
+    column: str
+
+
+class _Here(Executor):
+    """Does at once, in this process, what it is given."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+_tokenizer: list[Tokenizer] = []
+
+
+def use_tokenizer(tokenizer: Tokenizer) -> None:
+    """Tokenise in this process with this."""
+    # What a document says about ends of documents is text like any other.
+    tokenizer.encode_special_tokens = True
+    _tokenizer[:] = [tokenizer]
+
+
+def _start(path: str) -> None:
+    """Set a process up: one core each, and an end with its parent, however that ends."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from smp_train.data.conversion import follow_parent
+    from smp_train.data.prepare.tokenizer import load
+
+    follow_parent()
+    use_tokenizer(load(path))
+
+
+def _tokenise(texts: list[str], end: int) -> list[np.ndarray]:
+    encoded = _tokenizer[0].encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array([*encoding.ids, end], dtype=np.uint32) for encoding in encoded]
+
+
+def processes_for(asked: int | None, files: Sequence[TextFile]) -> int:
+    """Return how many processes to prepare with: as asked, or one for each core when there is enough to do."""
+    if asked is not None:
+        return asked
+    known = sum(file.size for file in files)
+    enough = known >= WORTH_BYTES or any(file.size == 0 for file in files)
+    return len(os.sched_getaffinity(0)) if enough else 1
+
+
+def run(job: Job, files: Sequence[TextFile], processes: int, advance: Callable[[int], None]) -> dict[str, Packer]:
+    """Write all shards; return the packers, with their totals, and the shards under ``packer.begin.shards``.
+
+    Goes on behind the shards of an interrupted run where `PROGRESS` knows of some. Raises DataError.
+    """
+    work = _Work(job, advance)
+    if processes == 1:
+        work.fill(_Here(), files, window=1)
+    else:
+        # Spawned: the tokenizer's threads do not survive a fork.
+        with ProcessPoolExecutor(
+            processes, multiprocessing.get_context("spawn"), _start, (str(job.output / "tokenizer.json"),)
+        ) as pool:
+            try:
+                work.fill(pool, files, window=2 * processes)
+            except BrokenProcessPool:
+                raise SmpTrainError(
+                    "prepare: a process ended, for want of memory perhaps; start again with fewer --processes, "
+                    "and it goes on"
+                ) from None
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    return work.packers
+
+
+class _Work:
+    def __init__(self, job: Job, advance: Callable[[int], None]) -> None:
+        self.job = job
+        self.advance = advance
+        self.done = read_progress(job.output)
+        self.written: deque[tuple[str, Done, Future[dict[str, Any]]]] = deque()
+        self.saved = time.monotonic()
+        self.pool: Executor = _Here()
+        self.window = 1
+        self.count = {split: len(self.done[split].shards) for split in SPLITS}
+        self.packers = {}
+        for split in SPLITS:
+            (job.output / split).mkdir(parents=True, exist_ok=True)
+            self.packers[split] = Packer(
+                lambda block, done, split=split: self._emit(split, block, done),  # type: ignore[misc]
+                seq_len=job.seq_len, rows_per_shard=job.rows_per_shard, max_rows=job.max_rows[split],
+                vocab_size=job.vocab_size, done=self.done[split],
+            )  # fmt: skip
+        advance(self.done["train"].rows)
+
+    def _emit(self, split: str, block: np.ndarray, done: Done) -> None:
+        name = f"{split}-{self.count[split]:05d}"
+        self.count[split] += 1
+        job = self.job
+        folder = str(job.output / split)
+        future = self.pool.submit(write_block, job.kind, folder, name, block, job.vocab_size, job.zipped)
+        self.written.append((split, done, future))
+        self._settle(self.window)
+
+    def _settle(self, most: int) -> None:
+        """Take note of finished shards, in their order; wait until at most ``most`` are not."""
+        while self.written and (len(self.written) > most or self.written[0][2].done()):
+            split, done, future = self.written.popleft()
+            done.shards = [*self.done[split].shards, future.result()]
+            self.done[split] = done
+            if split == "train":
+                self.advance(done.shards[-1]["rows"])
+            if time.monotonic() >= self.saved + SAVE_SECONDS:
+                write_progress(self.job.output, self.done)
+                self.saved = time.monotonic()
+
+    def fill(self, pool: Executor, files: Sequence[TextFile], window: int) -> None:
+        self.pool, self.window = pool, window
+        job, train, test = self.job, self.packers["train"], self.packers["test"]
+        waiting: deque[tuple[list[Place], Future[list[np.ndarray]]]] = deque()
+        places: list[Place] = []
+        texts: list[str] = []
+        size = 0
+
+        def send() -> None:
+            waiting.append((places[:], pool.submit(_tokenise, texts[:], job.end)))
+            places.clear()
+            texts.clear()
+
+        def pack() -> None:
+            of, tokens = waiting.popleft()
+            for place, ids in zip(of, tokens.result(), strict=True):
+                self._add(place, ids)
+
+        start = min(train.begin.place, test.begin.place)
+        for place, text in numbered(files, job.column, start):
+            of_split = test if held_out(place.number, job.validation_fraction) else train
+            if place.number < of_split.begin.place.number:
+                continue
+            places.append(place)
+            texts.append(text)
+            size += len(text)
+            if size >= BATCH_CHARACTERS:
+                send()
+                size = 0
+                if len(waiting) >= window:
+                    pack()
+                if train.full and (test.full or test.max_rows is None or not job.validation_fraction):
+                    break
+        send()
+        while waiting:
+            pack()
+        train.finish()
+        test.finish()
+        self._settle(0)
+        for split in SPLITS:
+            self.packers[split].begin = self.done[split]
+
+    def _add(self, place: Place, ids: np.ndarray) -> None:
+        train, test = self.packers["train"], self.packers["test"]
+        packer = train
+        if held_out(place.number, self.job.validation_fraction):
+            # A document goes to one side whole. Once validation has all it wants, the rest is for training.
+            packer = test if _was_taken(test, place) or not test.full else train
+        if place.number >= packer.begin.place.number and (_was_taken(packer, place) or not packer.full):
+            packer.add(place, ids)
+
+
+def _was_taken(packer: Packer, place: Place) -> bool:
+    """Tell whether an interrupted run gave a document to this side: it is before where this one goes on, or begun."""
+    begin = packer.begin
+    return place.number < begin.place.number or (place == begin.place and begin.offset > 0)
+
+
+def read_progress(output: Path) -> dict[str, Done]:
+    """Return what is done of each split, as far as the shards are there as they were written."""
+    found = {split: Done() for split in SPLITS}
+    try:
+        for split, entry in json.loads((output / PROGRESS).read_text()).items():
+            done = Done(**{**entry, "place": Place(*entry["place"])})
+            for shard in done.shards:
+                if (output / split / shard["name"]).stat().st_size != shard["bytes"]:
+                    return {split: Done() for split in SPLITS}
+            found[split] = done
+    except (OSError, ValueError, TypeError, KeyError):
+        return {split: Done() for split in SPLITS}
+    return found
+
+
+def write_progress(output: Path, done: dict[str, Done]) -> None:
+    """Keep what is done, for a run after this one is interrupted."""
+    try:
+        with atomic_file(str(output / PROGRESS)) as file:
+            file.write(json.dumps({split: asdict(one) for split, one in done.items()}).encode())
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written ({error.strerror}); free some space and start again") from None

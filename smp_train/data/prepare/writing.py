@@ -1,0 +1,98 @@
+"""A block of rows as a file that training reads: JSON lines, token cache, or Arrow."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smp_train.data import token_cache
+from smp_train.data.token_cache import atomic_file
+from smp_train.data.utils import open_gzip_writer
+from smp_train.errors import ConfigError
+
+try:
+    import orjson
+except ImportError:
+    orjson = None  # type: ignore[assignment]
+
+KINDS = ("shards", "cache", "arrow")
+STATE, INFO = "state.json", "dataset_info.json"
+
+
+def encode_rows(rows: np.ndarray) -> bytes:
+    """Write rows, [n, seq_len], as JSON lines in the shard format, every token counted."""
+    tail = (',"attention_mask":[' + ",".join("1" * rows.shape[1]) + "]}\n").encode()
+    return b"".join(b'{"input_ids":' + _numbers(row) + tail for row in rows.astype(np.int64))
+
+
+def _numbers(row: np.ndarray) -> bytes:
+    if orjson is not None:
+        return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
+    return json.dumps(row.tolist(), separators=(",", ":")).encode()
+
+
+def write_block(kind: str, folder: str, name: str, block: np.ndarray, vocab_size: int, zipped: bool) -> dict[str, Any]:
+    """Write one shard; return its name, rows, bytes and checksum. The same rows give the same bytes."""
+    if kind == "cache":
+        base = os.path.join(folder, name)
+        token_cache.write_rows(name, base, vocab_size, block)
+        return _entry(name + ".tok", block, Path(base + ".tok").read_bytes())
+    if kind == "arrow":
+        name, content = name + ".arrow", _arrow(block)
+    else:
+        name, content = f"{name}.json{'.gz' if zipped else ''}", encode_rows(block)
+        if zipped:
+            buffer = io.BytesIO()
+            with open_gzip_writer(buffer) as stream:
+                stream.write(content)
+            content = buffer.getvalue()
+    with atomic_file(os.path.join(folder, name)) as file:
+        file.write(content)
+    return _entry(name, block, content)
+
+
+def _entry(name: str, block: np.ndarray, content: bytes) -> dict[str, Any]:
+    return {
+        "name": name, "rows": len(block), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(),
+    }  # fmt: skip
+
+
+def check_arrow() -> None:
+    """Raise ConfigError when Arrow cannot be written here."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise ConfigError("--output_type arrow needs the package pyarrow: pip install 'smp-train[hf]'") from None
+
+
+def _arrow(block: np.ndarray) -> bytes:
+    import pyarrow as pa
+
+    rows, seq_len = block.shape
+    starts = pa.array(np.arange(0, (rows + 1) * seq_len, seq_len, dtype=np.int32))
+    ids = pa.ListArray.from_arrays(starts, pa.array(block.ravel().astype(np.int32)))
+    table = pa.table({"input_ids": ids})
+    buffer = io.BytesIO()
+    with pa.ipc.new_stream(buffer, table.schema) as stream:
+        stream.write_table(table)
+    return buffer.getvalue()
+
+
+def finish_arrow(folder: Path, split: str, shards: list[dict[str, Any]]) -> None:
+    """Write what makes a folder of Arrow files a data set for ``datasets.load_from_disk``."""
+    digest = hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest()
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": shard["name"]} for shard in shards],
+        "_fingerprint": digest[:16], "_format_columns": None, "_format_kwargs": {}, "_format_type": None,
+        "_output_all_columns": False, "_split": split,
+    }  # fmt: skip
+    info = {"features": {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}}}
+    for name, content in ((INFO, info), (STATE, state)):
+        with atomic_file(str(folder / name)) as file:
+            file.write((json.dumps(content, indent=1) + "\n").encode())
