@@ -231,6 +231,7 @@ def test_text_is_read_in_pieces_and_mended(server, bucket, tmp_path, monkeypatch
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from smp_train.data.prepare.cli import main as prepare
     from smp_train.data.text.files import find_files
     from smp_train.data.text.read import documents
 
@@ -261,6 +262,18 @@ def test_text_is_read_in_pieces_and_mended(server, bucket, tmp_path, monkeypatch
     put(bucket, "t/a.jsonl", body[:-1] + b" ")
     with pytest.raises(DataError, match=r"t/a\.jsonl: was replaced while it was being read \(412\)"):
         list(documents(files["a.jsonl"]))
+    local = tmp_path / "text"
+    (local / "deep").mkdir(parents=True)
+    (local / "deep" / "b.jsonl.gz").write_bytes(gzip.compress(body))
+    (local / "d.txt").write_bytes(b"one document")
+    bucket[0].delete_objects(Bucket=bucket[1], Delete={"Objects": [{"Key": "t/a.jsonl"}, {"Key": "t/c.parquet"}]})
+    server.faults["t/deep/b.jsonl.gz"].extend(["SlowDown", "short"])
+    for place, name in ((str(local), "of_files"), (f"s3://{bucket[1]}/t", "of_s3")):
+        flags = ["--train_tokenizer", "300", "--seq_len", "32", "--rows_per_shard", "20"]
+        prepare(["--input", place, "--output", str(tmp_path / name), *flags])
+    shards = sorted(path.relative_to(tmp_path / "of_s3") for path in (tmp_path / "of_s3").rglob("*.gz"))
+    assert len(shards) > 3
+    assert all((tmp_path / "of_s3" / n).read_bytes() == (tmp_path / "of_files" / n).read_bytes() for n in shards)
     (alone,) = find_files([f"s3://{bucket[1]}/t/d.txt"])
     assert list(documents(alone)) == [(1, "one document")]
     with pytest.raises(DataError, match="no file that matches"):

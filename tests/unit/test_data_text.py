@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
+from smp_train.data.prepare.cli import main as prepare
 from smp_train.data.text.files import TextFile, find_files
 from smp_train.data.text.read import documents
 from smp_train.data.text.stream import Reading, deal, how_many
@@ -318,16 +319,18 @@ def test_validation_is_the_beginning_in_stored_order(corpus, tokenizer):
 def test_a_data_set_of_the_hub(tmp_path, tokenizer, monkeypatch):
     """By `datasets`, of whose hub a folder stands in: its shards, in rows; the same guarantees."""
     datasets = pytest.importorskip("datasets")
+    hub = tmp_path / "hub"
+    hub.mkdir()
     for n in range(3):
         lines = "".join(json.dumps({"text": document(40 * n + k)}) + "\n" for k in range(40))
-        (tmp_path / f"train-{n}.jsonl").write_text(lines)
-    (tmp_path / "validation.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
+        (hub / f"train-{n}.jsonl").write_text(lines)
+    (hub / "validation.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
     load = datasets.load_dataset_builder
 
     def from_folder(name, config):
         if name != "acme/words":
             raise FileNotFoundError(f"Dataset '{name}'\ndoesn't exist on the Hub")
-        return load(str(tmp_path))
+        return load(str(hub))
 
     monkeypatch.setattr(datasets, "load_dataset_builder", from_folder)
     files = find_files(["acme/words"])
@@ -339,6 +342,9 @@ def test_a_data_set_of_the_hub(tmp_path, tokenizer, monkeypatch):
     seen = run(files, reading(tokenizer), history)
     assert seen == run(files, reading(tokenizer), [(1, 1, 1, len(seen), 0)])
     assert [text for _, text in documents(find_files(["acme/words"], split="validation")[0])] == ["held out"]
+    assert prepare(["--input", "acme/words", "--output", str(tmp_path / "out"), "--train_tokenizer", "300",
+                    "--seq_len", "32", "--validation_fraction", "0"]) == 0  # fmt: skip
+    assert json.loads((tmp_path / "out" / "_manifest.json").read_text())["splits"]["train"]["documents"] == 120
     for name, options, reason in [
         ("acme/words", {"split": "dev"}, "has no split dev; it has train, validation"),
         ("acme/nothing", {}, "is no file or folder here, and cannot be opened .* exist on the Hub"),
