@@ -184,4 +184,6 @@ def _loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
 
     mask = None if batch.attention_mask is None else move(batch.attention_mask)
     positions = None if batch.position_ids is None else move(batch.position_ids)
-    return backend.loss_sum(model, move(batch.input_ids), move(batch.labels), mask, positions)
+    ids = move(batch.input_ids)
+    labels = ids if batch.labels is batch.input_ids else move(batch.labels)
+    return backend.loss_sum(model, ids, labels, mask, positions)

@@ -243,7 +243,7 @@ class TokenShards(Source):
             reader = self._open[number] = ShardReader(self._bases[number])
             if len(self._open) > OPEN_SHARDS:
                 self._open.popitem(last=False)[1].close()
-        else:
+        elif len(self._bases) > OPEN_SHARDS:
             self._open.move_to_end(number)
         return reader
 

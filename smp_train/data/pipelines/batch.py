@@ -24,7 +24,7 @@ class Batch:
     """int64 [micro_batch, seq_len]; 0 where a short row is padded."""
     labels: Tensor
     """int64 [micro_batch, seq_len], not shifted; -100 where attention_mask is 0 and where a document begins that is
-    packed behind another."""
+    packed behind another. `input_ids` itself when neither is anywhere: do not write into it."""
     attention_mask: Tensor | None
     """int64 [micro_batch, seq_len], or None when it is 1 everywhere."""
     samples: list[str] = field(default_factory=list)
@@ -90,6 +90,10 @@ def collate(
     """
     tensor = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory)
     ids = tensor.numpy()
+    if all(row.input_ids.size == seq_len and row.counted is None and row.documents is None for row in rows):
+        for place, row in enumerate(rows):
+            ids[place] = row.input_ids
+        return Batch(tensor, tensor, None, names)
     mask: np.ndarray | None = None
     truncated = 0
     for place, (row, name) in enumerate(zip(rows, names, strict=True)):
@@ -106,15 +110,17 @@ def collate(
             mask[place, n:] = 0
             if row.counted is not None:
                 mask[place, :n] = row.counted
+    packed = any(row.documents is not None for row in rows)
+    if not packed and (mask is None or mask.all()):
+        return Batch(tensor, tensor, None, names, truncated)
     labels = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory).copy_(tensor)
     if mask is not None:
         labels.numpy()[mask == 0] = IGNORED
-    if any(row.documents is not None for row in rows):
+    if packed:
         positions = _positions(rows, names, seq_len)
         labels.numpy()[positions == 0] = IGNORED
         return Batch(tensor, labels, None, names, truncated, _pinned(positions, pin_memory))
-    if mask is None or mask.all():
-        return Batch(tensor, labels, None, names, truncated)
+    assert mask is not None
     return Batch(tensor, labels, _pinned(mask, pin_memory), names, truncated)
 
 

@@ -106,15 +106,18 @@ class TrainingData(Dealing):
         return collate(rows, names, self.seq_len, long=self.long, pin_memory=self.pin_memory)
 
     def _steps(self, consumed: int) -> Iterator[list[Batch]]:
-        # The order is worked out for many steps at once: NumPy costs more by the call than by the row.
-        many = max(1, 512 // (self.micro_batch * self.accumulation))
+        # The order is worked out for many steps at once: NumPy costs more by the call than by the row. Few at first,
+        # so that the first batch does not wait.
+        rows_of_step = self.micro_batch * self.accumulation
+        many, most = max(1, 64 // rows_of_step), max(1, 4096 // rows_of_step)
         self._on_device()
-        later = np.arange(many, dtype=np.int64)[:, None, None] * self.global_batch
         while True:
+            later = np.arange(many, dtype=np.int64)[:, None, None] * self.global_batch
             epochs, rows = self.order.rows(self.positions(consumed) + later)
             for step in zip(epochs.tolist(), rows.tolist(), strict=True):
                 yield [self._batch(*found) for found in zip(*step, strict=True)]
             consumed += many * self.global_batch
+            many = min(2 * many, most)
 
     def state(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint keeps: the positions consumed, and what they are positions of.
@@ -238,6 +241,8 @@ class ValidationData:
                 rows, names + [""] * filler, self.seq_len, long=self.long, pin_memory=self.pin_memory
             )
             # Attended to, so that no softmax is over nothing; not counted.
+            if filler:
+                batch.labels = batch.labels.clone()
             batch.labels[self.micro_batch - filler :] = IGNORED
             yield batch
 
