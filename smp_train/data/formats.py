@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 from itertools import pairwise
-from pathlib import Path
 
 from smp_train.data import arrow, index, s3, token_cache
 from smp_train.data.index import Caches, TokenShards, share
@@ -97,8 +96,11 @@ def open_place(
 def open_prepared(location: str, vocab_size: int) -> TokenShards:
     """Open a folder of ``.tok`` and ``.idx`` files, in order of the names of the shards they were made from."""
     found = []
-    for path in sorted(Path(location).glob("[!._]*.idx")):
-        base = str(path)[: -len(".idx")]
+    for name in sorted(os.listdir(location)):
+        if not name.endswith(".idx") or name[0] in "._":
+            continue
+        path = os.path.join(location, name)
+        base = path[: -len(".idx")]
         opened = token_cache.read_header(base)
         if opened is None:
             raise DataError(f"{path}: is damaged, of another version, or without its .tok; make it or copy it again")

@@ -259,6 +259,9 @@ def test_text_is_read_in_pieces_and_mended(server, bucket, tmp_path, monkeypatch
     assert None not in ranges
     assert len(ranges) > len(body) >> 14
     assert list(documents(files["a.jsonl"], start=1100)) == wanted[1100:]
+    server.faults["t/a.jsonl"].extend([lambda: None, "ExpiredToken"])
+    with pytest.raises(DataError, match=r"t/a\.jsonl: the AWS credentials have expired \(ExpiredToken\)"):
+        list(documents(files["a.jsonl"]))
     put(bucket, "t/a.jsonl", body[:-1] + b" ")
     with pytest.raises(DataError, match=r"t/a\.jsonl: was replaced while it was being read \(412\)"):
         list(documents(files["a.jsonl"]))

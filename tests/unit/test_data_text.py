@@ -131,6 +131,12 @@ def test_any_history_is_that_of_one_process(corpus, tokenizer, alone, history, p
     assert seen == alone[: len(seen)]
 
 
+def test_ranks_come_and_go(corpus, tokenizer, alone):
+    history = [(4, 1, 1, 3, 2), (2, 1, 1, 5, 0), (8, 1, 1, 2, 1), (1, 1, 1, 9, 0)]
+    seen = run(find_files([str(corpus)]), reading(tokenizer), history, streams=4)
+    assert seen == alone[: 12 + 10 + 16 + 9]
+
+
 def spans(samples):
     """Yield (document, begin, end) of what samples are made of, stream by stream."""
     for name, _ in samples:

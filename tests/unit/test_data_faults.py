@@ -1,0 +1,137 @@
+"""What data sets and their storage do to a run that meant well; and that size alone does not slow its start."""
+
+import hashlib
+import json
+import os
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+from smp_train.data import token_cache
+from smp_train.data.formats import open_prepared
+from smp_train.data.index import BESIDE, Caches, clock, convert, open_source, share
+from smp_train.data.order import Order
+from smp_train.data.pipelines.data_pipeline import TrainingData
+from smp_train.data.utils import list_shards
+from smp_train.errors import DataError
+
+LINE = b'{"input_ids": [1, 2, 3]}'
+
+
+def test_lines_of_other_systems(tmp_path):
+    folder = tmp_path / "é with space"
+    folder.mkdir()
+    (folder / "a.json").write_bytes(b"\r\n" + LINE + b"\r\n\r\n" + b'{"input_ids": [4, 5]}')
+    source = open_source(str(folder), vocab_size=97)
+    assert [source.row(n).input_ids.tolist() for n in range(2)] == [[1, 2, 3], [4, 5]]
+    assert [source.name(n) for n in range(2)] == ["a.json:2", "a.json:4"]
+
+
+def test_text_among_tokens(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINE)
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "hello"}')
+    with pytest.raises(DataError, match=r"b\.jsonl:1: no input_ids; turn text into tokens with: smp-train prepare"):
+        open_source(str(tmp_path), vocab_size=97)
+
+
+def test_ten_thousand_shards_are_listed_and_dealt_out(tmp_path):
+    for number in range(10_000):
+        os.mknod(tmp_path / f"{number:05}.json")
+        os.truncate(tmp_path / f"{number:05}.json", 2 + number % 7)
+    shards = list_shards(str(tmp_path))
+    assert len(shards) == 10_000
+    hands = [share(shards, rank, 16) for rank in range(16)]
+    assert sorted(shard.name for hand in hands for shard in hand) == [shard.name for shard in shards]
+    sizes = [sum(shard.size for shard in hand) for hand in hands]
+    assert max(sizes) - min(sizes) < 10
+
+
+@pytest.mark.parametrize("skew", [-86_400, 86_400])
+def test_a_file_server_with_another_clock(tmp_path, monkeypatch, skew):
+    """Shards written tomorrow or yesterday, by this node's clock: what is stale is judged by the server's own."""
+    (tmp_path / "a.json").write_bytes(LINE)
+    now = time.time()
+    os.utime(tmp_path / "a.json", (now + skew, now + skew))
+    monkeypatch.setattr(time, "time", lambda: now - skew)
+    cache = tmp_path / BESIDE
+    cache.mkdir()
+    (cache / ".b.json.tok.x.tmp").write_bytes(b"another job is writing this")
+    assert convert(str(tmp_path), vocab_size=97) == 1
+    assert convert(str(tmp_path), vocab_size=97) == 0
+    assert (cache / ".b.json.tok.x.tmp").exists()
+    caches = Caches(str(tmp_path), 97, None)
+    assert abs(clock(str(cache)) - now) < 3600
+    caches.raise_failure(list_shards(str(tmp_path)), clock(str(cache)))
+
+
+def test_files_that_are_removed_under_the_reader(tmp_path):
+    """Shards are not needed once converted, and an open cache is read to the end."""
+    (tmp_path / "a.json").write_bytes(LINE + b"\n" + LINE)
+    source = open_source(str(tmp_path), vocab_size=97)
+    source.row(0)
+    os.unlink(tmp_path / "a.json")
+    for path in (tmp_path / BESIDE).iterdir():
+        path.unlink()
+    assert source.row(1).input_ids.tolist() == [1, 2, 3]
+    source.close()
+    with pytest.raises(DataError, match="the token cache is missing or damaged; start again and it is rebuilt"):
+        source.row(1)
+
+
+ROWS, SHARDS, TOKENS = 10**6, 1000, 8
+
+
+def index_of(rows: int, dense: bool, name: str, header: token_cache.Header, crc: np.ndarray, digest: str):
+    """Return the index of ``rows`` rows of zeros, its checksums left out (a hole in the file) unless ``dense``."""
+    fields = {
+        "source": name, "rows": rows, "tok_bytes": rows * 2 * TOKENS, "tokens": rows * TOKENS, "digest": digest,
+        "arrays": {"crc": ["<u4", rows]},
+    }  # fmt: skip
+    text = json.dumps({**header.__dict__, **fields}).encode()
+    prefix = token_cache._PREFIX.pack(token_cache.MAGIC, len(text), zlib.crc32(text)) + text
+    return prefix + (crc.tobytes() if dense else b"")
+
+
+def test_a_billion_rows_start_and_resume_at_once(tmp_path):
+    """1e9 rows in 1,000 prepared shards, of which only what the first batches ask for is really on disk.
+
+    In CPU seconds of the best of five: the machine may be busy.
+    """
+    token_cache.write_rows("x", str(tmp_path / "one"), 97, np.zeros((1, TOKENS), dtype=np.uint16))
+    header, offset = token_cache.read_header(str(tmp_path / "one"))
+    crc = np.full(ROWS, np.fromfile(tmp_path / "one.idx", dtype="<u4", offset=offset)[0], dtype="<u4")
+    digest = hashlib.blake2b(b"crc" + crc.tobytes(), digest_size=16).hexdigest()
+    for suffix in (".tok", ".idx"):
+        (tmp_path / f"one{suffix}").unlink()
+    order = Order(ROWS * SHARDS, seed=3)
+    starts = [0, ROWS * SHARDS * 9 // 10]
+    asked = {int(row) // ROWS for start in starts for row in order.rows(np.arange(start, start + 2))[1]}
+    for number in range(SHARDS):
+        name = f"{number:04}"
+        with open(tmp_path / f"{name}.idx", "wb") as file:
+            file.write(index_of(ROWS, number in asked, name, header, crc, digest))
+            file.truncate(len(index_of(ROWS, False, name, header, crc, digest)) + 4 * ROWS)
+        with open(tmp_path / f"{name}.tok", "wb") as file:
+            file.truncate(ROWS * 2 * TOKENS)
+
+    def first_batch(start: int) -> float:
+        began = time.process_time()
+        source = open_prepared(str(tmp_path), 97)
+        data = TrainingData(
+            source, Order(len(source), seed=3), seq_len=TOKENS, micro_batch=2, accumulation=1, dp_rank=0, dp_size=1,
+            prefetch=0,
+        )  # fmt: skip
+        assert data.check_state({**data.state(start)}) == start
+        batches = data.batches(start)
+        (batch,) = next(batches)
+        took = time.process_time() - began
+        batches.close()
+        assert batch.input_ids.shape == (2, TOKENS)
+        assert len(source) == 10**9
+        source.close()
+        return took
+
+    for start in starts:
+        assert min(first_batch(start) for _ in range(5)) <= 0.1
