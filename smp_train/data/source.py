@@ -23,9 +23,10 @@ class Source(Protocol):
     """A data set with random access. Subclass it, or give any object these four members.
 
     `row` must depend on the index alone: the same index gives the same row on every rank and after every
-    restart, or a resumed run does not continue the one before it. Two members more are used where a source
-    has them: ``shards``, the rows of each shard as a list of `range`, and ``lengths(shard)``, the tokens of
-    each row of a shard without padding at its ends, as an integer array.
+    restart, or a resumed run does not continue the one before it. Three members more are used where a source
+    has them: ``shards``, the rows of each shard as a list of `range`; ``lengths(shard)``, the tokens of
+    each row of a shard without padding at its ends, as an integer array; and ``fill(indices, into)``, which reads
+    rows into int64 [rows, tokens] and returns True, or False when one is not so long or not all counted.
     """
 
     fingerprint: str

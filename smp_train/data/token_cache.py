@@ -308,6 +308,7 @@ class ShardReader:
         plain = self.header.mask == "none" and self.header.row_length is not None
         self._plain_bytes = (self.header.row_length or 0) * self._dtype.itemsize if plain else 0
         self._plain_tail = (self.header.row_length or 0).to_bytes(8, "little")
+        self._scratch = np.empty(self._plain_bytes // self._dtype.itemsize, dtype=self._dtype)
         self._tok = os.open(base + ".tok", os.O_RDONLY)
 
     def _damaged(self, what: str) -> DataError:
@@ -350,6 +351,25 @@ class ShardReader:
                 f"{self.base}.tok: cannot be read ({error.strerror}); "
                 "is the file system of --data_cache_dir still there?"
             ) from None
+
+    def fill(self, row: int, into: np.ndarray) -> bool:
+        """Read row ``row`` into int64 [tokens] of its own length; False, with nothing read, when it is no such row.
+
+        Raises DataError as `row`.
+        """
+        size = self._plain_bytes
+        if into.size != self._scratch.size or not size:
+            return False
+        try:
+            read = os.preadv(self._tok, [self._scratch.data], row * size)
+        except OSError:
+            read = 0
+        if read != size or crc32(self._plain_tail, crc32(self._scratch)) != self._crc[row]:
+            # Again, for the message.
+            self.row(row)
+            return False
+        into[:] = self._scratch
+        return True
 
     def row(self, row: int) -> Row:
         """Read row ``row``. Raises DataError when the bytes cannot be read or are not those that were written."""

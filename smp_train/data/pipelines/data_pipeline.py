@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from smp_train.data.blend import BlendOrder
 from smp_train.data.layout import LONG, lay_out
@@ -84,6 +85,7 @@ class TrainingData(Dealing):
         self.rows_in_epoch = len(source)
         self.long = _checked_long(long, source, seq_len)
         self.named = named
+        self._fill = getattr(source, "fill", None)
 
     def step(self, consumed: int) -> list[Batch]:
         """Read this rank's micro-batches of the step that starts at ``consumed``."""
@@ -91,6 +93,11 @@ class TrainingData(Dealing):
         return [self._batch(*found) for found in zip(epochs.tolist(), rows.tolist(), strict=True)]
 
     def _batch(self, epochs: list[int], indices: list[int]) -> Batch:
+        if self._fill is not None:
+            tensor = torch.empty(len(indices), self.seq_len, dtype=torch.int64, pin_memory=self.pin_memory)
+            if self._fill(indices, tensor.numpy()):
+                names = [self.source.name(index) for index in indices] if self.named else [""] * len(indices)
+                return Batch(tensor, tensor, None, names)
         rows = [self.source.row(index) for index in indices]
         if not self.named and self.long != "crop":
             try:
@@ -109,7 +116,7 @@ class TrainingData(Dealing):
         # The order is worked out for many steps at once: NumPy costs more by the call than by the row. Few at first,
         # so that the first batch does not wait.
         rows_of_step = self.micro_batch * self.accumulation
-        many, most = max(1, 64 // rows_of_step), max(1, 4096 // rows_of_step)
+        many, most = max(1, 256 // rows_of_step), max(1, 4096 // rows_of_step)
         self._on_device()
         while True:
             later = np.arange(many, dtype=np.int64)[:, None, None] * self.global_batch
@@ -117,7 +124,7 @@ class TrainingData(Dealing):
             for step in zip(epochs.tolist(), rows.tolist(), strict=True):
                 yield [self._batch(*found) for found in zip(*step, strict=True)]
             consumed += many * self.global_batch
-            many = min(2 * many, most)
+            many = min(4 * many, most)
 
     def state(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint keeps: the positions consumed, and what they are positions of.
