@@ -288,6 +288,9 @@ def _check_text(args: Arguments) -> None:
         )
     if args.shuffle.startswith("window"):
         raise ConfigError(f"--shuffle {args.shuffle} is for shards; streamed text knows global and none")
+    if args.bad_rows == "skip" or args.zipped_data is not None:
+        given = "--bad_rows skip" if args.bad_rows == "skip" else f"--zipped_data {int(bool(args.zipped_data))}"
+        raise ConfigError(f"{given} is for shards, which are looked at before the first step; text is read as it comes")
     if args.short == "pack" or args.long not in (None, "split"):
         given = "--short pack" if args.short == "pack" else f"--long {args.long}"
         raise ConfigError(
@@ -314,6 +317,10 @@ def ineffective(resolved: Resolved, backend: str = "native") -> list[str]:
     for name, other in DEPENDENT.items():
         if resolved.given(name) and not getattr(args, other):
             lines.append(f"--{name} {show(getattr(args, name))} has no effect: it needs --{other} 1")
+    for name in ("data_cache_dir", "data_num_workers", "dataset_type") if args.dataset else ("text_column",):
+        if resolved.given(name):
+            why = "streamed text is not cached" if args.dataset else "it needs --dataset"
+            lines.append(f"--{name} {show(getattr(args, name))} has no effect: {why}")
     if args.activation_checkpointing == checkpointing.NONE and args.selective_checkpointing not in (0, 1):
         lines.append(
             f"--selective_checkpointing {show(args.selective_checkpointing)} has no effect: "

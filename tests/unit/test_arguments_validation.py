@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from smp_train.arguments import Arguments, parse, validate
+from smp_train.arguments import Arguments, ineffective, parse, validate
 from smp_train.arguments.capabilities import INEFFECTIVE, LOCATIONS, REFUSED
 from smp_train.arguments.groups import flags
 from smp_train.arguments.validation import divisors
@@ -177,6 +177,8 @@ TEXT = {
     "--dataset d --tokenizer t --epochs 2": "give --max_steps alone",
     "--dataset d --tokenizer t --shuffle window:2": "streamed text knows global and none",
     "--dataset d --tokenizer t --short pack": "--short pack does not go with --dataset",
+    "--dataset d --tokenizer t --bad_rows skip": "--bad_rows skip is for shards",
+    "--dataset d --tokenizer t --zipped_data 1": "--zipped_data 1 is for shards",
     "--dataset d --tokenizer t --long crop": "--long crop does not go with --dataset",
     "--dataset s3://b/d --tokenizer t --validation_freq 5": "--validation_freq 5 needs --test_dir",
     "--dataset_config_name en --training_dir s": "--dataset_config_name en needs --dataset",
@@ -194,6 +196,17 @@ def test_streamed_text(line: str) -> None:
 def test_streamed_text_is_allowed() -> None:
     check("--dataset allenai/c4 --dataset_config_name en --tokenizer t --validation_freq 5")
     check("--dataset s3://b/text --hf_model folder --test_dir t --validation_freq 5 --short concat --shuffle none")
+
+
+def test_flags_of_shards_say_that_they_do_nothing_for_text() -> None:
+    def said(line: str) -> list[str]:
+        return ineffective(parse(shlex.split(line), {}))
+
+    assert said("--dataset d --tokenizer t --data_cache_dir x") == [
+        "--data_cache_dir x has no effect: streamed text is not cached"
+    ]
+    assert said("--training_dir d --text_column body") == ["--text_column body has no effect: it needs --dataset"]
+    assert said("--training_dir d --data_cache_dir x") == []
 
 
 def test_divisors() -> None:

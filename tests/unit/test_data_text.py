@@ -387,6 +387,20 @@ def test_a_tokenizer_of_another_model(tmp_path, tokenizer):
     assert _reading(args, 298, 8)[0].end == tokenizer.token_to_id("<|endoftext|>")
 
 
+def test_tokenizers_of_older_versions(tokenizer):
+    class Old:
+        """As of 0.19, which comes with transformers 4.44."""
+
+        def encode_batch(self, texts, add_special_tokens):
+            return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    texts = [document(5), "", "x"]
+    old, new = tokenizers.encode(Old(), texts, 7), tokenizers.encode(tokenizer, texts, 7)
+    assert [ids.tolist() for ids in old] == [ids.tolist() for ids in new]
+    assert new[1].size == 0
+    assert new[2][-1] == 7
+
+
 def test_what_a_batch_is(corpus, tokenizer):
     """Labels are the ids, all counted, no mask."""
     (rank,) = world(find_files([str(corpus)]), reading(tokenizer, named=False), 1, mb=3, streams=2)

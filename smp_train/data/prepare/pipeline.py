@@ -22,6 +22,7 @@ import numpy as np
 
 from smp_train.data.prepare.documents import Place, held_out, numbered
 from smp_train.data.prepare.shards import Done, Packer
+from smp_train.data.prepare.tokenizer import encode, load
 from smp_train.data.prepare.writing import write_block
 from smp_train.data.text.files import TextFile
 from smp_train.data.token_cache import atomic_file
@@ -78,15 +79,13 @@ def _start(path: str) -> None:
     """Set a process up: one core each, and an end with its parent, however that ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from smp_train.data.conversion import follow_parent
-    from smp_train.data.prepare.tokenizer import load
 
     follow_parent()
     use_tokenizer(load(path))
 
 
 def _tokenise(texts: list[str], end: int) -> list[np.ndarray]:
-    encoded = _tokenizer[0].encode_batch_fast(texts, add_special_tokens=False)
-    return [np.array([*encoding.ids, end], dtype=np.uint32) for encoding in encoded]
+    return encode(_tokenizer[0], texts, end)
 
 
 def processes_for(asked: int | None, files: Sequence[TextFile]) -> int:

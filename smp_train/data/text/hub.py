@@ -60,6 +60,7 @@ def open_split(name: str, config: str | None, split: str, flag: str) -> Split:
         raise ConfigError(
             f"{flag} {name}: is no file here, and data sets of the hub need: pip install 'smp-train[text]'"
         ) from None
+    datasets.disable_progress_bars()
     try:
         builder = datasets.load_dataset_builder(name, config)
         splits = builder.as_streaming_dataset()

@@ -95,7 +95,7 @@ def _say(training: TextData) -> None:
     fair = max(streams / training.dp_size, 1)
     if mine >= 2 * fair:
         logger.info(
-            "It tokenises %.0f times what it trains on: a global micro-batch of %d rows does not fit %d streams",
+            "This rank tokenises %.0f times what it trains on: a global micro-batch of %d rows does not fit %d streams",
             mine / (streams / training.dp_size), training.micro_batch * training.dp_size, streams,
         )  # fmt: skip
 

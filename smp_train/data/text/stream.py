@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from smp_train.data.order import permute
+from smp_train.data.prepare.tokenizer import encode
 from smp_train.data.text.files import TextFile
 from smp_train.data.text.read import documents
 from smp_train.errors import DataError
@@ -230,11 +231,7 @@ class Stream:
 
 def tokenise(reading: Reading, texts: list[str]) -> list[np.ndarray]:
     """Return the tokens of each text, uint32, with the end token behind them; none of an empty text."""
-    encoded = reading.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [
-        np.array([*encoding.ids, reading.end] if text else [], dtype=np.uint32)
-        for text, encoding in zip(texts, encoded, strict=True)
-    ]
+    return encode(reading.tokenizer, texts, reading.end)
 
 
 def spread_tokenizing(processes: int) -> None:
