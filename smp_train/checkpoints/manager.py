@@ -25,7 +25,7 @@ from smp_train.checkpoints.record import (
     folder_name,
     parse_folder_name,
 )
-from smp_train.checkpoints.saver import Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.storage import Storage, open_storage, wait_for
 from smp_train.errors import CheckpointError, ConfigError
 
@@ -224,7 +224,9 @@ class CheckpointManager:
         # A snapshot; and what cannot be stored is to fail before the large files are written.
         text = on_main("cannot save", lambda: json.dumps(meta))
 
-        meta = {**json.loads(text), "step": step, "names": saver.names}
+        meta = {**json.loads(text), "step": step}
+        if saver.names != HUGGING_FACE:
+            meta["names"] = saver.names
         if self.asynchronous and saver.begin is not None:
             for place in due:
                 self._end_pending()

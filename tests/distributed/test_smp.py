@@ -373,7 +373,7 @@ def test_saves_by_the_recipe(tmp_path: Path) -> None:
         assert len({facts["queue"] for _, facts in calls}) == 1
         # What was begun is ended before the next begins, and before the end.
         pending = 0
-        for what, facts in calls:
+        for what, _ in calls:
             pending = pending + 1 if what == "async_save" else 0
             assert pending <= 1
         assert pending == 0
@@ -486,7 +486,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "FP8 offloaded": (
         {"fp8": 1, "bf16": 1, "use_smp_implementation": 1, "sm_activation_offloading": 1}, r"do not go together on SMP",
     ),
-    "a model that SMP has not": ({"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None, "use_smp_implementation": 1}, r"transform refuses this model"),
+    "a model that SMP has not": (
+        {"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None, "use_smp_implementation": 1},
+        r"transform refuses this model",
+    ),
     "experts of a dense model": ({"moe": 1}, r"transform refuses this model"),
     "compile": ({"use_torch_compile": 1}, r"--use_torch_compile 1 with --backend smp"),
     "per operation": ({"activation_checkpointing": "selective:op"}, r"SMP checkpoints whole layers"),

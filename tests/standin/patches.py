@@ -127,7 +127,7 @@ def _patch_state_dicts(fsdp: Any) -> None:
     """Let full state dicts be translated to Hugging Face's names, and optimizer state be loaded over a group."""
     import torch.distributed.checkpoint.optimizer as optimizers
 
-    Config = fsdp.FullStateDictConfig  # noqa: N806
+    Config = fsdp.FullStateDictConfig
     config_init, state_dict = Config.__init__, fsdp.FullyShardedDataParallel.state_dict
 
     def init(self: Any, *args: Any, translate_on_save: bool = True, **kwargs: Any) -> None:
