@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp_train import runtime
 from smp_train.backends import smp_library
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.errors import ConfigError
@@ -22,6 +21,19 @@ logger = logging.getLogger("smp_train.smp")
 
 SMP_NAMES = "smp"
 """Whose names parameters have once ``torch.sagemaker.transform`` has made the model its own."""
+
+
+def each_tree_once(told: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
+    """Tell whether the ranks that write a tree are one shard group, for every tree.
+
+    ``told``: by rank, which tree it belongs to, whether it writes, and the ranks of its shard group.
+    """
+    for tree in {name for name, _, _ in told}:
+        writers = [(rank, group) for rank, (name, writes, group) in enumerate(told) if writes and name == tree]
+        groups = {group for _, group in writers}
+        if len(groups) != 1 or set(groups.pop()) != {rank for rank, _ in writers}:
+            return False
+    return True
 
 
 def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: bool, asynchronous: bool) -> Saver:
@@ -51,11 +63,12 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
     group = root.process_group
     process_groups = smp_library.part("utils.process_group_utils", "--backend smp")
     ranks = process_groups.get_global_ranks(group)
-    same = {state.ranker.get_rep_rank(rank) == 0 for rank in ranks}
-    if runtime.any_rank(len(same) > 1):
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (part, first, tuple(ranks)))
+    if not each_tree_once(told):
         if parted:
-            raise ConfigError("this SMP numbers the replicas of a shard group differently: checkpoints cannot be saved")
-        return Saver(names=names)  # ranks of one shard group disagree on who writes: SMP is not laid out by replicas
+            raise ConfigError("SMP's replication ranks name no one writer of each shard: nothing can be saved")
+        return Saver(names=names)  # so where the layout is torch's: --sharding_strategy hybrid_shard without a degree
     own = {"process_group": group, "coordinator_rank": min(ranks)}
     shared: dict[str, Any] = {
         "names": names, "part": part, "writes": first, "place": (ranks.index(dist.get_rank()), len(ranks)),
