@@ -128,7 +128,6 @@ class SmpBackend(Backend):
             sharded=self.shard > 1,
             transformed=self.transforms,
             parted=self.topology.tp_size > 1 or args.expert_parallel_degree > 1,
-            asynchronous=args.checkpoint_type == "async_sharded",
         )
         self._tree = smp_state.Tree(
             self._root, names, sharded=self.shard > 1, device=self.device, raw=self._saver.begin is not None

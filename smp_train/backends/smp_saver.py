@@ -36,7 +36,7 @@ def each_tree_once(told: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
     return True
 
 
-def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: bool, asynchronous: bool) -> Saver:
+def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: bool) -> Saver:
     """Return how this rank saves and loads; collective.
 
     Args:
@@ -45,7 +45,6 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
         sharded: Whether parameters are cut over the ranks of its process group.
         transformed: Whether the model is SMP's own.
         parted: Whether ranks differ in more than which shard they hold: by tensor or expert rank.
-        asynchronous: Whether saves are to go on beside training.
     """
     names = SMP_NAMES if transformed else HUGGING_FACE
     part = f"tp{state.tp_rank}_ep{state.ep_rank}" if parted else ""
@@ -78,17 +77,10 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
         loading = smp_library.part("distributed.checkpoint.state_dict_loader", "loading through SMP", "2.5")
         calls = smp_library.part("distributed.checkpoint.async_utils", "saving through SMP", "2.5")
     except ConfigError as missing:
+        if parted:
+            raise
         logger.info("Checkpoints: torch's own saver; %s", missing)
-        if not parted:
-            return Saver(names=names)
-        import torch.distributed.checkpoint as dcp
-
-        if asynchronous:
-            logger.warning("--checkpoint_type async_sharded: saves are synchronous, %s", missing)
-        return Saver(
-            **shared, save=partial(dcp.save, process_group=group), load=partial(dcp.load, process_group=group),
-            in_background=False,
-        )  # fmt: skip
+        return Saver(names=names)
     queue = calls.AsyncCallsQueue()
 
     def begin(state: dict[str, Any], folder: str) -> None:

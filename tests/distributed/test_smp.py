@@ -525,9 +525,7 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
 
 RELEASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "2.3, hybrid sharding": ("2.3", 4, {"hybrid_shard_degree": 2}, "torch's own saver; saving through SMP needs"),
-    "2.3, tensor parallelism": (
-        "2.3", 4, {"tensor_parallel_degree": 2, "checkpoint_type": "async_sharded"}, "saves are synchronous",
-    ),
+    "2.4, asynchronous": ("2.4", 2, {"checkpoint_type": "async_sharded"}, "torch's own saver"),
     "2.3, offloading": ("2.3", 2, {"sm_activation_offloading": 1}, ""),  # the norm is taken without its wrapper
     "2.5, context parallelism": ("2.5", 2, {"context_parallel_degree": 2}, ""),
     "2.7, experts": ("2.7", 2, {**MIXTRAL, "expert_parallel_degree": 2}, ""),
@@ -546,9 +544,12 @@ def test_older_releases(case: str, tmp_path: Path) -> None:
 
 
 TOO_OLD = {
-    "context parallelism": ("2.4", {"context_parallel_degree": 2}, r"context_parallel_degree needs SMP 2\.5"),
+    "saving tensor ranks": (
+        "2.4", 4, {"tensor_parallel_degree": 2}, r"needs torch\.sagemaker\.distributed\..* came with SMP 2\.5",
+    ),
+    "context parallelism": ("2.4", 2, {"context_parallel_degree": 2}, r"context_parallel_degree needs SMP 2\.5"),
     "communication": (
-        "2.5", {"context_parallel_degree": 2, "cp_comm_type": "all_gather"}, r"came with SMP 2\.6, and this release",
+        "2.5", 2, {"context_parallel_degree": 2, "cp_comm_type": "all_gather"}, r"came with SMP 2\.6, and this release",
     ),
 }  # fmt: skip
 
@@ -564,6 +565,6 @@ def refusal_by(command_line: list[str], release: str) -> str:
 def test_what_a_release_lacks_is_named(case: str, tmp_path: Path) -> None:
     import re
 
-    release, changes, message = TOO_OLD[case]
-    for said in harness.run(refusal_by, 2, smp(tmp_path, **changes), release):
+    release, world, changes, message = TOO_OLD[case]
+    for said in harness.run(refusal_by, world, smp(tmp_path, **changes), release):
         assert re.search(message, said), said

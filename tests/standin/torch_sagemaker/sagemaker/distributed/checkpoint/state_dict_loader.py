@@ -8,7 +8,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from .filesystem import DistributedFileSystemReader
-from .state_dict_saver import _coordinator, note
+from .state_dict_saver import led_by_first, note
 
 
 def load(
@@ -20,7 +20,8 @@ def load(
     if checkpoint_id is None and storage_reader is None:
         raise ValueError("give checkpoint_id or storage_reader")
     note("load", checkpoint_id, process_group, coordinator_rank, reader=type(storage_reader).__name__)
-    _load_state_dict(
-        state_dict, storage_reader or DistributedFileSystemReader(checkpoint_id), process_group,
-        _coordinator(process_group), False, planner or DefaultLoadPlanner(),
-    )  # fmt: skip
+    with led_by_first(process_group) as coordinator:
+        _load_state_dict(
+            state_dict, storage_reader or DistributedFileSystemReader(checkpoint_id), process_group, coordinator,
+            False, planner or DefaultLoadPlanner(),
+        )  # fmt: skip

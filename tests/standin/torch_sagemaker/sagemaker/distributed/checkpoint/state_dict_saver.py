@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from tests import standin
 
@@ -49,20 +53,31 @@ def save(
 def _write(state_dict: dict, folder: Any, writer: Any, planner: Any, group: Any) -> None:
     if folder is None and writer is None:
         raise ValueError("give checkpoint_id or storage_writer")
-    _save_state_dict(
-        state_dict, writer or DistributedFileSystemWriter(folder), group, _coordinator(group), False,
-        planner or dcp.DefaultSavePlanner(),
-    )  # fmt: skip
+    with led_by_first(group) as coordinator:
+        _save_state_dict(
+            state_dict, writer or DistributedFileSystemWriter(folder), group, coordinator, False,
+            planner or dcp.DefaultSavePlanner(),
+        )  # fmt: skip
 
 
-def _coordinator(group: Any) -> int:
-    """Return the first rank of ``group`` as this torch counts coordinators: in the group, or in the world."""
-    import inspect
+@contextmanager
+def led_by_first(group: Any) -> Iterator[int]:
+    """Let DCP be coordinated by the first rank of ``group``, and yield it as this torch counts: in the group or not."""
+    init = _DistWrapper.__init__
+    if group is None or "global_coordinator_rank" in inspect.getsource(init):
+        yield 0
+        return
 
-    from torch.distributed.checkpoint.utils import _DistWrapper
+    def mended(self: Any, *args: Any, **kwargs: Any) -> None:
+        # torch 2.5 compares a rank of the group with one of the world.
+        init(self, *args, **kwargs)
+        self.is_coordinator = dist.get_rank() == self.coordinator_rank
 
-    by_group = "global_coordinator_rank" in inspect.getsource(_DistWrapper.__init__)
-    return 0 if by_group or group is None else min(dist.get_process_group_ranks(group))
+    _DistWrapper.__init__ = mended
+    try:
+        yield min(dist.get_process_group_ranks(group))
+    finally:
+        _DistWrapper.__init__ = init
 
 
 def async_save(
