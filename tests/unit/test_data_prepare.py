@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from smp_train.data.index import open_source
 from smp_train.data.prepare import pipeline
+from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.cli import MANIFEST, main
 from smp_train.data.prepare.documents import Place, held_out
 from smp_train.data.prepare.pipeline import PROGRESS
@@ -187,6 +188,12 @@ def test_a_given_tokenizer(texts, made, tmp_path):
     )
     assert first == second
     assert (tmp_path / "file/tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+    other = tokenizers.train(["another"], 300)
+    other.save(str(tmp_path / "t.json"))
+    main([*flags, "--output", str(tmp_path / "own"), "--tokenizer", str(tmp_path / "t.json")])
+    shutil.copy(made / "tokenizer.json", tmp_path / "t.json")
+    with pytest.raises(ConfigError, match="other input or flags"):
+        main([*flags, "--output", str(tmp_path / "own"), "--tokenizer", str(tmp_path / "t.json")])
     for flags_more, reason in [
         (
             ["--tokenizer", str(made), "--eos_token", "<nope>"],

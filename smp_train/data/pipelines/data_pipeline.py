@@ -98,6 +98,8 @@ class TrainingData(Dealing):
             if self._fill(indices, tensor.numpy()):
                 names = [self.source.name(index) for index in indices] if self.named else [""] * len(indices)
                 return Batch(tensor, tensor, None, names)
+            # Rows of other lengths, or with masks: there will be more.
+            self._fill = None
         rows = [self.source.row(index) for index in indices]
         if not self.named and self.long != "crop":
             try:

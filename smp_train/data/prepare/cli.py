@@ -209,6 +209,10 @@ def _request(args: argparse.Namespace, files: list[TextFile]) -> dict[str, Any]:
     for file in files:
         digest.update(f"{file.name}\0{file.size}\0{file.version}\n".encode())
     given = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
+    tokenizer = Path(args.tokenizer or "")
+    tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    if args.tokenizer and tokenizer.is_file():
+        given["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     return {"format": FORMAT, **given, "files": len(files), "files_sha256": digest.hexdigest()}
 
 
