@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smp_train.arguments import Resolved, parse
 from smp_train.arguments.aliases import ALIASES
-from smp_train.arguments.parse import canonical
+from smp_train.arguments.parse import canonical, read_config, read_smp_config
 
 RESUME = {"resume_from_checkpoint", *(a.name for a in ALIASES if a.ours == ("resume_from_checkpoint",))}
 
@@ -23,6 +24,28 @@ def without(words: Sequence[str], names: set[str]) -> list[str]:
         if not dropping:
             kept.append(word)
     return kept
+
+
+def inline_files(words: Sequence[str]) -> list[str]:
+    """Return ``words`` with what ``--config`` and ``--smp_config`` say as flags: the container has not these files.
+
+    What the command line says itself comes last, and so still wins.
+    """
+    args = parse(words, {}).args
+    files = [
+        *(read_config(args.config) if args.config else []),
+        *(read_smp_config(args.smp_config) if args.smp_config else []),
+    ]
+    said = {name for word in words if word.startswith("--") for name in [canonical(word[2:].partition("=")[0])]}
+    flags: list[str] = []
+    for given in files:
+        if given.value is None or given.name in said:
+            continue
+        if isinstance(given.value, list):
+            flags += [f"--{given.name}", *map(str, given.value)]
+        else:
+            flags.append(f"--{given.name}={json.dumps(given.value) if isinstance(given.value, dict) else given.value}")
+    return [*flags, *without(words, {"config", "smp_config"})]
 
 
 def newest_committed(folders: Sequence[str]) -> tuple[int, str | None]:

@@ -32,7 +32,7 @@ ENTRY_SCRIPT = '''"""SageMaker's entry script: its toolkit starts this on every 
 
 import sys
 
-from smp_train.launch.sagemaker_entry import main
+from smp_train.launch.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,7 +17,10 @@ from smp_train.launch.instances import Instance, find
 
 CODE_DIR = Path(__file__).resolve().parents[2]
 """The folder that contains the package: a checkout, or site-packages."""
-PLACES = ("training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir")
+PLACES = (
+    "config", "smp_config", "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint",
+    "hf_pretrained_model_name_or_dir",
+)  # fmt: skip
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

@@ -22,6 +22,7 @@ from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch.environment import variables
 from smp_train.launch.instances import Instance, find
+from smp_train.launch.nsys import recording
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 from smp_train.runtime import expand_hostlist
 
@@ -193,10 +194,7 @@ def nsys_command(run_dir: Path, words: Sequence[str]) -> list[str]:
             f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
         )
     report = run_dir / "profile" / "job%q{SLURM_JOB_ID}_node%q{SLURM_NODEID}_%h"
-    return [
-        nsys, "profile", "--trace", "cuda,nvtx", "--sample", "none", "--capture-range", "cudaProfilerApi",
-        "--capture-range-end", "stop", "--force-overwrite", "true", "--output", str(report), *words,
-    ]  # fmt: skip
+    return recording(nsys, str(report), words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

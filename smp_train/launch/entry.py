@@ -1,4 +1,4 @@
-"""What SageMaker's entry script does on every process: train with the hyperparameters it got as flags."""
+"""What each process executes where the platform starts it: SageMaker's toolkit, or torchrun on Kubernetes."""
 
 import os
 import sys
@@ -10,8 +10,12 @@ from smp_train.launch.flags import complete
 
 
 def main() -> int:
-    """Train with the flags given, resuming from this job's own checkpoints as soon as there are any."""
+    """Train with the flags given, resuming from this run's own checkpoints as soon as there are any."""
     words = sys.argv[1:]
     with suppress(ConfigError):  # which the training says, once per node
         words, _ = complete(words, os.environ)
     return cli.main(["train", *words])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
