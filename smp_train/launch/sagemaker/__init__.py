@@ -1,0 +1,65 @@
+"""`smp-train launch sagemaker`, and what notebooks use: one description of a SageMaker training job.
+
+`build` checks a job without AWS. `request` is the CreateTrainingJob call that the command submits with boto3 alone;
+`estimator` is the same job as a ready `sagemaker.pytorch.PyTorch` of SageMaker's SDK v2, `model_trainer` as a ready
+`sagemaker.train.ModelTrainer` of SDK v3.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from smp_train.errors import ConfigError
+from smp_train.launch.options import help_text, split
+from smp_train.launch.sagemaker.account import boto3, check_account, submit
+from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build
+from smp_train.launch.sagemaker.request import check_limits, request
+from smp_train.launch.sagemaker.sdk_v2 import estimator, inputs
+from smp_train.launch.sagemaker.sdk_v3 import model_trainer
+from smp_train.launch.sagemaker.source import archive, stage
+
+__all__ = [
+    "FSX", "OPTIONS", "Job", "archive", "build", "check_limits", "estimator", "inputs", "model_trainer", "request",
+    "stage",
+]  # fmt: skip
+
+
+def main(words: Sequence[str]) -> int:
+    """Run ``smp-train launch sagemaker`` and return its exit code."""
+    if {"-h", "--help"} & set(words):
+        usage = (
+            "smp-train launch sagemaker --role ARN --instance_type ml.T --instance_count N [options] <training flags>"
+        )
+        print(help_text(usage, str(__doc__), OPTIONS))
+        return 0
+    options, training = split(words, OPTIONS)
+    dry_run, check, region = (options.pop(name) for name in ("dry_run", "check", "region"))
+    job = build(training, **options)
+    if not job.output:
+        raise ConfigError("--output is missing: an s3:// prefix for the code and the run folder")
+    name = f"{job.base_name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    code = f"{job.output.rstrip('/')}/{name}/source/sourcedir.tar.gz"
+    if dry_run:
+        print(json.dumps(request(job, region=region or "us-west-2", name=name, code=code), indent=2))
+        return 0
+    session = boto3().Session(region_name=region)
+    if not session.region_name:
+        raise ConfigError("no AWS region: give --region, or set AWS_DEFAULT_REGION")
+    wanted = request(job, region=session.region_name, name=name, code=code)
+    for line in check_account(job, session):
+        print(f"smp-train: warning: {line}", file=sys.stderr)
+    print(f"smp-train: {job.instance_count} x {job.instance_type}: role, data and limits are in order", file=sys.stderr)
+    if check:
+        return 0
+    submit(wanted, session, code)
+    console = (
+        f"https://{session.region_name}.console.aws.amazon.com/sagemaker/home?region={session.region_name}#/jobs/{name}"
+    )
+    print(f"submitted {name}")
+    print(f"log:    {console}")
+    print(f"follow: aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {name} --follow")
+    print(f"cancel: aws sagemaker stop-training-job --training-job-name {name}")
+    return 0
