@@ -12,6 +12,7 @@ from typing import Any
 from smp_train.arguments import Resolved, ineffective, parse, validate
 from smp_train.errors import ConfigError
 from smp_train.launch import flags as launch_flags
+from smp_train.launch import preflight
 from smp_train.launch.environment import lint, variables
 from smp_train.launch.instances import Instance, find
 
@@ -91,6 +92,8 @@ def build(
         words = [*launch_flags.without(words, {"run_dir"}), f"--run_dir={os.path.abspath(given.args.run_dir)}"]
     completed, resolved = launch_flags.complete(words)
     validate(resolved.args, nodes * processes)
+    preflight.check(resolved, instance, nodes * processes)
+    environ = os.environ if environ is None else environ
     return Spec(
         train_flags=tuple(completed),
         resolved=resolved,
@@ -99,7 +102,7 @@ def build(
         instance=instance,
         environment=variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
         | read_env(env),
-        warnings=(*lint(os.environ if environ is None else environ), *ineffective(resolved)),
+        warnings=(*lint(environ), *ineffective(resolved), *preflight.lacks(resolved, {**environ, **read_env(env)})),
     )
 
 

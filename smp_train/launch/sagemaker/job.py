@@ -12,6 +12,7 @@ from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.aliases import SMP_KEYS
 from smp_train.arguments.parse import canonical, read_command_line
 from smp_train.errors import ConfigError
+from smp_train.launch import preflight
 from smp_train.launch.flags import inline_files
 from smp_train.launch.instances import Instance, check_image, find
 from smp_train.launch.options import COMMON, Option
@@ -154,6 +155,7 @@ def build(words: Sequence[str] | Mapping[str, Any], **options: Any) -> Job:
     }
     resolved = parse(flags, environ)
     validate(resolved.args, values["instance_count"] * instance.gpus)
+    preflight.check(resolved, instance, values["instance_count"] * instance.gpus)
     if resolved.args.backend == "smp":
         # They travel as SMP's own parameter set, which SMP reads itself.
         given = {name: value for name, value in given.items() if canonical(name) != "mp_parameters"}
