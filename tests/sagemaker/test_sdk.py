@@ -21,8 +21,6 @@ import boto3
 import moto
 import sagemaker as sdk
 
-from smp_train import cli
-from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
 from tests.sagemaker.jobs import ENVIRON, FLAGS, KINDS, OPTIONS, REGION, flags, furnish, training_environ
@@ -66,20 +64,6 @@ def test_estimator_and_plain_request_are_the_same(aws: None, kind: str) -> None:
         assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
 
 
-def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 0
-    assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS]) == 0
-    (job,) = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
-    out = capsys.readouterr().out
-    assert f"submitted {job['TrainingJobName']}\n" in out
-    assert f"stop-training-job --training-job-name {job['TrainingJobName']}" in out
-    shown = boto3.client("sagemaker").describe_training_job(TrainingJobName=job["TrainingJobName"])
-    bucket, _, key = json.loads(shown["HyperParameters"]["sagemaker_submit_directory"])[5:].partition("/")
-    assert boto3.client("s3").head_object(Bucket=bucket, Key=key)["ContentLength"] > 10000
-
-
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """AWS as a server on this machine, as other processes see it."""
@@ -106,37 +90,6 @@ def test_command_and_estimator_against_a_server(service: None) -> None:
     fitted = fit(FLAGS, **OPTIONS)["TrainingJobName"]
     names = [job["TrainingJobName"] for job in boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]]
     assert set(names) == {done.stdout.splitlines()[0].removeprefix("submitted "), fitted}
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"role": "arn:aws:iam::123456789012:role/nobody"}, "role/nobody"),
-        ({"train": "s3://other/train"}, "--train s3://other/train"),
-        ({"train": "s3://bucket/empty"}, "--train s3://bucket/empty: there is nothing"),
-        ({"env": "LONG=" + "x" * 600}, "Environment.LONG: 600 characters, SageMaker's maximum is 512"),
-        (
-            {"tensorboard_dir": "x" * 2600},
-            "HyperParameters.tensorboard_dir: 2604 characters, SageMaker's maximum is 2500",
-        ),
-        ({"retries": "31"}, "MaximumRetryAttempts: 31, SageMaker's maximum is 30"),
-    ],
-)
-def test_refused_before_it_is_submitted(
-    aws: None, changes: dict[str, str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [word for name, value in {**OPTIONS, **changes}.items() for word in (f"--{name}", value)]
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 2
-    assert complaint in capsys.readouterr().err
-    assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
-
-
-def test_limits_of_the_number_of_metrics() -> None:
-    job = sagemaker.build(FLAGS, **OPTIONS)
-    request = sagemaker.request(job, region=REGION, name="x", code="s3://bucket/code")
-    request["AlgorithmSpecification"]["MetricDefinitions"] *= 9
-    with pytest.raises(ConfigError, match=r"MetricDefinitions: 81 entries, SageMaker's maximum is 40"):
-        sagemaker.check_limits(request)
 
 
 TOOLKIT = """
