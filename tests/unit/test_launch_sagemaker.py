@@ -38,12 +38,36 @@ def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert boto3.client("s3").head_object(Bucket=bucket, Key=key)["ContentLength"] > 10000
 
 
+def test_image_is_looked_up(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
+    boto3.client("ecr").create_repository(repositoryName="smp-train")
+    image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/smp-train:1"
+    words = [word for name, value in {**OPTIONS, "image": image}.items() for word in (f"--{name}", value)]
+    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 2
+    assert f"--image {image}: Requested image not found" in capsys.readouterr().err
+    kind = "application/vnd.docker.distribution.manifest.v2+json"
+    layers = json.dumps(
+        {"schemaVersion": 2, "mediaType": kind, "config": {"digest": "sha256:" + "0" * 64}, "layers": []}
+    )
+    boto3.client("ecr").put_image(
+        repositoryName="smp-train", imageManifest=layers, imageManifestMediaType=kind, imageTag="1"
+    )
+    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"role": "arn:aws:iam::123456789012:role/nobody"}, "role/nobody"),
         ({"train": "s3://other/train"}, "--train s3://other/train"),
         ({"train": "s3://bucket/empty"}, "--train s3://bucket/empty: there is nothing"),
+        (
+            {"image": "123456789012.dkr.ecr.us-west-2.amazonaws.com/smp-train:1"},
+            "smp-train:1: The repository with name 'smp-train' does not exist",
+        ),
+        (
+            {"image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/smp-train:1"},
+            "is in eu-west-1 and the job in us-west-2; push it to a repository there",
+        ),
         ({"env": "LONG=" + "x" * 600}, "Environment.LONG: 600 characters, SageMaker's maximum is 512"),
         (
             {"tensorboard_dir": "x" * 2600},

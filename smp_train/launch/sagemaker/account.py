@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.launch.sagemaker.job import Job
+from smp_train.launch.sagemaker.job import ECR_IMAGE, Job
 from smp_train.launch.sagemaker.source import archive, stage
 
 
@@ -22,7 +22,7 @@ def boto3() -> Any:
 
 
 def check_account(job: Job, session: Any) -> list[str]:
-    """Ask AWS whether role, data and places exist; return what could not be asked.
+    """Ask AWS whether role, image, data and places exist; return what could not be asked.
 
     Raises:
         ConfigError: for what does not exist.
@@ -53,6 +53,17 @@ def check_account(job: Job, session: Any) -> list[str]:
             found = ask(f"--{name} {place}", s3.list_objects_v2, Bucket=bucket, Prefix=prefix, MaxKeys=1)
             if found is not None and not found.get("KeyCount"):
                 raise ConfigError(f"--{name} {place}: there is nothing")
+    place = ECR_IMAGE.fullmatch(job.image or "")
+    if place:
+        found = ask(
+            f"--image {job.image}",
+            session.client("ecr").batch_get_image,
+            registryId=place["account"],
+            repositoryName=place["name"],
+            imageIds=[{"imageTag": place["tag"] or "latest"}],
+        )
+        if found is not None and found["failures"]:
+            raise ConfigError(f"--image {job.image}: {found['failures'][0].get('failureReason', 'is not there')}")
     return unknown
 
 

@@ -26,6 +26,9 @@ TORCH_IMAGE = "763104351884.dkr.ecr.{region}.amazonaws.com/pytorch-training:2.8.
 # SMP v2's last release; its images are in an account of their own.
 SMP = {"framework_version": "2.5.1", "py_version": "py311"}
 SMP_IMAGE = "658645717510.dkr.ecr.{region}.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
+ECR_IMAGE = re.compile(
+    r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<name>[^:@]+)(:(?P<tag>[\w.-]+))?"
+)
 DAY = 24 * 3600
 
 
@@ -77,7 +80,16 @@ class Job:
         return {key: getattr(args, key) for key in SMP_KEYS if given(key)} if self.smp else {}
 
     def image_uri(self, region: str) -> str:
-        """Return the image: the one given, or the one for the backend."""
+        """Return the image: the one given, or the one for the backend.
+
+        Raises:
+            ConfigError: when the one given is in another region, from which SageMaker does not pull.
+        """
+        place = ECR_IMAGE.fullmatch(self.image or "")
+        if place and place["region"] != region:
+            raise ConfigError(
+                f"--image {self.image}: is in {place['region']} and the job in {region}; push it to a repository there"
+            )
         return self.image or (SMP_IMAGE if self.smp else TORCH_IMAGE).format(region=region)
 
 
@@ -208,7 +220,7 @@ def _check(job: Job) -> None:
         place = getattr(job, name)
         if place and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", place):
             raise ConfigError(f"--{name} {place}: is not s3://bucket/prefix")
-    check_image(job.instance, job.image_uri("us-west-2"))
+    check_image(job.instance, job.image or job.image_uri("us-west-2"))
     if job.input_mode not in ("FastFile", "File"):
         raise ConfigError(f"--input_mode {job.input_mode}: is not FastFile or File")
     if job.fsx:
