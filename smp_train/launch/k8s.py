@@ -57,6 +57,7 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
                 "folder, checkpoints and data"
             )
         words = [*without(words, {"run_dir"}), f"--run_dir={claims[0][1].rstrip('/')}/{given.run_dir}"]
+    secrets = tuple(_secret(text) for text in options["secrets"])
     spec = build(
         words,
         nodes=options["nodes"],
@@ -64,6 +65,7 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
         instance_type=options["instance_type"],
         env=options["env"],
         kubernetes=True,
+        environ={name: "from a secret" for name, _, _ in secrets},  # nothing of this shell reaches the pods
     )
     image = options["image"]
     if not image:
@@ -88,7 +90,7 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
         node_type=options["instance_type"],
         claims=claims,
         host_paths=host_paths,
-        secrets=tuple(_secret(text) for text in options["secrets"]),
+        secrets=secrets,
         queue=options["queue"],
         priority=options["priority"],
         service_account=options["service_account"],

@@ -78,7 +78,7 @@ def build(
     """Check a run and return it, its training flags completed.
 
     ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE;
-    ``environ`` (default ``os.environ``) is what `lint` looks at.
+    ``environ`` (default ``os.environ``) is what the processes will find besides, which `lint` looks at.
 
     Raises:
         ConfigError: for everything that would stop the training at its start and that can be seen here.
@@ -93,7 +93,8 @@ def build(
     completed, resolved = launch_flags.complete(words)
     validate(resolved.args, nodes * processes)
     preflight.check(resolved, instance, nodes * processes)
-    environ = os.environ if environ is None else environ
+    added = read_env(env)
+    found = {**(os.environ if environ is None else environ), **added}
     return Spec(
         train_flags=tuple(completed),
         resolved=resolved,
@@ -101,8 +102,8 @@ def build(
         processes=processes,
         instance=instance,
         environment=variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
-        | read_env(env),
-        warnings=(*lint(environ), *ineffective(resolved), *preflight.lacks(resolved, {**environ, **read_env(env)})),
+        | added,
+        warnings=(*lint(found), *ineffective(resolved), *preflight.lacks(resolved, found)),
     )
 
 

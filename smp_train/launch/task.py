@@ -20,6 +20,7 @@ from pathlib import Path
 
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags as launch_flags
+from smp_train.launch import preflight
 from smp_train.launch.environment import variables
 from smp_train.launch.instances import Instance, find
 from smp_train.launch.nsys import recording
@@ -181,7 +182,7 @@ class CrashLoopError(SmpTrainError):
 CAUSES = {ConfigError: "configuration", BadNodeError: "node", CrashLoopError: "crash-loop"}
 
 
-def nsys_command(run_dir: Path, words: Sequence[str]) -> list[str]:
+def nsys_command(report: Path, words: Sequence[str]) -> list[str]:
     """Return the command that records this node: from cudaProfilerStart to Stop, which the training calls.
 
     Raises:
@@ -193,7 +194,6 @@ def nsys_command(run_dir: Path, words: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
         )
-    report = run_dir / "profile" / "job%q{SLURM_JOB_ID}_node%q{SLURM_NODEID}_%h"
     return recording(nsys, str(report), words)
 
 
@@ -220,13 +220,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 guard(run_dir, resolved.args.checkpoint_dir, os.environ, options.max_attempts, attempt)
         instance = find(options.instance_type) if options.instance_type else None
         place = find_place(os.environ, check_node(instance, options.nproc, count_gpus()))
+        preflight.check(resolved, instance, place.nodes * place.processes)
         command = [sys.executable, "-m", "smp_train", "train", *training]
         if options.dry_run:
             print(json.dumps({"place": vars(place), "command": command}, indent=1))
             return 0
         if options.nsys and NSYS not in os.environ:
             _make(run_dir / "profile")
-            again = nsys_command(run_dir, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
+            report = run_dir / "profile" / f"{attempt}_node{node}_{socket.gethostname()}"
+            again = nsys_command(report, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
             os.execve(again[0], again, {**os.environ, NSYS: "1"})
         environ = variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1) | dict(os.environ)
         code, failure = supervise(command, place, environ=environ, log_dir=run_dir / "logs" / attempt)

@@ -206,6 +206,21 @@ def test_warns_where_hyperpod_would_not_restart(calls: Path, capsys: pytest.Capt
     assert "HyperPod restarts jobs in the namespaces kubeflow and hyperpod-... only" in capsys.readouterr().err
 
 
+def test_warns_of_what_reaches_the_pods_not_of_this_shell(
+    calls: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_PROTO", "simple")
+    monkeypatch.setenv("HF_TOKEN", "x")
+    gated = [*PLAIN, "--hf_model", "meta-llama/Llama-2-7b-hf", "--env", "FI_PROVIDER=efa", "--check"]
+    assert cli.main(["launch", *gated]) == 0
+    err = capsys.readouterr().err
+    assert "FI_PROVIDER=efa is set" in err
+    assert "NCCL_PROTO" not in err
+    assert "is gated" in err
+    assert cli.main(["launch", *gated, "--secrets", "HF_TOKEN=hub:token"]) == 0
+    assert "is gated" not in capsys.readouterr().err
+
+
 def test_script_shows_the_manifest() -> None:
     done = subprocess.run(
         [ROOT / "launchers/kubernetes/launch_eks.sh", "--max_steps", "7", "--dry_run"],

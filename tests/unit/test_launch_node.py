@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -280,14 +281,23 @@ def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         task.nsys_command(tmp_path, ["x"])
     (tmp_path / "nsys").write_text("#!/bin/sh\n")
     (tmp_path / "nsys").chmod(0o755)
-    command = task.nsys_command(tmp_path / "run", ["python", "-m", "x"])
+    command = task.nsys_command(tmp_path / "run/report", ["python", "-m", "x"])
     assert command[:2] == [str(tmp_path / "nsys"), "profile"]
     assert command[-3:] == ["python", "-m", "x"]
     assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
-    assert (
-        command[command.index("--output") + 1]
-        == f"{tmp_path}/run/profile/job%q{{SLURM_JOB_ID}}_node%q{{SLURM_NODEID}}_%h"
-    )
+    assert command[command.index("--output") + 1] == str(tmp_path / "run/report")
+
+
+def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nsys = tmp_path / "nsys"
+    nsys.write_text(f"#!/bin/sh\necho \"$*\" > {tmp_path}/called\n")
+    nsys.chmod(0o755)
+    words = ["--nproc", "1", "--nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
+    environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-m", "smp_train.launch.task", *words], cwd=ROOT, env=environ, check=False)
+    assert done.returncode == 0
+    assert f"--output {tmp_path}/run/profile/12.2.3_node1_{socket.gethostname()} " in (tmp_path / "called").read_text()
+    assert (tmp_path / "run/profile").is_dir(), "nsys does not make folders"
 
 
 def test_failure_line() -> None:

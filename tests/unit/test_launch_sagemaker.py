@@ -26,7 +26,8 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 0
+    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check", "--env", "NCCL_PROTO=simple"]) == 0
+    assert "NCCL_PROTO=simple is set" in capsys.readouterr().err
     assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
     assert cli.main(["launch", "sagemaker", *words, *FLAGS]) == 0
     (job,) = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]

@@ -12,7 +12,10 @@ import sys
 import time
 from collections.abc import Sequence
 
+from smp_train.arguments import ineffective
 from smp_train.errors import ConfigError
+from smp_train.launch import preflight
+from smp_train.launch.environment import lint
 from smp_train.launch.options import help_text, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
 from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build
@@ -49,7 +52,8 @@ def main(words: Sequence[str]) -> int:
     if not session.region_name:
         raise ConfigError("no AWS region: give --region, or set AWS_DEFAULT_REGION")
     wanted = request(job, region=session.region_name, name=name, code=code)
-    for line in check_account(job, session):
+    told = [*lint(job.environment), *ineffective(job.resolved), *preflight.lacks(job.resolved, job.environment)]
+    for line in [*told, *check_account(job, session)]:
         print(f"smp-train: warning: {line}", file=sys.stderr)
     print(f"smp-train: {job.instance_count} x {job.instance_type}: role, data and limits are in order", file=sys.stderr)
     if check:
