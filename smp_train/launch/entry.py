@@ -2,18 +2,23 @@
 
 import os
 import sys
-from contextlib import suppress
 
 from smp_train import cli
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch.flags import complete
 
 
 def main() -> int:
     """Train with the flags given, resuming from this run's own checkpoints as soon as there are any."""
     words = sys.argv[1:]
-    with suppress(ConfigError):  # which the training says, once per node
-        words, _ = complete(words, os.environ)
+    try:
+        words, _ = complete(words, os.environ, in_s3=True)
+    except ConfigError:
+        pass  # the training says it, once per node
+    except SmpTrainError as problem:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"smp-train: error: {problem}", file=sys.stderr)
+        return problem.exit_code
     return cli.main(["train", *words])
 
 

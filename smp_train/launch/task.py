@@ -153,7 +153,7 @@ def attempt_name(environ: Mapping[str, str]) -> str:
 def guard(run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int, attempt: str) -> None:
     """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint."""
     job = environ.get("SLURM_JOB_ID")
-    step, _ = launch_flags.newest_committed(folders)
+    step, _ = launch_flags.newest_committed(folders, in_s3=True)
     path = run_dir / GUARD
     before: list[dict[str, object]] = []
     if path.exists():
@@ -164,7 +164,7 @@ def guard(run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], lim
         "attempt": attempt, "time": time.time(), "job": job, "committed_step": step,
         "nodes": environ.get("SLURM_STEP_NODELIST") or socket.gethostname(),
     }  # fmt: skip
-    if job and "://" not in "".join(folders):
+    if job:
         in_vain = [one for one in before if one.get("job") == job and one.get("committed_step") == step]
         if len(in_vain) >= limit:
             raise CrashLoopError(
@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
                 "installed on this compute node"
             )
-        training, resolved = launch_flags.complete(training)
+        training, resolved = launch_flags.complete(training, in_s3=True)
         run_dir = Path(resolved.args.run_dir)
         failures = failures or run_dir / "logs"
         if not options.dry_run:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags, task
 from smp_train.launch.instances import find
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -241,6 +241,28 @@ def test_newest_of_several_folders(tmp_path: Path) -> None:
     assert flags.newest_committed(["/nowhere"]) == (0, None)
 
 
+def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+    import moto
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "us-east-1")
+    with moto.mock_aws():
+        s3 = boto3.client("s3")
+        s3.create_bucket(Bucket="bucket")
+        for key in ("run/llama-5steps/COMMITTED", "run/llama-10steps/COMMITTED", "run/llama-90steps/a/x", "run/9/x"):
+            s3.put_object(Bucket="bucket", Key=key, Body=b"")
+        s3.put_object(Bucket="bucket", Key="run/llama-50steps/COMMITTED.damaged", Body=b"")
+        assert flags.newest_committed(["s3://bucket/run"], in_s3=True) == (10, "s3://bucket/run")
+        assert flags.newest_committed(["s3://bucket/run"]) == (0, None), "who submits a run may have no access"
+        assert flags.newest_committed(["s3://bucket/other"], in_s3=True) == (0, None)
+        words = ["--checkpoint_dir", "s3://bucket/run", "--resume_from_checkpoint", "/other"]
+        assert flags.complete(words)[1].args.resume_from_checkpoint == "/other"
+        assert flags.complete(words, in_s3=True)[1].args.resume_from_checkpoint == "s3://bucket/run"
+        with pytest.raises(SmpTrainError, match=r"s3://none/x: cannot be looked at: .*NoSuchBucket"):
+            flags.newest_committed(["s3://none/x"], in_s3=True)
+
+
 def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for job in ("1", "2"):
@@ -290,7 +312,7 @@ def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nsys = tmp_path / "nsys"
-    nsys.write_text(f"#!/bin/sh\necho \"$*\" > {tmp_path}/called\n")
+    nsys.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\n')
     nsys.chmod(0o755)
     words = ["--nproc", "1", "--nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
     environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
