@@ -233,12 +233,13 @@ def _check(job: Job) -> None:
         raise ConfigError(
             f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder"
         )
-    if job.instance_count > 1 and not on_fsx:
+    kept = on_fsx or all("://" in place for place in args.checkpoint_dir)
+    if job.instance_count > 1 and not kept:
         raise ConfigError(
             f"{job.instance_count} instances share no disk, and a checkpoint is written by all of them: give --fsx and "
             f"--checkpoint_dir {FSX}/<folder>"
         )
-    if job.spot and not (job.checkpoints or on_fsx):
+    if job.spot and not (job.checkpoints or kept):
         raise ConfigError(
             "--spot without --checkpoints starts from the beginning after every interruption; give --checkpoints"
         )
