@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -40,18 +42,24 @@ def main(words: Sequence[str]) -> int:
         return 0
     options, training = split(words, OPTIONS)
     dry_run, check, region = (options.pop(name) for name in ("dry_run", "check", "region"))
-    job = build(training, **options)
-    if not job.output:
-        raise ConfigError("--output is missing: an s3:// prefix for the code and the run folder")
-    name = f"{job.base_name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    code = f"{job.output.rstrip('/')}/{name}/source/sourcedir.tar.gz"
+    session = None
     if dry_run:
-        print(json.dumps(request(job, region=region or "us-west-2", name=name, code=code), indent=2))
+        region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-west-2"
+    else:
+        session = boto3().Session(region_name=region)
+        region = session.region_name
+        if not region:
+            raise ConfigError("no AWS region: give --region, or set AWS_DEFAULT_REGION")
+    account = re.match(r"arn:aws[a-z-]*:iam::(\d{12}):", options["role"] or "")
+    if not options["output"] and account:
+        options["output"] = f"s3://sagemaker-{region}-{account[1]}/smp-train"  # the bucket that the SDK takes, too
+    job = build(training, **options)
+    name = f"{job.base_name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    code = f"{str(job.output).rstrip('/')}/{name}/source/sourcedir.tar.gz"
+    wanted = request(job, region=region, name=name, code=code)
+    if session is None:
+        print(json.dumps(wanted, indent=2))
         return 0
-    session = boto3().Session(region_name=region)
-    if not session.region_name:
-        raise ConfigError("no AWS region: give --region, or set AWS_DEFAULT_REGION")
-    wanted = request(job, region=session.region_name, name=name, code=code)
     told = [*lint(job.environment), *ineffective(job.resolved), *preflight.lacks(job.resolved, job.environment)]
     for line in [*told, *check_account(job, session)]:
         print(f"smp-train: warning: {line}", file=sys.stderr)
@@ -59,9 +67,7 @@ def main(words: Sequence[str]) -> int:
     if check:
         return 0
     submit(wanted, session, code)
-    console = (
-        f"https://{session.region_name}.console.aws.amazon.com/sagemaker/home?region={session.region_name}#/jobs/{name}"
-    )
+    console = f"https://{region}.console.aws.amazon.com/sagemaker/home?region={region}#/jobs/{name}"
     print(f"submitted {name}")
     print(f"log:    {console}")
     print(f"follow: aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {name} --follow")

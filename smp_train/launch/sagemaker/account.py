@@ -40,11 +40,13 @@ def check_account(job: Job, session: Any) -> list[str]:
             if code in ("AccessDenied", "AccessDeniedException", "403"):
                 unknown.append(f"{what}: may not be asked ({code})")
                 return None
-            raise ConfigError(f"{what}: {problem.response['Error'].get('Message') or code}") from None
+            advice = "; `aws s3 mb` makes a bucket" if code == "404" else ""
+            raise ConfigError(f"{what}: {problem.response['Error'].get('Message') or code}{advice}") from None
 
     ask(f"role {job.role}", iam.get_role, RoleName=job.role.rpartition("/")[2])
-    for name in ("train", "test", "checkpoints", "output"):
-        place = getattr(job, name)
+    named = [(name, getattr(job, name)) for name in ("train", "test", "checkpoints", "output")]
+    named += [("checkpoint_dir", place) for place in job.resolved.args.checkpoint_dir if "://" in place]
+    for name, place in named:
         if not place:
             continue
         bucket, _, prefix = place.removeprefix("s3://").partition("/")

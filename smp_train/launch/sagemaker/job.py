@@ -100,8 +100,8 @@ OPTIONS = (
     Option("instance_count", "number of instances", int, 1),
     Option("train", "s3:// prefix of the training shards: the channel train"),
     Option("test", "s3:// prefix of the validation shards: the channel test"),
-    Option("checkpoints", "s3:// prefix that checkpoints are kept in, of this run alone; one instance only"),
-    Option("output", "s3:// prefix for the code, the run folder and the model"),
+    Option("checkpoints", "s3:// prefix that checkpoints are kept in, of this run alone; without it, below --output"),
+    Option("output", "s3:// prefix for the code, the run folder and the model; without it, SageMaker's own bucket"),
     Option("fsx", "FSx for Lustre: FILE-SYSTEM-ID:/mountname/folder; paths below /opt/ml/input/data/fsx"),
     Option("image", "URI of the training image, where it is not SageMaker's PyTorch image"),
     Option("input_mode", "FastFile (streamed) or File (downloaded first)", default="FastFile"),
@@ -166,6 +166,10 @@ def build(words: Sequence[str] | Mapping[str, Any], **options: Any) -> Job:
         f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in ("train", "test") if values[name]
     }
     resolved = parse(flags, environ)
+    own, values["checkpoints"] = _where_checkpoints_go(resolved, values)
+    if own:
+        given = {**given, "checkpoint_dir": [own]}
+        resolved = parse([*flags, f"--checkpoint_dir={own}"], environ)
     validate(resolved.args, values["instance_count"] * instance.gpus)
     preflight.check(resolved, instance, values["instance_count"] * instance.gpus)
     if resolved.args.backend == "smp":
@@ -193,6 +197,21 @@ def build(words: Sequence[str] | Mapping[str, Any], **options: Any) -> Job:
     )  # fmt: skip
     _check(job)
     return job
+
+
+def _where_checkpoints_go(resolved: Resolved, values: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return (--checkpoint_dir to add, prefix that SageMaker copies a local folder to), either or none of them.
+
+    One instance writes to its disk, and SageMaker copies. Several write to what all of them see: FSx, or S3 itself.
+    By default it is a place of this run's name, so that the same run started again goes on.
+    """
+    run, output = resolved.args.run_name, values["output"]
+    if resolved.given("checkpoint_dir"):
+        return None, values["checkpoints"]
+    if values["fsx"] and not values["checkpoints"]:
+        return f"{FSX}/checkpoints/{run}", None
+    place = values["checkpoints"] or (f"{output.rstrip('/')}/checkpoints/{run}" if output else None)
+    return (place, None) if values["instance_count"] > 1 else (None, place)
 
 
 def _pairs(value: Any) -> list[str]:
@@ -236,8 +255,8 @@ def _check(job: Job) -> None:
     kept = on_fsx or all("://" in place for place in args.checkpoint_dir)
     if job.instance_count > 1 and not kept:
         raise ConfigError(
-            f"{job.instance_count} instances share no disk, and a checkpoint is written by all of them: give --fsx and "
-            f"--checkpoint_dir {FSX}/<folder>"
+            f"{job.instance_count} instances share no disk, and a checkpoint is written by all of them: give "
+            "--checkpoints s3://bucket/prefix, or --fsx"
         )
     if job.spot and not (job.checkpoints or kept):
         raise ConfigError(
