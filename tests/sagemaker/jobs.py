@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "fsx": "fs-0123456789abcdef0:/mount/x", "subnets": ["subnet-1"], "security_groups": ["sg-1"],
         "instance_count": 2,
     },
+    "several": {"instance_count": 2},
     "smp": {},
 }  # fmt: skip
 ENVIRON = {
