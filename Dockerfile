@@ -8,8 +8,10 @@ COPY smp_train ./smp_train
 
 # transformers is pinned by the SMP image to the release its patches are made for: install nothing over it.
 FROM common AS smp
+ARG EXTRA_PACKAGES=
 RUN python -m pip install --no-cache-dir --no-deps . && \
-    python -m pip install --no-cache-dir 'pyyaml>=6' packaging tqdm 'orjson>=3.9' 'isal>=1.5' safetensors
+    python -m pip install --no-cache-dir 'pyyaml>=6' packaging tqdm 'orjson>=3.9' 'isal>=1.5' safetensors ${EXTRA_PACKAGES}
 
 FROM common AS native
-RUN python -m pip install --no-cache-dir '.[train,report]'
+ARG EXTRA_PACKAGES=
+RUN python -m pip install --no-cache-dir '.[train,report]' ${EXTRA_PACKAGES}

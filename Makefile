@@ -1,6 +1,6 @@
 # make demo   install, then train on real text with two processes, stop, resume, plot
 # make test   install, then lint, type-check and run the suite
-# make test-sagemaker   the tests against SageMaker's SDK, in .venv-sagemaker: its pins exclude ours
+# make test-sagemaker   the tests against SageMaker's SDK v2 and v3, each in an environment of its own
 # make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
@@ -34,11 +34,18 @@ test: lint
 .venv-sagemaker/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-sagemaker
 	.venv-sagemaker/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[sagemaker]' \
-		'sagemaker==2.257.7' 'sagemaker-training==5.1.4' 'moto[iam,s3,sagemaker,sts]==5.2.5' pytest pytest-timeout
+		'sagemaker==2.257.7' 'sagemaker-training==5.1.4' 'moto[iam,s3,sagemaker,server,sts]==5.2.5' pytest pytest-timeout
 	touch $@
 
-test-sagemaker: venv .venv-sagemaker/.installed
+.venv-sagemaker-v3/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-sagemaker-v3
+	.venv-sagemaker-v3/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[sagemaker-v3]' \
+		'sagemaker-train==1.27.0' 'moto[iam,s3,sagemaker,sts]==5.2.5' pytest pytest-timeout
+	touch $@
+
+test-sagemaker: venv .venv-sagemaker/.installed .venv-sagemaker-v3/.installed
 	SMP_TRAIN_PYTHON=$(abspath $(PY)) .venv-sagemaker/bin/python -m pytest tests/sagemaker
+	SMP_TRAIN_PYTHON=$(abspath $(PY)) .venv-sagemaker-v3/bin/python -m pytest tests/sagemaker
 
 # The versions of SMP v2's last container. Gigabytes: torch 2.5.1 brings CUDA's libraries with it.
 .venv-smp/.installed: pyproject.toml
@@ -55,4 +62,4 @@ fast: venv
 	$(PY) -m pytest -m 'not slow and not system'
 
 clean:
-	rm -rf .venv .venv-sagemaker .venv-smp build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sagemaker .venv-sagemaker-v3 .venv-smp build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,8 @@
 #   bash docker_build.sh                       SMP v2 image of AWS, region $AWS_REGION
 #   TARGET=native bash docker_build.sh         public PyTorch image, for the native backend
 # Variables: AWS_REGION, ACCOUNT (registry), TAG (of the base image), IMAGE_NAME, OUTPUT (.sqsh file), ENGINE (docker or
-# podman), BASE (any other base image).
+# podman), BASE (any other base image), EXTRA_PACKAGES (for pip, such as hyperpod-elastic-agent), and
+# PUSH=123456789012.dkr.ecr.REGION.amazonaws.com/smp-train:1, the repository that Kubernetes and SageMaker pull from.
 set -euo pipefail
 
 refuse() { echo "error: $*" >&2; exit 2; }
@@ -23,16 +24,25 @@ fi
 command -v "$ENGINE" >/dev/null || refuse "ENGINE=$ENGINE is not installed here"
 "$ENGINE" info >/dev/null 2>&1 || refuse "$ENGINE does not answer: is the daemon running, and are you in the group docker?"
 
-case "$BASE" in
-  *.dkr.ecr.*.amazonaws.com/*)
-    command -v aws >/dev/null || refuse "the AWS command line is needed to pull $BASE"
-    password=$(aws ecr get-login-password --region "$AWS_REGION") ||
-      refuse "no login to ECR in $AWS_REGION; add iam/ecr-pull.json to the role of this node"
-    printf '%s' "$password" | "$ENGINE" login --username AWS --password-stdin "${BASE%%/*}" >/dev/null ||
-      refuse "${BASE%%/*} does not accept the login; is AWS_REGION=$AWS_REGION one that has SMP images?"
-    ;;
-esac
-"$ENGINE" build --build-arg "BASE=$BASE" --target "$TARGET" --tag "$IMAGE_NAME" "$root"
+# login IMAGE WHAT_IF_REFUSED: log in to the registry of an image, where that is ECR.
+login() {
+  local region=${1#*.dkr.ecr.}
+  region=${region%%.*}
+  case "$1" in *.dkr.ecr.*.amazonaws.com/*) ;; *) return ;; esac
+  command -v aws >/dev/null || refuse "the AWS command line is needed for $1"
+  password=$(aws ecr get-login-password --region "$region") ||
+    refuse "no login to ECR in $region; add iam/ecr-pull.json to the role of this node"
+  printf '%s' "$password" | "$ENGINE" login --username AWS --password-stdin "${1%%/*}" >/dev/null ||
+    refuse "${1%%/*} does not accept the login; $2"
+}
+login "$BASE" "is AWS_REGION=$AWS_REGION one that has SMP images?"
+[ -z "${PUSH:-}" ] || login "$PUSH" "is it your account's, and may this role push (ecr:PutImage)?"
+"$ENGINE" build --build-arg "BASE=$BASE" --build-arg "EXTRA_PACKAGES=${EXTRA_PACKAGES:-}" --target "$TARGET" --tag "$IMAGE_NAME" "$root"
+if [ -n "${PUSH:-}" ]; then
+  "$ENGINE" tag "$IMAGE_NAME" "$PUSH"
+  "$ENGINE" push "$PUSH"
+  echo "ready: IMAGE=$PUSH CLAIM=NAME:/fsx $root/launchers/kubernetes/launch_eks.sh"
+fi
 
 if command -v enroot >/dev/null; then
   # Enroot does not overwrite, and a job may be reading the old file: make the new one beside it, then swap.

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Sourced by the sbatch scripts of this folder. Variables of the environment to training flags; every one has a default,
-# and what follows the script's name on the command line is added to the flags and wins.
+# Sourced by the sbatch scripts of this folder and by ../kubernetes/launch_eks.sh: variables of the environment to training
+# flags. Every one has a default, and what follows the script's name on the command line is added to the flags and wins.
 #
 #   model_type=llama_v2 model_size=70b     a preset (`smp-train train --help`)
 #   use_synthetic_data=1                   random tokens; 0 as soon as TRAINING_DIR is set
 #   TRAINING_DIR= TEST_DIR=                folders of .json or .json.gz shards (data/README.md)
-#   RUN_DIR=$PWD/runs/<model>              run.json, metrics, logs, DONE. The same folder again goes on with that run
+#   RUN_DIR=runs/<model>                   run.json, metrics, logs, DONE; below the folder you submit from
 #   CHECKPOINT_DIR=$RUN_DIR/checkpoints    written there, and resumed from there
 #   shard_degree=                          processes that share one copy of the model; all of them when empty
 #   NPROC=auto                             processes on each node: one per GPU, or one
@@ -51,7 +51,7 @@ if [ -z "$RUN_DIR" ]; then
   name=$(given run_name)
   RUN_DIR=runs/${name:-${RUN_NAME:-$label}}
 fi
-case "$RUN_DIR" in /*) ;; *) RUN_DIR=$PWD/$RUN_DIR ;; esac
+case "$RUN_DIR" in /*) ;; *) RUN_DIR=${RUN_ROOT:-$PWD}/$RUN_DIR ;; esac
 
 TRAIN_FLAGS=()
 if [ -z "$(given model hf_model hf_pretrained_model_name_or_dir model_name from_scratch)" ]; then

@@ -2,7 +2,7 @@
 
 import sys
 
-from smp_train.launch.sagemaker_entry import main
+from smp_train.launch.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

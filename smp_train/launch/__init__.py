@@ -1,7 +1,8 @@
 """`smp-train launch`: from one command to a run on a Slurm cluster or this machine. Imports no torch.
 
-A run is described once and rendered for the place it goes to (`slurm`, `sagemaker`, `local`). `task` is what each node
-of a cluster executes, whatever brought it there, and `supervisor` starts the node's processes.
+A run is described once and rendered for the place it goes to (`slurm`, `sagemaker`, `k8s`, `local`). `task` is what
+each node of a Slurm job executes, and of a run started by hand; `supervisor` starts the node's processes. `entry` is
+what each process executes where the platform has a launcher of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from smp_train.errors import ConfigError
 PLACES = {
     "slurm": "a Slurm cluster, with a container (Enroot, Pyxis) or an environment of Python",
     "sagemaker": "a SageMaker training job",
+    "k8s": "a Kubernetes cluster, such as EKS or HyperPod on EKS",
     "local": "this machine, or several started by hand",
 }
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smp_train.arguments import Resolved, parse
 from smp_train.arguments.aliases import ALIASES
-from smp_train.arguments.parse import canonical
+from smp_train.arguments.parse import canonical, read_config, read_smp_config
+from smp_train.errors import ConfigError, SmpTrainError
 
+STEP = re.compile(r"-(\d+)steps$")
 RESUME = {"resume_from_checkpoint", *(a.name for a in ALIASES if a.ours == ("resume_from_checkpoint",))}
 
 
@@ -25,24 +28,83 @@ def without(words: Sequence[str], names: set[str]) -> list[str]:
     return kept
 
 
-def newest_committed(folders: Sequence[str]) -> tuple[int, str | None]:
-    """Return (step, folder) of the newest committed checkpoint below local ``folders``; (0, None) without one."""
+def inline_files(words: Sequence[str]) -> list[str]:
+    """Return ``words`` with what ``--config`` and ``--smp_config`` say as flags: the container has not these files.
+
+    What the command line says itself comes last, and so still wins.
+    """
+    args = parse(words, {}).args
+    files = [
+        *(read_config(args.config) if args.config else []),
+        *(read_smp_config(args.smp_config) if args.smp_config else []),
+    ]
+    said = {name for word in words if word.startswith("--") for name in [canonical(word[2:].partition("=")[0])]}
+    flags: list[str] = []
+    for given in files:
+        if given.value is None or given.name in said:
+            continue
+        if isinstance(given.value, list):
+            flags += [f"--{given.name}", *map(str, given.value)]
+        else:
+            flags.append(f"--{given.name}={json.dumps(given.value) if isinstance(given.value, dict) else given.value}")
+    return [*flags, *without(words, {"config", "smp_config"})]
+
+
+def newest_committed(folders: Sequence[str], *, in_s3: bool = False) -> tuple[int, str | None]:
+    """Return (step, folder) of the newest committed checkpoint below ``folders``; (0, None) without one.
+
+    ``in_s3``: ask S3 too, for folders that are there; they are passed over otherwise.
+    """
     found: tuple[int, str | None] = (0, None)
     for folder in folders:
         if "://" in folder:
-            continue
-        for marker in Path(folder).glob("*steps/COMMITTED"):
-            match = re.search(r"-(\d+)steps$", marker.parent.name)
+            names = _committed_in_s3(folder) if in_s3 else []
+        else:
+            names = [marker.parent.name for marker in Path(folder).glob("*steps/COMMITTED")]
+        for name in names:
+            match = STEP.search(name)
             if match and int(match[1]) > found[0]:
                 found = int(match[1]), folder
     return found
 
 
-def complete(words: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[list[str], Resolved]:
+def _committed_in_s3(folder: str) -> list[str]:
+    """Return the name of the newest committed checkpoint below ``s3://bucket/prefix``, in a list; or none.
+
+    Raises `SmpTrainError`, which a later start may not meet again, when S3 cannot be asked.
+    """
+    bucket, _, prefix = folder.removeprefix("s3://").rstrip("/").partition("/")
+    start = f"{prefix}/" if prefix else ""
+    try:
+        import boto3
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError:
+        raise ConfigError(f"{folder}: s3:// needs the package boto3: pip install 'smp-train[s3]'") from None
+    try:
+        s3 = boto3.client("s3")
+        names = [
+            entry["Prefix"][len(start) : -1]
+            for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=start, Delimiter="/")
+            for entry in page.get("CommonPrefixes", [])
+        ]
+        newest_first = sorted(((int(found[1]), name) for name in names if (found := STEP.search(name))), reverse=True)
+        for _, name in newest_first:
+            listed = s3.list_objects_v2(Bucket=bucket, Prefix=f"{start}{name}/COMMITTED", MaxKeys=1)
+            if any(one["Key"].endswith("/COMMITTED") for one in listed.get("Contents", [])):
+                return [name]
+    except (BotoCoreError, ClientError) as problem:
+        raise SmpTrainError(f"{folder}: cannot be looked at: {' '.join(str(problem).split())}") from None
+    return []
+
+
+def complete(
+    words: Sequence[str], environ: Mapping[str, str] | None = None, *, in_s3: bool = False
+) -> tuple[list[str], Resolved]:
     """Return ``words`` with what makes the run survive being started again, and how they then read.
 
     Checkpoints go below the run folder unless told otherwise. The run resumes from its own newest checkpoint as
-    soon as there is one, also where the user named another one to start from: that has been used by then.
+    soon as there is one, also where the user named another one to start from: that has been used by then. ``in_s3`` is
+    for where the run starts: who only submits it may have no access.
 
     Raises `ConfigError` as `smp_train.arguments.parse` does.
     """
@@ -52,7 +114,8 @@ def complete(words: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     if resolved.sources["checkpoint_dir"] == "default":
         completed.append(f"--checkpoint_dir={resolved.args.run_dir}/checkpoints")
     own = parse(completed, environ).args.checkpoint_dir
-    _, folder = newest_committed(own)
+    ask = in_s3 and resolved.given("resume_from_checkpoint")
+    _, folder = newest_committed(own, in_s3=ask)
     if folder is not None or not resolved.given("resume_from_checkpoint"):
         completed = without(completed, RESUME)
         completed.append(f"--resume_from_checkpoint={folder or own[0]}")

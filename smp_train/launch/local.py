@@ -29,11 +29,13 @@ def main(words: Sequence[str]) -> int:
         print(help_text("smp-train launch local [--nproc N] [options] <training flags>", str(__doc__), OPTIONS))
         return 0
     options, training = split(words, OPTIONS)
-    for name in ("nnodes", "node_rank", "master_addr", "master_port"):
-        if options[name] is not None:
-            os.environ[name.upper()] = str(options[name])
+    given = {
+        name.upper(): str(options[name])
+        for name in ("nnodes", "node_rank", "master_addr", "master_port")
+        if options[name] is not None
+    }
     processes = options["nproc"] or task.count_gpus() or 1
-    place = task.find_place({k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}, processes)
+    place = task.find_place({k: v for k, v in (os.environ | given).items() if not k.startswith("SLURM_")}, processes)
     spec = build(
         [*training, *profile_flags(options["profile"])],
         nodes=place.nodes,
@@ -53,5 +55,5 @@ def main(words: Sequence[str]) -> int:
         print(f"smp-train: {line}", file=sys.stderr)
     if options["check"]:
         return 0
-    os.environ.update(spec.environment)
+    os.environ.update(given | spec.environment)
     return task.main(command[3:])

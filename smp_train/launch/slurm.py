@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.launch import preflight
 from smp_train.launch.instances import check_image
 from smp_train.launch.options import COMMON, Option, help_text, split
 from smp_train.launch.spec import CODE_DIR, Spec, build, explain, profile_flags
@@ -108,8 +110,11 @@ def _mounts(spec: Spec, options: dict[str, Any]) -> list[str]:
     return mounts
 
 
-def check_places(spec: Spec, options: dict[str, Any]) -> None:
-    """Refuse what is missing on this machine, which shares its file system with the nodes; make the log folder."""
+def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
+    """Refuse what is missing on this machine, which shares its file system with the nodes; make the log folder.
+
+    Returns what will be trouble later.
+    """
     image = options["image"]
     if image and image.startswith((".", "/")) and not Path(image).exists():
         raise ConfigError(f"--image {image}: no such file; make it with docker_build.sh")
@@ -129,6 +134,11 @@ def check_places(spec: Spec, options: dict[str, Any]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise ConfigError(f"{folder}: {problem.strerror}; the run could not write there") from None
+    found = preflight.places(spec.resolved, spec.run_dir, spec.nodes)
+    recipe = CODE_DIR / "Dockerfile"
+    if image and os.path.isfile(image) and recipe.exists() and recipe.stat().st_mtime > os.stat(image).st_mtime:
+        found.append(f"--image {image}: is older than {recipe}; make it again with docker_build.sh")
+    return found
 
 
 def sbatch(script: str, *options: str) -> str:
@@ -208,7 +218,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *_ask(options)])]:
         print(line, file=sys.stderr)
-    check_places(spec, options)
+    for line in check_places(spec, options):
+        print(f"warning: {line}", file=sys.stderr)
     print(sbatch(script, "--test-only"), file=sys.stderr)
     if options["check"]:
         return 0

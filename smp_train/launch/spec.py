@@ -12,12 +12,16 @@ from typing import Any
 from smp_train.arguments import Resolved, ineffective, parse, validate
 from smp_train.errors import ConfigError
 from smp_train.launch import flags as launch_flags
+from smp_train.launch import preflight
 from smp_train.launch.environment import lint, variables
 from smp_train.launch.instances import Instance, find
 
 CODE_DIR = Path(__file__).resolve().parents[2]
 """The folder that contains the package: a checkout, or site-packages."""
-PLACES = ("training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir")
+PLACES = (
+    "config", "smp_config", "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint",
+    "hf_pretrained_model_name_or_dir",
+)  # fmt: skip
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -74,7 +78,7 @@ def build(
     """Check a run and return it, its training flags completed.
 
     ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE;
-    ``environ`` (default ``os.environ``) is what `lint` looks at.
+    ``environ`` (default ``os.environ``) is what the processes will find besides, which `lint` looks at.
 
     Raises:
         ConfigError: for everything that would stop the training at its start and that can be seen here.
@@ -88,6 +92,9 @@ def build(
         words = [*launch_flags.without(words, {"run_dir"}), f"--run_dir={os.path.abspath(given.args.run_dir)}"]
     completed, resolved = launch_flags.complete(words)
     validate(resolved.args, nodes * processes)
+    preflight.check(resolved, instance, nodes * processes)
+    added = read_env(env)
+    found = {**(os.environ if environ is None else environ), **added}
     return Spec(
         train_flags=tuple(completed),
         resolved=resolved,
@@ -95,8 +102,8 @@ def build(
         processes=processes,
         instance=instance,
         environment=variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
-        | read_env(env),
-        warnings=(*lint(os.environ if environ is None else environ), *ineffective(resolved)),
+        | added,
+        warnings=(*lint(found), *ineffective(resolved), *preflight.lacks(resolved, found)),
     )
 
 

@@ -20,8 +20,10 @@ from pathlib import Path
 
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags as launch_flags
+from smp_train.launch import preflight
 from smp_train.launch.environment import variables
 from smp_train.launch.instances import Instance, find
+from smp_train.launch.nsys import recording
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 from smp_train.runtime import expand_hostlist
 
@@ -151,7 +153,7 @@ def attempt_name(environ: Mapping[str, str]) -> str:
 def guard(run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int, attempt: str) -> None:
     """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint."""
     job = environ.get("SLURM_JOB_ID")
-    step, _ = launch_flags.newest_committed(folders)
+    step, _ = launch_flags.newest_committed(folders, in_s3=True)
     path = run_dir / GUARD
     before: list[dict[str, object]] = []
     if path.exists():
@@ -162,7 +164,7 @@ def guard(run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], lim
         "attempt": attempt, "time": time.time(), "job": job, "committed_step": step,
         "nodes": environ.get("SLURM_STEP_NODELIST") or socket.gethostname(),
     }  # fmt: skip
-    if job and "://" not in "".join(folders):
+    if job:
         in_vain = [one for one in before if one.get("job") == job and one.get("committed_step") == step]
         if len(in_vain) >= limit:
             raise CrashLoopError(
@@ -180,7 +182,7 @@ class CrashLoopError(SmpTrainError):
 CAUSES = {ConfigError: "configuration", BadNodeError: "node", CrashLoopError: "crash-loop"}
 
 
-def nsys_command(run_dir: Path, words: Sequence[str]) -> list[str]:
+def nsys_command(report: Path, words: Sequence[str]) -> list[str]:
     """Return the command that records this node: from cudaProfilerStart to Stop, which the training calls.
 
     Raises:
@@ -192,11 +194,7 @@ def nsys_command(run_dir: Path, words: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
         )
-    report = run_dir / "profile" / "job%q{SLURM_JOB_ID}_node%q{SLURM_NODEID}_%h"
-    return [
-        nsys, "profile", "--trace", "cuda,nvtx", "--sample", "none", "--capture-range", "cudaProfilerApi",
-        "--capture-range-end", "stop", "--force-overwrite", "true", "--output", str(report), *words,
-    ]  # fmt: skip
+    return recording(nsys, str(report), words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -213,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
                 "installed on this compute node"
             )
-        training, resolved = launch_flags.complete(training)
+        training, resolved = launch_flags.complete(training, in_s3=True)
         run_dir = Path(resolved.args.run_dir)
         failures = failures or run_dir / "logs"
         if not options.dry_run:
@@ -222,13 +220,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 guard(run_dir, resolved.args.checkpoint_dir, os.environ, options.max_attempts, attempt)
         instance = find(options.instance_type) if options.instance_type else None
         place = find_place(os.environ, check_node(instance, options.nproc, count_gpus()))
+        preflight.check(resolved, instance, place.nodes * place.processes)
         command = [sys.executable, "-m", "smp_train", "train", *training]
         if options.dry_run:
             print(json.dumps({"place": vars(place), "command": command}, indent=1))
             return 0
         if options.nsys and NSYS not in os.environ:
             _make(run_dir / "profile")
-            again = nsys_command(run_dir, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
+            report = run_dir / "profile" / f"{attempt}_node{node}_{socket.gethostname()}"
+            again = nsys_command(report, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
             os.execve(again[0], again, {**os.environ, NSYS: "1"})
         environ = variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1) | dict(os.environ)
         code, failure = supervise(command, place, environ=environ, log_dir=run_dir / "logs" / attempt)

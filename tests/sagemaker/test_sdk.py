@@ -1,4 +1,4 @@
-"""Against SageMaker's own SDK, a double of its service (moto), and its training toolkit.
+"""Against SageMaker's own SDK v2, a double of its service (moto), and its training toolkit.
 
 They live in an environment of their own, as their pins exclude ours: `make test-sagemaker`.
 """
@@ -16,121 +16,80 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sagemaker", reason="SageMaker's SDK is in the environment of `make test-sagemaker`")
+pytest.importorskip("sagemaker.pytorch", reason="SageMaker's SDK is in the environment of `make test-sagemaker`")
 import boto3
 import moto
 import sagemaker as sdk
 
-from smp_train import cli
-from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
+from tests.sagemaker.jobs import ENVIRON, FLAGS, KINDS, OPTIONS, REGION, flags, furnish, training_environ
 from tests.training import SAMPLE, TINY
 
 ROOT = Path(__file__).parents[2]
-REGION = "us-west-2"
-FLAGS = ["--model_type", "llama_v2", "--model_size=7b", "--max_steps", "100", "--lr", "1e-4", "--hybrid_shard_degree=8"]
-OPTIONS: dict[str, Any] = {
-    "role": "arn:aws:iam::123456789012:role/training",
-    "instance_type": "ml.p5.48xlarge",
-    "train": "s3://bucket/train",
-    "test": "s3://bucket/test",
-    "output": "s3://bucket/out",
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "spot": {"spot": True, "checkpoints": "s3://bucket/run-1", "tags": {"team": "x"}, "env": {"A": "b"}},
-    "warm pool": {"keep_alive": 600, "retries": 3, "checkpoints": "s3://bucket/run-1"},
-    "image": {
-        "image": "763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training:2.7.1-gpu-py312", "input_mode": "File",
-    },
-    "fsx": {
-        "fsx": "fs-0123456789abcdef0:/mount/x", "subnets": ["subnet-1"], "security_groups": ["sg-1"],
-        "instance_count": 2,
-    },
-}  # fmt: skip
 
 
 @pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": REGION,
-        "AWS_EC2_METADATA_DISABLED": "true", "SAGEMAKER_SUPPRESS_V2_WARNING": "1",
-    }.items():  # fmt: skip
+    for name, value in ENVIRON.items():
         monkeypatch.setenv(name, value)
     with moto.mock_aws():
-        boto3.client("s3").create_bucket(Bucket="bucket", CreateBucketConfiguration={"LocationConstraint": REGION})
-        for name in ("train", "test"):
-            boto3.client("s3").put_object(Bucket="bucket", Key=f"{name}/0.json.gz", Body=b"")
-        boto3.client("iam").create_role(RoleName="training", AssumeRolePolicyDocument="{}")
+        furnish()
         yield
 
 
-def fit(flags: Any, **options: Any) -> dict[str, Any]:
+def fit(words: Any, **options: Any) -> dict[str, Any]:
     """Run `fit` of an estimator and return the request that went out."""
     sent: dict[str, Any] = {}
     session = sdk.Session(boto3.Session())
     session.sagemaker_client.meta.events.register(
         "before-call.sagemaker.CreateTrainingJob", lambda params, **_: sent.update(json.loads(params["body"]))
     )
-    ready = sagemaker.estimator(flags, sagemaker_session=session, **options)
+    ready = sagemaker.estimator(words, sagemaker_session=session, **options)
     ready.fit(sagemaker.inputs(ready), wait=False)
     return sent
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_estimator_and_plain_request_are_the_same(aws: None, kind: str) -> None:
-    flags = [*FLAGS, *(["--checkpoint_dir", f"{sagemaker.FSX}/checkpoints"] if kind == "fsx" else [])]
     options = {**OPTIONS, **KINDS[kind]}
-    sent = fit(flags, **options)
+    sent = fit(flags(kind), **options)
     code = json.loads(sent["HyperParameters"]["sagemaker_submit_directory"])
-    ours = sagemaker.request(sagemaker.build(flags, **options), region=REGION, name=sent["TrainingJobName"], code=code)
+    ours = sagemaker.request(
+        sagemaker.build(flags(kind), **options), region=REGION, name=sent["TrainingJobName"], code=code
+    )
     assert ours == sent
+    if kind == "smp":
+        assert "smdistributed-modelparallel:2.5.1-gpu-py311-cu124" in sent["AlgorithmSpecification"]["TrainingImage"]
+        assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
 
 
-def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """AWS as a server on this machine, as other processes see it."""
+    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    try:
+        furnish()
+        yield
+    finally:
+        server.stop()
+
+
+def test_command_and_estimator_against_a_server(service: None) -> None:
     words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 0
-    assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS]) == 0
-    (job,) = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
-    out = capsys.readouterr().out
-    assert f"submitted {job['TrainingJobName']}\n" in out
-    assert f"stop-training-job --training-job-name {job['TrainingJobName']}" in out
-    shown = boto3.client("sagemaker").describe_training_job(TrainingJobName=job["TrainingJobName"])
-    bucket, _, key = json.loads(shown["HyperParameters"]["sagemaker_submit_directory"])[5:].partition("/")
-    assert boto3.client("s3").head_object(Bucket=bucket, Key=key)["ContentLength"] > 10000
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"role": "arn:aws:iam::123456789012:role/nobody"}, "role/nobody"),
-        ({"train": "s3://other/train"}, "--train s3://other/train"),
-        ({"train": "s3://bucket/empty"}, "--train s3://bucket/empty: there is nothing"),
-        ({"env": "LONG=" + "x" * 600}, "Environment.LONG: 600 characters, SageMaker's maximum is 512"),
-        (
-            {"tensorboard_dir": "x" * 2600},
-            "HyperParameters.tensorboard_dir: 2604 characters, SageMaker's maximum is 2500",
-        ),
-        ({"retries": "31"}, "MaximumRetryAttempts: 31, SageMaker's maximum is 30"),
-    ],
-)
-def test_refused_before_it_is_submitted(
-    aws: None, changes: dict[str, str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [word for name, value in {**OPTIONS, **changes}.items() for word in (f"--{name}", value)]
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 2
-    assert complaint in capsys.readouterr().err
-    assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
-
-
-def test_limits_of_the_number_of_metrics() -> None:
-    job = sagemaker.build(FLAGS, **OPTIONS)
-    request = sagemaker.request(job, region=REGION, name="x", code="s3://bucket/code")
-    request["AlgorithmSpecification"]["MetricDefinitions"] *= 9
-    with pytest.raises(ConfigError, match=r"MetricDefinitions: 81 entries, SageMaker's maximum is 40"):
-        sagemaker.check_limits(request)
+    command = [sys.executable, "-m", "smp_train", "launch", "sagemaker", *words, *FLAGS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    fitted = fit(FLAGS, **OPTIONS)["TrainingJobName"]
+    names = [job["TrainingJobName"] for job in boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]]
+    assert set(names) == {done.stdout.splitlines()[0].removeprefix("submitted "), fitted}
 
 
 TOOLKIT = """
@@ -179,11 +138,10 @@ def test_container_trains_with_what_the_toolkit_makes_of_the_request(aws: None, 
     code = tmp_path / "code"
     code.mkdir()
     sagemaker.stage(code)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PYTHON"))}
 
     def train(*more: str) -> str:
         done = subprocess.run(
-            [os.environ["SMP_TRAIN_PYTHON"], "train.py", *words, *more], cwd=code, env={**kept, **variables},
+            [os.environ["SMP_TRAIN_PYTHON"], "train.py", *words, *more], cwd=code, env=training_environ(**variables),
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -133,6 +133,29 @@ def test_out_of_time_saves_and_goes_on(rig: Rig, undisturbed: Path, tmp_path: Pa
     same_end(undisturbed, tmp_path)
 
 
+def test_data_is_prepared_and_trained_on_by_variables(rig: Rig, tmp_path: Path) -> None:
+    """prepare_data.sh makes shards, launch_slurm.sh trains on them, profiled."""
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / f"text/{number}.txt").write_text(f"The {number} nodes of a cluster wait for each other. " * 20)
+    made = ["--train_tokenizer=300", "--seq_len=16", f"--input={tmp_path}/text", f"--output={tmp_path}/data"]
+    job, log = submit(rig, "prepare_data.sh", tmp_path, made, "--nodes=1")
+    assert rig.wait_for_end(job, 60, log) == "COMPLETED", log.read_text()
+    assert (tmp_path / "data/_manifest.json").exists()
+    flags = words(
+        vocab_size=300, max_steps=3, profile_start=2, profile_steps=1, use_synthetic_data=None, train_batch_size=None
+    )
+    job, log = submit(
+        rig, "launch_slurm.sh", tmp_path, flags, "--nodes=1", NPROC="1", PROFILE="torch", BATCH_SIZE="2",
+        GRAD_ACCUM_STEPS="2", TRAINING_DIR=f"{tmp_path}/data/train", TEST_DIR=f"{tmp_path}/data/test",
+    )  # fmt: skip
+    assert rig.wait_for_end(job, 90, log) == "COMPLETED", log.read_text()
+    assert done(tmp_path) == 3
+    config = json.loads((tmp_path / "run/run.json").read_text())["config"]
+    assert (config["train_batch_size"], config["gradient_accumulation_steps"]) == (2, 2)
+    assert (tmp_path / "run/profile/trace-rank0.json.gz").exists()
+
+
 def test_cancelled_job_does_not_come_back(rig: Rig, tmp_path: Path) -> None:
     job, _ = submit(rig, "launch_training_conda.sh", tmp_path, words(max_steps=100000), "--nodes=1", NPROC="1")
     rig.wait(lambda: reached(tmp_path, 3), 60, "step 3")

@@ -1,15 +1,18 @@
-"""Started as other launchers than torchrun start it: the ranks find each other and train."""
+"""Started as other launchers than torchrun start it, and by our scripts: the ranks find each other and train."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.system.command import Ranks
-from tests.training import flags
+from smp_train.launch.supervisor import free_port
+from tests.system.command import ROOT, Ranks, environment
+from tests.training import TINY, flags
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -46,3 +49,29 @@ def test_two_ranks_train(launcher: Callable[[int, int, int], dict[str, str]], na
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["mesh"]["world_size"] == 2
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 2
+
+
+def test_scripts_train_on_two_machines_by_hand(tmp_path: Path) -> None:
+    """launch_multi_node.sh on each, which is launch_single_node.sh with a place; profiled."""
+    tiny = {**TINY, "max_steps": 3, "profile_start": 2, "profile_steps": 1}
+    words = [f"--{name}={value}" for name, value in tiny.items() if name != "train_batch_size"]
+    common = {
+        "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1", "PROFILE": "torch",
+        "RUN_DIR": str(tmp_path / "run"), "PYTHON": sys.executable, "BATCH_SIZE": "2",
+    }  # fmt: skip
+    script = ROOT / "launchers/local/launch_multi_node.sh"
+    nodes = [
+        subprocess.Popen(
+            [script, *words], cwd=tmp_path, env=environment(tmp_path, {**common, "NODE_RANK": rank}),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    said = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert json.loads((tmp_path / "run/DONE").read_text())["step"] == 3
+    run = json.loads((tmp_path / "run/run.json").read_text())
+    assert (run["mesh"]["world_size"], run["config"]["train_batch_size"]) == (2, 2)
+    assert sorted(path.name for path in (tmp_path / "run/profile").iterdir()) == [
+        f"{kind}-rank{rank}.{suffix}" for kind, suffix in (("operators", "txt"), ("trace", "json.gz")) for rank in "01"
+    ]

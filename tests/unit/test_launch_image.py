@@ -46,8 +46,8 @@ def test_smp_image(tools: Path) -> None:
     assert calls[1:4] == [
         "aws ecr get-login-password --region eu-west-1",
         f"docker login --username AWS --password-stdin {registry}",
-        f"docker build --build-arg BASE={registry}/smdistributed-modelparallel:2.5.1-gpu-py311-cu124 --target smp "
-        f"--tag smpv2 {ROOT}",
+        f"docker build --build-arg BASE={registry}/smdistributed-modelparallel:2.5.1-gpu-py311-cu124 --build-arg "
+        f"EXTRA_PACKAGES= --target smp --tag smpv2 {ROOT}",
     ]
     assert calls[4].startswith("enroot import --output ")
     assert calls[4].endswith(" dockerd://smpv2:latest")
@@ -60,6 +60,15 @@ def test_native_image_needs_no_aws(tools: Path) -> None:
     done, calls = build(tools, TARGET="native", ENGINE="docker")
     assert done.returncode == 0, done.stderr
     assert "--target native --tag smp-train" in calls[1]
+
+
+def test_pushed_to_the_repository_given(tools: Path) -> None:
+    place = "123456789012.dkr.ecr.us-east-2.amazonaws.com/smp-train:1"
+    done, calls = build(tools, TARGET="native", ENGINE="docker", PUSH=place, EXTRA_PACKAGES="hyperpod-elastic-agent")
+    assert done.returncode == 0, done.stderr
+    assert "aws ecr get-login-password --region us-east-2" in calls
+    assert [call for call in calls if "--build-arg EXTRA_PACKAGES=hyperpod-elastic-agent --target native" in call]
+    assert calls[-3:-1] == [f"docker tag smp-train {place}", f"docker push {place}"]
 
 
 def test_a_failed_import_leaves_the_old_image(tools: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags, task
 from smp_train.launch.instances import find
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -240,6 +241,28 @@ def test_newest_of_several_folders(tmp_path: Path) -> None:
     assert flags.newest_committed(["/nowhere"]) == (0, None)
 
 
+def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+    import moto
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "us-east-1")
+    with moto.mock_aws():
+        s3 = boto3.client("s3")
+        s3.create_bucket(Bucket="bucket")
+        for key in ("run/llama-5steps/COMMITTED", "run/llama-10steps/COMMITTED", "run/llama-90steps/a/x", "run/9/x"):
+            s3.put_object(Bucket="bucket", Key=key, Body=b"")
+        s3.put_object(Bucket="bucket", Key="run/llama-50steps/COMMITTED.damaged", Body=b"")
+        assert flags.newest_committed(["s3://bucket/run"], in_s3=True) == (10, "s3://bucket/run")
+        assert flags.newest_committed(["s3://bucket/run"]) == (0, None), "who submits a run may have no access"
+        assert flags.newest_committed(["s3://bucket/other"], in_s3=True) == (0, None)
+        words = ["--checkpoint_dir", "s3://bucket/run", "--resume_from_checkpoint", "/other"]
+        assert flags.complete(words)[1].args.resume_from_checkpoint == "/other"
+        assert flags.complete(words, in_s3=True)[1].args.resume_from_checkpoint == "s3://bucket/run"
+        with pytest.raises(SmpTrainError, match=r"s3://none/x: cannot be looked at: .*NoSuchBucket"):
+            flags.newest_committed(["s3://none/x"], in_s3=True)
+
+
 def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for job in ("1", "2"):
@@ -280,14 +303,23 @@ def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         task.nsys_command(tmp_path, ["x"])
     (tmp_path / "nsys").write_text("#!/bin/sh\n")
     (tmp_path / "nsys").chmod(0o755)
-    command = task.nsys_command(tmp_path / "run", ["python", "-m", "x"])
+    command = task.nsys_command(tmp_path / "run/report", ["python", "-m", "x"])
     assert command[:2] == [str(tmp_path / "nsys"), "profile"]
     assert command[-3:] == ["python", "-m", "x"]
     assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
-    assert (
-        command[command.index("--output") + 1]
-        == f"{tmp_path}/run/profile/job%q{{SLURM_JOB_ID}}_node%q{{SLURM_NODEID}}_%h"
-    )
+    assert command[command.index("--output") + 1] == str(tmp_path / "run/report")
+
+
+def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nsys = tmp_path / "nsys"
+    nsys.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\n')
+    nsys.chmod(0o755)
+    words = ["--nproc", "1", "--nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
+    environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-m", "smp_train.launch.task", *words], cwd=ROOT, env=environ, check=False)
+    assert done.returncode == 0
+    assert f"--output {tmp_path}/run/profile/12.2.3_node1_{socket.gethostname()} " in (tmp_path / "called").read_text()
+    assert (tmp_path / "run/profile").is_dir(), "nsys does not make folders"
 
 
 def test_failure_line() -> None:

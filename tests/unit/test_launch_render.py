@@ -143,8 +143,6 @@ def test_refused(
     for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert complaint in refusal(capsys, *words)
-    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
 
 
 SAGEMAKER = {"role": ROLE, "instance_type": "ml.p5.48xlarge", "train": "s3://bucket/train"}
@@ -174,6 +172,45 @@ def test_sagemaker_refuses(options_: dict[str, object], flags: dict[str, object]
     with pytest.raises(ConfigError) as refused:
         sagemaker.build(flags, **values)
     assert complaint in str(refused.value)
+
+
+MANY = {"instance_count": 2, "output": "s3://bucket/out"}
+
+
+@pytest.mark.parametrize(
+    ("options_", "flags", "written", "copied"),
+    [
+        ({"output": "s3://bucket/out"}, {}, "/opt/ml/checkpoints", "s3://bucket/out/checkpoints/llama_v2"),
+        ({"checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
+        ({}, {}, "/opt/ml/checkpoints", None),
+        (MANY, {}, "s3://bucket/out/checkpoints/llama_v2", None),
+        ({**MANY, "checkpoints": "s3://bucket/c"}, {}, "s3://bucket/c", None),
+        (MANY, {"checkpoint_dir": "s3://bucket/x"}, "s3://bucket/x", None),
+        (
+            {**MANY, "fsx": "fs-0123456789abcdef0:/m", "subnets": ["subnet-1"], "security_groups": ["sg-1"]}, {},
+            "/opt/ml/input/data/fsx/checkpoints/llama_v2", None,
+        ),
+    ],
+)  # fmt: skip
+def test_sagemaker_keeps_checkpoints_where_all_instances_write(
+    options_: dict[str, object], flags: dict[str, object], written: str, copied: str | None
+) -> None:
+    job = sagemaker.build({"model_type": "llama_v2", **flags}, **{**SAGEMAKER, **options_})
+    assert (job.resolved.args.checkpoint_dir, job.checkpoints) == ([written], copied)
+    if written != "/opt/ml/checkpoints":
+        assert [job.hyperparameters["checkpoint_dir"]] in ([written], [[written]])
+
+
+def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixture[str]) -> None:
+    said = dry_run(
+        capsys, "sagemaker", "--instance_count", "2", "--instance_type", "ml.p5.48xlarge", "--role", ROLE,
+        "--train", "s3://bucket/train", "--test", "s3://bucket/test", "--model_type", "llama_v2", "--model_size", "7b",
+        "--region", "eu-west-1",
+    )  # fmt: skip
+    request = json.loads(said)
+    own = "s3://sagemaker-eu-west-1-123456789012/smp-train"
+    assert request["OutputDataConfig"]["S3OutputPath"] == own
+    assert json.loads(request["HyperParameters"]["checkpoint_dir"]) == [f"{own}/checkpoints/llama_v2-7b"]
 
 
 def test_staged_source_is_clean_and_the_same_twice(tmp_path: Path) -> None:

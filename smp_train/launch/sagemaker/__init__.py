@@ -1,0 +1,75 @@
+"""`smp-train launch sagemaker`, and what notebooks use: one description of a SageMaker training job.
+
+`build` checks a job without AWS. `request` is the CreateTrainingJob call that the command submits with boto3 alone;
+`estimator` is the same job as a ready `sagemaker.pytorch.PyTorch` of SageMaker's SDK v2, `model_trainer` as a ready
+`sagemaker.train.ModelTrainer` of SDK v3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+
+from smp_train.arguments import ineffective
+from smp_train.errors import ConfigError
+from smp_train.launch import preflight
+from smp_train.launch.environment import lint
+from smp_train.launch.options import help_text, split
+from smp_train.launch.sagemaker.account import boto3, check_account, submit
+from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build
+from smp_train.launch.sagemaker.request import check_limits, request
+from smp_train.launch.sagemaker.sdk_v2 import estimator, inputs
+from smp_train.launch.sagemaker.sdk_v3 import model_trainer
+from smp_train.launch.sagemaker.source import archive, stage
+
+__all__ = [
+    "FSX", "OPTIONS", "Job", "archive", "build", "check_limits", "estimator", "inputs", "model_trainer", "request",
+    "stage",
+]  # fmt: skip
+
+
+def main(words: Sequence[str]) -> int:
+    """Run ``smp-train launch sagemaker`` and return its exit code."""
+    if {"-h", "--help"} & set(words):
+        usage = (
+            "smp-train launch sagemaker --role ARN --instance_type ml.T --instance_count N [options] <training flags>"
+        )
+        print(help_text(usage, str(__doc__), OPTIONS))
+        return 0
+    options, training = split(words, OPTIONS)
+    dry_run, check, region = (options.pop(name) for name in ("dry_run", "check", "region"))
+    session = None
+    if dry_run:
+        region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-west-2"
+    else:
+        session = boto3().Session(region_name=region)
+        region = session.region_name
+        if not region:
+            raise ConfigError("no AWS region: give --region, or set AWS_DEFAULT_REGION")
+    account = re.match(r"arn:aws[a-z-]*:iam::(\d{12}):", options["role"] or "")
+    if not options["output"] and account:
+        options["output"] = f"s3://sagemaker-{region}-{account[1]}/smp-train"  # the bucket that the SDK takes, too
+    job = build(training, **options)
+    name = f"{job.base_name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    code = f"{str(job.output).rstrip('/')}/{name}/source/sourcedir.tar.gz"
+    wanted = request(job, region=region, name=name, code=code)
+    if session is None:
+        print(json.dumps(wanted, indent=2))
+        return 0
+    told = [*lint(job.environment), *ineffective(job.resolved), *preflight.lacks(job.resolved, job.environment)]
+    for line in [*told, *check_account(job, session)]:
+        print(f"smp-train: warning: {line}", file=sys.stderr)
+    print(f"smp-train: {job.instance_count} x {job.instance_type}: role, data and limits are in order", file=sys.stderr)
+    if check:
+        return 0
+    submit(wanted, session, code)
+    console = f"https://{region}.console.aws.amazon.com/sagemaker/home?region={region}#/jobs/{name}"
+    print(f"submitted {name}")
+    print(f"log:    {console}")
+    print(f"follow: aws logs tail /aws/sagemaker/TrainingJobs --log-stream-name-prefix {name} --follow")
+    print(f"cancel: aws sagemaker stop-training-job --training-job-name {name}")
+    return 0

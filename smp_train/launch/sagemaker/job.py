@@ -1,0 +1,275 @@
+"""A SageMaker training job, described once and checked without AWS."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from smp_train.arguments import Resolved, parse, validate
+from smp_train.arguments.aliases import SMP_KEYS
+from smp_train.arguments.parse import canonical, read_command_line
+from smp_train.errors import ConfigError
+from smp_train.launch import preflight
+from smp_train.launch.flags import inline_files
+from smp_train.launch.instances import Instance, check_image, find
+from smp_train.launch.options import COMMON, Option
+from smp_train.launch.spec import read_env
+
+CHECKPOINTS = "/opt/ml/checkpoints"
+FSX = "/opt/ml/input/data/fsx"
+# Newest PyTorch training image of SageMaker's SDK 2.257 that its torch_distributed accepts.
+TORCH = {"framework_version": "2.8.0", "py_version": "py312"}
+TORCH_IMAGE = "763104351884.dkr.ecr.{region}.amazonaws.com/pytorch-training:2.8.0-gpu-py312"
+# SMP v2's last release; its images are in an account of their own.
+SMP = {"framework_version": "2.5.1", "py_version": "py311"}
+SMP_IMAGE = "658645717510.dkr.ecr.{region}.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
+ECR_IMAGE = re.compile(
+    r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<name>[^:@]+)(:(?P<tag>[\w.-]+))?"
+)
+DAY = 24 * 3600
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job, checked. Times are in seconds, sizes in GB; locations are ``s3://`` URIs.
+
+    ``fsx`` is ``FILE-SYSTEM-ID:/mountname/folder``; it is mounted at ``/opt/ml/input/data/fsx`` on every instance.
+    """
+
+    base_name: str
+    role: str
+    instance: Instance
+    instance_count: int
+    hyperparameters: dict[str, Any]
+    resolved: Resolved
+    train: str | None = None
+    test: str | None = None
+    checkpoints: str | None = None
+    output: str | None = None
+    image: str | None = None
+    fsx: str | None = None
+    input_mode: str = "FastFile"
+    max_run: int = 5 * DAY
+    spot: bool = False
+    max_wait: int | None = None
+    keep_alive: int | None = None
+    volume_gb: int = 400
+    retries: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    subnets: tuple[str, ...] = ()
+    security_groups: tuple[str, ...] = ()
+
+    @property
+    def instance_type(self) -> str:
+        """Name as SageMaker has it."""
+        return f"ml.{self.instance.name}"
+
+    @property
+    def smp(self) -> bool:
+        """Whether this runs on the SMP backend, in SMP's own container."""
+        return bool(self.resolved.args.backend == "smp")
+
+    @property
+    def mp_parameters(self) -> dict[str, Any]:
+        """SMP's parameters as this job sets them; the others have SMP's or our defaults."""
+        args, given = self.resolved.args, self.resolved.given
+        return {key: getattr(args, key) for key in SMP_KEYS if given(key)} if self.smp else {}
+
+    def image_uri(self, region: str) -> str:
+        """Return the image: the one given, or the one for the backend.
+
+        Raises:
+            ConfigError: when the one given is in another region, from which SageMaker does not pull.
+        """
+        place = ECR_IMAGE.fullmatch(self.image or "")
+        if place and place["region"] != region:
+            raise ConfigError(
+                f"--image {self.image}: is in {place['region']} and the job in {region}; push it to a repository there"
+            )
+        return self.image or (SMP_IMAGE if self.smp else TORCH_IMAGE).format(region=region)
+
+
+OPTIONS = (
+    *COMMON,
+    Option("role", "ARN of the execution role"),
+    Option("instance_type", "instance type, such as ml.p5.48xlarge"),
+    Option("instance_count", "number of instances", int, 1),
+    Option("train", "s3:// prefix of the training shards: the channel train"),
+    Option("test", "s3:// prefix of the validation shards: the channel test"),
+    Option("checkpoints", "s3:// prefix that checkpoints are kept in, of this run alone; without it, below --output"),
+    Option("output", "s3:// prefix for the code, the run folder and the model; without it, SageMaker's own bucket"),
+    Option("fsx", "FSx for Lustre: FILE-SYSTEM-ID:/mountname/folder; paths below /opt/ml/input/data/fsx"),
+    Option("image", "URI of the training image, where it is not SageMaker's PyTorch image"),
+    Option("input_mode", "FastFile (streamed) or File (downloaded first)", default="FastFile"),
+    Option("max_run", "longest time to train, in seconds", int, 5 * DAY),
+    Option("spot", "use spot instances; needs --checkpoints or checkpoints on FSx", bool, False),
+    Option("max_wait", "longest time to wait and train with --spot, in seconds (default: max_run + 1 day)", int),
+    Option("keep_alive", "seconds to keep the instances for the next job (warm pool)", int),
+    Option("volume_gb", "size of each instance's disk, in GB", int, 400),
+    Option("retries", "starts after a fault of SageMaker's", int),
+    Option("env", "environment variables of the container: NAME=VALUE", many=True),
+    Option("tags", "tags of the job: KEY=VALUE", many=True),
+    Option("subnets", "subnets of a VPC, which FSx needs", many=True),
+    Option("security_groups", "security groups of a VPC, which FSx needs", many=True),
+    Option("region", "AWS region; without it, the one that AWS is configured for"),
+    Option("job_name", "first part of the job's name; without it, the run's name"),
+)
+
+
+def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
+    """Return training flags as hyperparameters by name; numbers are numbers, lists are lists."""
+    found: dict[str, Any] = {}
+    for given in read_command_line(words, []):
+        found[given.name] = (
+            [_plain(one) for one in given.value] if isinstance(given.value, list) else _plain(given.value)
+        )
+    return found
+
+
+def _plain(text: Any) -> Any:
+    try:
+        value = json.loads(str(text))
+    except ValueError:
+        return str(text)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(text)
+
+
+def build(words: Sequence[str] | Mapping[str, Any], **options: Any) -> Job:
+    """Check training flags (words, or a mapping of hyperparameters) and launch options; return the job.
+
+    ``options`` are those of `OPTIONS` by name; what is left out has its default.
+
+    Raises:
+        ConfigError: for everything that SageMaker or the training would refuse and that can be seen here.
+    """
+    values = {option.name: [] if option.many else option.default for option in OPTIONS}
+    unknown = sorted(set(options) - set(values))
+    if unknown:
+        from smp_train.arguments.values import nearest
+
+        raise ConfigError(f"unknown option {unknown[0]}{nearest(unknown[0], values)}")
+    values |= {name: value for name, value in options.items() if value is not None}
+    given = dict(words) if isinstance(words, Mapping) else hyperparameters(words)
+    flags = [word for name, value in given.items() for word in _words(name, value)]
+    if {"config", "smp_config"} & {canonical(name) for name in given}:
+        flags = inline_files(flags)
+        given = hyperparameters(flags)
+    if not values["instance_type"]:
+        raise ConfigError("--instance_type is missing, such as ml.p5.48xlarge")
+    instance = find(values["instance_type"])
+    environ = {"SM_TRAINING_ENV": "{}", "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data"}
+    environ |= {
+        f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in ("train", "test") if values[name]
+    }
+    resolved = parse(flags, environ)
+    own, values["checkpoints"] = _where_checkpoints_go(resolved, values)
+    if own:
+        given = {**given, "checkpoint_dir": [own]}
+        resolved = parse([*flags, f"--checkpoint_dir={own}"], environ)
+    validate(resolved.args, values["instance_count"] * instance.gpus)
+    preflight.check(resolved, instance, values["instance_count"] * instance.gpus)
+    if resolved.args.backend == "smp":
+        # They travel as SMP's own parameter set, which SMP reads itself.
+        given = {name: value for name, value in given.items() if canonical(name) != "mp_parameters"}
+    job = Job(
+        base_name=_base_name(values["job_name"] or resolved.args.run_name),
+        role=values["role"] or "",
+        instance=instance,
+        instance_count=values["instance_count"],
+        hyperparameters=given,
+        resolved=resolved,
+        environment=read_env(_pairs(values["env"])),
+        tags=dict(pair.partition("=")[::2] for pair in _pairs(values["tags"])),
+        subnets=tuple(values["subnets"]),
+        security_groups=tuple(values["security_groups"]),
+        max_wait=values["max_wait"] or (values["max_run"] + DAY if values["spot"] else None),
+        **{
+            name: values[name]
+            for name in (
+                "train", "test", "checkpoints", "output", "image", "fsx", "input_mode", "max_run", "spot", "keep_alive",
+                "volume_gb", "retries",
+            )
+        },
+    )  # fmt: skip
+    _check(job)
+    return job
+
+
+def _where_checkpoints_go(resolved: Resolved, values: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return (--checkpoint_dir to add, prefix that SageMaker copies a local folder to), either or none of them.
+
+    One instance writes to its disk, and SageMaker copies. Several write to what all of them see: FSx, or S3 itself.
+    By default it is a place of this run's name, so that the same run started again goes on.
+    """
+    run, output = resolved.args.run_name, values["output"]
+    if resolved.given("checkpoint_dir"):
+        return None, values["checkpoints"]
+    if values["fsx"] and not values["checkpoints"]:
+        return f"{FSX}/checkpoints/{run}", None
+    place = values["checkpoints"] or (f"{output.rstrip('/')}/checkpoints/{run}" if output else None)
+    return (place, None) if values["instance_count"] > 1 else (None, place)
+
+
+def _pairs(value: Any) -> list[str]:
+    return [f"{name}={one}" for name, one in value.items()] if isinstance(value, Mapping) else list(value)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, list | tuple):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+def _base_name(text: str) -> str:
+    """Return a text as the first part of a job name; the time needs 20 of the 63 characters."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:43].rstrip("-") or "smp-train"
+
+
+def _check(job: Job) -> None:
+    args = job.resolved.args
+    if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+", job.role):
+        raise ConfigError(f"--role {job.role!r}: is not the ARN of a role, arn:aws:iam::123456789012:role/NAME")
+    for name in ("train", "test", "checkpoints", "output"):
+        place = getattr(job, name)
+        if place and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", place):
+            raise ConfigError(f"--{name} {place}: is not s3://bucket/prefix")
+    check_image(job.instance, job.image or job.image_uri("us-west-2"))
+    if job.input_mode not in ("FastFile", "File"):
+        raise ConfigError(f"--input_mode {job.input_mode}: is not FastFile or File")
+    if job.fsx:
+        if not re.fullmatch(r"fs-[0-9a-f]{8,}:/[A-Za-z0-9_-]+(/.*)?", job.fsx):
+            raise ConfigError(f"--fsx {job.fsx}: is not fs-0123456789abcdef0:/mountname/folder")
+        if not job.subnets or not job.security_groups:
+            raise ConfigError("--fsx needs --subnets and --security_groups of the file system's VPC")
+    on_fsx = all(place.startswith(FSX + "/") or place == FSX for place in args.checkpoint_dir)
+    if on_fsx and not job.fsx:
+        raise ConfigError(
+            f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder"
+        )
+    kept = on_fsx or all("://" in place for place in args.checkpoint_dir)
+    if job.instance_count > 1 and not kept:
+        raise ConfigError(
+            f"{job.instance_count} instances share no disk, and a checkpoint is written by all of them: give "
+            "--checkpoints s3://bucket/prefix, or --fsx"
+        )
+    if job.spot and not (job.checkpoints or kept):
+        raise ConfigError(
+            "--spot without --checkpoints starts from the beginning after every interruption; give --checkpoints"
+        )
+    if job.spot and job.keep_alive:
+        raise ConfigError("--keep_alive: SageMaker has no warm pools of spot instances; give --spot or --keep_alive")
+    if job.max_wait is not None and not job.spot:
+        raise ConfigError("--max_wait is for --spot; --max_run limits the training")
+    if job.max_wait is not None and job.max_wait < job.max_run:
+        raise ConfigError(f"--max_wait {job.max_wait} is below --max_run {job.max_run}; it counts waiting and training")
+    if job.keep_alive is not None and job.keep_alive > 21600:
+        raise ConfigError(f"--keep_alive {job.keep_alive}: is above 21600 seconds")
+    for source, name in ((job.train, "training_dir"), (job.test, "test_dir")):
+        if source and job.resolved.given(name):
+            raise ConfigError(f"--{name} and its channel both say where data is; give one of them")

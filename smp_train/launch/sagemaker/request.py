@@ -1,0 +1,150 @@
+"""The CreateTrainingJob request of a job, and SageMaker's limits on it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from smp_train.errors import ConfigError
+from smp_train.launch.sagemaker.job import CHECKPOINTS, Job
+from smp_train.launch.sagemaker.source import ENTRY
+from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
+
+
+def encoded(job: Job) -> dict[str, str]:
+    """Return hyperparameters as SageMaker's SDK encodes them: JSON."""
+    return {name: json.dumps(value) for name, value in job.hyperparameters.items()}
+
+
+def request(job: Job, *, region: str, name: str, code: str) -> dict[str, Any]:
+    """Return the CreateTrainingJob request; ``code`` is the s3:// URI of the source archive.
+
+    Raises:
+        ConfigError: where it is outside of SageMaker's limits, as far as botocore is installed to tell.
+    """
+    hyper = encoded(job) | {
+        "sagemaker_program": ENTRY,
+        "sagemaker_submit_directory": code,
+        "sagemaker_job_name": name,
+        "sagemaker_region": region,
+        "sagemaker_container_log_level": "20",
+        "sagemaker_torch_distributed_enabled": "true",
+        "sagemaker_instance_type": job.instance_type,
+    }
+    if job.smp:
+        hyper["sagemaker_distributed_dataparallel_enabled"] = "false"
+        if job.mp_parameters:
+            hyper["mp_parameters"] = json.dumps(job.mp_parameters)
+    hyper = {k: v if k not in _SDK_TEXTS else json.dumps(v) for k, v in hyper.items()}
+    resources: dict[str, Any] = {
+        "InstanceType": job.instance_type, "InstanceCount": job.instance_count, "VolumeSizeInGB": job.volume_gb,
+    }  # fmt: skip
+    if job.keep_alive:
+        resources["KeepAlivePeriodInSeconds"] = job.keep_alive
+    stopping = {"MaxRuntimeInSeconds": job.max_run}
+    if job.max_wait:
+        stopping["MaxWaitTimeInSeconds"] = job.max_wait
+    wanted: dict[str, Any] = {
+        "TrainingJobName": name,
+        "RoleArn": job.role,
+        "AlgorithmSpecification": {
+            "TrainingImage": job.image_uri(region),
+            "TrainingInputMode": "File",
+            "EnableSageMakerMetricsTimeSeries": True,
+            "MetricDefinitions": [dict(one) for one in METRIC_DEFINITIONS],
+        },
+        "HyperParameters": hyper,
+        "ResourceConfig": resources,
+        "StoppingCondition": stopping,
+        "OutputDataConfig": {"S3OutputPath": job.output or code.rpartition("/")[0]},
+        "ProfilerConfig": {"DisableProfiler": True},
+    }
+    if job.spot:
+        wanted["EnableManagedSpotTraining"] = True
+    channels = _channels(job)
+    if channels:
+        wanted["InputDataConfig"] = channels
+    if job.checkpoints:
+        wanted["CheckpointConfig"] = {"S3Uri": job.checkpoints, "LocalPath": CHECKPOINTS}
+    if job.subnets or job.security_groups:
+        wanted["VpcConfig"] = {"Subnets": list(job.subnets), "SecurityGroupIds": list(job.security_groups)}
+    if job.environment:
+        wanted["Environment"] = dict(job.environment)
+    if job.tags:
+        wanted["Tags"] = [{"Key": key, "Value": value} for key, value in job.tags.items()]
+    if job.retries:
+        wanted["RetryStrategy"] = {"MaximumRetryAttempts": job.retries}
+    check_limits(wanted)
+    return wanted
+
+
+_SDK_TEXTS = frozenset(
+    {
+        "sagemaker_program",
+        "sagemaker_submit_directory",
+        "sagemaker_job_name",
+        "sagemaker_region",
+        "sagemaker_instance_type",
+    }
+)
+
+
+def _channels(job: Job) -> list[dict[str, Any]]:
+    channels: list[dict[str, Any]] = []
+    for name, uri in (("train", job.train), ("test", job.test)):
+        if uri:
+            source = {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
+            channels.append({"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": job.input_mode})
+    if job.fsx:
+        system, _, path = job.fsx.partition(":")
+        source = {
+            "FileSystemId": system, "FileSystemAccessMode": "rw", "FileSystemType": "FSxLustre", "DirectoryPath": path,
+        }  # fmt: skip
+        channels.append({"ChannelName": "fsx", "DataSource": {"FileSystemDataSource": source}})
+    return channels
+
+
+def check_limits(wanted: Mapping[str, Any]) -> None:
+    """Compare a request with SageMaker's service model; `ConfigError` names the first member outside of a limit."""
+    try:
+        import botocore.session
+    except ModuleNotFoundError:
+        return
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    _walk(model.operation_model("CreateTrainingJob").input_shape, wanted, "")
+
+
+def _walk(shape: Any, value: Any, where: str) -> None:
+    limits = shape.metadata
+    size = value if isinstance(value, int | float) else len(value)
+    if not isinstance(value, bool):
+        for bound, wrong in (("min", size < limits.get("min", size)), ("max", size > limits.get("max", size))):
+            if wrong:
+                unit = (
+                    "" if isinstance(value, int | float) else (" characters" if isinstance(value, str) else " entries")
+                )
+                raise ConfigError(f"{where}: {size}{unit}, SageMaker's {bound}imum is {limits[bound]}")
+    if isinstance(value, str):
+        pattern = limits.get("pattern")
+        # Classes of Unicode (tags) are beyond Python's re.
+        if pattern and "\\p{" not in pattern and not re.fullmatch(pattern, value):
+            raise ConfigError(f"{where} {value[:80]!r}: does not match SageMaker's {pattern}")
+        if limits.get("enum") and value not in limits["enum"]:
+            raise ConfigError(f"{where} {value!r}: SageMaker does not have it")
+    if shape.type_name == "structure":
+        for name in value:
+            if name not in shape.members:
+                raise ConfigError(f"{where}.{name}: SageMaker does not have it")
+            _walk(shape.members[name], value[name], f"{where}.{name}".lstrip("."))
+        missing = [name for name in shape.required_members if name not in value]
+        if missing:
+            raise ConfigError(f"{where or 'the request'} lacks {', '.join(missing)}")
+    elif shape.type_name == "list":
+        for index, one in enumerate(value):
+            _walk(shape.member, one, f"{where}[{index}]")
+    elif shape.type_name == "map":
+        for key, one in value.items():
+            _walk(shape.key, key, f"{where} key {key}")
+            _walk(shape.value, one, f"{where}.{key}")

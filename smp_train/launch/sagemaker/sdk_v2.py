@@ -1,0 +1,96 @@
+"""A job as a ready estimator of SageMaker's SDK v2, for notebooks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from smp_train.errors import ConfigError
+from smp_train.launch.sagemaker.job import CHECKPOINTS, SMP, TORCH, Job, build
+from smp_train.launch.sagemaker.source import ENTRY, stage
+from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
+
+
+def estimator(
+    words: Sequence[str] | Mapping[str, Any],
+    *,
+    source_dir: str | Path | None = None,
+    sagemaker_session: Any = None,
+    **options: Any,
+) -> Any:
+    """Return a ready `sagemaker.pytorch.PyTorch`; ``estimator(...).fit(inputs(...))`` starts the job.
+
+    Args:
+        words: training flags, as on a command line or as a mapping of hyperparameters.
+        source_dir: an empty folder to stage the code in; a temporary one when not given.
+        sagemaker_session: a `sagemaker.Session`; the SDK's default one when not given.
+        options: those of `smp-train launch sagemaker`, by name.
+
+    Raises:
+        ConfigError: as `build` does, and without SageMaker's SDK v2.
+    """
+    try:
+        from sagemaker.pytorch import PyTorch
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "SageMaker's SDK v2 is not here; pip install 'sagemaker>=2.233,<3', or use model_trainer with SDK v3"
+        ) from None
+    job = build(words, **options)
+    folder = stage(Path(source_dir) if source_dir else Path(tempfile.mkdtemp(prefix="smp-train-source-")))
+    image: dict[str, Any] = {"image_uri": job.image} if job.image else dict(SMP if job.smp else TORCH)
+    distribution: dict[str, Any] = {"torch_distributed": {"enabled": True}}
+    if job.smp:
+        distribution["smdistributed"] = {"modelparallel": {"enabled": True, "parameters": job.mp_parameters}}
+    more: dict[str, Any] = {}
+    if job.checkpoints:
+        more |= {"checkpoint_s3_uri": job.checkpoints, "checkpoint_local_path": CHECKPOINTS}
+    if job.output:
+        more |= {"output_path": job.output, "code_location": job.output.rstrip("/")}
+    if job.subnets:
+        more |= {"subnets": list(job.subnets), "security_group_ids": list(job.security_groups)}
+    if job.spot:
+        more |= {"use_spot_instances": True, "max_wait": job.max_wait}
+    if job.keep_alive:
+        more["keep_alive_period_in_seconds"] = job.keep_alive
+    if job.retries:
+        more["max_retry_attempts"] = job.retries
+    ready = PyTorch(
+        entry_point=ENTRY,
+        source_dir=str(folder),
+        role=job.role,
+        instance_type=job.instance_type,
+        instance_count=job.instance_count,
+        volume_size=job.volume_gb,
+        max_run=job.max_run,
+        base_job_name=job.base_name,
+        hyperparameters=dict(job.hyperparameters),
+        distribution=distribution,
+        metric_definitions=[dict(one) for one in METRIC_DEFINITIONS],
+        environment=dict(job.environment) or None,
+        tags=[{"Key": key, "Value": value} for key, value in job.tags.items()] or None,
+        enable_sagemaker_metrics=True,
+        debugger_hook_config=False,
+        disable_profiler=True,
+        sagemaker_session=sagemaker_session,
+        **image,
+        **more,
+    )
+    ready.smp_train_job = job
+    return ready
+
+
+def inputs(ready: Any) -> dict[str, Any]:
+    """Return what to give to ``fit`` of an `estimator`: its channels."""
+    from sagemaker.inputs import FileSystemInput, TrainingInput
+
+    job: Job = ready.smp_train_job
+    found: dict[str, Any] = {}
+    for name, uri in (("train", job.train), ("test", job.test)):
+        if uri:
+            found[name] = TrainingInput(uri, input_mode=job.input_mode)
+    if job.fsx:
+        system, _, path = job.fsx.partition(":")
+        found["fsx"] = FileSystemInput(system, "FSxLustre", path, "rw")
+    return found

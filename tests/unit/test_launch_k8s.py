@@ -1,0 +1,244 @@
+"""Kubernetes manifests word for word and against the resource definitions; what is refused; what kubectl is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from smp_train import cli
+from smp_train.arguments import parse
+from smp_train.launch import k8s
+from smp_train.launch.flags import inline_files
+from tests.unit.test_launch_render import compare, dry_run, refusal
+
+SCHEMA = json.loads((Path(__file__).parent / "schemas/kubernetes.json").read_text())
+ROOT = Path(__file__).parents[2]
+IMAGE = "123456789012.dkr.ecr.us-west-2.amazonaws.com/smp-train:1"
+JOB = [
+    "k8s", "--nodes", "2", "--instance_type", "ml.p5.48xlarge", "--image", IMAGE, "--claims", "fsx:/fsx",
+    "--model_type", "llama_v2", "--model_size=7b", "--training_dir", "/fsx/data/train", "--max_steps", "100",
+]  # fmt: skip
+PLAIN = ["k8s", "--nproc", "1", "--image", IMAGE, "--claims", "fsx:/fsx", "--use_synthetic_data", "1"]
+
+
+def validate(manifest: dict[str, Any]) -> None:
+    jsonschema.validate(manifest, {"$ref": f"#/$defs/{manifest['kind']}", "$defs": SCHEMA["$defs"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("kubeflow", ["--env", "A=x", "--secrets", "HF_TOKEN=hub:token", "--queue", "team", "--service_account", "s3"]),
+        (
+            "hyperpod",
+            ["--operator", "hyperpod", "--hang_after", "1800", "--host_paths", "/opt/dlami/nvme:/local",
+             "--priority=high", "--profile", "nsys"],
+        ),
+    ],
+)  # fmt: skip
+def test_manifest(name: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = dry_run(capsys, *JOB, *words)
+    validate(yaml.safe_load(said))
+    compare(f"k8s-{name}.yaml", said)
+
+
+def test_schema_refuses_what_the_cluster_would() -> None:
+    """The check above can fail: unknown fields, wrong types and missing ones are found, at any depth."""
+    wrong: list[Callable[[dict[str, Any]], Any]] = [
+        lambda job: job["spec"].update(replicas=2),
+        lambda job: job["spec"].update(nprocPerNode=8),
+        lambda job: job["spec"]["pytorchReplicaSpecs"].update(Chief={}),
+        lambda job: job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"].pop("containers"),
+        lambda job: job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["env"][0].update(
+            value=1
+        ),
+    ]
+    for spoil in wrong:
+        spec, target = k8s.prepare(*k8s.split(JOB[1:], k8s.OPTIONS))
+        job = k8s.manifest(spec, target)
+        validate(job)
+        spoil(job)
+        with pytest.raises(jsonschema.ValidationError):
+            validate(job)
+
+
+def expand(text: str, environ: dict[str, str]) -> str:
+    """Expand a word as Kubernetes does: $$ is $, $(NAME) a variable that exists, all else itself."""
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda found: "$" if found[0] == "$$" else environ.get(found[1], found[0]),
+        text,
+    )
+
+
+def test_words_reach_the_container_as_they_are() -> None:
+    odd = "a $(HOME) $$ 'b' \"c\""
+    spec, target = k8s.prepare(*k8s.split([*PLAIN[1:], "--tensorboard_dir", odd, "--env", f"X={odd}"], k8s.OPTIONS))
+    (container,) = k8s.manifest(spec, target)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    words = [expand(word, {"HOME": "/root"}) for word in container["command"]]
+    assert words[words.index("--tensorboard_dir") + 1] == odd
+    assert [expand(one["value"], {"HOME": "/root"}) for one in container["env"] if one["name"] == "X"] == [odd]
+
+
+def test_run_folder_and_checkpoints_lie_on_the_volume() -> None:
+    spec, target = k8s.prepare(*k8s.split([*PLAIN[1:], "--model_type", "llama_v2"], k8s.OPTIONS))
+    assert spec.run_dir == "/fsx/runs/llama_v2"
+    assert spec.resolved.args.checkpoint_dir == ["/fsx/runs/llama_v2/checkpoints"]
+    assert spec.resolved.args.resume_from_checkpoint == "/fsx/runs/llama_v2/checkpoints"
+    assert target.name == "llama-v2"
+
+
+@pytest.mark.parametrize(("run", "name"), [("7B_Run!", "run-7b-run"), ("x" * 80, "x" * 50), ("Ünï", "n")])
+def test_job_is_named_after_the_run(run: str, name: str) -> None:
+    assert k8s.prepare(*k8s.split([*PLAIN[1:], "--run_name", run], k8s.OPTIONS))[1].name == name
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ([word for word in PLAIN if word not in ("--claims", "fsx:/fsx")], "give --claims CLAIM:/path"),
+        ([*PLAIN, "--run_dir", "/elsewhere"], "--run_dir /elsewhere: is on no volume that all pods share"),
+        ([*PLAIN, "--host_paths", "/nvme:/nvme", "--checkpoint_dir=/nvme/c"], "is on no volume that all pods share"),
+        ([*JOB, "--training_dir", "/data"], "--training_dir /data: is on no volume of the pods"),
+        ([*PLAIN, "--resume_from_checkpoint", "/fsx2/c"], "--resume_from_checkpoint /fsx2/c: is on no volume"),
+        ([word for word in PLAIN if word not in ("--image", IMAGE)], "--image is missing"),
+        ([*PLAIN, "--image", "/fsx/smpv2.sqsh"], "Kubernetes pulls images from a registry"),
+        ([*JOB, "--instance_type", "ml.p6-b200.48xlarge", "--image", "x:cu124"], "CUDA 12.4 does not know the B200"),
+        ([*PLAIN, "--claims", "fsx"], "--claims fsx: is not CLAIM:/path"),
+        ([*PLAIN, "--host_paths", "x:/y"], "--host_paths x:/y: is not /path:/path"),
+        ([*PLAIN, "--secrets", "HF_TOKEN=hub"], "is not NAME=SECRET:KEY"),
+        ([*PLAIN, "--job_name", "My_Job"], "--job_name My_Job: small letters, digits and dashes"),
+        ([*PLAIN, "--namespace", "A"], "--namespace A: small letters"),
+        ([*PLAIN, "--operator", "hyperpodd"], "is not kubeflow or hyperpod; did you mean hyperpod?"),
+        ([*PLAIN, "--hang_after", "60"], "add --operator hyperpod"),
+        ([*JOB, "--hybrid_shard_degree", "3"], "does not divide the 16"),
+    ],
+)
+def test_refused(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint in refusal(capsys, *words)
+
+
+def test_configuration_files_travel_as_flags(tmp_path: Path) -> None:
+    config, smp = tmp_path / "run.yaml", tmp_path / "smp.json"
+    config.write_text("lr: 1e-3\ncheckpoint_freq: [5, 9]\nuse_synthetic_data: true\ntest_dir: null\n")
+    smp.write_text('{"hybrid_shard_degree": 4}')
+    words = ["--config", str(config), "--lr", "2", f"--smp_config={smp}"]
+    travelling = inline_files(words)
+    assert str(tmp_path) not in " ".join(travelling)
+    there, here = vars(parse(travelling, {}).args), vars(parse(words, {}).args)
+    assert {name for name, value in there.items() if value != here[name]} == {"config", "smp_config"}
+    assert (there["lr"], there["checkpoint_freq"], there["hybrid_shard_degree"]) == (2, [5, 9], 4)
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A double of kubectl that writes down how it is called and fails where KUBECTL_FAILS says."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    path = folder / "kubectl"
+    path.write_text(
+        f'#!/bin/bash\necho "$*" >> "{tmp_path}/calls"\n[ "$1" != create ] || cat >> "{tmp_path}/manifest"\n'
+        'case "$*" in *"${KUBECTL_FAILS:-nothing}"*) echo "$KUBECTL_SAYS" >&2; exit 1 ;; esac\n'
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return tmp_path / "calls"
+
+
+def test_submitted_after_the_cluster_was_asked(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*JOB, "--secrets", "HF_TOKEN=hub:token"]
+    asked = [
+        "create --dry-run=server --validate=strict -f -",
+        "get persistentvolumeclaims fsx -n kubeflow -o name",
+        "get secrets hub -n kubeflow -o name",
+    ]
+    assert cli.main(["launch", *words, "--check"]) == 0
+    assert calls.read_text().splitlines() == asked
+    manifest = (calls.parent / "manifest").read_text()
+    assert cli.main(["launch", *words]) == 0
+    assert calls.read_text().splitlines() == [*asked, *asked, "create -f -"]
+    assert (calls.parent / "manifest").read_text() == 3 * manifest
+    out = capsys.readouterr().out
+    assert "submitted pytorchjob/llama-v2-7b" in out
+    assert "follow: kubectl logs -n kubeflow -f llama-v2-7b-worker-0" in out
+    assert "cancel: kubectl delete -n kubeflow pytorchjob/llama-v2-7b" in out
+
+
+@pytest.mark.parametrize(
+    ("fails", "says", "advice"),
+    [
+        ("--dry-run", 'no matches for kind "PyTorchJob" in version "kubeflow.org/v1"', "operator of this kind is not"),
+        ("--dry-run", 'pytorchjobs "x" already exists (AlreadyExists)', "or give another --job_name"),
+        ("get pers", 'persistentvolumeclaims "fsx" not found', "`kubectl get pvc -n NAMESPACE`"),
+        ("--dry-run", "The connection to the server localhost:8080 was refused", "aws eks update-kubeconfig"),
+    ],
+)
+def test_cluster_refuses(
+    calls: Path, fails: str, says: str, advice: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("KUBECTL_FAILS", fails)
+    monkeypatch.setenv("KUBECTL_SAYS", says)
+    assert cli.main(["launch", *JOB]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert advice in err
+    assert "create -f -" not in calls.read_text()
+
+
+def test_without_kubectl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli.main(["launch", *JOB, "--check"]) == 2
+    assert "there is no kubectl here; install it, or add --dry_run" in capsys.readouterr().err
+
+
+def test_warns_where_hyperpod_would_not_restart(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", *JOB, "--namespace", "default", "--check"]) == 0
+    assert "HyperPod restarts jobs in the namespaces kubeflow and hyperpod-... only" in capsys.readouterr().err
+
+
+def test_warns_of_what_reaches_the_pods_not_of_this_shell(
+    calls: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_PROTO", "simple")
+    monkeypatch.setenv("HF_TOKEN", "x")
+    gated = [*PLAIN, "--hf_model", "meta-llama/Llama-2-7b-hf", "--env", "FI_PROVIDER=efa", "--check"]
+    assert cli.main(["launch", *gated]) == 0
+    err = capsys.readouterr().err
+    assert "FI_PROVIDER=efa is set" in err
+    assert "NCCL_PROTO" not in err
+    assert "is gated" in err
+    assert cli.main(["launch", *gated, "--secrets", "HF_TOKEN=hub:token"]) == 0
+    assert "is gated" not in capsys.readouterr().err
+
+
+def test_script_shows_the_manifest() -> None:
+    done = subprocess.run(
+        [ROOT / "launchers/kubernetes/launch_eks.sh", "--max_steps", "7", "--dry_run"],
+        capture_output=True, text=True, check=False, cwd="/",
+        env={
+            "PATH": os.environ["PATH"], "PYTHON": os.environ.get("PYTHON", "") or __import__("sys").executable,
+            "IMAGE": IMAGE, "NODES": "4", "INSTANCE_TYPE": "ml.p5.48xlarge", "CLAIM": "fsx:/fsx", "model_size": "7b",
+            "TRAINING_DIR": "/fsx/data/train", "PROFILE": "torch", "OPERATOR": "hyperpod", "shard_degree": "8",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = yaml.safe_load(done.stdout)
+    validate(job)
+    (replicas,) = job["spec"]["replicaSpecs"]
+    assert replicas["replicas"] == 4
+    command = " ".join(replicas["template"]["spec"]["containers"][0]["command"])
+    for part in (
+        "--model_type llama_v2", "--model_size 7b", "--training_dir /fsx/data/train", "--hybrid_shard_degree 8",
+        "--max_steps 7", "--use_profiler=1", "--run_dir=/fsx/runs/llama_v2-7b",
+    ):  # fmt: skip
+        assert part in command

@@ -1,0 +1,94 @@
+"""`smp-train launch sagemaker` against a double of AWS (moto): what is asked, submitted and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import boto3
+import moto
+import pytest
+
+from smp_train import cli
+from smp_train.errors import ConfigError
+from smp_train.launch import sagemaker
+from tests.sagemaker.jobs import ENVIRON, FLAGS, OPTIONS, REGION, furnish
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+    with moto.mock_aws():
+        furnish()
+        yield
+
+
+def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
+    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check", "--env", "NCCL_PROTO=simple"]) == 0
+    assert "NCCL_PROTO=simple is set" in capsys.readouterr().err
+    assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
+    assert cli.main(["launch", "sagemaker", *words, *FLAGS]) == 0
+    (job,) = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
+    out = capsys.readouterr().out
+    assert f"submitted {job['TrainingJobName']}\n" in out
+    assert f"stop-training-job --training-job-name {job['TrainingJobName']}" in out
+    shown = boto3.client("sagemaker").describe_training_job(TrainingJobName=job["TrainingJobName"])
+    bucket, _, key = json.loads(shown["HyperParameters"]["sagemaker_submit_directory"])[5:].partition("/")
+    assert boto3.client("s3").head_object(Bucket=bucket, Key=key)["ContentLength"] > 10000
+
+
+def test_image_is_looked_up(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
+    boto3.client("ecr").create_repository(repositoryName="smp-train")
+    image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/smp-train:1"
+    words = [word for name, value in {**OPTIONS, "image": image}.items() for word in (f"--{name}", value)]
+    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 2
+    assert f"--image {image}: Requested image not found" in capsys.readouterr().err
+    kind = "application/vnd.docker.distribution.manifest.v2+json"
+    layers = json.dumps(
+        {"schemaVersion": 2, "mediaType": kind, "config": {"digest": "sha256:" + "0" * 64}, "layers": []}
+    )
+    boto3.client("ecr").put_image(
+        repositoryName="smp-train", imageManifest=layers, imageManifestMediaType=kind, imageTag="1"
+    )
+    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"role": "arn:aws:iam::123456789012:role/nobody"}, "role/nobody"),
+        ({"train": "s3://other/train"}, "--train s3://other/train"),
+        ({"train": "s3://bucket/empty"}, "--train s3://bucket/empty: there is nothing"),
+        (
+            {"image": "123456789012.dkr.ecr.us-west-2.amazonaws.com/smp-train:1"},
+            "smp-train:1: The repository with name 'smp-train' does not exist",
+        ),
+        (
+            {"image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/smp-train:1"},
+            "is in eu-west-1 and the job in us-west-2; push it to a repository there",
+        ),
+        ({"env": "LONG=" + "x" * 600}, "Environment.LONG: 600 characters, SageMaker's maximum is 512"),
+        (
+            {"tensorboard_dir": "x" * 2600},
+            "HyperParameters.tensorboard_dir: 2604 characters, SageMaker's maximum is 2500",
+        ),
+        ({"retries": "31"}, "MaximumRetryAttempts: 31, SageMaker's maximum is 30"),
+    ],
+)
+def test_refused_before_it_is_submitted(
+    aws: None, changes: dict[str, str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for name, value in {**OPTIONS, **changes}.items() for word in (f"--{name}", value)]
+    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 2
+    assert complaint in capsys.readouterr().err
+    assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
+
+
+def test_limits_of_the_number_of_metrics() -> None:
+    job = sagemaker.build(FLAGS, **OPTIONS)
+    request = sagemaker.request(job, region=REGION, name="x", code="s3://bucket/code")
+    request["AlgorithmSpecification"]["MetricDefinitions"] *= 9
+    with pytest.raises(ConfigError, match=r"MetricDefinitions: 81 entries, SageMaker's maximum is 40"):
+        sagemaker.check_limits(request)
