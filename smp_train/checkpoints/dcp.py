@@ -122,12 +122,14 @@ class LocalReader(FileSystemReader, Reader):
 
     def preload(self) -> None:
         """Read the metadata. Raises `CheckpointError`."""
-        path = Path(self.path) / DCP_METADATA
         try:
-            with path.open("rb") as stream:
-                self._metadata = _MetadataUnpickler(stream).load()
+            self._metadata = _MetadataUnpickler(io.BytesIO(self.metadata_bytes())).load()
         except Exception as error:
-            raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from error
+            raise CheckpointError(f"{self.path}/{DCP_METADATA} cannot be read: {one_line(error)}") from error
+
+    def metadata_bytes(self) -> bytes:
+        """Return the index as it is stored."""
+        return (Path(self.path) / DCP_METADATA).read_bytes()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata read ahead."""

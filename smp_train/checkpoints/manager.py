@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from smp_train.checkpoints.collective import exchange, here, on_group, on_main, rank
 from smp_train.checkpoints.finding import committed_names
 from smp_train.checkpoints.record import (
-    COMMITTED,
     META,
     Committed,
     FileRecord,
@@ -111,7 +110,7 @@ class CheckpointManager:
         self._group: Any = None
         self._pending: Background | None = None
         self._saved: list[Saved] = []
-        self._started = time.time()
+        self._started = time.monotonic()
         self._swept: set[str] = set()
         self._rules: dict[str, list[Policy]] = {}
         self._storages: dict[str, Storage] = {}
@@ -138,7 +137,7 @@ class CheckpointManager:
                 exchange(what, partial(_see_probe, storage, probe))
             finally:
                 if rank() == 0:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError, CheckpointError):
                         storage.delete(probe)
 
     def save(
@@ -262,15 +261,16 @@ class CheckpointManager:
                 files = _all_files(storage, staged, shares)
                 files[DCP_METADATA] = storage.checksum(staged, DCP_METADATA)
                 files[META] = storage.put(staged, META, json.dumps({**meta, "step": step}, indent=1).encode())
+                committed = Committed(step, self.model_type, files)
                 self.on_stage("commit")
-                storage.put(staged, COMMITTED, Committed(step, self.model_type, files).to_bytes())
+                storage.mark(staged, committed)
                 self.on_stage("publish")
-                storage.publish(staged, name)
+                storage.publish(staged, name, committed)
 
             on_main(what, commit)
         except BaseException:
             if rank() == 0:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, CheckpointError):
                     storage.delete(staged)
             raise
 
@@ -278,9 +278,9 @@ class CheckpointManager:
         if storage.location not in self._swept:
             self._swept.add(storage.location)
             try:
-                for done in storage.sweep(self._started):
+                for done in storage.sweep(time.monotonic() - self._started):
                     logger.info("checkpoint folder %s: %s", storage.location, done)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)
         return storage.stage(name)
 
@@ -297,7 +297,7 @@ class CheckpointManager:
                 return
             for old in sorted(set(names) - steps_kept(list(names), rules, step)):
                 storage.delete(names[old])
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             logger.warning(
                 "checkpoint folder %s: an old checkpoint cannot be deleted: %s", storage.location, error
             )

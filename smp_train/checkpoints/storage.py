@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import posixpath
 import re
 import shutil
 import socket
@@ -14,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from smp_train.checkpoints.record import COMMITTED, FileRecord, checksum
+from smp_train.checkpoints.record import COMMITTED, Committed, FileRecord, checksum
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.runtime import s3
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp import Reader, Writer
@@ -62,28 +64,64 @@ class Storage(Protocol):
     def stage(self, name: str) -> str:
         """Return the name under which a checkpoint is to be written that will be called ``name``."""
 
-    def publish(self, staged: str, name: str) -> None:
+    def mark(self, staged: str, committed: Committed) -> None:
+        """Write into ``staged`` that it is complete, where that comes before the name."""
+
+    def publish(self, staged: str, name: str, committed: Committed) -> None:
         """Make the complete ``staged`` visible as ``name``, at once; an older one of that name then goes."""
 
     def delete(self, name: str) -> None:
         """Remove a folder; what is left when that is cut short does not look like a checkpoint."""
 
     def set_aside(self, name: str) -> str:
-        """Rename a damaged checkpoint so that it no longer counts; return the new name."""
+        """Rename a damaged checkpoint so that it no longer counts; return what is called so now."""
 
-    def sweep(self, before: float) -> list[str]:
-        """Finish or remove what interrupted saves left, if last touched before the time ``before``."""
+    def damaged(self) -> list[str]:
+        """Return the names of checkpoints that were set aside."""
+
+    def sweep(self, idle: float) -> list[str]:
+        """Finish or remove what interrupted saves left, if nobody has touched it for ``idle`` seconds."""
 
 
 def open_storage(location: str | os.PathLike[str]) -> Storage:
     """Return the storage for a folder of checkpoints. Raises `ConfigError` for one that is not supported."""
+    place = place_of(location)
+    if s3.is_s3(place):
+        from smp_train.checkpoints.storage_s3 import S3Storage
+
+        return S3Storage(place)
+    return LocalStorage(place)
+
+
+def place_of(location: str | os.PathLike[str]) -> str:
+    """Return a location in its one normal form: an absolute path, or ``s3://bucket/prefix`` without a slash at the end.
+
+    Raises `ConfigError` for another kind of place.
+    """
     text = os.fspath(location)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
-    if scheme is not None:
+    if scheme is None:
+        return os.path.abspath(os.path.expanduser(text))
+    if not s3.is_s3(text):
         raise ConfigError(
-            f"checkpoint folder {text}: {scheme[1]}:// is not supported; give a folder that all nodes share"
+            f"checkpoint folder {text}: {scheme[1]}:// is not supported; give a folder that all nodes share, or s3://"
         )
-    return LocalStorage(os.path.abspath(os.path.expanduser(text)))
+    bucket, key = s3.split(text)
+    return posixpath.join(s3.SCHEME + bucket, posixpath.normpath("/" + key)[1:]).rstrip("/")
+
+
+def parent_of(place: str) -> tuple[str, str]:
+    """Return (folder, name) of a place in normal form; of a bucket or the root folder, that itself and nothing."""
+    if s3.is_s3(place) and place.count("/") == 2:
+        return place, ""
+    return os.path.split(place)
+
+
+def absent(place: str) -> str | None:
+    """Say why ``place`` can hold no checkpoint. A prefix of S3 with nothing in it is as good as an empty folder."""
+    if s3.is_s3(place) or os.path.isdir(place):
+        return None
+    return "is a file" if os.path.exists(place) else "does not exist"
 
 
 class LocalStorage:
@@ -120,11 +158,9 @@ class LocalStorage:
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each file under ``name``; empty where there is no such folder."""
-        try:
-            with os.scandir(self.root / name) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        except FileNotFoundError:
-            return {}
+        root = self.root / name
+        files = [Path(folder, file) for folder, _, names in os.walk(root) for file in names]
+        return {file.relative_to(root).as_posix(): file.stat().st_size for file in files}
 
     def has(self, name: str, file: str) -> bool:
         """Return whether ``file`` is there."""
@@ -166,7 +202,11 @@ class LocalStorage:
         (self.root / staged).mkdir(parents=True)
         return staged
 
-    def publish(self, staged: str, name: str) -> None:
+    def mark(self, staged: str, committed: Committed) -> None:
+        """Write COMMITTED into the staging folder: the last file of a checkpoint."""
+        self.put(staged, COMMITTED, committed.to_bytes())
+
+    def publish(self, staged: str, name: str, committed: Committed) -> None:
         """Make the complete ``staged`` visible as ``name``, at once. An older one of that name goes after
         that.
 
@@ -203,16 +243,22 @@ class LocalStorage:
         (self.root / name).rename(self.root / aside)
         return aside
 
-    def sweep(self, before: float) -> list[str]:
-        """Finish or remove what earlier, interrupted saves left, if last touched before the time ``before``.
+    def damaged(self) -> list[str]:
+        """Return the names of checkpoints that were set aside."""
+        return [name for name in self.names() if ".damaged" in name]
+
+    def sweep(self, idle: float) -> list[str]:
+        """Finish or remove what earlier, interrupted saves left, if untouched for ``idle`` seconds.
 
         Returns what was done, one line each. What was touched later may belong to another job that is saving.
         """
         done = []
         rescued = interrupted(self)
-        for name in self.names():
-            match = _SCRATCH.fullmatch(name)
-            if match is None or _last_touched(self.root / name) >= before:
+        left = [match for match in map(_SCRATCH.fullmatch, self.names()) if match is not None]
+        now = self._now() if left else 0.0
+        for match in left:
+            name = match[0]
+            if now - _last_touched(self.root / name) < idle:
                 continue
             if rescued.get(match["name"]) == name:
                 (self.root / name).rename(self.root / match["name"])
@@ -221,6 +267,15 @@ class LocalStorage:
                 shutil.rmtree(self.root / name)
                 done.append(f"removed {name}, left by an interrupted {match['kind']}")
         return done
+
+    def _now(self) -> float:
+        """Return the time by the clock that stamps files here, which may be a server's: ours may be wrong."""
+        probe = self.root / f".clock-{uuid.uuid4().hex[:8]}"
+        try:
+            probe.touch()
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
 
 
 def interrupted(storage: Storage) -> dict[str, str]:
