@@ -83,6 +83,7 @@ class Run:
         if self.audit is not None:
             self.audit.close()
         self.stop.close()
+        self.checkpoints.close()
         runtime.stop()
 
 
@@ -138,6 +139,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
     checkpoints.check_shared()
+    if not args.evaluate_only:
+        checkpoints.lock(force=args.break_checkpoint_lock)
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
@@ -452,6 +455,8 @@ def report_saves(run: Run) -> None:
         run.saved_path = saved.path
         log.info("Saved %s in %.1f s", saved.path, saved.seconds)
         run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
+        if run.args.checkpoint_type == "full":
+            write_model(run, saved.path, os.path.join(saved.path, "hf"))
 
 
 def finish(run: Run, *, stopped: bool) -> None:
@@ -475,15 +480,19 @@ def finish(run: Run, *, stopped: bool) -> None:
 
 
 def save_final_model(run: Run) -> None:
-    """Write the model of the last checkpoint, which is the final one, as Hugging Face has it; collective.
+    """Write the model of the last checkpoint, which is the final one, as Hugging Face has it; collective."""
+    assert run.args.model_dir is not None, "checked by arguments.validate"
+    write_model(run, run.saved_path, run.args.model_dir)
+
+
+def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder; collective.
 
     Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own.
     """
-    model_dir, args = run.args.model_dir, run.args
-    assert model_dir is not None, "checked by arguments.validate"
-    with runtime.together("writing the final model"):
-        if run.runtime.is_main and run.saved_path is not None:
+    with runtime.together(f"writing the model to {folder}"):
+        if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
-            tokenizer = args.tokenizer or tokenizer_beside(run.spec.pretrained)
-            export(open_checkpoint(run.saved_path), model_dir, tokenizer=tokenizer, replace=True)
-            log.info("Wrote the final model to %s in %.1f s", model_dir, time.perf_counter() - began)
+            tokenizer = run.args.tokenizer or tokenizer_beside(run.spec.pretrained)
+            export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, replace=True)
+            log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.collective import exchange, here, on_group, on_main, rank
 from smp_train.checkpoints.finding import committed_names
+from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.record import (
     META,
     Committed,
@@ -114,6 +116,7 @@ class CheckpointManager:
         self._swept: set[str] = set()
         self._rules: dict[str, list[Policy]] = {}
         self._storages: dict[str, Storage] = {}
+        self._locks: dict[str, Lock] = {}
         for policy in policies:
             storage = open_storage(policy.folder)
             self._storages[storage.location] = storage
@@ -139,6 +142,21 @@ class CheckpointManager:
                 if rank() == 0:
                     with contextlib.suppress(OSError, CheckpointError):
                         storage.delete(probe)
+
+    def lock(self, *, force: bool = False) -> None:
+        """Keep other jobs from writing to the folders until `close`; collective.
+
+        Raises `CheckpointError` on every rank where another job holds one, unless ``force`` takes it away; that job
+        then commits nothing any more.
+        """
+
+        def acquire() -> None:
+            for place, storage in self._storages.items():
+                lock = Lock(storage)
+                lock.acquire(force=force)
+                self._locks[place] = lock
+
+        on_main("cannot start", acquire)
 
     def save(
         self, step: int, state: dict[str, Any], meta: dict[str, Any], *, force: bool = False
@@ -186,9 +204,11 @@ class CheckpointManager:
         return saved
 
     def close(self) -> None:
-        """Give a save that is under way a few seconds; to be asked when the run fails. Not collective."""
+        """Let the folders go; a save that is under way, as the run failed, is given a few seconds. Not collective."""
         if self._pending is not None:
             self._pending.abandon(ABANDON_SECONDS)
+        for lock in self._locks.values():
+            lock.release()
 
     def _end_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -263,6 +283,8 @@ class CheckpointManager:
                 files[META] = storage.put(staged, META, json.dumps({**meta, "step": step}, indent=1).encode())
                 committed = Committed(step, self.model_type, files)
                 self.on_stage("commit")
+                if storage.location in self._locks:
+                    self._locks[storage.location].check()
                 storage.mark(staged, committed)
                 self.on_stage("publish")
                 storage.publish(staged, name, committed)
@@ -278,7 +300,9 @@ class CheckpointManager:
         if storage.location not in self._swept:
             self._swept.add(storage.location)
             try:
-                for done in storage.sweep(time.monotonic() - self._started):
+                # Under the lock all that is unfinished is a dead job's; without it, what is older than this one.
+                idle = -math.inf if storage.location in self._locks else time.monotonic() - self._started
+                for done in storage.sweep(idle):
                     logger.info("checkpoint folder %s: %s", storage.location, done)
             except (OSError, CheckpointError) as error:
                 logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)

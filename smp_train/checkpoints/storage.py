@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # another attempt at the same step. Kinds: staging = being written; replaced = the older one of a step that is
 # being saved again; deleting = no longer a checkpoint, on its way out.
 VISIBLE_WITHIN_SECONDS = 5.0
+TOUCHED_FOR_SECONDS = 60.0
+"""Small files that are made for a moment are nobody's after this."""
 _SCRATCH = re.compile(r"\.(?P<name>.+)\.(?P<attempt>[0-9a-f]{8})\.(?P<kind>staging|replaced|deleting)")
 
 
@@ -81,6 +83,18 @@ class Storage(Protocol):
 
     def sweep(self, idle: float) -> list[str]:
         """Finish or remove what interrupted saves left, if nobody has touched it for ``idle`` seconds."""
+
+    def swap(self, file: str, old: bytes | None, new: bytes) -> bool:
+        """Make ``new`` the contents of a file of the folder itself if they are ``old`` (None: if it is not there)."""
+
+    def peek(self, file: str) -> tuple[bytes, float] | None:
+        """Return such a file's contents and the seconds since it was stamped; None where it is not there."""
+
+    def stamp(self, file: str, data: bytes) -> None:
+        """Let such a file, whose contents are ``data``, be as new."""
+
+    def drop(self, file: str) -> None:
+        """Remove such a file."""
 
 
 def open_storage(location: str | os.PathLike[str]) -> Storage:
@@ -255,7 +269,12 @@ class LocalStorage:
         done = []
         rescued = interrupted(self)
         left = [match for match in map(_SCRATCH.fullmatch, self.names()) if match is not None]
-        now = self._now() if left else 0.0
+        now = self._now()
+        for pattern in (".probe-*", ".clock-*", ".lock-*"):
+            for file in self.root.glob(pattern):
+                with contextlib.suppress(FileNotFoundError):  # its maker is faster
+                    if now - file.stat().st_mtime > max(idle, TOUCHED_FOR_SECONDS):
+                        file.unlink()
         for match in left:
             name = match[0]
             if now - _last_touched(self.root / name) < idle:
@@ -267,6 +286,41 @@ class LocalStorage:
                 shutil.rmtree(self.root / name)
                 done.append(f"removed {name}, left by an interrupted {match['kind']}")
         return done
+
+    def swap(self, file: str, old: bytes | None, new: bytes) -> bool:
+        """Make ``new`` the contents of a file of the folder itself if they are ``old`` (None: if it is not there)."""
+        path, mine = self.root / file, self.root / f"{file}-{uuid.uuid4().hex[:8]}"
+        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            if old is not None:
+                try:
+                    path.rename(mine)
+                except FileNotFoundError:
+                    return False
+                if mine.read_bytes() != old:  # somebody was faster: give it back
+                    _link(mine, path)
+                    return False
+            _write_durably(mine, new)
+            return _link(mine, path)
+        finally:
+            mine.unlink(missing_ok=True)
+
+    def peek(self, file: str) -> tuple[bytes, float] | None:
+        """Return such a file's contents and the seconds since it was stamped; None where it is not there."""
+        try:
+            # Opened first: network file systems ask their server then, and may answer from memory otherwise.
+            with (self.root / file).open("rb") as stream:
+                return stream.read(), self._now() - os.fstat(stream.fileno()).st_mtime
+        except FileNotFoundError:
+            return None
+
+    def stamp(self, file: str, data: bytes) -> None:
+        """Let such a file, whose contents are ``data``, be as new."""
+        os.utime(self.root / file)
+
+    def drop(self, file: str) -> None:
+        """Remove such a file."""
+        (self.root / file).unlink(missing_ok=True)
 
     def _now(self) -> float:
         """Return the time by the clock that stamps files here, which may be a server's: ours may be wrong."""
@@ -301,6 +355,21 @@ def _write_durably(path: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Give the file ``source`` the name ``path`` too, if nobody has it."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        try:
+            with path.open("xb") as stream:
+                stream.write(source.read_bytes())
+        except FileExistsError:
+            return False
+    return True
 
 
 def _sync_folder(path: Path) -> None:

@@ -7,6 +7,7 @@ same step is replaced at once, and what a writer uploads that its own job has gi
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 import socket
@@ -15,9 +16,9 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import datetime
+from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
-from functools import cached_property
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_train.checkpoints.record import COMMITTED, Committed, FileRecord, checksum_of, parse_folder_name
@@ -67,10 +68,10 @@ class S3Storage:
         self.prefix = key.strip("/")
         self.location = f"{s3.SCHEME}{self.bucket}/{self.prefix}".rstrip("/")
 
-    @cached_property
+    @property
     def client(self) -> Any:
         """The client of this process; made on first use."""
-        return s3.connect(attempts=ATTEMPTS, connections=2 * AT_ONCE, read_timeout=READ_TIMEOUT_SECONDS)
+        return _client(os.getpid(), os.environ.get("AWS_ENDPOINT_URL"), READ_TIMEOUT_SECONDS)
 
     def key(self, *parts: str) -> str:
         """Return the key of something below the prefix."""
@@ -205,7 +206,7 @@ class S3Storage:
 
     def check_writable(self) -> None:
         """Prove that objects can be written and removed; else `CheckpointError`."""
-        key = self.key(f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+        key = self.key(f".probe-{socket.gethostname()}")
         try:
             self.ask("put_object", key=key, Body=b"smp-train\n")
             self.ask("delete_object", key=key)
@@ -314,6 +315,63 @@ class S3Storage:
                 found[place] = max(entry.modified, found.get(place, entry.modified))
         return found
 
+    def swap(self, file: str, old: bytes | None, new: bytes) -> bool:
+        """Make ``new`` the contents of an object of the prefix itself if they are ``old`` (None: if there is none)."""
+        key = self.key(file)
+        if old is None:
+            condition = {"IfNoneMatch": "*"}
+        else:
+            seen = self._get(key)
+            if seen is None or seen["Body"] != old:
+                return False
+            condition = {"IfMatch": seen["ETag"]}
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            self.client.put_object(Bucket=self.bucket, Key=key, Body=new, **condition)
+        except (BotoCoreError, ClientError) as error:
+            code = getattr(error, "response", {}).get("Error", {}).get("Code")
+            if code in ("PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey"):
+                # Or a first try did it, and its answer was lost.
+                now = self._get(key)
+                return now is not None and now["Body"] == new
+            if code != "NotImplemented":
+                raise self.explained(error, "put_object", key) from error
+            if old is None and self._get(key) is not None:
+                return False
+            self.ask("put_object", key=key, Body=new)  # a server without conditions
+        return True
+
+    def peek(self, file: str) -> tuple[bytes, float] | None:
+        """Return such an object's contents and the seconds since it was put; None where it is not there."""
+        seen = self._get(self.key(file))
+        if seen is None:
+            return None
+        now = seen["ResponseMetadata"]["HTTPHeaders"].get("date")
+        age = parsedate_to_datetime(now) - seen["LastModified"] if now else timedelta(0)
+        return seen["Body"], age.total_seconds()
+
+    def _get(self, key: str) -> dict[str, Any] | None:
+        """Return the answer to a request for a small object, its body read; None where it is not there."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            answer: dict[str, Any] = self.client.get_object(Bucket=self.bucket, Key=key)
+            answer["Body"] = answer["Body"].read()
+        except (BotoCoreError, ClientError) as error:
+            if getattr(error, "response", {}).get("Error", {}).get("Code") == "NoSuchKey":
+                return None
+            raise self.explained(error, "get_object", key) from error
+        return answer
+
+    def stamp(self, file: str, data: bytes) -> None:
+        """Let such an object, whose contents are ``data``, be as new."""
+        self.ask("put_object", key=self.key(file), Body=data)
+
+    def drop(self, file: str) -> None:
+        """Remove such an object."""
+        self.ask("delete_object", key=self.key(file))
+
     def _now(self) -> datetime:
         """Return the time by the clock of S3: ours may be wrong."""
         answer = self.ask("list_objects_v2", Prefix=self.key(), MaxKeys=1)
@@ -330,6 +388,12 @@ class S3Storage:
                     f"{s3.SCHEME}{self.bucket}/{error['Key']}: cannot be removed ({error.get('Code')}: "
                     f"{error.get('Message')}); the role in use needs s3:DeleteObject on {self.bucket}"
                 )
+
+
+@lru_cache
+def _client(process: int, endpoint: str | None, read_timeout: float) -> Any:
+    """Return the one client of a process, which all of its threads share, its connections with it."""
+    return s3.connect(attempts=ATTEMPTS, connections=4 * AT_ONCE, read_timeout=read_timeout)
 
 
 def _root_of(data: bytes) -> str | None:
