@@ -90,7 +90,8 @@ def _machine() -> str:
 def _began(pid: int) -> str:
     """Return when a process began, in ticks of its machine: numbers of processes are used again."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "gone" if fields[0] in "ZX" else fields[19]  # dead, and its parent has not looked yet
     except (OSError, IndexError):
         return "gone"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import subprocess
 import time
 from pathlib import Path
 
@@ -68,6 +69,18 @@ def test_a_dead_process_of_this_machine_holds_nothing(storage, caplog):
     taken.acquire(wait=lambda seconds: pytest.fail("nothing to wait for"))
     assert "took over the lock of a job on" in caplog.text
     taken.release()
+
+
+def test_a_dead_process_that_nobody_has_waited_for_holds_nothing(storage):
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    assert fields[0] == "Z"
+    held_by(storage, pid=child.pid, began=fields[19])
+    taken = Lock(storage)
+    taken.acquire(wait=lambda seconds: pytest.fail("nothing to wait for"))
+    taken.release()
+    child.wait()
 
 
 def test_a_number_that_another_process_has_now_holds_nothing(storage):
