@@ -16,8 +16,9 @@ import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend
-from smp_train.checkpoints import Checkpoint, CheckpointManager, find, open_checkpoint, policies
+from smp_train.checkpoints import Checkpoint, CheckpointManager, open_checkpoint, policies
 from smp_train.checkpoints.export import export, tokenizer_beside
+from smp_train.checkpoints.node_local import find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Batch, TrainingData, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
@@ -155,7 +156,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     )
     total_steps = count_steps(args, train_data)
 
-    found = look_for_checkpoint(args)
+    found = look_for_checkpoint(args, spec.model_type, topology.mesh)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
@@ -225,12 +226,12 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     return run
 
 
-def look_for_checkpoint(args: Arguments) -> Checkpoint | None:
+def look_for_checkpoint(args: Arguments, model_type: str, mesh: dict[str, int]) -> Checkpoint | None:
     """Return the newest committed checkpoint, if the run asks for one and there is one; collective."""
     location = args.resume_from_checkpoint
     if location is None:
         return None
-    found = find(location, strict=args.strict_resume)
+    found = find_newest(location, args.checkpoint_dir, model_type=model_type, mesh=mesh, strict=args.strict_resume)
     if found is None:
         log.info("No committed checkpoint in %s yet", location)
     return found
@@ -452,10 +453,11 @@ def save(run: Run, *, force: bool) -> None:
 def report_saves(run: Run) -> None:
     """Wait for the save that is being written, if there is one, and tell what has been committed; collective."""
     for saved in run.checkpoints.finish():
-        run.saved_path = saved.path
+        if saved.durable:
+            run.saved_path = saved.path
         log.info("Saved %s in %.1f s", saved.path, saved.seconds)
         run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
-        if run.args.checkpoint_type == "full":
+        if saved.durable and run.args.checkpoint_type == "full":
             write_model(run, saved.path, os.path.join(saved.path, "hf"))
 
 
@@ -473,7 +475,8 @@ def finish(run: Run, *, stopped: bool) -> None:
     if stopped:
         how = "run the same command again to go on"
         if run.args.resume_from_checkpoint is None:
-            how += f" with --resume_from_checkpoint {run.args.checkpoint_dir[0]}"
+            durable = next(folder for folder in run.args.checkpoint_dir if not is_node_local(folder))
+            how += f" with --resume_from_checkpoint {durable}"
         log.info("Stopped at step %d of %d on request; %s", at, run.total_steps, how)
     else:
         log.info("Finished: step %d of %d", at, run.total_steps)

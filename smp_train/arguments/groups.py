@@ -302,7 +302,7 @@ class CheckpointArguments:
 
     checkpoint_dir: list[str] = flag(
         ["checkpoints"],
-        "Folders checkpoints are written to, or s3://bucket/prefix",
+        "Folders checkpoints are written to, or s3://bucket/prefix; local:DIR is each node's own disk",
         shown="checkpoints; on SageMaker /opt/ml/checkpoints",
     )
     checkpoint_freq: list[int] = flag([1000], "Steps between checkpoints, per folder", unit="steps")

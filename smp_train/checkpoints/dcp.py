@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,10 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from smp_train.checkpoints.collective import exchange, group, here, one_line, rank
+from smp_train.checkpoints.collective import exchange, group, here, is_alone, one_line, rank
 from smp_train.checkpoints.record import FileRecord, checksum
 from smp_train.checkpoints.storage import wait_for
 from smp_train.errors import CheckpointError
@@ -274,7 +275,10 @@ def save_state(state: dict[str, Any], writer: Writer) -> None:
     """
     try:
         with _single_process_is_fine():
-            dcp.save(state, storage_writer=writer, process_group=group())
+            if is_alone():
+                _save_state_dict(state, storage_writer=writer, no_dist=True, planner=DefaultSavePlanner())
+            else:
+                dcp.save(state, storage_writer=writer, process_group=group())
     except CheckpointException as error:
         raise CheckpointError(one_line(error)) from error
 
@@ -288,7 +292,10 @@ def load_state(state: dict[str, Any], reader: Reader, label: str, ignored: Conta
     exchange(f"cannot load {label}", reader.preload)
     try:
         with _single_process_is_fine():
-            dcp.load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
+            if is_alone():
+                _load_state_dict(state, storage_reader=reader, planner=StrictLoadPlanner(ignored), no_dist=True)
+            else:
+                dcp.load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
         raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
 

@@ -109,7 +109,7 @@ def find(
     storage = open_storage(folder)
     for position, name in enumerate(candidates):
         try:
-            return _open_intact(storage, name, checksums)
+            return open_intact(storage, name, checksums)
         except Damaged as damage:
             if strict or single:
                 others = committed_names(storage, model_type) if single else candidates[position + 1 :]
@@ -209,7 +209,7 @@ def committed_names(storage: Storage, model_type: str | None) -> list[str]:
     return [name for _, name in sorted(found, reverse=True)]
 
 
-def _open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:
+def open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:
     """Open and verify one checkpoint. Collective. Raises `Damaged` on every rank when any finds it so."""
     label = os.path.join(storage.location, name)
     opened = on_main(f"cannot read {label}", lambda: _open(storage, name))

@@ -15,9 +15,10 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from smp_train.checkpoints.collective import exchange, here, on_group, on_main, rank
+from smp_train.checkpoints.collective import alone, exchange, here, on_group, on_main, rank
 from smp_train.checkpoints.finding import committed_names
 from smp_train.checkpoints.lock import Lock
+from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
 from smp_train.checkpoints.record import (
     META,
     Committed,
@@ -40,11 +41,12 @@ ABANDON_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint, and the seconds from asking for it until it was."""
+    """A committed checkpoint, and the seconds from asking for it until it was; ``durable`` unless a rank's own part."""
 
     step: int
     path: str
     seconds: float
+    durable: bool = True
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,14 @@ class CheckpointManager:
         self._rules: dict[str, list[Policy]] = {}
         self._storages: dict[str, Storage] = {}
         self._locks: dict[str, Lock] = {}
+        self._durable = [policy.folder for policy in policies if not is_node_local(policy.folder)]
+        self._node_local: set[str] = set()
         for policy in policies:
-            storage = open_storage(policy.folder)
+            if is_node_local(policy.folder):
+                storage = storage_of(policy.folder)
+                self._node_local.add(storage.location)
+            else:
+                storage = open_storage(policy.folder)
             self._storages[storage.location] = storage
             self._rules.setdefault(storage.location, []).append(policy)
 
@@ -133,7 +141,9 @@ class CheckpointManager:
 
     def check_shared(self) -> None:
         """Prove that every rank sees what rank 0 writes; else `CheckpointError` on every rank. Collective."""
-        for storage in self._storages.values():
+        for place, storage in self._storages.items():
+            if place in self._node_local:
+                continue
             what = f"cannot use checkpoint folder {storage.location}"
             probe = on_main(what, partial(_put_probe, storage))
             try:
@@ -152,11 +162,12 @@ class CheckpointManager:
 
         def acquire() -> None:
             for place, storage in self._storages.items():
-                lock = Lock(storage)
-                lock.acquire(force=force)
-                self._locks[place] = lock
+                if rank() == 0 or place in self._node_local:
+                    lock = Lock(storage)
+                    lock.acquire(force=force)
+                    self._locks[place] = lock
 
-        on_main("cannot start", acquire)
+        exchange("cannot start", acquire)
 
     def save(
         self, step: int, state: dict[str, Any], meta: dict[str, Any], *, force: bool = False
@@ -256,10 +267,21 @@ class CheckpointManager:
         self, place: str, step: int, state: dict[str, Any], meta: dict[str, Any], began: float
     ) -> Saved:
         storage, name = self._storages[place], folder_name(self.model_type, step)
-        self._save_into(storage, name, step, state, meta)
-        if rank() == 0:
-            self._retain(storage, self._rules[place], step)
-        return Saved(step, os.path.join(place, name), time.monotonic() - began)
+        durable = place not in self._node_local
+        if durable:
+            self._save_into(storage, name, step, state, meta)
+            if rank() == 0:
+                self._retain(storage, self._rules[place], step)
+        else:
+            mine = {**meta, META_KEY: layout(self._durable, meta.get("mesh"))}
+
+            def save_mine() -> None:
+                with alone():
+                    self._save_into(storage, name, step, local_part(state), mine)
+                    self._retain(storage, self._rules[place], step)
+
+            exchange("cannot save", save_mine)
+        return Saved(step, os.path.join(place, name), time.monotonic() - began, durable)
 
     def _save_into(
         self, storage: Storage, name: str, step: int, state: dict[str, Any], meta: dict[str, Any]
