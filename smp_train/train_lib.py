@@ -17,8 +17,8 @@ from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend
 from smp_train.checkpoints import Checkpoint, CheckpointManager, open_checkpoint, policies
-from smp_train.checkpoints.export import export, tokenizer_beside
-from smp_train.checkpoints.node_local import find_newest, is_node_local
+from smp_train.checkpoints.export import export, export_weights, tokenizer_beside
+from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Batch, TrainingData, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
@@ -158,6 +158,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
 
     found = look_for_checkpoint(args, spec.model_type, topology.mesh)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
+    if any(map(is_node_local, args.checkpoint_dir)):
+        check_saver(backend.saver)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     if found is not None:
@@ -274,7 +276,8 @@ def resume(run: Run) -> None:
     if found is None:
         log.info("Starting at step 0")
         return
-    run.backend.load_state(run.model, run.optimizer, found.load)
+    saver = run.backend.saver
+    run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     with runtime.together(f"resuming from {found.path}"):
         consumed = run.train_data.check_state(
             found.meta["data"], allow_data_change=run.args.allow_data_change
@@ -386,6 +389,8 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
     }
     log.info(batch_line(record))
     run.metrics.step(record)
+    if run.checkpoints.poll():
+        report_saves(run)
     if run.args.enable_memory_profiling:
         log.info(memory_report(run.backend.topology.device, f"step {progress.step}"))
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -444,7 +449,8 @@ def save(run: Run, *, force: bool) -> None:
     }
     report_saves(run)
     with run.throughput.pause():
-        run.checkpoints.save(progress.step, run.backend.state_dict(run.model, run.optimizer), meta, force=force)
+        state = run.backend.state_dict(run.model, run.optimizer)
+        run.checkpoints.save(progress.step, state, meta, force=force, saver=run.backend.saver)
         run.saved_step = progress.step
         if force or not run.checkpoints.asynchronous:
             report_saves(run)
@@ -491,11 +497,16 @@ def save_final_model(run: Run) -> None:
 def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     """Write the model of a checkpoint as a Hugging Face folder; collective.
 
-    Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own.
+    Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own. Where checkpoints have
+    other names, it writes what the backend gathers.
     """
+    weights = run.backend.full_weights(run.model)
     with runtime.together(f"writing the model to {folder}"):
         if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
             tokenizer = run.args.tokenizer or tokenizer_beside(run.spec.pretrained)
-            export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, replace=True)
+            if weights is None:
+                export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, replace=True)
+            else:
+                export_weights(weights, run.spec.config, folder, tokenizer=tokenizer, replace=True)
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

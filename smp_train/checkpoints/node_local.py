@@ -18,11 +18,12 @@ except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor
 
 from smp_train.checkpoints.collective import alone, exchange, rank, world_size
-from smp_train.checkpoints.finding import Checkpoint, committed_names, find, open_intact
+from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_names, find, open_intact
 from smp_train.checkpoints.record import parse_folder_name
+from smp_train.checkpoints.saver import Saver
 from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.storage import Storage, open_storage, place_of
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,12 @@ def local_part(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_saver(saver: Saver) -> None:
+    """Raise `ConfigError` where a backend has its own way of saving: it knows nothing of a rank's part alone."""
+    if saver != TORCHS:
+        raise ConfigError(f"--checkpoint_dir {PREFIX}DIR is not available on this backend; leave it out")
+
+
 def layout(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
     """Return what must be the same for a rank's part to be of use: who saves how, and for which durable folders."""
     return {"world_size": world_size(), "rank": rank(), "mesh": mesh, "durable": sorted(map(place_of, durable))}
@@ -58,12 +65,12 @@ def layout(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
 class NodeLocalCheckpoint(Checkpoint):
     """A checkpoint of which each rank has its own part."""
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` in place; it must be laid out as it was when it was saved. Collective."""
 
         def load_mine() -> None:
             with alone():
-                Checkpoint.load(self, local_part(state))
+                Checkpoint.load(self, local_part(state), saver)
 
         exchange(f"cannot load {self.path}", load_mine)
 

@@ -43,7 +43,7 @@ class Storage(Protocol):
         """Return the names of the folders that look like something, finished or not."""
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file under ``name``; empty where there is no such folder."""
+        """Return the size in bytes of each file under ``name``, by its path there; empty where there is no folder."""
 
     def has(self, name: str, file: str) -> bool:
         """Return whether ``file`` is there."""
@@ -53,6 +53,12 @@ class Storage(Protocol):
 
     def checksum(self, name: str, file: str) -> FileRecord:
         """Read a file as it is stored and return its record."""
+
+    def secure(self, name: str, file: str) -> FileRecord:
+        """Bring a file that another program wrote to stable storage, and return its record."""
+
+    def make(self, name: str) -> None:
+        """Make a folder within one that is staged."""
 
     def put(self, name: str, file: str, data: bytes) -> FileRecord:
         """Write a small file so that it is there entirely or not at all, on stable storage on return."""
@@ -171,10 +177,13 @@ class LocalStorage:
             return []
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file under ``name``; empty where there is no such folder."""
-        root = self.root / name
-        files = [Path(folder, file) for folder, _, names in os.walk(root) for file in names]
-        return {file.relative_to(root).as_posix(): file.stat().st_size for file in files}
+        """Return the size in bytes of each file under ``name``, by its path there; empty where there is no folder."""
+        top = self.root / name
+        return {
+            os.path.relpath(os.path.join(folder, file), top): os.path.getsize(os.path.join(folder, file))
+            for folder, _, files in os.walk(top)
+            for file in files
+        }
 
     def has(self, name: str, file: str) -> bool:
         """Return whether ``file`` is there."""
@@ -188,6 +197,16 @@ class LocalStorage:
         """Read a file as it is stored and return its record."""
         with (self.root / name / file).open("rb") as stream:
             return checksum(stream)
+
+    def secure(self, name: str, file: str) -> FileRecord:
+        """Bring a file that another program wrote to stable storage, and return its record."""
+        with (self.root / name / file).open("rb") as stream:
+            os.fsync(stream.fileno())
+            return checksum(stream)
+
+    def make(self, name: str) -> None:
+        """Make a folder within one that is staged."""
+        (self.root / name).mkdir(exist_ok=True)
 
     def put(self, name: str, file: str, data: bytes) -> FileRecord:
         """Write a small file so that it is there entirely or not at all, on stable storage on return."""
@@ -227,7 +246,8 @@ class LocalStorage:
         Between the two renames neither has the final name; the older one, still complete, then counts under
         its scratch name (see `interrupted`), so no moment exists at which a kill would lose both.
         """
-        _sync_folder(self.root / staged)
+        for folder, _, _ in os.walk(self.root / staged):
+            _sync_folder(Path(folder))
         final = self.root / name
         older = None
         if final.is_dir():
