@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -163,6 +164,7 @@ def soak(kills: int, *, s3: bool, seed: int, folder: Path, tell: Any = lambda li
         variables: dict[str, str] = {}
         place = str(folder / "checkpoints")
         if s3:
+            logging.getLogger("werkzeug").setLevel(logging.ERROR)
             variables = environment(stack.enter_context(serving()).url)
             os.environ.update(variables)
             from smp_train.checkpoints.storage_s3 import S3Storage
