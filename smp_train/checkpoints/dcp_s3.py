@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from smp_train.checkpoints.storage_s3 import S3Storage
 
 
+ABORT_SECONDS = 30.0
+"""What fails is told to the others without waiting longer for S3; the next run removes what is left."""
+
+
 class Pipe:
     """What one thread writes, another reads, in chunks of a fixed size; few of them are held."""
 
@@ -151,7 +155,7 @@ class Upload(io.RawIOBase):
     def abort(self, why: BaseException) -> None:
         """Give the object up: what has been uploaded of it is removed."""
         self._pipe.break_off(why)
-        self._thread.join()
+        self._thread.join(ABORT_SECONDS)
 
     def _is_there(self, size: int) -> bool:
         """Return whether the upload was complete though its last answer was lost: nobody else writes this key."""

@@ -96,7 +96,7 @@ class S3Storage:
 
     def entries(self, folder: str) -> dict[str, Entry]:
         """Return all objects below ``folder``, by their path there."""
-        start = self.key(folder) + "/"
+        start = f"{self.key(folder)}/".lstrip("/")
         found: dict[str, Entry] = {}
         for page in self._pages("list_objects_v2", Prefix=start):
             for each in page.get("Contents", ()):
