@@ -283,7 +283,8 @@ def resume(run: Run) -> None:
             found.meta["data"], allow_data_change=run.args.allow_data_change
         )
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
-    run.saved_step, run.saved_path = found.step, found.path
+    if found.durable:
+        run.saved_step, run.saved_path = found.step, found.path
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
 
@@ -293,6 +294,7 @@ def fit(run: Run) -> bool:
     args, progress = run.args, run.progress
     if progress.step >= run.total_steps:
         log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
+        save(run, force=True)  # if that is known to the nodes' own disks alone
         return False
     if run.runtime.is_main:
         run.folder.reopen()

@@ -53,6 +53,11 @@ class Checkpoint:
         self.check_names(saver.names)
         load_state(state, self.reader(saver.part), os.path.join(self.path, saver.part), load=saver.load)
 
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives a node."""
+        return True
+
     def check_names(self, names: str = HUGGING_FACE) -> None:
         """Raise `CheckpointError` where its parameters go by other names."""
         saved = self.meta.get("names", HUGGING_FACE)

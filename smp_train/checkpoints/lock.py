@@ -151,7 +151,9 @@ class Lock:
         return seen is not None and seen[0] == self._mine.to_bytes()
 
     def check(self) -> None:
-        """Raise `CheckpointError` where another job has taken the lock meanwhile."""
+        """Raise `CheckpointError` where another job has taken the lock meanwhile, or it was given back."""
+        if self._ended.is_set():
+            raise CheckpointError(f"checkpoint folder {self._storage.location} has been let go; nothing is committed")
         seen = self._storage.peek(LOCK)
         if seen is None:  # somebody has tidied up by hand
             if self._storage.swap(LOCK, None, self._mine.to_bytes()):

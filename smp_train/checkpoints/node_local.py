@@ -65,6 +65,11 @@ def layout(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
 class NodeLocalCheckpoint(Checkpoint):
     """A checkpoint of which each rank has its own part."""
 
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives a node."""
+        return False
+
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` in place; it must be laid out as it was when it was saved. Collective."""
 

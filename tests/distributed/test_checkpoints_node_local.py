@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from smp_train.checkpoints import CheckpointManager, Policy, gather_state
+from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
 from smp_train.checkpoints.node_local import find_newest
 from smp_train.errors import CheckpointError
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
@@ -128,3 +128,6 @@ def test_a_run_goes_on_from_its_nodes_disks(tmp_path: Path) -> None:
     assert ours == theirs
     (resumed,) = [record for record in records(folder) if record.get("event") == "resume"]
     assert (resumed["step"], "near" in resumed["checkpoint"]) == (4, True)
+    shutil.rmtree(far / "llama_v2-6steps")  # killed between the last save near and the last one far
+    run(train, 2, [*words, "--max_steps=6"])
+    assert find(far, strict=True).step == 6
