@@ -34,8 +34,10 @@ PART_BYTES = 16 << 20
 """Bytes of one request, up or down. A rank holds some twenty of them at most."""
 MOST_PARTS = 9000
 """S3 takes 10,000 parts of one object."""
-ATTEMPTS = 10
-"""Tries per request; S3 asks for patience (503) where many writers begin at once."""
+ATTEMPTS = 8
+"""Tries per request, over a minute or two; S3 asks for patience (503) where many writers begin at once."""
+STAMPED_TO_SECONDS = 2.0
+"""S3 tells times to the second."""
 WAIT_SECONDS = 0.2
 """Before the second try of a read that broke off; doubled before each further one."""
 READ_TIMEOUT_SECONDS = 60.0
@@ -292,14 +294,14 @@ class S3Storage:
         now = self._now()
         for name in names:
             for attempt, newest in self._unclaimed(name).items():
-                if (now - newest).total_seconds() >= idle:
+                if (now - newest).total_seconds() >= idle + STAMPED_TO_SECONDS:
                     self._remove(attempt)
                     done.append(f"removed {attempt}, left by an interrupted save or deletion")
         for page in self._pages("list_multipart_uploads", Prefix=self.key() + "/" if self.prefix else ""):
             for upload in page.get("Uploads", ()):
                 name = upload["Key"][len(self.key()) :].lstrip("/").partition("/")[0]
                 begun = (now - upload["Initiated"]).total_seconds()
-                if parse_folder_name(name) is not None and begun >= idle:
+                if parse_folder_name(name) is not None and begun >= idle + STAMPED_TO_SECONDS:
                     self.ask("abort_multipart_upload", key=upload["Key"], UploadId=upload["UploadId"])
                     done.append(f"gave up the unfinished upload of {upload['Key']}")
         return done
@@ -400,7 +402,7 @@ class S3Storage:
 @lru_cache
 def _client(process: int, endpoint: str | None, read_timeout: float) -> Any:
     """Return the one client of a process, which all of its threads share, its connections with it."""
-    return s3.connect(attempts=ATTEMPTS, connections=4 * AT_ONCE, read_timeout=read_timeout)
+    return s3.connect(attempts=ATTEMPTS, connections=4 * AT_ONCE, read_timeout=read_timeout, retries="legacy")
 
 
 def _root_of(data: bytes) -> str | None:

@@ -27,8 +27,12 @@ def split(location: str, kind: type[SmpTrainError] = ConfigError) -> tuple[str, 
     return bucket, key
 
 
-def connect(*, attempts: int, connections: int, read_timeout: float) -> Any:
-    """Return a client that tries every request ``attempts`` times. It must not be shared over a fork."""
+def connect(*, attempts: int, connections: int, read_timeout: float, retries: str = "standard") -> Any:
+    """Return a client that tries every request ``attempts`` times. It must not be shared over a fork.
+
+    ``retries`` is botocore's mode: ``standard`` gives up early where many requests of the client fail at once,
+    ``legacy`` does not.
+    """
     try:
         import boto3
         import botocore.session
@@ -47,7 +51,7 @@ def connect(*, attempts: int, connections: int, read_timeout: float) -> Any:
                 max_pool_connections=connections,
                 connect_timeout=10,
                 read_timeout=read_timeout,
-                retries={"mode": "standard", "total_max_attempts": attempts},
+                retries={"mode": retries, "total_max_attempts": attempts},
             ),
         )
     except (BotoCoreError, ValueError) as error:
