@@ -304,6 +304,16 @@ def load_state(
         raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
 
 
+def save_alone(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:
+    """Write a tree that this rank holds whole; no collective. `dcp.save` of torch 2.5 cannot do without."""
+    _save_state_dict(state, storage_writer, no_dist=True)
+
+
+def load_alone(state: dict[str, Any], *, storage_reader: StorageReader, planner: Any = None) -> None:
+    """Fill ``state`` from a tree that this rank holds whole; no collective."""
+    _load_state_dict(state, storage_reader, planner=planner, no_dist=True)
+
+
 def saved_entries(reader: Reader) -> Mapping[str, Any]:
     """Return the metadata of every entry of a checkpoint by its flat name. Raises `CheckpointError`. Not collective."""
     reader.preload()
