@@ -16,8 +16,9 @@ import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend
-from smp_train.checkpoints import Checkpoint, CheckpointManager, find, open_checkpoint, policies
+from smp_train.checkpoints import Checkpoint, CheckpointManager, open_checkpoint, policies
 from smp_train.checkpoints.export import export, export_weights, tokenizer_beside
+from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Batch, Dealing, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
@@ -83,6 +84,7 @@ class Run:
         if self.audit is not None:
             self.audit.close()
         self.stop.close()
+        self.checkpoints.close()
         runtime.stop()
 
 
@@ -138,6 +140,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
     checkpoints.check_shared()
+    if not args.evaluate_only:
+        checkpoints.lock(force=args.break_checkpoint_lock)
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
@@ -152,8 +156,10 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     )
     total_steps = count_steps(args, train_data)
 
-    found = look_for_checkpoint(args)
+    found = look_for_checkpoint(args, spec.model_type, topology.mesh)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
+    if any(map(is_node_local, args.checkpoint_dir)):
+        check_saver(backend.saver)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     if found is not None:
@@ -222,12 +228,12 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     return run
 
 
-def look_for_checkpoint(args: Arguments) -> Checkpoint | None:
+def look_for_checkpoint(args: Arguments, model_type: str, mesh: dict[str, int]) -> Checkpoint | None:
     """Return the newest committed checkpoint, if the run asks for one and there is one; collective."""
     location = args.resume_from_checkpoint
     if location is None:
         return None
-    found = find(location, strict=args.strict_resume)
+    found = find_newest(location, args.checkpoint_dir, model_type=model_type, mesh=mesh, strict=args.strict_resume)
     if found is None:
         log.info("No committed checkpoint in %s yet", location)
     return found
@@ -278,7 +284,8 @@ def resume(run: Run) -> None:
             found.meta["data"], allow_data_change=run.args.allow_data_change
         )
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
-    run.saved_step, run.saved_path = found.step, found.path
+    if found.durable:
+        run.saved_step, run.saved_path = found.step, found.path
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
 
@@ -288,6 +295,7 @@ def fit(run: Run) -> bool:
     args, progress = run.args, run.progress
     if progress.step >= run.total_steps:
         log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
+        save(run, force=True)  # if that is known to the nodes' own disks alone
         return False
     if run.runtime.is_main:
         run.folder.reopen()
@@ -454,9 +462,12 @@ def save(run: Run, *, force: bool) -> None:
 def report_saves(run: Run) -> None:
     """Wait for the save that is being written, if there is one, and tell what has been committed; collective."""
     for saved in run.checkpoints.finish():
-        run.saved_path = saved.path
+        if saved.durable:
+            run.saved_path = saved.path
         log.info("Saved %s in %.1f s", saved.path, saved.seconds)
         run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
+        if saved.durable and run.args.checkpoint_type == "full":
+            write_model(run, saved.path, os.path.join(saved.path, "hf"))
 
 
 def finish(run: Run, *, stopped: bool) -> None:
@@ -473,27 +484,32 @@ def finish(run: Run, *, stopped: bool) -> None:
     if stopped:
         how = "run the same command again to go on"
         if run.args.resume_from_checkpoint is None:
-            how += f" with --resume_from_checkpoint {run.args.checkpoint_dir[0]}"
+            durable = next(folder for folder in run.args.checkpoint_dir if not is_node_local(folder))
+            how += f" with --resume_from_checkpoint {durable}"
         log.info("Stopped at step %d of %d on request; %s", at, run.total_steps, how)
     else:
         log.info("Finished: step %d of %d", at, run.total_steps)
 
 
 def save_final_model(run: Run) -> None:
-    """Write the model of the last checkpoint, which is the final one, as Hugging Face has it; collective.
+    """Write the model of the last checkpoint, which is the final one, as Hugging Face has it; collective."""
+    assert run.args.model_dir is not None, "checked by arguments.validate"
+    write_model(run, run.saved_path, run.args.model_dir)
+
+
+def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder; collective.
 
     Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own. Where checkpoints have
     other names, it writes what the backend gathers.
     """
-    model_dir, args = run.args.model_dir, run.args
-    assert model_dir is not None, "checked by arguments.validate"
     weights = run.backend.full_weights(run.model)
-    with runtime.together("writing the final model"):
-        if run.runtime.is_main and run.saved_path is not None:
+    with runtime.together(f"writing the model to {folder}"):
+        if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
-            tokenizer = args.tokenizer or tokenizer_beside(run.spec.pretrained)
+            tokenizer = run.args.tokenizer or tokenizer_beside(run.spec.pretrained)
             if weights is None:
-                export(open_checkpoint(run.saved_path), model_dir, tokenizer=tokenizer, replace=True)
+                export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, replace=True)
             else:
-                export_weights(weights, run.spec.config, model_dir, tokenizer=tokenizer, replace=True)
-            log.info("Wrote the final model to %s in %.1f s", model_dir, time.perf_counter() - began)
+                export_weights(weights, run.spec.config, folder, tokenizer=tokenizer, replace=True)
+            log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import socket
 import struct
 import threading
@@ -24,6 +25,9 @@ class Proxy(ThreadingHTTPServer):
     Faults are taken from ``faults[key]`` one per GET: ``short`` and ``reset`` send half a body, ``stall`` half and then
     nothing; a function is called before the request is handed on; any other is an S3 error code. Listings are the key
     ``?list``. ``delay`` seconds pass before each answer.
+
+    ``on_request`` is asked for each request, of every method, with (method, path and query); what it returns is the
+    fault: one of those above, ``lost`` (done, but the connection is reset before the answer) or ``cut`` (not done).
     """
 
     daemon_threads = True
@@ -35,6 +39,7 @@ class Proxy(ThreadingHTTPServer):
         self.delay = 0.0
         self.rate = 0.0
         self.gets: list[tuple[str, str | None]] = []
+        self.on_request: Callable[[str, str], str | None] = lambda method, path: None
         self.released = threading.Event()
 
     @property
@@ -44,6 +49,7 @@ class Proxy(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body go in two writes: the second would wait for an answer
     server: Proxy
 
     def log_message(self, *args: Any) -> None:
@@ -63,6 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.gets.append((key, self.headers.get("Range")))
             with contextlib.suppress(IndexError):
                 fault = self.server.faults[key].popleft()
+        fault = fault or self.server.on_request(self.command, self.path)
         if self.server.delay:
             time.sleep(self.server.delay)
         if callable(fault):
@@ -71,12 +78,23 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in STATUS:
             self.reply(STATUS[fault], [("x-amz-bucket-region", "eu-west-3")], XML.format(code=fault).encode())
             return
+        if fault == "cut":
+            self.reset()
+            return
         connection = http.client.HTTPConnection(self.server.behind.hostname, self.server.behind.port)
         connection.request(self.command, self.path, body, dict(self.headers))
         response = connection.getresponse()
         content = response.read()
         connection.close()
+        if fault == "lost":
+            self.reset()
+            return
         self.reply(response.status, response.getheaders(), content, fault)
+
+    def reset(self) -> None:
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
 
     def reply(self, status: int, headers: list[tuple[str, str]], content: bytes, fault: str | None = None) -> None:
         self.send_response_only(status)
@@ -102,8 +120,19 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "stall":
             self.server.released.wait(60)
         elif fault == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.connection.close()
+            self.reset()
+
+
+def environment(url: str) -> dict[str, str]:
+    """Return the AWS variables of a process that is to use the server at ``url``."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from typing import Any
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint_type": (
-        ("sharded", "async_sharded"),
-        "it is SMP's; sharded and async_sharded checkpoints load on any mesh",
+        ("sharded", "async_sharded", "full"),
+        "it is SMP's; sharded, async_sharded and full checkpoints load on any mesh",
     ),
     "data_type": (("gpt",), "only decoder-only models are trained"),
     "prompt": ((None,), "generating text is not available in this version; leave it out"),
@@ -41,9 +41,8 @@ REFUSED_NATIVELY: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Flags that name a place, which may not be in S3 yet.
 LOCATIONS = (
-    "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
-    "data_cache_dir", "hf_pretrained_model_name_or_dir", "pretrained_model_name", "pretrained_checkpoint_file",
-    "finetune_checkpoint_load_dir", "model_dir",
+    "run_dir", "tensorboard_dir", "data_cache_dir", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
+    "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "model_dir",
 )  # fmt: skip
 LOCATION_PREFIXES = ("s3://",)
 LOCATION_REASON = "places in S3 are not available in this version; use a folder"

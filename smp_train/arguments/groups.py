@@ -309,22 +309,26 @@ class CheckpointArguments:
 
     checkpoint_dir: list[str] = flag(
         ["checkpoints"],
-        "Folders checkpoints are written to",
+        "Folders checkpoints are written to, or s3://bucket/prefix; local:DIR is each node's own disk",
         shown="checkpoints; on SageMaker /opt/ml/checkpoints",
     )
     checkpoint_freq: list[int] = flag([1000], "Steps between checkpoints, per folder", unit="steps")
     num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints kept, per folder")
     checkpoint_type: str = flag(
-        "sharded",
-        "How checkpoints are written: while training waits, or (async_sharded) in the background, from a copy in host "
-        "memory; the files are the same",
-        choices=("sharded", "local", "use_pg_with_util", "async_sharded", "async_local"),
+        "async_sharded",
+        "How checkpoints are written: in the background from a copy in host memory (where there is no room for one, as "
+        "sharded), while training waits (sharded), or so and with the model in Hugging Face format in hf/ beside it "
+        "(full). All resume",
+        choices=("sharded", "full", "local", "use_pg_with_util", "async_sharded", "async_local"),
     )
     resume_from_checkpoint: str | None = flag(
-        None, "A checkpoint, or a folder of them of which the newest complete one is taken"
+        None, "A checkpoint, or a folder or s3:// prefix of them of which the newest complete one is taken"
     )
     strict_resume: bool = flag(
         False, "Stop when the newest checkpoint is damaged, rather than set it aside and take the next older one"
+    )
+    break_checkpoint_lock: bool = flag(
+        False, "Write to the checkpoint folders though another job seems to be doing so; that one then saves no more"
     )
     save_final_model: bool = flag(False, "Write the model in Hugging Face format at the end")
     model_dir: str | None = flag(None, "Folder the final model is written to", shown="SM_MODEL_DIR")

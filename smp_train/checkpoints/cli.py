@@ -12,10 +12,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
-from smp_train.checkpoints.finding import Checkpoint, committed_names, is_checkpoint_folder, open_checkpoint
+from smp_train.checkpoints.finding import (
+    Checkpoint,
+    committed_names,
+    is_checkpoint_folder,
+    is_one_checkpoint,
+    open_checkpoint,
+)
 from smp_train.checkpoints.manager import CheckpointManager, Policy
-from smp_train.checkpoints.record import COMMITTED, META, parse_folder_name
-from smp_train.checkpoints.storage import Storage, open_storage
+from smp_train.checkpoints.record import COMMITTED, parse_folder_name
+from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
 
 ABANDONED_SECONDS = 3600.0
@@ -74,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
 def ls(options: argparse.Namespace) -> int:
     """Print one line per checkpoint, finished or not, oldest step first."""
     storage = _folder(options.source)
+    damaged = storage.damaged()
     rows = []
     for name in storage.names():
         sizes = storage.sizes(name)
@@ -82,7 +89,7 @@ def ls(options: argparse.Namespace) -> int:
         if parsed is None and not name.endswith((".staging", ".deleting", ".replaced")):
             continue
         state = "committed" if committed else "incomplete"
-        state = "damaged" if ".damaged" in name else state
+        state = "damaged" if name in damaged and not committed else state
         rows.append((parsed[1] if parsed else -1, name, state, in_bytes(sum(sizes.values())), len(sizes)))
     width = max((len(row[1]) for row in rows), default=0)
     for _, name, state, size, files in sorted(rows):
@@ -96,10 +103,11 @@ def show(options: argparse.Namespace) -> int:
     """Print what a checkpoint says of itself, and how many tensors of which kind it holds."""
     from smp_train.checkpoints.dcp import DCP_METADATA, plain_values, saved_entries
 
-    path = Path(options.source).expanduser()
-    if not is_checkpoint_folder(path) and (path / DCP_METADATA).is_file():  # another program's
-        reader = open_storage(path.parent).reader(path.name)
-        facts: dict[str, Any] = {"path": str(path), "format": "DCP tree of another program"}
+    place = place_of(options.source)
+    folder, name = parent_of(place)
+    if not is_checkpoint_folder(place) and open_storage(folder).has(name, DCP_METADATA):  # another program's
+        reader = open_storage(folder).reader(name)
+        facts: dict[str, Any] = {"path": place, "format": "DCP tree of another program"}
         facts |= plain_values(reader)
     else:
         found = newest(options.source)
@@ -121,12 +129,15 @@ def show(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Recompute all checksums; `CheckpointError` names what is damaged."""
-    path = Path(options.source).expanduser()
-    single = (path / COMMITTED).exists() or (path / META).exists()
-    storage = _folder(str(path.parent if single else path))
-    names = [path.name] if single else committed_names(storage, None)
+    place = place_of(options.source)
+    if is_one_checkpoint(place, other_programs=False):
+        folder, name = parent_of(place)
+        storage, names = open_storage(folder), [name]
+    else:
+        storage = _folder(place)
+        names = committed_names(storage, None)
     if not names:
-        raise CheckpointError(f"{path} holds no committed checkpoint")
+        raise CheckpointError(f"{place} holds no committed checkpoint")
     damaged = []
     for name in names:
         try:
@@ -220,7 +231,7 @@ def prune(options: argparse.Namespace) -> int:
         raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
     storage = _folder(options.source)
     if not options.dry_run:
-        for done in storage.sweep(time.time() - ABANDONED_SECONDS):
+        for done in storage.sweep(ABANDONED_SECONDS):
             print(done)
     kept: dict[str, int] = {}
     for name in committed_names(storage, None):
@@ -237,10 +248,10 @@ def prune(options: argparse.Namespace) -> int:
 
 def newest(location: str) -> Checkpoint:
     """Return the checkpoint at ``location``, or the newest committed one of the folder; else `CheckpointError`."""
-    path = Path(location).expanduser()
-    if (path / COMMITTED).exists() or (path / META).exists():
-        return open_checkpoint(path)
-    storage = _folder(location)
+    place = place_of(location)
+    if is_one_checkpoint(place, other_programs=False):
+        return open_checkpoint(place)
+    storage = _folder(place)
     names = committed_names(storage, None)
     if not names:
         raise CheckpointError(f"{location} holds no committed checkpoint")
@@ -248,10 +259,10 @@ def newest(location: str) -> Checkpoint:
 
 
 def _folder(location: str) -> Storage:
-    storage = open_storage(location)
-    if not os.path.isdir(storage.location):
-        raise CheckpointError(f"{location} does not exist; give a folder of checkpoints")
-    return storage
+    problem = absent(place_of(location))
+    if problem is not None:
+        raise CheckpointError(f"{location} {problem}; give a folder of checkpoints")
+    return open_storage(location)
 
 
 def in_bytes(number: float) -> str:

@@ -27,6 +27,21 @@ def on_group(group: Any) -> Iterator[None]:
         _thread.group = None
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this thread be the only rank of a world of one, for what each rank does by itself."""
+    _thread.alone = True
+    try:
+        yield
+    finally:
+        _thread.alone = False
+
+
+def is_alone() -> bool:
+    """Return whether there is nobody to exchange with."""
+    return getattr(_thread, "alone", False) or not dist.is_initialized()
+
+
 def group() -> Any:
     """Return the group of this thread's exchanges; None is the default one."""
     return getattr(_thread, "group", None)
@@ -34,12 +49,12 @@ def group() -> Any:
 
 def rank() -> int:
     """Return the rank in the default group; 0 where there is none."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return 0 if is_alone() else dist.get_rank()
 
 
 def world_size() -> int:
     """Return the size of the default group; 1 where there is none."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return 1 if is_alone() else dist.get_world_size()
 
 
 def one_line(error: BaseException) -> str:
@@ -76,7 +91,7 @@ def exchange(what: str, work: Callable[[], T]) -> list[T]:
         failure = error
     said = None if failure is None else here(one_line(failure))
     told: list[Any] = [(said, value)]
-    if dist.is_initialized():
+    if not is_alone():
         told = [None] * dist.get_world_size()
         dist.all_gather_object(told, (said, value), group=group())
     failures = [message for message, _ in told if message is not None]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from smp_train.checkpoints.collective import exchange, group, here, one_line, rank
+from smp_train.checkpoints.collective import exchange, group, here, is_alone, one_line, rank
 from smp_train.checkpoints.record import FileRecord, checksum
 from smp_train.checkpoints.saver import METADATA
 from smp_train.checkpoints.storage import wait_for
@@ -121,12 +121,14 @@ class LocalReader(FileSystemReader, Reader):
 
     def preload(self) -> None:
         """Read the metadata. Raises `CheckpointError`."""
-        path = Path(self.path) / DCP_METADATA
         try:
-            with path.open("rb") as stream:
-                self._metadata = _MetadataUnpickler(stream).load()
+            self._metadata = _MetadataUnpickler(io.BytesIO(self.metadata_bytes())).load()
         except Exception as error:
-            raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from error
+            raise CheckpointError(f"{self.path}/{DCP_METADATA} cannot be read: {one_line(error)}") from error
+
+    def metadata_bytes(self) -> bytes:
+        """Return the index as it is stored."""
+        return (Path(self.path) / DCP_METADATA).read_bytes()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata read ahead."""
@@ -269,10 +271,12 @@ def save_state(state: dict[str, Any], writer: Writer, save: Callable[..., None] 
     """
     try:
         with _single_process_is_fine():
-            if save is None:
-                dcp.save(state, storage_writer=writer, process_group=group())
-            else:
+            if save is not None:
                 save(state, storage_writer=writer)
+            elif is_alone():
+                _save_state_dict(state, storage_writer=writer, no_dist=True, planner=DefaultSavePlanner())
+            else:
+                dcp.save(state, storage_writer=writer, process_group=group())
     except CheckpointException as error:
         raise CheckpointError(one_line(error)) from error
 
@@ -292,7 +296,10 @@ def load_state(
     exchange(f"cannot load {label}", reader.preload)
     try:
         with _single_process_is_fine():
-            (load or dcp.load)(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
+            if load is None and is_alone():
+                _load_state_dict(state, storage_reader=reader, planner=StrictLoadPlanner(ignored), no_dist=True)
+            else:
+                (load or dcp.load)(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
         raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
 

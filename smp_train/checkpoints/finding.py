@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import posixpath
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
 from smp_train.checkpoints.record import COMMITTED, META, Committed, parse_folder_name
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
-from smp_train.checkpoints.storage import Storage, interrupted, open_storage
+from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError
+from smp_train.runtime.s3 import is_s3
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp import Reader
@@ -51,6 +53,11 @@ class Checkpoint:
         self.check_names(saver.names)
         load_state(state, self.reader(saver.part), os.path.join(self.path, saver.part), load=saver.load)
 
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives a node."""
+        return True
+
     def check_names(self, names: str = HUGGING_FACE) -> None:
         """Raise `CheckpointError` where its parameters go by other names."""
         saved = self.meta.get("names", HUGGING_FACE)
@@ -65,7 +72,11 @@ class Checkpoint:
 
     def reader(self, part: str = "") -> Reader:
         """Return the reader of its tensors, those in the sub-folder ``part``."""
-        return self._storage.reader(os.path.join(self._name, part) if part else self._name)
+        return self._storage.reader(posixpath.join(self._folder, part))
+
+    @property
+    def _folder(self) -> str:
+        return posixpath.join(self._name, self.committed.root)
 
     def verify(self, rank: int = 0, world: int = 1) -> list[str]:
         """Recompute the checksums of this rank's share of the files; one line per difference. No collective.
@@ -77,7 +88,7 @@ class Checkpoint:
         largest_first = sorted(self.committed.files.items(), key=lambda item: (-item[1].size, item[0]))
         for name, record in largest_first[rank::world]:
             try:
-                found = self._storage.checksum(self._name, name)
+                found = self._storage.checksum(self._folder, name)
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise CheckpointError(
@@ -111,16 +122,15 @@ def find(
     the one checkpoint asked for is not committed or is damaged; every committed one is damaged (starting
     afresh would hide the loss). Raises `ConfigError` for a location of a kind that is not supported.
     """
-    text = os.fspath(location)
-    open_storage(text)
-    names = on_main("cannot resume", lambda: _candidates(text, missing_ok, model_type))
+    place = place_of(location)
+    names = on_main("cannot resume", lambda: _candidates(place, missing_ok, model_type))
     if names is None:
         return None
     folder, candidates, single = names
     storage = open_storage(folder)
     for position, name in enumerate(candidates):
         try:
-            return _open_intact(storage, name, checksums)
+            return open_intact(storage, name, checksums)
         except Damaged as damage:
             if strict or single:
                 others = committed_names(storage, model_type) if single else candidates[position + 1 :]
@@ -139,61 +149,69 @@ def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
 
     Raises `CheckpointError` where it is not committed, or not what was committed.
     """
-    path = Path(os.path.abspath(os.path.expanduser(os.fspath(location))))
-    storage = open_storage(path.parent)
-    if not storage.has(path.name, COMMITTED):
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {COMMITTED} file")
-    opened = _open(storage, path.name)
+    place = place_of(location)
+    folder, name = parent_of(place)
+    storage = open_storage(folder)
+    if not name or not storage.has(name, COMMITTED):
+        raise CheckpointError(f"{place} is not a complete checkpoint: it has no {COMMITTED} file")
+    opened = _open(storage, name)
     if isinstance(opened, str):
-        raise Damaged(f"checkpoint {path} is damaged: {opened}")
+        raise Damaged(f"checkpoint {place} is damaged: {opened}")
     committed, meta = opened
-    return Checkpoint(str(path), committed.step, meta, committed, storage, path.name)
+    return Checkpoint(place, committed.step, meta, committed, storage, name)
 
 
-def _candidates(text: str, missing_ok: bool, model_type: str | None) -> tuple[str, list[str], bool] | None:
+def _candidates(place: str, missing_ok: bool, model_type: str | None) -> tuple[str, list[str], bool] | None:
     """Return (folder, names newest first, whether one checkpoint was asked for), or None for nothing."""
-    path = Path(os.path.abspath(os.path.expanduser(text)))
-    if not path.exists():
-        if missing_ok:
+    problem = absent(place)
+    if problem is not None:
+        if missing_ok and problem == "does not exist":
             return None
-        raise CheckpointError(f"{path} does not exist; give a folder of checkpoints or one checkpoint")
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; give a folder of checkpoints or one checkpoint")
-    storage = open_storage(str(path.parent))
-    if _is_one_checkpoint(path, storage):
-        if not storage.has(path.name, COMMITTED):
+        raise CheckpointError(f"{place} {problem}; give a folder of checkpoints or one checkpoint")
+    if is_one_checkpoint(place):
+        folder, name = parent_of(place)
+        storage = open_storage(folder)
+        if not storage.has(name, COMMITTED):
             others = committed_names(storage, None)
             raise CheckpointError(
-                f"{path} is not a complete checkpoint: it has no {COMMITTED} file, so saving it was cut short"
-                f"{_others(others, str(path.parent))}"
+                f"{place} is not a complete checkpoint: it has no {COMMITTED} file, so saving it was cut short"
+                f"{_others(others, folder)}"
             )
-        return str(path.parent), [path.name], True
-    storage = open_storage(str(path))
+        return folder, [name], True
+    storage = open_storage(place)
     names = committed_names(storage, model_type)
     if not names:
-        damaged = [name for name in storage.names() if ".damaged" in name]
+        damaged = storage.damaged()
         if damaged:
             raise CheckpointError(
-                f"{path} holds only damaged checkpoints ({damaged[-1]}); "
+                f"{place} holds only damaged checkpoints ({damaged[-1]}); "
                 "to start afresh, give another --checkpoint_dir or move them away"
             )
-    return str(path), names, False
+    return place, names, False
 
 
-def is_checkpoint_folder(path: Path) -> bool:
-    """Return whether ``path`` is a checkpoint of this program, finished or not, or a folder with such in it."""
-    if not path.is_dir():
+def is_checkpoint_folder(location: str | os.PathLike[str]) -> bool:
+    """Return whether there is a checkpoint of this program, finished or not, or a folder with such in it."""
+    place = place_of(location)
+    if absent(place) is not None:
         return False
-    files = open_storage(path.parent).sizes(path.name)
-    return COMMITTED in files or META in files or any(map(parse_folder_name, open_storage(path).names()))
+    return is_one_checkpoint(place, other_programs=False) or any(map(parse_folder_name, open_storage(place).names()))
 
 
-def _is_one_checkpoint(path: Path, storage: Storage) -> bool:
-    files = storage.sizes(path.name)
-    if COMMITTED in files or META in files or any(name.endswith(".distcp") and "/" not in name for name in files):
+def is_one_checkpoint(place: str, other_programs: bool = True) -> bool:
+    """Return whether ``place``, in normal form, is one checkpoint, finished or not, rather than a folder of them."""
+    folder, name = parent_of(place)
+    if not name:
+        return False
+    storage = open_storage(folder)
+    if storage.has(name, COMMITTED) or storage.has(name, META):
         return True
-    named_so = parse_folder_name(path.name.removesuffix(".damaged")) is not None
-    return named_so and not any(parse_folder_name(name) for name in open_storage(str(path)).names())
+    if not other_programs:
+        return False
+    if not is_s3(place) and any(Path(place).glob("*.distcp")):
+        return True
+    named_so = parse_folder_name(name.removesuffix(".damaged")) is not None
+    return named_so and not any(parse_folder_name(name) for name in open_storage(place).names())
 
 
 def committed_names(storage: Storage, model_type: str | None) -> list[str]:
@@ -212,7 +230,7 @@ def committed_names(storage: Storage, model_type: str | None) -> list[str]:
     return [name for _, name in sorted(found, reverse=True)]
 
 
-def _open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:
+def open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:
     """Open and verify one checkpoint. Collective. Raises `Damaged` on every rank when any finds it so."""
     label = os.path.join(storage.location, name)
     opened = on_main(f"cannot read {label}", lambda: _open(storage, name))
@@ -234,11 +252,12 @@ def _open(storage: Storage, name: str) -> tuple[Committed, dict[str, Any]] | str
         committed = Committed.from_bytes(storage.read(name, COMMITTED))
     except ValueError as error:
         return str(error)
-    problems = committed.size_problems(storage.sizes(name))
+    folder = posixpath.join(name, committed.root)
+    problems = committed.size_problems(storage.sizes(folder))
     if problems:
         return _first(problems)
     try:
-        return committed, json.loads(storage.read(name, META))
+        return committed, json.loads(storage.read(folder, META))
     except ValueError as error:
         return f"{META} is not readable: {error}"
 
@@ -246,8 +265,9 @@ def _open(storage: Storage, name: str) -> tuple[Committed, dict[str, Any]] | str
 def _set_aside(storage: Storage, name: str, why: str) -> None:
     try:
         kept = storage.set_aside(name)
-    except OSError as error:
-        logger.warning("%s; not renamed (%s), trying the next older one", why, error.strerror or error)
+    except (OSError, CheckpointError) as error:
+        reason = getattr(error, "strerror", None) or error
+        logger.warning("%s; not renamed (%s), trying the next older one", why, reason)
     else:
         logger.warning("%s; kept as %s, trying the next older one", why, kept)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -15,10 +16,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
-from smp_train.checkpoints.collective import exchange, here, on_group, on_main, rank
-from smp_train.checkpoints.finding import committed_names
+from smp_train.checkpoints.collective import alone, exchange, here, on_group, on_main, rank
+from smp_train.checkpoints.finding import TORCHS, committed_names
+from smp_train.checkpoints.lock import Lock
+from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
 from smp_train.checkpoints.record import (
-    COMMITTED,
     META,
     Committed,
     FileRecord,
@@ -26,7 +28,7 @@ from smp_train.checkpoints.record import (
     parse_folder_name,
 )
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
-from smp_train.checkpoints.storage import Storage, open_storage, wait_for
+from smp_train.checkpoints.storage import LocalStorage, Storage, open_storage, wait_for
 from smp_train.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -37,16 +39,16 @@ logger = logging.getLogger(__name__)
 GROUP_TIMEOUT = timedelta(hours=2)
 """Ranks of a background save wait for the slowest disk among them."""
 ABANDON_SECONDS = 10.0
-TORCHS = Saver()
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint, and the seconds from asking for it until it was."""
+    """A committed checkpoint, and the seconds from asking for it until it was; ``durable`` unless a rank's own part."""
 
     step: int
     path: str
     seconds: float
+    durable: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Attempt:
             yield
         except BaseException:
             if rank() == 0:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, CheckpointError):
                     self.storage.delete(self.staged)
             raise
 
@@ -170,12 +172,19 @@ class CheckpointManager:
         self._group: Any = None
         self._pending: Background | Elsewhere | None = None
         self._saved: list[Saved] = []
-        self._started = time.time()
+        self._started = time.monotonic()
         self._swept: set[str] = set()
         self._rules: dict[str, list[Policy]] = {}
         self._storages: dict[str, Storage] = {}
+        self._locks: dict[str, Lock] = {}
+        self._durable = [policy.folder for policy in policies if not is_node_local(policy.folder)]
+        self._node_local: set[str] = set()
         for policy in policies:
-            storage = open_storage(policy.folder)
+            if is_node_local(policy.folder):
+                storage = storage_of(policy.folder)
+                self._node_local.add(storage.location)
+            else:
+                storage = open_storage(policy.folder)
             self._storages[storage.location] = storage
             self._rules.setdefault(storage.location, []).append(policy)
 
@@ -190,15 +199,33 @@ class CheckpointManager:
 
     def check_shared(self) -> None:
         """Prove that every rank sees what rank 0 writes; else `CheckpointError` on every rank. Collective."""
-        for storage in self._storages.values():
+        for place, storage in self._storages.items():
+            if place in self._node_local:
+                continue
             what = f"cannot use checkpoint folder {storage.location}"
             probe = on_main(what, partial(_put_probe, storage))
             try:
                 exchange(what, partial(_see_probe, storage, probe))
             finally:
                 if rank() == 0:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError, CheckpointError):
                         storage.delete(probe)
+
+    def lock(self, *, force: bool = False) -> None:
+        """Keep other jobs from writing to the folders until `close`; collective.
+
+        Raises `CheckpointError` on every rank where another job holds one, unless ``force`` takes it away; that job
+        then commits nothing any more.
+        """
+
+        def acquire() -> None:
+            for place, storage in self._storages.items():
+                if rank() == 0 or place in self._node_local:
+                    lock = Lock(storage)
+                    lock.acquire(force=force)
+                    self._locks[place] = lock
+
+        exchange("cannot start", acquire)
 
     def save(
         self,
@@ -227,7 +254,8 @@ class CheckpointManager:
         meta = {**json.loads(text), "step": step}
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
-        if self.asynchronous and saver.begin is not None:
+        in_folders = all(isinstance(self._storages[place], LocalStorage) for place in due)
+        if self.asynchronous and saver.begin is not None and in_folders:
             for place in due:
                 self._end_pending()
                 self._pending = self._begin_with(saver, place, state, meta, began)
@@ -266,9 +294,11 @@ class CheckpointManager:
         return saved
 
     def close(self) -> None:
-        """Give a save that is under way a few seconds; to be asked when the run fails. Not collective."""
+        """Let the folders go; a save that is under way, as the run failed, is given a few seconds. Not collective."""
         if self._pending is not None:
             self._pending.abandon(ABANDON_SECONDS)
+        for lock in self._locks.values():
+            lock.release()
 
     def _end_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -313,6 +343,20 @@ class CheckpointManager:
         self._pending = Background(complete, in_background)
 
     def _save_to(
+        self, place: str, state: dict[str, Any], meta: dict[str, Any], began: float, saver: Saver
+    ) -> Saved:
+        """Write and commit into one place; collective."""
+        if place not in self._node_local:
+            return self._save_alike(place, state, meta, began, saver)
+        mine = {**meta, META_KEY: layout(self._durable, meta.get("mesh"))}
+
+        def save_mine() -> Saved:
+            with alone():
+                return self._save_alike(place, local_part(state), mine, began, saver)
+
+        return exchange("cannot save", save_mine)[rank()]
+
+    def _save_alike(
         self, place: str, state: dict[str, Any], meta: dict[str, Any], began: float, saver: Saver
     ) -> Saved:
         attempt = self._attempt(place, meta)
@@ -368,23 +412,29 @@ class CheckpointManager:
         def commit() -> None:
             files = _all_files(storage, staged, shares)
             files[META] = storage.put(staged, META, json.dumps(meta, indent=1).encode())
+            committed = Committed(step, self.model_type, files)
             self.on_stage("commit")
-            storage.put(staged, COMMITTED, Committed(step, self.model_type, files).to_bytes())
+            if storage.location in self._locks:
+                self._locks[storage.location].check()
+            storage.mark(staged, committed)
             self.on_stage("publish")
-            storage.publish(staged, attempt.name)
+            storage.publish(staged, attempt.name, committed)
 
         on_main(attempt.what, commit)
         if rank() == 0:
             self._retain(storage, self._rules[storage.location], step)
-        return Saved(step, os.path.join(storage.location, attempt.name), time.monotonic() - began)
+        seconds, durable = time.monotonic() - began, storage.location not in self._node_local
+        return Saved(step, os.path.join(storage.location, attempt.name), seconds, durable)
 
     def _stage(self, storage: Storage, name: str) -> str:
         if storage.location not in self._swept:
             self._swept.add(storage.location)
             try:
-                for done in storage.sweep(self._started):
+                # Under the lock all that is unfinished is a dead job's; without it, what is older than this one.
+                idle = -math.inf if storage.location in self._locks else time.monotonic() - self._started
+                for done in storage.sweep(idle):
                     logger.info("checkpoint folder %s: %s", storage.location, done)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)
         return storage.stage(name)
 
@@ -401,7 +451,7 @@ class CheckpointManager:
                 return
             for old in sorted(set(names) - steps_kept(list(names), rules, step)):
                 storage.delete(names[old])
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             logger.warning(
                 "checkpoint folder %s: an old checkpoint cannot be deleted: %s", storage.location, error
             )

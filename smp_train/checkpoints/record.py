@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import BinaryIO, NamedTuple
 
 from smp_train.errors import CheckpointError
@@ -48,27 +48,54 @@ class FileRecord(NamedTuple):
     crc32: str
 
 
+class Checksum:
+    """The record of what has been added so far."""
+
+    def __init__(self) -> None:
+        self._size = self._crc = 0
+
+    def add(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Take ``chunk`` in."""
+        self._crc = _crc32(chunk, self._crc)
+        self._size += len(chunk)
+
+    def record(self) -> FileRecord:
+        """Return the record."""
+        return FileRecord(self._size, f"{self._crc:08x}")
+
+
+def checksum_of(chunks: Iterable[bytes]) -> FileRecord:
+    """Return the record of a file that comes in pieces."""
+    found = Checksum()
+    for chunk in chunks:
+        found.add(chunk)
+    return found.record()
+
+
 def checksum(stream: BinaryIO) -> FileRecord:
     """Read ``stream`` to its end and return its record."""
-    size, crc = 0, 0
-    while chunk := stream.read(CHUNK_BYTES):
-        crc = _crc32(chunk, crc)
-        size += len(chunk)
-    return FileRecord(size, f"{crc:08x}")
+    return checksum_of(iter(lambda: stream.read(CHUNK_BYTES), b""))
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The contents of COMMITTED."""
+    """The contents of COMMITTED. ``root`` is the sub-folder that holds ``files``; empty: they lie beside COMMITTED."""
 
     step: int
     model_type: str
     files: Mapping[str, FileRecord]
+    root: str = ""
+
+    def at(self, root: str) -> Committed:
+        """Return the same with another ``root``."""
+        return replace(self, root=root)
 
     def to_bytes(self) -> bytes:
         """Return the file's contents."""
         files = {name: record._asdict() for name, record in sorted(self.files.items())}
         content = {"format": FORMAT, "step": self.step, "model_type": self.model_type, "files": files}
+        if self.root:
+            content["root"] = self.root
         return (json.dumps(content, indent=1) + "\n").encode()
 
     @classmethod
@@ -79,7 +106,10 @@ class Committed:
             found = content["format"]
             if found == FORMAT:
                 files = {name: FileRecord(**record) for name, record in content["files"].items()}
-                return cls(int(content["step"]), str(content["model_type"]), files)
+                root = str(content.get("root", ""))
+                if "/" in root or root in (".", ".."):
+                    raise ValueError(f"{root!r} is not the name of a sub-folder")
+                return cls(int(content["step"]), str(content["model_type"]), files, root)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{COMMITTED} is not readable ({type(error).__name__}: {error})") from None
         raise CheckpointError(

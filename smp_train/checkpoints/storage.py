@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import posixpath
 import re
 import shutil
 import socket
@@ -14,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from smp_train.checkpoints.record import COMMITTED, FileRecord, checksum
+from smp_train.checkpoints.record import COMMITTED, Committed, FileRecord, checksum
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.runtime import s3
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp import Reader, Writer
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 # another attempt at the same step. Kinds: staging = being written; replaced = the older one of a step that is
 # being saved again; deleting = no longer a checkpoint, on its way out.
 VISIBLE_WITHIN_SECONDS = 5.0
+TOUCHED_FOR_SECONDS = 60.0
+"""Small files that are made for a moment are nobody's after this."""
 _SCRATCH = re.compile(r"\.(?P<name>.+)\.(?P<attempt>[0-9a-f]{8})\.(?P<kind>staging|replaced|deleting)")
 
 
@@ -68,28 +72,76 @@ class Storage(Protocol):
     def stage(self, name: str) -> str:
         """Return the name under which a checkpoint is to be written that will be called ``name``."""
 
-    def publish(self, staged: str, name: str) -> None:
+    def mark(self, staged: str, committed: Committed) -> None:
+        """Write into ``staged`` that it is complete, where that comes before the name."""
+
+    def publish(self, staged: str, name: str, committed: Committed) -> None:
         """Make the complete ``staged`` visible as ``name``, at once; an older one of that name then goes."""
 
     def delete(self, name: str) -> None:
         """Remove a folder; what is left when that is cut short does not look like a checkpoint."""
 
     def set_aside(self, name: str) -> str:
-        """Rename a damaged checkpoint so that it no longer counts; return the new name."""
+        """Rename a damaged checkpoint so that it no longer counts; return what is called so now."""
 
-    def sweep(self, before: float) -> list[str]:
-        """Finish or remove what interrupted saves left, if last touched before the time ``before``."""
+    def damaged(self) -> list[str]:
+        """Return the names of checkpoints that were set aside."""
+
+    def sweep(self, idle: float) -> list[str]:
+        """Finish or remove what interrupted saves left, if nobody has touched it for ``idle`` seconds."""
+
+    def swap(self, file: str, old: bytes | None, new: bytes) -> bool:
+        """Make ``new`` the contents of a file of the folder itself if they are ``old`` (None: if it is not there)."""
+
+    def peek(self, file: str) -> tuple[bytes, float] | None:
+        """Return such a file's contents and the seconds since it was stamped; None where it is not there."""
+
+    def stamp(self, file: str, data: bytes) -> None:
+        """Let such a file, whose contents are ``data``, be as new."""
+
+    def drop(self, file: str) -> None:
+        """Remove such a file."""
 
 
 def open_storage(location: str | os.PathLike[str]) -> Storage:
     """Return the storage for a folder of checkpoints. Raises `ConfigError` for one that is not supported."""
+    place = place_of(location)
+    if s3.is_s3(place):
+        from smp_train.checkpoints.storage_s3 import S3Storage
+
+        return S3Storage(place)
+    return LocalStorage(place)
+
+
+def place_of(location: str | os.PathLike[str]) -> str:
+    """Return a location in its one normal form: an absolute path, or ``s3://bucket/prefix`` without a slash at the end.
+
+    Raises `ConfigError` for another kind of place.
+    """
     text = os.fspath(location)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
-    if scheme is not None:
+    if scheme is None:
+        return os.path.abspath(os.path.expanduser(text))
+    if not s3.is_s3(text):
         raise ConfigError(
-            f"checkpoint folder {text}: {scheme[1]}:// is not supported; give a folder that all nodes share"
+            f"checkpoint folder {text}: {scheme[1]}:// is not supported; give a folder that all nodes share, or s3://"
         )
-    return LocalStorage(os.path.abspath(os.path.expanduser(text)))
+    bucket, key = s3.split(text)
+    return posixpath.join(s3.SCHEME + bucket, posixpath.normpath("/" + key)[1:]).rstrip("/")
+
+
+def parent_of(place: str) -> tuple[str, str]:
+    """Return (folder, name) of a place in normal form; of a bucket or the root folder, that itself and nothing."""
+    if s3.is_s3(place) and place.count("/") == 2:
+        return place, ""
+    return os.path.split(place)
+
+
+def absent(place: str) -> str | None:
+    """Say why ``place`` can hold no checkpoint. A prefix of S3 with nothing in it is as good as an empty folder."""
+    if s3.is_s3(place) or os.path.isdir(place):
+        return None
+    return "is a file" if os.path.exists(place) else "does not exist"
 
 
 class LocalStorage:
@@ -183,7 +235,11 @@ class LocalStorage:
         (self.root / staged).mkdir(parents=True)
         return staged
 
-    def publish(self, staged: str, name: str) -> None:
+    def mark(self, staged: str, committed: Committed) -> None:
+        """Write COMMITTED into the staging folder: the last file of a checkpoint."""
+        self.put(staged, COMMITTED, committed.to_bytes())
+
+    def publish(self, staged: str, name: str, committed: Committed) -> None:
         """Make the complete ``staged`` visible as ``name``, at once. An older one of that name goes after
         that.
 
@@ -221,16 +277,27 @@ class LocalStorage:
         (self.root / name).rename(self.root / aside)
         return aside
 
-    def sweep(self, before: float) -> list[str]:
-        """Finish or remove what earlier, interrupted saves left, if last touched before the time ``before``.
+    def damaged(self) -> list[str]:
+        """Return the names of checkpoints that were set aside."""
+        return [name for name in self.names() if ".damaged" in name]
+
+    def sweep(self, idle: float) -> list[str]:
+        """Finish or remove what earlier, interrupted saves left, if untouched for ``idle`` seconds.
 
         Returns what was done, one line each. What was touched later may belong to another job that is saving.
         """
         done = []
         rescued = interrupted(self)
-        for name in self.names():
-            match = _SCRATCH.fullmatch(name)
-            if match is None or _last_touched(self.root / name) >= before:
+        left = [match for match in map(_SCRATCH.fullmatch, self.names()) if match is not None]
+        now = self._now()
+        for pattern in (".probe-*", ".clock-*", ".lock-*"):
+            for file in self.root.glob(pattern):
+                with contextlib.suppress(FileNotFoundError):  # its maker is faster
+                    if now - file.stat().st_mtime > max(idle, TOUCHED_FOR_SECONDS):
+                        file.unlink()
+        for match in left:
+            name = match[0]
+            if now - _last_touched(self.root / name) < idle:
                 continue
             if rescued.get(match["name"]) == name:
                 (self.root / name).rename(self.root / match["name"])
@@ -239,6 +306,50 @@ class LocalStorage:
                 shutil.rmtree(self.root / name)
                 done.append(f"removed {name}, left by an interrupted {match['kind']}")
         return done
+
+    def swap(self, file: str, old: bytes | None, new: bytes) -> bool:
+        """Make ``new`` the contents of a file of the folder itself if they are ``old`` (None: if it is not there)."""
+        path, mine = self.root / file, self.root / f"{file}-{uuid.uuid4().hex[:8]}"
+        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            if old is not None:
+                try:
+                    path.rename(mine)
+                except FileNotFoundError:
+                    return False
+                if mine.read_bytes() != old:  # somebody was faster: give it back
+                    _link(mine, path)
+                    return False
+            _write_durably(mine, new)
+            return _link(mine, path)
+        finally:
+            mine.unlink(missing_ok=True)
+
+    def peek(self, file: str) -> tuple[bytes, float] | None:
+        """Return such a file's contents and the seconds since it was stamped; None where it is not there."""
+        try:
+            # Opened first: network file systems ask their server then, and may answer from memory otherwise.
+            with (self.root / file).open("rb") as stream:
+                return stream.read(), self._now() - os.fstat(stream.fileno()).st_mtime
+        except FileNotFoundError:
+            return None
+
+    def stamp(self, file: str, data: bytes) -> None:
+        """Let such a file, whose contents are ``data``, be as new."""
+        os.utime(self.root / file)
+
+    def drop(self, file: str) -> None:
+        """Remove such a file."""
+        (self.root / file).unlink(missing_ok=True)
+
+    def _now(self) -> float:
+        """Return the time by the clock that stamps files here, which may be a server's: ours may be wrong."""
+        probe = self.root / f".clock-{uuid.uuid4().hex[:8]}"
+        try:
+            probe.touch()
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
 
 
 def interrupted(storage: Storage) -> dict[str, str]:
@@ -264,6 +375,21 @@ def _write_durably(path: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Give the file ``source`` the name ``path`` too, if nobody has it."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        try:
+            with path.open("xb") as stream:
+                stream.write(source.read_bytes())
+        except FileExistsError:
+            return False
+    return True
 
 
 def _sync_folder(path: Path) -> None:

@@ -1,8 +1,4 @@
-"""Objects in S3, or anything that speaks its protocol: listed, and fetched many at a time.
-
-Credentials, region and endpoint are boto3's own business: ``AWS_PROFILE``, ``AWS_REGION``, ``AWS_ENDPOINT_URL`` and
-the rest mean what they always mean.
-"""
+"""Objects in S3, or anything that speaks its protocol: listed, and fetched many at a time."""
 
 from __future__ import annotations
 
@@ -17,9 +13,12 @@ from functools import lru_cache
 from typing import Any
 
 from smp_train.data.utils import Shard
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import DataError
+from smp_train.runtime import s3
+from smp_train.runtime.s3 import SCHEME, is_s3, one_line
 
-SCHEME = "s3://"
+__all__ = ["connect", "explain", "fetch", "is_s3", "list_folder", "split", "staged"]
+
 AT_ONCE = 8
 """Objects in flight: one connection of S3 brings some 80 MB/s, and many small clients cost less than one big one."""
 READ_TIMEOUT_SECONDS = 20.0
@@ -34,81 +33,19 @@ WAIT_SECONDS = 0.2
 """Before the second try; doubled before each further one."""
 
 
-def is_s3(location: str) -> bool:
-    """Tell whether a location is in S3."""
-    return location.startswith(SCHEME)
-
-
 def split(location: str) -> tuple[str, str]:
     """Return (bucket, key) of ``s3://bucket/key``."""
-    bucket, _, key = location[len(SCHEME) :].partition("/")
-    if not bucket:
-        raise DataError(f"{location}: names no bucket; write s3://bucket/prefix")
-    return bucket, key
+    return s3.split(location, DataError)
 
 
 def connect(attempts: int = 5) -> Any:
     """Return a client that tries every request ``attempts`` times. It must not be shared over a fork."""
-    try:
-        import boto3
-        import botocore.session
-        from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
-    except ImportError:
-        raise ConfigError("s3:// needs the package boto3: pip install 'smp-train[s3]'") from None
-    try:
-        # A session of its own: the shared one is not safe to make clients from in several threads, and keeps
-        # credentials that may have been replaced. What boto3 reads from its own files is kept.
-        core = botocore.session.get_session()
-        core.register_component("data_loader", _loader())
-        return boto3.session.Session(botocore_session=core).client(
-            "s3",
-            config=Config(
-                max_pool_connections=2 * AT_ONCE,
-                connect_timeout=10,
-                read_timeout=READ_TIMEOUT_SECONDS,
-                retries={"mode": "standard", "total_max_attempts": attempts},
-            ),
-        )
-    except (BotoCoreError, ValueError) as error:
-        raise ConfigError(f"s3: no client can be made ({_line(error)}); check the AWS variables") from None
-
-
-@lru_cache
-def _loader() -> Any:
-    from botocore.loaders import create_loader
-
-    return create_loader()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return s3.connect(attempts=attempts, connections=2 * AT_ONCE, read_timeout=READ_TIMEOUT_SECONDS)
 
 
 def explain(error: Exception, what: str, action: str) -> DataError:
     """Turn boto3's error about ``what`` into a line that says what to do; ``action`` is the permission it needed."""
-    response = getattr(error, "response", {}) or {}
-    code = str(response.get("Error", {}).get("Code", ""))
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    region = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
-    bucket = split(what)[0]
-    if code in ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "InvalidToken"):
-        return DataError(f"{what}: the AWS credentials have expired ({code}); renew them and start again")
-    if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch"):
-        return DataError(f"{what}: the AWS credentials are not valid ({code}); try: aws sts get-caller-identity")
-    if code == "NoSuchBucket":
-        return DataError(f"{what}: no such bucket (404 {code}); check the name, and AWS_ENDPOINT_URL if it is set")
-    if status == 403:
-        return DataError(f"{what}: access denied (403 {code}); the role in use needs {action} on {bucket}")
-    if status == 404:
-        return DataError(f"{what}: no such object (404 {code}); was it removed after the listing?")
-    if status == 412:
-        return DataError(f"{what}: was replaced while it was being read (412); start again when the data is complete")
-    if (status in (301, 307, 400) and region) or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
-        return DataError(f"{what}: the bucket is in another region ({status} {code}); set AWS_REGION={region or '...'}")
-    if type(error).__name__ == "NoCredentialsError":
-        return DataError(f"{what}: no AWS credentials found; set AWS_PROFILE, or give the machine a role")
-    return DataError(f"{what}: S3 does not answer as it should ({_line(error)})")
+    return DataError(str(s3.explain(error, what, action, DataError)))
 
 
 def list_folder(location: str, client: Any = None, *, deep: bool = False) -> tuple[list[Shard], list[str]]:
@@ -205,7 +142,7 @@ def get_bytes(
         failures = 0 if done > before else failures + 1
         if failures >= ATTEMPTS:
             raise DataError(
-                f"{path}: cannot be read: {failures} tries in a row brought nothing (last: {_line(problem)})"
+                f"{path}: cannot be read: {failures} tries in a row brought nothing (last: {one_line(problem)})"
             )
         if failures:
             time.sleep(min(WAIT_SECONDS * 2 ** (failures - 1), 10.0))

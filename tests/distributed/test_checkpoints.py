@@ -25,10 +25,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
 from smp_train.checkpoints import storage as storage_module
+from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.record import COMMITTED, parse_folder_name
 from smp_train.checkpoints.storage import LocalStorage
 from smp_train.errors import CheckpointError
 from tests.harness import RankFailed, run
+from tests.training import flags
+from tests.training import train as train_command
 
 LAYOUTS = {1: ["plain"], 2: ["fsdp"], 4: ["fsdp", "hsdp", "tensor"]}
 
@@ -311,6 +314,27 @@ def test_a_disk_that_fills_up_stops_all_and_is_given_back(small_disk):
     assert "MiB free there" in message
     assert committed(small_disk) == []
     assert run(failing, 2, str(small_disk), "small") == ["saved", "saved"]
+
+
+def test_a_folder_that_is_mounted_read_only_is_found_at_start(small_disk):
+    CheckpointManager([Policy(str(small_disk), 1, 2)], model_type="m").save(3, {"model": {"w": torch.ones(2)}}, {})
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    manager = CheckpointManager([Policy(str(small_disk), 1, 2)], model_type="m")
+    with pytest.raises(CheckpointError, match=r"cannot write to .*: Read-only file system; give another"):
+        manager.check_writable()
+    assert find(small_disk).step == 3  # to start from it needs no leave to write
+
+
+def test_a_second_job_on_the_folder_is_refused_by_name(tmp_path):
+    held = Lock(LocalStorage(str(tmp_path / "checkpoints")))
+    held.acquire()
+    with pytest.raises(RankFailed) as refused:
+        run(train_command, 2, flags(tmp_path))
+    said = rf"CheckpointError: cannot start: rank 0 on \S+: .* is in use by a job on \S+ \(process {os.getpid()}, since"
+    assert re.search(said, str(refused.value))
+    assert run(train_command, 2, flags(tmp_path, break_checkpoint_lock=1)) == [0, 0]
+    held.release()
+    assert find(tmp_path / "checkpoints").step == 3
 
 
 def mismatched(folder: str) -> str:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from smp_train import arguments, backends, runtime
-from smp_train.checkpoints import CheckpointManager, Policy, canonical_name
+from smp_train.checkpoints import CheckpointManager, Policy, canonical_name, open_checkpoint
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.models.resolve import resolve
 from tests import harness
@@ -154,8 +154,14 @@ def test_weights_that_do_not_fit_are_refused_by_all_ranks(model: Path, tmp_path:
 
 
 def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
-    options = {"save_final_model": 1, "model_dir": tmp_path / "final", "max_steps": 2}
-    harness.run(train, 2, flags(tmp_path, **options))
-    final = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32).state_dict()
-    saved = read_checkpoint(tmp_path / "checkpoints" / "llama_v2-2steps")
-    assert all(torch.equal(final[name], saved[f"model.{name}"]) for name in final)
+    options = {"save_final_model": 1, "model_dir": tmp_path / "final", "max_steps": 3, "checkpoint_type": "full"}
+    harness.run(train, 2, flags(tmp_path, **options, checkpoint_freq=1, num_kept_checkpoints=2))
+    last = tmp_path / "checkpoints" / "llama_v2-3steps"
+    saved = read_checkpoint(last)
+    for folder in (tmp_path / "final", last / "hf"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        assert all(torch.equal(model[name], saved[f"model.{name}"]) for name in model)
+    # Each checkpoint has its own model beside it, and goes with it.
+    there = sorted(path.parts[-3] for path in tmp_path.glob("checkpoints/*/hf/config.json"))
+    assert there == ["llama_v2-2steps", "llama_v2-3steps"]
+    assert open_checkpoint(last).verify() == []

@@ -137,7 +137,7 @@ GOLDEN: dict[str, tuple[int, dict[str, Any], list[str], str]] = {
 @pytest.mark.parametrize("case", GOLDEN)
 def test_calls(case: str, tmp_path: Path) -> None:
     world, changes, order, strategy = GOLDEN[case]
-    journals = harness.run(train_on_smp, world, smp(tmp_path, max_steps=2, **changes))
+    journals = harness.run(train_on_smp, world, smp(tmp_path, max_steps=2, checkpoint_type="sharded", **changes))
     context = changes.get("context_parallel_degree", 1)
     for journal in journals:
         assert names(journal) == [*order, "optimizer", "clip_grad_norm_", "clip_grad_norm_"]

@@ -153,11 +153,11 @@ def test_a_file_is_refused(tmp_path):
         find(tmp_path / "weights.pt")
 
 
-def test_s3_is_refused_by_name():
-    with pytest.raises(ConfigError, match="s3://bucket/prefix"):
-        find("s3://bucket/prefix")
-    with pytest.raises(ConfigError, match="s3://bucket/prefix"):
-        manager("s3://bucket/prefix")
+def test_other_kinds_of_places_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"gs://bucket/prefix: gs:// is not supported"):
+        find("gs://bucket/prefix")
+    with pytest.raises(ConfigError, match=r"s3:///prefix: names no bucket"):
+        manager("s3:///prefix")
 
 
 # --- damage

@@ -1,0 +1,141 @@
+"""The fast tier: each rank saves what it holds to its own node's disk, for a restart of the same ranks there.
+
+A folder given as ``local:DIR`` is not shared between nodes. Rank R writes ``DIR/rank<R>/<name>/``, a checkpoint as any
+other but for holding this rank's part alone, so that nothing goes over the network and no rank waits for another. It is
+of use where every rank finds its own; after a node was replaced, or on another mesh, the durable ones are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor
+
+from smp_train.checkpoints.collective import alone, exchange, rank, world_size
+from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_names, find, open_intact
+from smp_train.checkpoints.record import parse_folder_name
+from smp_train.checkpoints.saver import Saver
+from smp_train.checkpoints.staging import leaves, put
+from smp_train.checkpoints.storage import Storage, open_storage, place_of
+from smp_train.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "local:"
+META_KEY = "node_local"
+
+
+def is_node_local(folder: str) -> bool:
+    """Tell whether a folder is each node's own."""
+    return folder.startswith(PREFIX)
+
+
+def storage_of(folder: str) -> Storage:
+    """Return the storage of this rank in a folder ``local:DIR``."""
+    return open_storage(f"{folder.removeprefix(PREFIX)}/rank{rank():05d}")
+
+
+def local_part(state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with this rank's own tensors in place of distributed ones; they share their memory."""
+    found: dict[str, Any] = {}
+    for path, value in leaves(state):
+        if hasattr(value, "local_shards"):
+            raise CheckpointError(f"{PREFIX} folders are not available on this backend; leave them out")
+        put(found, path, value.to_local() if isinstance(value, DTensor) else value)
+    return found
+
+
+def check_saver(saver: Saver) -> None:
+    """Raise `ConfigError` where a backend has its own way of saving: it knows nothing of a rank's part alone."""
+    if saver != TORCHS:
+        raise ConfigError(f"--checkpoint_dir {PREFIX}DIR is not available on this backend; leave it out")
+
+
+def layout(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
+    """Return what must be the same for a rank's part to be of use: who saves how, and for which durable folders."""
+    return {"world_size": world_size(), "rank": rank(), "mesh": mesh, "durable": sorted(map(place_of, durable))}
+
+
+class NodeLocalCheckpoint(Checkpoint):
+    """A checkpoint of which each rank has its own part."""
+
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives a node."""
+        return False
+
+    def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
+        """Fill ``state`` in place; it must be laid out as it was when it was saved. Collective."""
+
+        def load_mine() -> None:
+            with alone():
+                Checkpoint.load(self, local_part(state), saver)
+
+        exchange(f"cannot load {self.path}", load_mine)
+
+
+def find_newest(
+    location: str, folders: Sequence[str], *, model_type: str, mesh: Any, strict: bool
+) -> Checkpoint | None:
+    """Return what to resume from at ``location``, or on the nodes' own disks where that is newer. Collective.
+
+    ``folders`` are all that the run saves to. The nodes' own are looked at where ``location`` is one of the others.
+    Errors are those of `find`.
+    """
+    found = find(location, strict=strict)
+    near = [folder for folder in folders if is_node_local(folder)]
+    durable = [folder for folder in folders if not is_node_local(folder)]
+    if near and place_of(location) in map(place_of, durable):
+        step = -1 if found is None else found.step
+        found = _find_near(near, layout(durable, mesh), model_type, step) or found
+    return found
+
+
+def _find_near(
+    folders: Sequence[str], wanted: dict[str, Any], model_type: str, at_least: int
+) -> NodeLocalCheckpoint | None:
+    """Return the newest step, from ``at_least`` on, of which every rank has its part, intact. Collective."""
+    told = exchange("cannot resume", lambda: [_steps(storage_of(folder), model_type) for folder in folders])
+    mine = told[rank()]
+    steps = {(step, number) for part in told for number, names in enumerate(part) for step in names if step >= at_least}
+    for step, number in sorted(steps, reverse=True):
+        if not all(step in part[number] for part in told):
+            logger.info("Step %d in %s is passed over: not every rank finds its part", step, folders[number])
+            continue
+        found, problem = _open(storage_of(folders[number]), mine[number][step], wanted)
+        problems = [each for each in exchange("cannot resume", partial(_itself, problem)) if each]
+        if not problems:
+            return found
+        logger.warning("Step %d in %s is passed over: %s", step, folders[number], problems[0])
+    return None
+
+
+def _itself(value: str | None) -> str | None:
+    return value
+
+
+def _steps(storage: Storage, model_type: str) -> dict[int, str]:
+    found = {}
+    for name in committed_names(storage, model_type):
+        parsed = parse_folder_name(name)
+        if parsed is not None:
+            found[parsed[1]] = name
+    return found
+
+
+def _open(storage: Storage, name: str, wanted: dict[str, Any]) -> tuple[NodeLocalCheckpoint | None, str | None]:
+    """Return this rank's part, or what is wrong with it."""
+    try:
+        with alone():
+            found = open_intact(storage, name, checksums=True)
+    except (CheckpointError, OSError) as error:
+        return None, str(error)
+    if found.meta.get(META_KEY) != wanted:
+        return None, "it was saved by another run, or on another mesh"
+    return NodeLocalCheckpoint(found.path, found.step, found.meta, found.committed, storage, name), None

@@ -1,0 +1,413 @@
+"""Checkpoints in S3, which knows no rename: what is written last decides.
+
+``<prefix>/<name>/<attempt>/...`` are the files of one attempt at a save, under keys that no other attempt uses;
+``<prefix>/<name>/COMMITTED`` is put last, in one request, and names the attempt that counts. So a checkpoint of the
+same step is replaced at once, and what a writer uploads that its own job has given up can do no harm.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime, timedelta
+from email.utils import parsedate_to_datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from smp_train.checkpoints.record import COMMITTED, Committed, FileRecord, checksum_of, parse_folder_name
+from smp_train.errors import CheckpointError
+from smp_train.runtime import s3
+
+if TYPE_CHECKING:
+    from smp_train.checkpoints.dcp import Reader, Writer
+
+AT_ONCE = 8
+"""Requests in flight per rank: one connection of S3 brings some 80 MB/s."""
+PART_BYTES = 16 << 20
+"""Bytes of one request, up or down. A rank holds some twenty of them at most."""
+MOST_PARTS = 9000
+"""S3 takes 10,000 parts of one object."""
+ATTEMPTS = 8
+"""Tries per request, over a minute or two; S3 asks for patience (503) where many writers begin at once."""
+STAMPED_TO_SECONDS = 2.0
+"""S3 tells times to the second."""
+WAIT_SECONDS = 0.2
+"""Before the second try of a read that broke off; doubled before each further one."""
+READ_TIMEOUT_SECONDS = 60.0
+"""A connection that brings nothing for so long is given up and opened again."""
+DAMAGED = f"{COMMITTED}.damaged"
+"""What COMMITTED is called once the checkpoint has been set aside."""
+ATTEMPT = re.compile("[0-9a-f]{8}")
+PROBE = "shared"
+"""The name that `CheckpointManager.check_shared` stages."""
+NEEDED = {
+    "put_object": "s3:PutObject", "get_object": "s3:GetObject", "head_object": "s3:GetObject",
+    "delete_object": "s3:DeleteObject", "delete_objects": "s3:DeleteObject", "copy_object": "s3:PutObject",
+    "list_objects_v2": "s3:ListBucket", "list_multipart_uploads": "s3:ListBucketMultipartUploads",
+    "abort_multipart_upload": "s3:AbortMultipartUpload", "upload_fileobj": "s3:PutObject",
+}  # fmt: skip
+
+
+class Entry(NamedTuple):
+    """An object below a prefix."""
+
+    size: int
+    modified: datetime
+
+
+class S3Storage:
+    """A prefix of a bucket. ``name`` may also be ``<name>/<attempt>``, the place of one attempt."""
+
+    def __init__(self, location: str) -> None:
+        self.bucket, key = s3.split(location)
+        self.prefix = key.strip("/")
+        self.location = f"{s3.SCHEME}{self.bucket}/{self.prefix}".rstrip("/")
+
+    @property
+    def client(self) -> Any:
+        """The client of this process; made on first use."""
+        return _client(os.getpid(), os.environ.get("AWS_ENDPOINT_URL"), READ_TIMEOUT_SECONDS)
+
+    def key(self, *parts: str) -> str:
+        """Return the key of something below the prefix."""
+        return "/".join(part.strip("/") for part in (self.prefix, *parts) if part)
+
+    def ask(self, operation: str, *, key: str | None = None, **more: Any) -> Any:
+        """Make one request about ``key``, or about the prefix. Raises `CheckpointError` that names both."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        given = more if key is None else {"Key": key, **more}
+        try:
+            return getattr(self.client, operation)(Bucket=self.bucket, **given)
+        except (BotoCoreError, ClientError) as error:
+            raise self.explained(error, operation, key) from error
+
+    def explained(self, error: BaseException, operation: str, key: str | None) -> CheckpointError:
+        """Return what to tell of a request that failed."""
+        place = self.location if key is None else f"{s3.SCHEME}{self.bucket}/{key}"
+        return CheckpointError(str(s3.explain(error, place, NEEDED[operation], CheckpointError)))
+
+    # --- looking
+
+    def entries(self, folder: str) -> dict[str, Entry]:
+        """Return all objects below ``folder``, by their path there."""
+        start = f"{self.key(folder)}/".lstrip("/")
+        found: dict[str, Entry] = {}
+        for page in self._pages("list_objects_v2", Prefix=start):
+            for each in page.get("Contents", ()):
+                found[each["Key"][len(start) :]] = Entry(each["Size"], each["LastModified"])
+        found.pop("", None)  # how consoles draw an empty folder
+        return found
+
+    def _pages(self, operation: str, **given: Any) -> Iterator[dict[str, Any]]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield from self.client.get_paginator(operation).paginate(Bucket=self.bucket, **given)
+        except (BotoCoreError, ClientError) as error:
+            raise self.explained(error, operation, None) from error
+
+    def names(self) -> list[str]:
+        """Return the names one level below the prefix."""
+        start = self.key() + "/" if self.prefix else ""
+        found = []
+        for page in self._pages("list_objects_v2", Prefix=start, Delimiter="/"):
+            found += [each["Prefix"][len(start) :].rstrip("/") for each in page.get("CommonPrefixes", ())]
+        return sorted(found)
+
+    def damaged(self) -> list[str]:
+        """Return the names of checkpoints that were set aside."""
+        return [name for name in self.names() if any(file.startswith(DAMAGED) for file in self.sizes(name))]
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the size in bytes of each object below ``name``; empty where there is none."""
+        return {file: entry.size for file, entry in self.entries(name).items()}
+
+    def has(self, name: str, file: str) -> bool:
+        """Return whether ``file`` is there."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            self.client.head_object(Bucket=self.bucket, Key=self.key(name, file))
+        except (BotoCoreError, ClientError) as error:
+            if getattr(error, "response", {}).get("Error", {}).get("Code") in ("404", "NoSuchKey"):
+                return False
+            raise self.explained(error, "head_object", self.key(name, file)) from error
+        return True
+
+    # --- reading
+
+    def read(self, name: str, file: str) -> bytes:
+        """Return a small file's contents."""
+        return self._body(self.key(name, file), None)
+
+    def checksum(self, name: str, file: str) -> FileRecord:
+        """Read an object as it is stored and return its record."""
+        size = self.ask("head_object", key=self.key(name, file))["ContentLength"]
+        starts = range(0, size, PART_BYTES)
+        return checksum_of(self.ranges((name, file, start, min(PART_BYTES, size - start)) for start in starts))
+
+    def ranges(self, wanted: Iterable[tuple[str, str, int, int]]) -> Iterator[bytes]:
+        """Yield each (name, file, start, length) as bytes, in this order, the next ones being fetched meanwhile."""
+        waiting: deque[Future[bytes]] = deque()
+        coming = iter(wanted)
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="smp-train-s3") as pool:
+            try:
+                while True:
+                    for name, file, start, length in coming:
+                        waiting.append(pool.submit(self._body, self.key(name, file), (start, length)))
+                        if len(waiting) >= AT_ONCE:
+                            break
+                    if not waiting:
+                        return
+                    yield waiting.popleft().result()
+            finally:
+                for each in waiting:
+                    each.cancel()
+
+    def _body(self, key: str, span: tuple[int, int] | None) -> bytes:
+        """Return an object, or (start, length) of it. A body that breaks off is fetched again."""
+        from botocore.exceptions import BotoCoreError, ClientError
+        from urllib3.exceptions import HTTPError
+
+        if span is not None and span[1] == 0:
+            return b""
+        given = {} if span is None else {"Range": f"bytes={span[0]}-{span[0] + span[1] - 1}"}
+        problem: Exception
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(min(WAIT_SECONDS * 2 ** (attempt - 1), 10.0))
+            try:
+                answer = self.client.get_object(Bucket=self.bucket, Key=key, **given)
+                data: bytes = answer["Body"].read()
+                if len(data) != answer["ContentLength"]:
+                    problem = EOFError(f"{len(data)} of {answer['ContentLength']} bytes came")
+                elif span is not None and len(data) != span[1]:
+                    break  # the object ends before
+                else:
+                    return data
+            except ClientError as error:
+                raise self.explained(error, "get_object", key) from error
+            except (BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
+                if type(error).__name__ == "NoCredentialsError":
+                    raise self.explained(error, "get_object", key) from error
+                problem = error
+        else:
+            last = s3.one_line(problem)
+            raise CheckpointError(f"{s3.SCHEME}{self.bucket}/{key}: cannot be read in {ATTEMPTS} tries (last: {last})")
+        raise CheckpointError(f"{s3.SCHEME}{self.bucket}/{key}: is shorter than it should be; it has been replaced")
+
+    # --- writing
+
+    def check_writable(self) -> None:
+        """Prove that objects can be written and removed; else `CheckpointError`."""
+        key = self.key(f".probe-{socket.gethostname()}")
+        try:
+            self.ask("put_object", key=key, Body=b"smp-train\n")
+            self.ask("delete_object", key=key)
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot write to checkpoint folder {self.location}: {error}") from error
+
+    def put(self, name: str, file: str, data: bytes) -> FileRecord:
+        """Write a small object; it is there entirely or not at all."""
+        self.ask("put_object", key=self.key(name, file), Body=data)
+        return checksum_of([data])
+
+    def writer(self, name: str) -> Writer:
+        """Return the DCP writer for the attempt ``name``."""
+        from smp_train.checkpoints.dcp_s3 import S3Writer
+
+        return S3Writer(self, name)
+
+    def reader(self, name: str) -> Reader:
+        """Return the DCP reader for the attempt ``name``."""
+        from smp_train.checkpoints.dcp_s3 import S3Reader
+
+        return S3Reader(self, name)
+
+    def stage(self, name: str) -> str:
+        """Return the place of a new attempt; nothing is written for it."""
+        return f"{name}/{uuid.uuid4().hex[:8]}"
+
+    def secure(self, name: str, file: str) -> FileRecord:
+        """Return the record of an object that another program wrote: it is durable already."""
+        return self.checksum(name, file)
+
+    def make(self, name: str) -> None:
+        """Do nothing: there are no folders."""
+
+    def mark(self, staged: str, committed: Committed) -> None:
+        """Do nothing: what lies in the attempt's own place is not looked at before it is published."""
+
+    def publish(self, staged: str, name: str, committed: Committed) -> None:
+        """Make the attempt ``staged`` count as ``name``, in one request; another one's files then go."""
+        try:
+            older = _root_of(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None
+        except CheckpointError:
+            older = None
+        root = posixpath.relpath(staged, name)
+        self.put(name, COMMITTED, committed.at(root).to_bytes())
+        if older:
+            try:
+                self._remove(f"{name}/{older}")
+            except CheckpointError:  # a later sweep removes it
+                return
+
+    def delete(self, name: str) -> None:
+        """Remove a checkpoint, its COMMITTED first, or an attempt. Damaged ones of the same name stay."""
+        if "/" in name:
+            self._remove(name)
+            return
+        own = _root_of(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None
+        self.ask("delete_object", key=self.key(name, COMMITTED))
+        folders = {name}
+        if any(file.startswith(DAMAGED) for file in self.entries(name)):
+            folders = {*self._unclaimed(name), *([f"{name}/{own}"] if own else [])}
+        for folder in folders:
+            self._remove(folder)
+
+    def set_aside(self, name: str) -> str:
+        """Rename COMMITTED, so that the checkpoint no longer counts; return what it is called now."""
+        attempt, aside = 1, DAMAGED
+        while self.has(name, aside):
+            attempt += 1
+            aside = f"{DAMAGED}-{attempt}"
+        source = {"Bucket": self.bucket, "Key": self.key(name, COMMITTED)}
+        self.ask("copy_object", key=self.key(name, aside), CopySource=source)
+        self.ask("delete_object", key=self.key(name, COMMITTED))
+        return f"{name}/{aside}"
+
+    def sweep(self, idle: float) -> list[str]:
+        """Remove attempts that no COMMITTED names, and uploads that were begun, if untouched for ``idle`` seconds.
+
+        Returns what was done, one line each.
+        """
+        done = []
+        names = [name for name in self.names() if parse_folder_name(name) is not None or name == PROBE]
+        now = self._now()
+        for name in names:
+            for attempt, newest in self._unclaimed(name).items():
+                if (now - newest).total_seconds() >= idle + STAMPED_TO_SECONDS:
+                    self._remove(attempt)
+                    done.append(f"removed {attempt}, left by an interrupted save or deletion")
+        for page in self._pages("list_multipart_uploads", Prefix=self.key() + "/" if self.prefix else ""):
+            for upload in page.get("Uploads", ()):
+                name = upload["Key"][len(self.key()) :].lstrip("/").partition("/")[0]
+                begun = (now - upload["Initiated"]).total_seconds()
+                if parse_folder_name(name) is not None and begun >= idle + STAMPED_TO_SECONDS:
+                    self.ask("abort_multipart_upload", key=upload["Key"], UploadId=upload["UploadId"])
+                    done.append(f"gave up the unfinished upload of {upload['Key']}")
+        return done
+
+    def _unclaimed(self, name: str) -> dict[str, datetime]:
+        """Return the attempts at ``name`` that neither COMMITTED nor a damaged one names, and when last touched."""
+        entries = self.entries(name)
+        claimed = set()
+        for file in entries:
+            if file == COMMITTED or file.startswith(DAMAGED):
+                root = _root_of(self.read(name, file))
+                if root is None:  # unreadable: it may have named any of them
+                    return {}
+                claimed.add(root)
+        found: dict[str, datetime] = {}
+        for file, entry in entries.items():
+            attempt, _, rest = file.partition("/")
+            if rest and ATTEMPT.fullmatch(attempt) and attempt not in claimed:
+                place = f"{name}/{attempt}"
+                found[place] = max(entry.modified, found.get(place, entry.modified))
+        return found
+
+    def swap(self, file: str, old: bytes | None, new: bytes) -> bool:
+        """Make ``new`` the contents of an object of the prefix itself if they are ``old`` (None: if there is none)."""
+        key = self.key(file)
+        if old is None:
+            condition = {"IfNoneMatch": "*"}
+        else:
+            seen = self._get(key)
+            if seen is None or seen["Body"] != old:
+                return False
+            condition = {"IfMatch": seen["ETag"]}
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            self.client.put_object(Bucket=self.bucket, Key=key, Body=new, **condition)
+        except (BotoCoreError, ClientError) as error:
+            code = getattr(error, "response", {}).get("Error", {}).get("Code")
+            if code in ("PreconditionFailed", "ConditionalRequestConflict", "NoSuchKey"):
+                # Or a first try did it, and its answer was lost.
+                now = self._get(key)
+                return now is not None and now["Body"] == new
+            if code != "NotImplemented":
+                raise self.explained(error, "put_object", key) from error
+            if old is None and self._get(key) is not None:
+                return False
+            self.ask("put_object", key=key, Body=new)  # a server without conditions
+        return True
+
+    def peek(self, file: str) -> tuple[bytes, float] | None:
+        """Return such an object's contents and the seconds since it was put; None where it is not there."""
+        seen = self._get(self.key(file))
+        if seen is None:
+            return None
+        now = seen["ResponseMetadata"]["HTTPHeaders"].get("date")
+        age = parsedate_to_datetime(now) - seen["LastModified"] if now else timedelta(0)
+        return seen["Body"], age.total_seconds()
+
+    def _get(self, key: str) -> dict[str, Any] | None:
+        """Return the answer to a request for a small object, its body read; None where it is not there."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            answer: dict[str, Any] = self.client.get_object(Bucket=self.bucket, Key=key)
+            answer["Body"] = answer["Body"].read()
+        except (BotoCoreError, ClientError) as error:
+            if getattr(error, "response", {}).get("Error", {}).get("Code") == "NoSuchKey":
+                return None
+            raise self.explained(error, "get_object", key) from error
+        return answer
+
+    def stamp(self, file: str, data: bytes) -> None:
+        """Let such an object, whose contents are ``data``, be as new."""
+        self.ask("put_object", key=self.key(file), Body=data)
+
+    def drop(self, file: str) -> None:
+        """Remove such an object."""
+        self.ask("delete_object", key=self.key(file))
+
+    def _now(self) -> datetime:
+        """Return the time by the clock of S3: ours may be wrong."""
+        answer = self.ask("list_objects_v2", Prefix=self.key(), MaxKeys=1)
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        return parsedate_to_datetime(date) if date else datetime.now().astimezone()
+
+    def _remove(self, folder: str) -> None:
+        keys = [self.key(folder, file) for file in self.entries(folder)]
+        for start in range(0, len(keys), 1000):
+            batch = [{"Key": key} for key in keys[start : start + 1000]]
+            answer = self.ask("delete_objects", Delete={"Objects": batch, "Quiet": True})
+            for error in answer.get("Errors", ()):
+                raise CheckpointError(
+                    f"{s3.SCHEME}{self.bucket}/{error['Key']}: cannot be removed ({error.get('Code')}: "
+                    f"{error.get('Message')}); the role in use needs s3:DeleteObject on {self.bucket}"
+                )
+
+
+@lru_cache
+def _client(process: int, endpoint: str | None, read_timeout: float) -> Any:
+    """Return the one client of a process, which all of its threads share, its connections with it."""
+    return s3.connect(attempts=ATTEMPTS, connections=4 * AT_ONCE, read_timeout=read_timeout, retries="legacy")
+
+
+def _root_of(data: bytes) -> str | None:
+    """Return the attempt that a COMMITTED names, None where it cannot be read."""
+    try:
+        return Committed.from_bytes(data).root
+    except (ValueError, CheckpointError):
+        return None

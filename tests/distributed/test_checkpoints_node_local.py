@@ -1,0 +1,133 @@
+"""Saves to each node's own disk: used where every rank finds its part, and never instead of a newer durable one."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
+from smp_train.checkpoints.node_local import find_newest
+from smp_train.errors import CheckpointError
+from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
+from tests.distributed.test_checkpoints import train as updates
+from tests.harness import run
+from tests.training import flags, records, steps, train
+from tests.unit.test_checkpoints import flip
+
+MESH = {"shard": 2}
+
+
+def folders(folder: str) -> list[str]:
+    return [f"local:{folder}/near", f"{folder}/far"]
+
+
+def found(folder: str, mesh: Any = MESH) -> Any:
+    return find_newest(f"{folder}/far", folders(folder), model_type="m", mesh=mesh, strict=False)
+
+
+def write(folder: str, layout: str) -> dict[int, dict[str, str]]:
+    """Save steps 2 and 3 near, and step 2 far; return the digests of each."""
+    with group():
+        near, far = folders(folder)
+        manager = CheckpointManager([Policy(near, 1, 2), Policy(far, 2, 2)], model_type="m", asynchronous=True)
+        manager.lock()
+        model, optimizer = prepare("small", layout, seed=1)
+        optimizer.register_step_pre_hook(lambda *_: manager.staged())
+        seen = {}
+        for step in (1, 2, 3):
+            updates("small", model, optimizer, range(step, step + 1))
+            seen[step] = digests(model, optimizer)
+            manager.save(step, gather_state(model, optimizer), {"mesh": MESH})
+        saved = manager.finish()
+        assert [(each.step, each.durable) for each in saved] == [(1, False), (2, False), (2, True), (3, False)]
+        manager.close()
+        return seen
+
+
+def read(folder: str, layout: str, mesh: Any = MESH) -> tuple[int, str, dict[str, str]]:
+    """Return the step that is found, where, and the digests of what is loaded."""
+    with group():
+        model, optimizer = prepare("small", layout, seed=2)
+        checkpoint = found(folder, mesh)
+        checkpoint.load(gather_state(model, optimizer))
+        where = Path(checkpoint.path).relative_to(folder).parts[0]
+        return checkpoint.step, where, digests(model, optimizer)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), (4, "tensor")])
+def test_the_same_ranks_resume_from_their_own_disks(tmp_path: Path, world: int, layout: str) -> None:
+    seen = same_on_all(run(write, world, str(tmp_path), layout))
+    assert sorted(path.name for path in (tmp_path / "near").iterdir()) == [f"rank{r:05d}" for r in range(world)]
+    names = {path.name for path in (tmp_path / "near" / "rank00001").iterdir()}
+    assert names == {"m-2steps", "m-3steps"}
+    step, where, now = same_on_all(run(read, world, str(tmp_path), layout))
+    assert (step, where) == (3, "near")
+    assert now == seen[3]
+    if layout == "fsdp":
+        durable_instead(tmp_path, seen)
+
+
+def durable_instead(folder: Path, seen: dict[int, dict[str, str]]) -> None:
+    """On another mesh, after damage, and without a part, the durable one of step 2 is taken, or the near one of it."""
+    step, where, now = same_on_all(run(read, 2, str(folder), "fsdp", {"shard": 1, "replicate": 2}))
+    assert (step, where) == (2, "far")
+    assert now == seen[2]
+    step, where, now = same_on_all(run(read, 1, str(folder), "plain"))
+    assert (step, where) == (2, "far")
+    assert now == seen[2]
+    flip(folder / "near" / "rank00001" / "m-3steps" / "__0_0.distcp")
+    step, where, now = same_on_all(run(read, 2, str(folder), "fsdp"))
+    assert (step, where) == (2, "near")
+    assert now == seen[2]
+    shutil.rmtree(folder / "near" / "rank00001")  # its node was replaced
+    step, where, now = same_on_all(run(read, 2, str(folder), "fsdp"))
+    assert (step, where) == (2, "far")
+    assert now == seen[2]
+
+
+def failing(folder: str) -> str:
+    with group():
+
+        def on_stage(stage: str) -> None:
+            if stage == "write" and dist.get_rank() == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        rules = [Policy(each, 2, 1) for each in folders(folder)]
+        manager = CheckpointManager(rules, model_type="m", on_stage=on_stage)
+        state = {"model": gather_state(prepare("small", "plain", 1)[0])["model"]}
+        with pytest.raises(CheckpointError) as failure:
+            manager.save(2, state, {})
+        return str(failure.value)
+
+
+def test_a_disk_that_is_full_stops_all_ranks(tmp_path: Path) -> None:
+    message = same_on_all(run(failing, 2, str(tmp_path)))
+    assert "rank 1 on" in message
+    assert "No space left on device" in message
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_nodes_disks(tmp_path: Path) -> None:
+    common = {"attn_pdrop": 0.1, "lr_decay_iters": 6}
+    run(train, 2, flags(tmp_path / "straight", **common, checkpoint_freq=10, max_steps=6))
+    folder = tmp_path / "tiers"
+    far = folder / "far"
+    words = flags(folder, **common, checkpoint_dir=None, max_steps=None, resume_from_checkpoint=far)
+    words += ["--checkpoint_dir", f"local:{folder / 'near'}", str(far)]
+    words += ["--checkpoint_freq", "1", "10", "--num_kept_checkpoints", "2", "2"]
+    run(train, 2, [*words, "--max_steps=4"])
+    shutil.rmtree(far / "llama_v2-4steps")  # as if it had been killed after step 4
+    run(train, 2, [*words, "--max_steps=6"])
+    exact = ("step", "loss", "grad_norm", "lr", "tokens", "consumed")
+    ours, theirs = ([[r[key] for key in exact] for r in steps(each)] for each in (folder, tmp_path / "straight"))
+    assert ours == theirs
+    (resumed,) = [record for record in records(folder) if record.get("event") == "resume"]
+    assert (resumed["step"], "near" in resumed["checkpoint"]) == (4, True)
+    shutil.rmtree(far / "llama_v2-6steps")  # killed between the last save near and the last one far
+    run(train, 2, [*words, "--max_steps=6"])
+    assert find(far, strict=True).step == 6

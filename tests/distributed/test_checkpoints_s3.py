@@ -1,0 +1,83 @@
+"""Checkpoints in S3 by several processes: killed at every stage of a save, resumed on other meshes."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto.server")
+
+from smp_train.checkpoints.storage_s3 import S3Storage
+from tests.distributed.test_checkpoints import KILLS, loaded, resume, same_on_all, save_steps, write
+from tests.distributed.test_resume import MESHES
+from tests.harness import RankFailed, run
+from tests.s3_server import environment, serving
+from tests.training import flags, steps, train
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def place(server, monkeypatch, request):
+    """Return a prefix of a bucket of this test's own."""
+    for name, value in environment(server.url).items():
+        monkeypatch.setenv(name, value)
+    bucket = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
+    S3Storage(f"s3://{bucket}").client.create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/run"
+
+
+def there(url: str, function: Any, *args: Any) -> Any:
+    """Call ``function`` in a rank, which does not have this process's variables."""
+    os.environ.update(environment(url))
+    return function(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "stage", "newest"), KILLS)
+def test_a_rank_killed_at_any_stage_loses_no_committed_checkpoint(server, place, victim, stage, newest):
+    asynchronous = stage in ("checksum", "publish")
+    with pytest.raises(RankFailed, match=f"rank {victim}: no result .exit code -9"):
+        run(there, 2, server.url, save_steps, place, [1, 2, 3], victim, stage, asynchronous)
+    assert loaded(place) == (newest, float(newest))
+    run(there, 2, server.url, save_steps, place, [3, 4])
+    assert loaded(place) == (4, 4.0)
+    S3Storage(place).sweep(-math.inf)
+    assert {key.partition("/")[0] for key in S3Storage(place).entries("")} == {"m-3steps", "m-4steps"}
+
+
+@pytest.mark.slow
+def test_any_mesh_loads_what_another_saved(server, place):
+    before = same_on_all(run(there, 4, server.url, write, place, ["tensor"]))
+    after = same_on_all(run(there, 2, server.url, resume, place, ["fsdp"], list(before)))
+    assert [(source, here) for here, source in after] == [("tensor4/small", "fsdp2")]
+    assert all(found["saved"] == before[source]["saved"] for (_, source), found in after.items())
+
+
+def exact(folder: Path) -> list[list[Any]]:
+    names = ("step", "loss", "grad_norm", "lr", "tokens", "consumed")
+    return [[record[name] for name in names] for record in steps(folder)]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_s3_as_if_it_had_never_stopped(server, place, tmp_path):
+    options = {"lr_decay_iters": 6, "checkpoint_freq": 2, "train_batch_size": 2}
+    run(train, 2, flags(tmp_path / "straight", **options, max_steps=6))
+    options |= {"checkpoint_dir": place, "resume_from_checkpoint": place}
+    for last in (4, 6):
+        run(there, 2, server.url, train, flags(tmp_path / "s3", **options, max_steps=last))
+    assert exact(tmp_path / "s3") == exact(tmp_path / "straight")
+    world, changes = MESHES["tp2-fsdp2"]
+    run(there, world, server.url, train, flags(tmp_path / "s3", **options | changes, max_steps=7))
+    assert steps(tmp_path / "s3")[-1]["step"] == 7
+    assert {key.partition("/")[0] for key in S3Storage(place).entries("")} == {"llama_v2-6steps", "llama_v2-7steps"}

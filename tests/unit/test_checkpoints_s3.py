@@ -1,0 +1,405 @@
+"""Checkpoints in S3, one process: what counts and what does not, after every request that may be the last."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto.server")
+
+from smp_train.checkpoints import CheckpointManager, Policy, cli, find, open_checkpoint, storage_s3
+from smp_train.checkpoints.storage_s3 import S3Storage
+from smp_train.errors import CheckpointError
+from tests.s3_server import environment, serving
+
+CHANGES = ("PUT", "POST", "DELETE")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def place(server, monkeypatch, request):
+    """Return a prefix of a bucket of this test's own."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment(server.url).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage_s3, "WAIT_SECONDS", 0.002)
+    monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
+    server.faults.clear()
+    server.on_request = lambda method, path: None
+    bucket = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
+    S3Storage(f"s3://{bucket}").client.create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/runs/one"
+
+
+def state(value: float = 0.0, rows: int = 4) -> dict:
+    w = torch.arange(rows * 3, dtype=torch.float32).reshape(rows, 3) + value
+    return {"model": {"w": w, "b": torch.full((3,), value, dtype=torch.bfloat16)}, "extra": {"count": int(value)}}
+
+
+def manager(place: str, keep: int = 2, **more) -> CheckpointManager:
+    return CheckpointManager([Policy(place, 1, keep)], model_type="llama_v2", **more)
+
+
+def save(place: str, *steps: int, rows: int = 4, **more) -> None:
+    saver = manager(place, **{"keep": 10, **more})
+    for step in steps:
+        saver.save(step, state(step, rows), {"tokens": step * 10})
+        saver.finish()
+
+
+def loaded(place: str, rows: int = 4, of_step: int | None = None) -> int:
+    """Return the step that is found, having compared every bit of it with what was saved."""
+    found = find(place)
+    rows = rows if of_step in (None, found.step) else 4
+    target = state(-1, rows)
+    found.load(target)
+    expected = state(found.step, rows)
+    assert all(torch.equal(target["model"][name], value) for name, value in expected["model"].items())
+    assert target["extra"] == expected["extra"]
+    assert found.meta["tokens"] == found.step * 10
+    return found.step
+
+
+def keys(place: str) -> list[str]:
+    """Return all keys of the prefix, attempts shown as *."""
+    return sorted(re.sub("/[0-9a-f]{8}/", "/*/", key) for key in S3Storage(place).entries(""))
+
+
+def small_parts(monkeypatch) -> None:
+    """Let 200 kB be several parts; S3 itself wants 5 MiB each."""
+    monkeypatch.setattr(storage_s3, "PART_BYTES", 1 << 16)
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1 << 10)
+
+
+def uploads(place: str) -> list[str]:
+    storage = S3Storage(place)
+    answer = storage.client.list_multipart_uploads(Bucket=storage.bucket)
+    return [upload["Key"] for upload in answer.get("Uploads", ())]
+
+
+WHOLE = [".metadata", "0/__0_0.distcp", "meta.json"]
+
+
+def files(name: str) -> list[str]:
+    return sorted([f"{name}/COMMITTED", *(f"{name}/*/{file}" for file in WHOLE)])
+
+
+# --- saving and finding
+
+
+def test_what_is_saved_is_found_and_loaded(place):
+    save(place, 7, 12, 9)
+    found = find(f"{place}/")
+    assert (found.step, found.path) == (12, f"{place}/llama_v2-12steps")
+    assert loaded(place) == 12
+    assert loaded(f"{place}/llama_v2-7steps") == 7
+    assert open_checkpoint(f"{place}/llama_v2-9steps").verify() == []
+    assert keys(place) == sorted(file for step in (7, 9, 12) for file in files(f"llama_v2-{step}steps"))
+
+
+def test_an_empty_prefix_is_a_first_start(place):
+    assert find(place) is None
+    assert find(place.rpartition("/")[0]) is None
+
+
+def test_a_large_object_goes_up_in_parts_and_comes_back_in_ranges(place, monkeypatch):
+    small_parts(monkeypatch)
+    rows = 20_000  # 240 kB
+    save(place, 3, rows=rows)
+    assert loaded(place, rows) == 3
+    (size,) = [size for file, size in S3Storage(place).sizes("llama_v2-3steps").items() if file.endswith("distcp")]
+    assert size > 3 * storage_s3.PART_BYTES
+
+
+def test_parts_grow_with_the_object():
+    """S3 takes 10,000 parts: a rank may hold more than 10,000 times the usual part."""
+    storage_s3_parts = storage_s3.PART_BYTES * 10_000
+    from smp_train.checkpoints.dcp_s3 import part_bytes
+
+    assert part_bytes(1000) == storage_s3.PART_BYTES
+    assert part_bytes(storage_s3_parts * 3) * storage_s3.MOST_PARTS >= storage_s3_parts * 3
+
+
+def test_a_copy_of_it_in_a_folder_is_a_checkpoint_too(place, tmp_path):
+    save(place, 3)
+    storage = S3Storage(place)
+    for file in storage.entries(""):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(storage.read("", file))
+    assert loaded(str(tmp_path)) == 3
+
+
+def test_a_folder_copied_to_s3_is_a_checkpoint_too(place, tmp_path):
+    save(str(tmp_path), 3)
+    storage = S3Storage(place)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            storage.put("", path.relative_to(tmp_path).as_posix(), path.read_bytes())
+    assert loaded(place) == 3
+    save(place, 4, keep=1)
+    assert keys(place) == files("llama_v2-4steps")
+
+
+def test_asynchronous_saves_are_the_same(place):
+    save(place, 1, 2, asynchronous=True)
+    assert loaded(place) == 2
+
+
+# --- what is cut short: no request later than the n-th has any effect, for every n
+
+
+def freeze(server, after: int) -> list[str]:
+    """Let ``after`` requests that change something through, and none later, as if the writer had died."""
+    seen: list[str] = []
+
+    def on_request(method: str, path: str) -> str | None:
+        if method not in CHANGES:
+            return None
+        seen.append(f"{method} {path}")
+        return "AccessDenied" if len(seen) > after else None
+
+    server.on_request = on_request
+    return seen
+
+
+def test_a_writer_that_dies_after_any_request_loses_nothing(server, place, monkeypatch):
+    small_parts(monkeypatch)
+    rows, after, outcomes = 20_000, 0, []  # in parts
+    while True:
+        run = f"{place}/{after}"
+        save(run, 2)
+        seen = freeze(server, after)
+        with contextlib.suppress(CheckpointError):
+            save(run, 3, rows=rows, keep=1)
+        server.on_request = lambda method, path: None
+        outcomes.append(loaded(run, rows, of_step=3))
+        committed = {key.partition("/")[0] for key in keys(run) if key.endswith("COMMITTED")}
+        assert f"llama_v2-{outcomes[-1]}steps" in committed
+        S3Storage(run).sweep(-math.inf)  # as the next job does once it holds the lock
+        assert keys(run) == sorted(file for name in committed for file in files(name))
+        assert uploads(run) == []
+        if len(seen) <= after:
+            break
+        after += 1
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {2, 3}
+    assert len(outcomes) >= 10
+
+
+def test_a_step_that_is_saved_again_is_replaced_at_once(server, place):
+    """A replacement that dies after any request leaves the older or the newer one, whole."""
+    after, tokens = 0, set()
+    while True:
+        run = f"{place}/{after}"
+        save(run, 1, 3)
+        seen = freeze(server, after)
+        with contextlib.suppress(CheckpointError):
+            manager(run).save(3, state(3), {"tokens": 30, "again": True})
+        server.on_request = lambda method, path: None
+        assert loaded(run) == 3
+        tokens.add(find(run).meta.get("again"))
+        if len(seen) <= after:
+            break
+        after += 1
+    assert tokens == {None, True}
+    assert keys(run) == files("llama_v2-1steps") + files("llama_v2-3steps")
+
+
+def test_what_is_deleted_is_no_checkpoint_from_the_first_request_on(server, place):
+    after = 0
+    while True:
+        run = f"{place}/{after}"
+        save(run, 1, 2)
+        seen = freeze(server, after)
+        with contextlib.suppress(CheckpointError):
+            S3Storage(run).delete("llama_v2-1steps")
+        server.on_request = lambda method, path: None
+        assert find(f"{run}/llama_v2-2steps").verify() == []
+        if after:
+            with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+                open_checkpoint(f"{run}/llama_v2-1steps")
+        if len(seen) <= after:
+            break
+        after += 1
+    assert keys(run) == files("llama_v2-2steps")
+
+
+# --- faults: mended, or named
+
+
+def each_first(fault: str, times: int = 1):
+    """Return a hook that answers every request with ``fault`` the first ``times`` it is made."""
+    met: dict[str, int] = {}
+
+    def on_request(method: str, path: str) -> str | None:
+        request = f"{method} {path.partition('?')[0]} {'uploadId' in path}"
+        met[request] = met.get(request, 0) + 1
+        return fault if met[request] <= times else None
+
+    return on_request
+
+
+@pytest.mark.parametrize(("fault", "times"), [("SlowDown", 3), ("cut", 2), ("lost", 1), ("short", 1)])
+def test_faults_on_every_request_are_mended(server, place, monkeypatch, fault, times):
+    small_parts(monkeypatch)
+    server.on_request = each_first(fault, times)
+    save(place, 1)
+    save(place, 2, rows=20_000, keep=1)
+    assert loaded(place, 20_000) == 2
+    assert keys(place) == files("llama_v2-2steps")
+
+
+def test_a_stall_is_mended(server, place, monkeypatch):
+    monkeypatch.setattr(storage_s3, "READ_TIMEOUT_SECONDS", 0.3)
+    stall = each_first("stall")
+    server.on_request = lambda method, path: stall(method, path) if "distcp" in path else None
+    save(place, 1)
+    assert loaded(place) == 1
+
+
+REFUSED = {
+    "AccessDenied": r"access denied \(403 AccessDenied\); the role in use needs s3:{0} on b",
+    "ExpiredToken": r"the AWS credentials have expired \(ExpiredToken\); renew",
+    "SlowDown": r"S3 does not answer as it should \(.*SlowDown.* the {0} operation",
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_cannot_be_mended_names_bucket_and_operation(server, place, fault):
+    save(place, 1)
+    server.on_request = lambda method, path: fault if method == "PUT" else None
+    with pytest.raises(CheckpointError, match=REFUSED[fault].format("PutObject")) as refused:
+        save(place, 2)
+    assert f"cannot save {place}/llama_v2-2steps: {place}/llama_v2-2steps/" in str(refused.value)
+    with pytest.raises(CheckpointError, match=f"cannot write to checkpoint folder {place}: .*{fault}"):
+        manager(place).check_writable()
+    server.on_request = lambda method, path: fault if method == "GET" and "distcp" in path else None
+    with pytest.raises(CheckpointError, match=REFUSED[fault].format("GetObject")) as refused:
+        find(place)
+    assert "\n" not in str(refused.value)
+    server.on_request = lambda method, path: None
+    assert loaded(place) == 1  # nothing was set aside for what is no damage
+
+
+def test_a_bucket_that_is_not_there(place):
+    with pytest.raises(CheckpointError, match=r"s3://no-such-bucket/x.*: no such bucket \(404 NoSuchBucket\)"):
+        manager("s3://no-such-bucket/x").check_writable()
+    with pytest.raises(CheckpointError, match=r"no such bucket \(404 NoSuchBucket\)"):
+        find("s3://no-such-bucket/x")
+
+
+# --- damage
+
+
+def harm(place: str, name: str, ending: str, change) -> None:
+    storage = S3Storage(place)
+    (file,) = [file for file in storage.sizes(name) if file.endswith(ending)]
+    data = change(storage.read(name, file))
+    if data is None:
+        storage.ask("delete_object", key=storage.key(name, file))
+    else:
+        storage.put(name, file, data)
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+DAMAGE = [
+    (flip, ".distcp", "CRC-32"),
+    (lambda data: data[:-1], ".distcp", "bytes"),
+    (lambda data: None, ".metadata", "missing"),
+    (lambda data: b"{", "COMMITTED", "COMMITTED is not readable"),
+]
+
+
+@pytest.mark.parametrize(("change", "file", "said"), DAMAGE)
+def test_a_damaged_newest_one_is_set_aside_and_kept(place, caplog, capsys, change, file, said):
+    save(place, 3, 6)
+    harm(place, "llama_v2-6steps", file, change)
+    with pytest.raises(CheckpointError, match=said):
+        find(place, strict=True)
+    before = len(keys(place))
+    assert loaded(place) == 3
+    assert "llama_v2-6steps is damaged" in caplog.text
+    assert "kept as llama_v2-6steps/COMMITTED.damaged" in caplog.text
+    assert len(keys(place)) == before
+    assert cli.main(["ls", place]) == 0
+    assert re.search(r"llama_v2-6steps +damaged", capsys.readouterr().out)
+    save(place, 6, 7, keep=1)  # the step is reached again; what was damaged is not the program's to delete
+    left = keys(place)
+    assert len([key for key in left if key.startswith("llama_v2-6steps/")]) == before - len(files("llama_v2-3steps"))
+    assert loaded(place) == 7
+
+
+def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(place):
+    save(place, 3)
+    harm(place, "llama_v2-3steps", ".distcp", flip)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="damaged"):
+            find(place)
+
+
+# --- tidying
+
+
+def test_what_others_put_there_stays(place):
+    save(place, 3)
+    storage = S3Storage(place)
+    for file in ("notes.txt", "tensorboard/events", "llama_v2-3steps/hf/config.json", "llama_v2-3stepsnot/x"):
+        storage.put("", file, b"mine")
+    save(place, 4)
+    assert len(keys(place)) == len(files("")) * 2 + 4
+    save(place, 5, keep=1)
+    assert keys(place) == sorted(["notes.txt", "tensorboard/events", "llama_v2-3stepsnot/x", *files("llama_v2-5steps")])
+
+
+def test_a_save_that_may_be_under_way_is_not_swept(server, place):
+    save(place, 1)
+    saver = manager(place)
+    other = S3Storage(place)
+    other.put("llama_v2-9steps/0123abcd", "0/__0_0.distcp", b"half")
+    assert other.sweep(60) == []
+    saver.save(2, state(2), {"tokens": 20})
+    assert "llama_v2-9steps/*/0/__0_0.distcp" in keys(place)
+    assert len(other.sweep(-math.inf)) == 1
+
+
+# --- the verbs
+
+
+def test_the_verbs(place, tmp_path, capsys):
+    save(place, 3, 6, 9)
+    assert cli.main(["ls", place]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        [f"llama_v2-{step}steps", "committed"] for step in (3, 6, 9)
+    ]
+    assert cli.main(["show", f"{place}/llama_v2-6steps"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"path: +{place}/llama_v2-6steps", shown)
+    assert re.search(r"tokens: +60", shown)
+    assert cli.main(["verify", place]) == 0
+    assert capsys.readouterr().out.count("intact") == 3
+    harm(place, "llama_v2-6steps", ".distcp", flip)
+    with pytest.raises(CheckpointError, match="1 of 3 damaged"):
+        cli.main(["verify", place])
+    assert cli.main(["prune", place, "--keep", "1", "--dry_run", "1"]) == 0
+    assert len([key for key in keys(place) if key.endswith("COMMITTED")]) == 3
+    assert cli.main(["prune", place, "--keep", "1"]) == 0
+    assert keys(place) == files("llama_v2-9steps")
+    assert json.loads(S3Storage(place).read("llama_v2-9steps", "COMMITTED"))["step"] == 9
