@@ -87,7 +87,7 @@ class NativeBackend(Backend):
         args = self.args
         device = self.topology.device
         degrees = self.mesh.degrees
-        context.check(degrees.context, seq_len, args.attn_implementation)
+        context.check(degrees.context, seq_len, args.attn_implementation, spec.config)
         tensor_parallel.check(spec.config, degrees.tensor, seq_len // degrees.context)
         model = build.build_meta(spec, attn_implementation=args.attn_implementation)
         named = build.decoder_layers(model)
