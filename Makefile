@@ -43,7 +43,7 @@ test-sagemaker: venv .venv-sagemaker/.installed
 .venv-smp/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-smp
 	.venv-smp/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.5.1' 'transformers==4.44.2' 'numpy<2' \
-		pyyaml packaging tokenizers safetensors orjson isal tqdm psutil pytest pytest-timeout hypothesis
+		pyyaml packaging tokenizers safetensors orjson isal tqdm psutil 'accelerate==1.2.1' pytest pytest-timeout hypothesis
 	.venv-smp/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 

@@ -17,7 +17,7 @@ from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend
 from smp_train.checkpoints import Checkpoint, CheckpointManager, find, open_checkpoint, policies
-from smp_train.checkpoints.export import export, tokenizer_beside
+from smp_train.checkpoints.export import export, export_weights, tokenizer_beside
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Batch, TrainingData, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
@@ -270,7 +270,8 @@ def resume(run: Run) -> None:
     if found is None:
         log.info("Starting at step 0")
         return
-    run.backend.load_state(run.model, run.optimizer, found.load)
+    saver = run.backend.saver
+    run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     with runtime.together(f"resuming from {found.path}"):
         consumed = run.train_data.check_state(
             found.meta["data"], allow_data_change=run.args.allow_data_change
@@ -382,6 +383,8 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
     }
     log.info(batch_line(record))
     run.metrics.step(record)
+    if run.checkpoints.poll():
+        report_saves(run)
     if run.args.enable_memory_profiling:
         log.info(memory_report(run.backend.topology.device, f"step {progress.step}"))
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -440,7 +443,8 @@ def save(run: Run, *, force: bool) -> None:
     }
     report_saves(run)
     with run.throughput.pause():
-        run.checkpoints.save(progress.step, run.backend.state_dict(run.model, run.optimizer), meta, force=force)
+        state = run.backend.state_dict(run.model, run.optimizer)
+        run.checkpoints.save(progress.step, state, meta, force=force, saver=run.backend.saver)
         run.saved_step = progress.step
         if force or not run.checkpoints.asynchronous:
             report_saves(run)
@@ -477,13 +481,18 @@ def finish(run: Run, *, stopped: bool) -> None:
 def save_final_model(run: Run) -> None:
     """Write the model of the last checkpoint, which is the final one, as Hugging Face has it; collective.
 
-    Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own.
+    Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own. Where checkpoints have
+    other names, it writes what the backend gathers.
     """
     model_dir, args = run.args.model_dir, run.args
     assert model_dir is not None, "checked by arguments.validate"
+    weights = run.backend.full_weights(run.model)
     with runtime.together("writing the final model"):
         if run.runtime.is_main and run.saved_path is not None:
             began = time.perf_counter()
             tokenizer = args.tokenizer or tokenizer_beside(run.spec.pretrained)
-            export(open_checkpoint(run.saved_path), model_dir, tokenizer=tokenizer, replace=True)
+            if weights is None:
+                export(open_checkpoint(run.saved_path), model_dir, tokenizer=tokenizer, replace=True)
+            else:
+                export_weights(weights, run.spec.config, model_dir, tokenizer=tokenizer, replace=True)
             log.info("Wrote the final model to %s in %.1f s", model_dir, time.perf_counter() - began)

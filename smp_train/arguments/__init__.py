@@ -18,7 +18,7 @@ from smp_train.arguments.groups import (
     RuntimeArguments,
 )
 from smp_train.arguments.parse import Resolved, parse
-from smp_train.arguments.validation import ineffective, validate
+from smp_train.arguments.validation import ineffective, refuse_natively, validate
 
 __all__ = [
     "Arguments",
@@ -36,5 +36,6 @@ __all__ = [
     "ineffective",
     "parse",
     "print_config",
+    "refuse_natively",
     "validate",
 ]

@@ -1,7 +1,7 @@
 """What this version does not do, as data: delete a row when its capability lands.
 
-`REFUSED`: flags that are accepted at their off values only. `INEFFECTIVE`: flags that are accepted at any
-value, change nothing on the native backend, and are answered with one line when given.
+`REFUSED`: flags that are accepted at their off values only. `REFUSED_NATIVELY`: the same outside SMP. `INEFFECTIVE`:
+flags that are accepted at any value, change nothing on the native backend, and are answered with one line when given.
 """
 
 from __future__ import annotations
@@ -9,23 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "expert_parallel_degree": (
-        (1,),
-        "a degree of its own for experts is not available; --tensor_parallel_degree deals a layer's experts out",
-    ),
-    "limit_all_gathers": (
-        (True,),
-        "FSDP2 gathers at most one layer ahead by construction and has no unlimited mode; leave it at 1",
-    ),
-    "backward_fetch_policy": (
-        ("backward_pre",),
-        "FSDP2 always asks for the next layer before it computes this one's gradients; leave it at backward_pre",
-    ),
-    "moe": (
-        (False,),
-        "SMP's expert implementation is not available in this version; --model_type mixtral trains "
-        "without it",
-    ),
     "checkpoint_type": (
         ("sharded", "async_sharded"),
         "it is SMP's; sharded and async_sharded checkpoints load on any mesh",
@@ -47,6 +30,27 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_tokens": ((None,), "generating text is not available in this version; leave it out"),
 }
 
+# What SMP has and the native backend has not.
+REFUSED_NATIVELY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "expert_parallel_degree": (
+        (1,),
+        "a degree of its own for experts is SMP's (--backend smp); --tensor_parallel_degree deals a layer's experts "
+        "out",
+    ),
+    "moe": (
+        (False,),
+        "the expert implementation is SMP's (--backend smp); --model_type mixtral trains without it",
+    ),
+    "limit_all_gathers": (
+        (True,),
+        "FSDP2 gathers at most one layer ahead by construction and has no unlimited mode; leave it at 1",
+    ),
+    "backward_fetch_policy": (
+        ("backward_pre",),
+        "FSDP2 always asks for the next layer before it computes this one's gradients; leave it at backward_pre",
+    ),
+}
+
 # Flags that name a place, which may not be in S3 yet.
 LOCATIONS = (
     "checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir",
@@ -60,12 +64,23 @@ LOCATION_REASON = "places in S3 are not available in this version; use a folder"
 DEPENDENT: dict[str, str] = {
     "activation_loading_horizon": "sm_activation_offloading",
     "torch_compile_backend": "use_torch_compile",
+    "fp8_amax_history_len": "fp8",
+    "fp8_amax_compute_algo": "fp8",
+    "moe_load_balancing": "moe",
+    "global_token_shuffle": "moe",
+    "moe_all_to_all_dispatcher": "moe",
+    "moe_fp8_checkpoint_attn": "moe",
+    "moe_fp8_checkpoint_moe": "moe",
 }
 
 # Flags of `INEFFECTIVE` that SMP reads.
 OF_SMP = frozenset(
-    {"delayed_param", "use_smp_implementation", "fsdp_cache_flush_warnings", "allow_empty_shards", "random_seed"}
-)
+    {
+        "delayed_param", "use_smp_implementation", "fsdp_cache_flush_warnings", "allow_empty_shards", "random_seed",
+        "fp8_amax_history_len", "fp8_amax_compute_algo", "cp_comm_type", "moe_load_balancing", "global_token_shuffle",
+        "moe_all_to_all_dispatcher", "moe_fp8_checkpoint_attn", "moe_fp8_checkpoint_moe",
+    }
+)  # fmt: skip
 
 INEFFECTIVE: dict[str, str] = {
     "delayed_param": "parameters are always created after sharding",
@@ -86,11 +101,11 @@ INEFFECTIVE: dict[str, str] = {
     "summary_first_pdrop": "a language model has no classification head",
     "fp8_amax_history_len": "each tensor is scaled by its own largest value, and no history is kept",
     "fp8_amax_compute_algo": "each tensor is scaled by its own largest value, and no history is kept",
-    "cp_comm_type": "it needs --context_parallel_degree above 1",
-    "moe_load_balancing": "it needs --moe 1",
-    "global_token_shuffle": "it needs --moe 1",
-    "moe_all_to_all_dispatcher": "it needs --moe 1",
-    "moe_fp8_checkpoint_attn": "it needs --moe 1",
-    "moe_fp8_checkpoint_moe": "it needs --moe 1",
+    "cp_comm_type": "keys and values are always gathered",
+    "moe_load_balancing": "it is of SMP's experts (--moe 1)",
+    "global_token_shuffle": "it is of SMP's experts (--moe 1)",
+    "moe_all_to_all_dispatcher": "it is of SMP's experts (--moe 1)",
+    "moe_fp8_checkpoint_attn": "it is of SMP's experts (--moe 1)",
+    "moe_fp8_checkpoint_moe": "it is of SMP's experts (--moe 1)",
     "logging_freq_for_avg": "speeds are averaged from one log line to the next",
 }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from smp_train.arguments.aliases import ALIASES, SMP_KEYS
-from smp_train.arguments.capabilities import INEFFECTIVE, REFUSED
+from smp_train.arguments.capabilities import INEFFECTIVE, OF_SMP, REFUSED, REFUSED_NATIVELY
 from smp_train.arguments.groups import GROUPS, Flag, LegacyArguments, flags, show
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ def _placeholder(flag: Flag) -> str:
 def only(flag: Flag) -> str:
     """Return what this version does not do with a flag; nothing where it does all."""
     if flag.name in INEFFECTIVE and flag.group is not LegacyArguments:
-        return f"no effect: {INEFFECTIVE[flag.name]}"
+        where = "without SMP, " if flag.name in OF_SMP else ""
+        return f"{where}no effect: {INEFFECTIVE[flag.name]}"
+    if flag.name in REFUSED_NATIVELY:
+        return f"without SMP, only {show(REFUSED_NATIVELY[flag.name][0][0])}"
     if flag.name not in REFUSED:
         return ""
     off = REFUSED[flag.name][0]
@@ -173,9 +176,12 @@ def _row(flag: Flag) -> str:
     spellings = flag.metadata["values"]
     if spellings:
         meaning += "; also " + ", ".join(f"`{theirs}` = `{ours}`" for theirs, ours in spellings.items())
-    if flag.name in REFUSED:
-        meaning += f". **{only(flag)[0].upper()}{only(flag)[1:]}**"
-    if flag.name in INEFFECTIVE:
-        meaning += f". No effect: {INEFFECTIVE[flag.name]}"
+    limits = only(flag)
+    if limits and flag.name not in INEFFECTIVE:
+        limits = f"**{limits[0].upper()}{limits[1:]}**"
+    elif flag.name in INEFFECTIVE:
+        limits = limits or f"no effect: {INEFFECTIVE[flag.name]}"
+        limits = limits[0].upper() + limits[1:]
+    meaning += f". {limits}" if limits else ""
     default = flag.shown_default
     return f"| `--{flag.name}` | {kind} | {_cell(default) if default != '-' else 'none'} | {_cell(meaning)} |"

@@ -13,10 +13,12 @@ from smp_train.arguments.capabilities import (
     LOCATIONS,
     OF_SMP,
     REFUSED,
+    REFUSED_NATIVELY,
 )
 from smp_train.arguments.groups import STRATEGIES, Arguments, flags, show
 from smp_train.arguments.parse import Resolved
 from smp_train.errors import ConfigError
+from smp_train.runtime import smp_installed
 
 AT_LEAST_ONE = (
     "train_batch_size", "gradient_accumulation_steps", "max_steps", "epochs", "steps_per_epoch",
@@ -81,10 +83,23 @@ def _check_ranges(args: Arguments) -> None:
         )
 
 
-def _check_not_available(args: Arguments) -> None:
-    for name, (off, reason) in REFUSED.items():
+def refuse_natively(args: Arguments) -> None:
+    """Raise `ConfigError` for what only SMP can do."""
+    _refuse(args, REFUSED_NATIVELY)
+    if args.fp8 and args.tensor_parallel_degree > 1:
+        raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
+
+
+def _refuse(args: Arguments, rows: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+    for name, (off, reason) in rows.items():
         if getattr(args, name) not in off:
             raise ConfigError(f"--{name} {show(getattr(args, name))}: {reason}")
+
+
+def _check_not_available(args: Arguments) -> None:
+    _refuse(args, REFUSED)
+    if args.backend == "native" or (args.backend == "auto" and not smp_installed()):
+        refuse_natively(args)
     for name in LOCATIONS:
         for place in _numbers(args, name):
             if str(place).startswith(LOCATION_PREFIXES):
@@ -201,8 +216,6 @@ def _check_activations(args: Arguments) -> None:
     for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
         if value and not args.bf16:
             raise ConfigError(f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1")
-    if args.fp8 and args.tensor_parallel_degree > 1:
-        raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
     if selective != 1 and setting not in (checkpointing.NONE, checkpointing.of_layers(selective)):
         raise ConfigError(
             f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
@@ -269,8 +282,12 @@ def _check_data(args: Arguments) -> None:
         raise ConfigError(f"{cause} needs --test_dir (or the SageMaker channel test) to validate on")
 
 
-def ineffective(resolved: Resolved, backend: str = "native") -> list[str]:
-    """Return one line per setting that was given and changes nothing on ``backend``, and the notes of parsing."""
+def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
+    """Return one line per setting that was given and changes nothing on ``backend``, and the notes of parsing.
+
+    Without ``backend``: on the one that is asked for, which is the native one when left open.
+    """
+    backend = backend or resolved.args.backend
     lines = list(resolved.notes)
     for name, why in INEFFECTIVE.items():
         if backend == "smp" and name in OF_SMP:
@@ -280,6 +297,8 @@ def ineffective(resolved: Resolved, backend: str = "native") -> list[str]:
             lines.append(f"--{name} {value} has no effect: {why}")
     args = resolved.args
     for name, other in DEPENDENT.items():
+        if name in INEFFECTIVE and backend != "smp":
+            continue
         if resolved.given(name) and not getattr(args, other):
             lines.append(f"--{name} {show(getattr(args, name))} has no effect: it needs --{other} 1")
     if args.activation_checkpointing == checkpointing.NONE and args.selective_checkpointing not in (0, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from smp_train import runtime
+from smp_train import arguments, runtime
 from smp_train.backends import smp_library
 from smp_train.errors import ConfigError
 
@@ -32,13 +32,13 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
         return _native(args, ranks, device), "--backend native"
     if args.backend == "smp":
         with runtime.together("starting SMP"):
-            library = smp_library.start(args)
+            library = smp_library.start(args, ranks.world_size)
         return _smp(args, ranks, device, library), "--backend smp"
-    if runtime.any_rank(not smp_library.installed()):
+    if runtime.any_rank(not runtime.smp_installed()):
         return _native(args, ranks, device), "this torch has no torch.sagemaker"
     library, failure = None, None
     try:
-        library = smp_library.start(args)
+        library = smp_library.start(args, ranks.world_size)
     except ConfigError as cause:
         failure = cause
     if runtime.any_rank(failure is not None):
@@ -57,6 +57,7 @@ def _native(args: Arguments, ranks: Runtime, device: torch.device) -> Backend:
             f"the native backend needs torch 2.6 or newer, this is {torch.__version__}; upgrade torch, or use "
             "--backend smp inside the SMP container"
         )
+    arguments.refuse_natively(args)
     from smp_train.backends.native import NativeBackend
 
     return NativeBackend(args, ranks, device)

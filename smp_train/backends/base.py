@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from smp_train.checkpoints.saver import Saver
+
 if TYPE_CHECKING:
     from smp_train.models.resolve import ModelSpec
 
@@ -83,6 +85,18 @@ class Backend(ABC):
     @abstractmethod
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Return ``values``, on the device, summed over all ranks that hold different tokens; collective."""
+
+    @property
+    def saver(self) -> Saver:
+        """How what `state_dict` returns is written and read; known once the model is built."""
+        return Saver()
+
+    def full_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """Return the whole model on rank 0's host, under Hugging Face names, and nothing on the others; collective.
+
+        None where checkpoints have these names already, and nobody needs to hold the model.
+        """
+        return None
 
     @abstractmethod
     def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

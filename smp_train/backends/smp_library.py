@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smp_train import runtime
 from smp_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,14 +17,9 @@ CLUSTERS = Path("/var/log/aws/clusters")
 """What SMP looks at to see that it runs on HyperPod; containers must mount it."""
 
 
-def installed() -> bool:
-    """Tell whether this torch has ``torch.sagemaker``, without importing it."""
-    return importlib.util.find_spec("torch.sagemaker") is not None
-
-
-def start(args: Arguments) -> Any:
+def start(args: Arguments, world_size: int) -> Any:
     """Import ``torch.sagemaker``, initialise it by the flags, and return it; raises `ConfigError` with the cause."""
-    if not installed():
+    if not runtime.smp_installed():
         raise ConfigError(
             "--backend smp: this torch has no torch.sagemaker, which only SMP's own container brings; run in that "
             "container, or use --backend native"
@@ -33,7 +29,7 @@ def start(args: Arguments) -> Any:
     except Exception as failure:  # a closed library: anything may come out of it
         raise ConfigError(f"torch.sagemaker cannot be imported: {reason(failure)}; use --backend native") from failure
     try:
-        library.init(configuration(args))
+        library.init(configuration(args, world_size))
     except Exception as failure:
         raise ConfigError(f"torch.sagemaker.init refuses: {reason(failure)}") from failure
     return library
@@ -47,14 +43,53 @@ def reason(failure: Exception) -> str:
     return said
 
 
-def configuration(args: Arguments) -> dict[str, Any]:
+def part(name: str, wanted_by: str, since: str = "") -> Any:
+    """Import a module of SMP; `ConfigError` says what asked for it, and which release brought it."""
+    try:
+        return importlib.import_module(f"torch.sagemaker.{name}")
+    except ImportError as failure:
+        came = f", which came with SMP {since}" if since else ""
+        raise ConfigError(f"{wanted_by} needs torch.sagemaker.{name}{came}: {reason(failure)}") from failure
+
+
+def moe_config(args: Arguments, *, reads_weights: bool) -> Any:
+    """Return the configuration of SMP's mixture of experts by the flags."""
+    options: dict[str, Any] = {
+        "smp_moe": True,
+        "random_seed": int(args.seed if args.random_seed is None else args.random_seed),
+        "moe_load_balancing": args.moe_load_balancing,
+        "global_token_shuffle": bool(args.global_token_shuffle),
+        "moe_all_to_all_dispatcher": bool(args.moe_all_to_all_dispatcher),
+    }
+    if reads_weights:
+        options["use_cpu_initialization"] = True  # the weights that are read are on the host
+    return part("moe.moe_config", "--moe 1", "2.3").MoEConfig(**options)
+
+
+def context_options(library: Any, args: Arguments) -> dict[str, Any]:
+    """Return what ``transform`` is told of context parallelism; releases before 2.6 know one way only."""
+    if "cp_comm_type" in inspect.signature(library.transform).parameters:
+        return {"cp_comm_type": args.cp_comm_type}
+    if args.cp_comm_type != "p2p":
+        raise ConfigError(
+            f"--cp_comm_type {args.cp_comm_type} came with SMP 2.6, and this release has p2p only; leave it out"
+        )
+    return {}
+
+
+def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     """Return the configuration for ``torch.sagemaker.init``: every key that has a flag, in the type SMP expects.
 
     What the launcher gives (``SM_HP_MP_PARAMETERS``, ``--mp_parameters``) and ``--smp_config`` is in the flags already,
-    by their order of precedence; SMP reads the first itself and comes to the same.
+    by their order of precedence; SMP reads the first itself and comes to the same. A shard degree that is left open is
+    SMP's to settle; not so with context or expert parallelism, where it is said, and is what the native backend takes:
+    as many ranks as there are.
     """
+    shard = int(args.hybrid_shard_degree or 0)
+    if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):
+        shard = world_size // (args.tensor_parallel_degree * args.expert_parallel_degree)
     return {
-        "hybrid_shard_degree": int(args.hybrid_shard_degree or 0),
+        "hybrid_shard_degree": shard,
         # Its default is True: left out, activations would be offloaded unasked.
         "sm_activation_offloading": bool(args.sm_activation_offloading),
         "activation_loading_horizon": int(args.activation_loading_horizon),

@@ -29,15 +29,13 @@ class Tree:
         names: Canonical names of its parameters, tied ones once, as they were before it was wrapped.
         sharded: Whether parameters are cut at all.
         device: Where they are.
-        place: Under which name this rank's tree stands among those of its tensor peers; None without them.
+        raw: Whether `gather` returns FSDP1's own sharded tensors, which SMP's saver is made for, in place of DTensors.
     """
 
-    def __init__(
-        self, root: Any, names: list[str], *, sharded: bool, device: torch.device, place: str | None
-    ) -> None:
+    def __init__(self, root: Any, names: list[str], *, sharded: bool, device: torch.device, raw: bool) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
-        self.root, self.names, self.sharded, self.place = root, set(names), sharded, place
+        self.root, self.names, self.sharded, self.raw = root, set(names), sharded, raw
         self.mesh: Any = None
         if sharded:
             self.mesh = DeviceMesh.from_group(root.process_group, device.type)
@@ -45,7 +43,7 @@ class Tree:
     def gather(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the tree; collective."""
         create_optimizer_state(optimizer)
-        return self._arranged(*self._read(optimizer))
+        return self._arranged(*self._read(optimizer), convert=not self.raw)
 
     def load(self, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]) -> None:
         """Let ``read`` fill the tree, and give what it brought to the model and the optimizer; collective."""
@@ -53,7 +51,7 @@ class Tree:
 
         create_optimizer_state(optimizer)
         model, optim = self._read(optimizer)
-        read(self._arranged(model, optim))
+        read(self._arranged(model, optim, convert=True))
         if not self.sharded:
             return  # the tensors are the model's and the optimizer's own
         with self._as_sharded():
@@ -62,15 +60,14 @@ class Tree:
                 FSDP.optim_state_dict_to_load(model=self.root, optim=optimizer, optim_state_dict=optim)
             )
 
-    def _arranged(self, model: dict[str, Any], optim: dict[str, Any]) -> dict[str, Any]:
-        tensors = {name: self._as_dtensor(value) for name, value in model.items() if name in self.names}
+    def _arranged(self, model: dict[str, Any], optim: dict[str, Any], *, convert: bool) -> dict[str, Any]:
+        made = self._as_dtensor if convert else lambda value: value
+        tensors = {name: made(value) for name, value in model.items() if name in self.names}
         state = {
-            name: {key: self._as_dtensor(value) for key, value in values.items()}
+            name: {key: made(value) for key, value in values.items()}
             for name, values in sorted(optim["state"].items())
         }
-        if self.place is None:
-            return {"model": tensors, "optim": {"state": state}}
-        return {"model": {self.place: tensors}, "optim": {"state": {self.place: state}}}
+        return {"model": tensors, "optim": {"state": state}}
 
     def _read(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return FSDP1's own state dicts under canonical names; a tied weight is one tensor under all of its."""

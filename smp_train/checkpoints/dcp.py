@@ -6,7 +6,6 @@ import errno
 import io
 import logging
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -31,18 +30,17 @@ from torch.futures import Future
 
 from smp_train.checkpoints.collective import exchange, group, here, one_line, rank
 from smp_train.checkpoints.record import FileRecord, checksum
+from smp_train.checkpoints.saver import METADATA
 from smp_train.checkpoints.storage import wait_for
 from smp_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-DCP_METADATA = ".metadata"
+DCP_METADATA = METADATA
 NAMED_IN_MESSAGES = 3
 # What torch's own optimizer state dicts carry besides state. Hyper-parameters come from the arguments of the
 # run.
 NOT_NEEDED = ("optim.param_groups",)
-# SMP's tensor-parallel ranks each save a tree of their own, under their rank; each reads its own.
-TENSOR_PEER = re.compile(r"(model|optim\.state)\.tp\d+\.")
 
 
 class Writer(StorageWriter):
@@ -219,7 +217,6 @@ def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contai
     difference, nor are ``ignored`` ones.
     """
     kinds = {key.split(".")[0] for key in wanted}
-    peers = any(TENSOR_PEER.match(key) for key in wanted)
     missing = [key for key in wanted if key not in saved]
     extra = [
         key
@@ -227,7 +224,6 @@ def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contai
         if key not in wanted
         and key.split(".")[0] in kinds
         and key not in ignored
-        and not (peers and TENSOR_PEER.match(key))
         and not key.startswith(NOT_NEEDED)
     ]
     other = []
@@ -265,28 +261,37 @@ def _warn_of_other_dtypes(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -
             return
 
 
-def save_state(state: dict[str, Any], writer: Writer) -> None:
+def save_state(state: dict[str, Any], writer: Writer, save: Callable[..., None] | None = None) -> None:
     """Write ``state`` (nested dicts of tensors, DTensors and plain values). Collective.
 
-    Raises `CheckpointError` on every rank when any rank failed.
+    ``save`` takes the place of torch's. Raises `CheckpointError` on every rank that takes part when any of them failed.
     """
     try:
         with _single_process_is_fine():
-            dcp.save(state, storage_writer=writer, process_group=group())
+            if save is None:
+                dcp.save(state, storage_writer=writer, process_group=group())
+            else:
+                save(state, storage_writer=writer)
     except CheckpointException as error:
         raise CheckpointError(one_line(error)) from error
 
 
-def load_state(state: dict[str, Any], reader: Reader, label: str, ignored: Container[str] = ()) -> None:
+def load_state(
+    state: dict[str, Any],
+    reader: Reader,
+    label: str,
+    ignored: Container[str] = (),
+    load: Callable[..., None] | None = None,
+) -> None:
     """Fill ``state`` in place from what ``reader`` reads, on whatever mesh it is laid out. Collective.
 
-    Entries in ``ignored`` may be there unasked for. Raises `CheckpointError` on every rank when any rank failed, or
-    when ``state`` and checkpoint do not match.
+    Entries in ``ignored`` may be there unasked for; ``load`` takes the place of torch's. Raises `CheckpointError` on
+    every rank when any rank failed, or when ``state`` and checkpoint do not match.
     """
     exchange(f"cannot load {label}", reader.preload)
     try:
         with _single_process_is_fine():
-            dcp.load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
+            (load or dcp.load)(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
         raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
 

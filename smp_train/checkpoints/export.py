@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def export(
     ``on_progress`` is called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model
     already, which ``replace`` removes; `CheckpointError` where the checkpoint does not hold a whole model.
     """
+    checkpoint.check_names()
     out = free_folder(folder, replace)
     try:
         config = config_of(checkpoint.meta["model_config"])
@@ -85,12 +87,43 @@ def export(
     plain = _plain_model(config)
     items = _items_of_model(plain, reader, dtype, checkpoint.path)
     write_weights(out, items, shard_bytes, on_progress)
+    _describe(out, plain, config, items, tokenizer)
+    return out
+
+
+def export_weights(
+    weights: Mapping[str, Tensor],
+    config: Any,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
+) -> Path:
+    """Write a whole model that is in host memory, under Hugging Face names, as `export` does. No collective."""
+    out = free_folder(folder, replace)
+    config.use_cache = True  # Switched off for training.
+    plain = _plain_model(config)
+    lacking = [name for name in _needed(plain) if name not in weights]
+    if lacking:
+        raise CheckpointError(f"what was exported is not the whole model: it lacks {', '.join(lacking[:3])}")
+    items = []
+    for name in _needed(plain):
+        found = _hub_tensors(plain, {name: weights[name]})
+        stored = tuple(Stored(hub, tuple(value.shape), value.dtype) for hub, value in found.items())
+        items.append(Item(stored, partial(dict, found)))
+    write_weights(out, items, shard_bytes)
+    _describe(out, plain, config, items, tokenizer)
+    return out
+
+
+def _describe(out: Path, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None) -> None:
+    """Write what stands beside the weights, config.json last."""
     config.architectures = [type(plain).__name__]
     dtypes = {stored.dtype for item in items for stored in item.stored if stored.dtype.is_floating_point}
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", max(dtypes, key=lambda d: d.itemsize))
     write_tokenizer(tokenizer, out)
     write_config(config, out)
-    return out
 
 
 def free_folder(folder: str | os.PathLike[str], replace: bool = False) -> Path:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
 from smp_train.checkpoints.record import COMMITTED, META, Committed, parse_folder_name
+from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.storage import Storage, interrupted, open_storage
 from smp_train.errors import CheckpointError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TORCHS = Saver()
 
 class Damaged(CheckpointError):
     """A committed checkpoint whose files are not those that were committed."""
@@ -37,19 +39,33 @@ class Checkpoint:
     _storage: Storage = field(repr=False, compare=False)
     _name: str = field(repr=False, compare=False)
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` (see `gather_state`) in place, whatever mesh it is laid out on. Collective.
 
-        Raises `CheckpointError` on every rank when names or shapes differ, or when any rank cannot read its
-        part. Saved entries under top-level names that ``state`` does not have are left alone.
+        ``saver`` says which part of the checkpoint this rank reads, and through what. Raises `CheckpointError` on every
+        rank when names or shapes differ, or when any rank cannot read its part. Saved entries under top-level names
+        that ``state`` does not have are left alone.
         """
         from smp_train.checkpoints.dcp import load_state
 
-        load_state(state, self.reader(), self.path)
+        self.check_names(saver.names)
+        load_state(state, self.reader(saver.part), os.path.join(self.path, saver.part), load=saver.load)
 
-    def reader(self) -> Reader:
-        """Return the reader of its tensors."""
-        return self._storage.reader(self._name)
+    def check_names(self, names: str = HUGGING_FACE) -> None:
+        """Raise `CheckpointError` where its parameters go by other names."""
+        saved = self.meta.get("names", HUGGING_FACE)
+        if saved != names:
+            if saved == HUGGING_FACE:
+                why = "is of a model as Hugging Face has it, and SMP's own implementation has other parameters: export "
+                why += "it by `smp-train checkpoint export`, and start from that with --finetune 1"
+            else:
+                why = "is of SMP's own implementation of the model, and resumes on --backend smp with the same degrees "
+                why += "only; what --save_final_model 1 writes there can be loaded anywhere"
+            raise CheckpointError(f"{self.path} {why}")
+
+    def reader(self, part: str = "") -> Reader:
+        """Return the reader of its tensors, those in the sub-folder ``part``."""
+        return self._storage.reader(os.path.join(self._name, part) if part else self._name)
 
     def verify(self, rank: int = 0, world: int = 1) -> list[str]:
         """Recompute the checksums of this rank's share of the files; one line per difference. No collective.
@@ -174,7 +190,7 @@ def is_checkpoint_folder(path: Path) -> bool:
 
 def _is_one_checkpoint(path: Path, storage: Storage) -> bool:
     files = storage.sizes(path.name)
-    if COMMITTED in files or META in files or any(name.endswith(".distcp") for name in files):
+    if COMMITTED in files or META in files or any(name.endswith(".distcp") and "/" not in name for name in files):
         return True
     named_so = parse_folder_name(path.name.removesuffix(".damaged")) is not None
     return named_so and not any(parse_folder_name(name) for name in open_storage(str(path)).names())

@@ -8,12 +8,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from smp_train import runtime
 from smp_train.checkpoints.collective import exchange, here, on_group, on_main, rank
 from smp_train.checkpoints.finding import committed_names
 from smp_train.checkpoints.record import (
@@ -24,6 +25,7 @@ from smp_train.checkpoints.record import (
     folder_name,
     parse_folder_name,
 )
+from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.storage import Storage, open_storage, wait_for
 from smp_train.errors import CheckpointError, ConfigError
 
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 GROUP_TIMEOUT = timedelta(hours=2)
 """Ranks of a background save wait for the slowest disk among them."""
 ABANDON_SECONDS = 10.0
+TORCHS = Saver()
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,62 @@ class Policy:
     def due(self, step: int) -> bool:
         """Return whether to save after ``step``. ``every`` of 0 or less: only when forced."""
         return step > 0 and self.every > 0 and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A checkpoint that is being written."""
+
+    what: str
+    storage: Storage
+    name: str
+    staged: str
+
+    @contextlib.contextmanager
+    def cleared_on_failure(self) -> Iterator[None]:
+        """Remove what was written when the body raises."""
+        try:
+            yield
+        except BaseException:
+            if rank() == 0:
+                with contextlib.suppress(OSError):
+                    self.storage.delete(self.staged)
+            raise
+
+
+class Elsewhere:
+    """A save that another library writes; stands where a `Background` does."""
+
+    def __init__(self, saver: Saver, end: Callable[[], list[Saved]]) -> None:
+        self._saver, self._end = saver, end
+        self.seen_ended = False
+
+    def staged(self) -> None:
+        """Return at once: the library copied the state before it returned."""
+
+    def running(self) -> bool:
+        """Return whether this rank has not seen it end."""
+        return not self.seen_ended
+
+    def ended_everywhere(self) -> bool:
+        """Return whether every rank that writes is done; collective."""
+        if self._saver.writes and not self.seen_ended:
+            assert self._saver.ended is not None
+            self.seen_ended = self._saver.ended(False)
+        return not runtime.any_rank(self._saver.writes and not self.seen_ended)
+
+    def result(self) -> list[Saved]:
+        """Wait for the end, commit, and return what was saved; collective."""
+        return self._end()
+
+    def abandon(self, seconds: float) -> None:
+        """Let it be: what it wrote is no checkpoint."""
+
+
+def _records(records: dict[str, FileRecord], failure: CheckpointError | None) -> dict[str, FileRecord]:
+    if failure is not None:
+        raise failure
+    return records
 
 
 def policies(folders: Sequence[str], every: Sequence[int], keep: Sequence[int]) -> list[Policy]:
@@ -109,7 +168,7 @@ class CheckpointManager:
         self.asynchronous = asynchronous
         self._stager: Stager | None = None
         self._group: Any = None
-        self._pending: Background | None = None
+        self._pending: Background | Elsewhere | None = None
         self._saved: list[Saved] = []
         self._started = time.time()
         self._swept: set[str] = set()
@@ -142,13 +201,20 @@ class CheckpointManager:
                         storage.delete(probe)
 
     def save(
-        self, step: int, state: dict[str, Any], meta: dict[str, Any], *, force: bool = False
+        self,
+        step: int,
+        state: dict[str, Any],
+        meta: dict[str, Any],
+        *,
+        force: bool = False,
+        saver: Saver = TORCHS,
     ) -> list[str]:
         """Write and commit ``state`` into each folder that is due, or into all with ``force``. Collective.
 
-        ``meta`` must be plain JSON; rank 0's is the one stored. Returns the paths of the checkpoints, complete and
-        durable; when asynchronous none, see `finish`, which is called first. Raises `CheckpointError` on every rank
-        when any rank failed; no trace of that attempt then counts, and what was committed before is untouched.
+        ``meta`` must be plain JSON; rank 0's is the one stored. ``saver`` writes the tree. Returns the paths of the
+        checkpoints, complete and durable; when asynchronous none, see `finish`, which is called first. Raises
+        `CheckpointError` on every rank when any rank failed; no trace of that attempt then counts, and what was
+        committed before is untouched.
         """
         self._end_pending()
         due = [place for place, rules in self._rules.items() if force or any(rule.due(step) for rule in rules)]
@@ -158,10 +224,19 @@ class CheckpointManager:
         # A snapshot; and what cannot be stored is to fail before the large files are written.
         text = on_main("cannot save", lambda: json.dumps(meta))
 
-        def write(state: dict[str, Any]) -> list[Saved]:
-            return [self._save_to(place, step, state, json.loads(text), began) for place in due]
+        meta = {**json.loads(text), "step": step}
+        if saver.names != HUGGING_FACE:
+            meta["names"] = saver.names
+        if self.asynchronous and saver.begin is not None:
+            for place in due:
+                self._end_pending()
+                self._pending = self._begin_with(saver, place, state, meta, began)
+            return []
 
-        if self.asynchronous and self._has_room(state):
+        def write(state: dict[str, Any]) -> list[Saved]:
+            return [self._save_to(place, state, meta, began, saver) for place in due]
+
+        if self.asynchronous and saver.in_background and self._has_room(state):
             self._begin(state, write)
             return []
         saved = write(state)
@@ -176,6 +251,10 @@ class CheckpointManager:
     def busy(self) -> bool:
         """Return whether a save of this rank's is still being written; peers may be further or less far."""
         return self._pending is not None and self._pending.running()
+
+    def poll(self) -> bool:
+        """Return whether a save that another library writes has ended, so that `finish` will not wait; collective."""
+        return isinstance(self._pending, Elsewhere) and self._pending.ended_everywhere()
 
     def finish(self) -> list[Saved]:
         """Wait for the save under way, and return what was committed since this was last asked. Collective.
@@ -234,45 +313,70 @@ class CheckpointManager:
         self._pending = Background(complete, in_background)
 
     def _save_to(
-        self, place: str, step: int, state: dict[str, Any], meta: dict[str, Any], began: float
+        self, place: str, state: dict[str, Any], meta: dict[str, Any], began: float, saver: Saver
     ) -> Saved:
-        storage, name = self._storages[place], folder_name(self.model_type, step)
-        self._save_into(storage, name, step, state, meta)
-        if rank() == 0:
-            self._retain(storage, self._rules[place], step)
-        return Saved(step, os.path.join(place, name), time.monotonic() - began)
-
-    def _save_into(
-        self, storage: Storage, name: str, step: int, state: dict[str, Any], meta: dict[str, Any]
-    ) -> None:
-        from smp_train.checkpoints.dcp import DCP_METADATA, save_state
-
-        what = f"cannot save {os.path.join(storage.location, name)}"
-        staged = on_main(what, lambda: self._stage(storage, name))
-        try:
-            writer = storage.writer(staged)
-            writer.on_stage = self.on_stage
+        attempt = self._attempt(place, meta)
+        with attempt.cleared_on_failure():
+            records: dict[str, FileRecord] = {}
+            failure: CheckpointError | None = None
             try:
-                save_state(state, writer)
+                records = saver.write(state, attempt.storage, attempt.staged, self.on_stage)
             except CheckpointError as error:
-                raise CheckpointError(f"{what}: {error}") from error
-            shares = exchange(what, lambda: (here(""), writer.records))
+                if saver.save is None:  # every rank wrote, and every rank has this
+                    raise CheckpointError(f"{attempt.what}: {error}") from error
+                failure = error
+            return self._commit(attempt, lambda: _records(records, failure), meta, began)
 
-            def commit() -> None:
-                files = _all_files(storage, staged, shares)
-                files[DCP_METADATA] = storage.checksum(staged, DCP_METADATA)
-                files[META] = storage.put(staged, META, json.dumps({**meta, "step": step}, indent=1).encode())
-                self.on_stage("commit")
-                storage.put(staged, COMMITTED, Committed(step, self.model_type, files).to_bytes())
-                self.on_stage("publish")
-                storage.publish(staged, name)
+    def _begin_with(
+        self, saver: Saver, place: str, state: dict[str, Any], meta: dict[str, Any], began: float
+    ) -> Elsewhere:
+        """Let the library that brought ``saver`` copy the state and write it; collective."""
+        attempt = self._attempt(place, meta)
 
-            on_main(what, commit)
-        except BaseException:
-            if rank() == 0:
-                with contextlib.suppress(OSError):
-                    storage.delete(staged)
-            raise
+        def begin() -> None:
+            if saver.writes:
+                assert saver.begin is not None
+                folder = saver.folder(attempt.storage, attempt.staged)
+                saver.begin(state, os.path.join(attempt.storage.location, folder))
+
+        def end() -> list[Saved]:
+            with attempt.cleared_on_failure():
+                if saver.writes and not pending.seen_ended:
+                    assert saver.ended is not None
+                    saver.ended(True)
+                return [
+                    self._commit(attempt, lambda: saver.written(attempt.storage, attempt.staged), meta, began)
+                ]
+
+        with attempt.cleared_on_failure():
+            exchange(attempt.what, begin)
+        pending = Elsewhere(saver, end)
+        return pending
+
+    def _attempt(self, place: str, meta: dict[str, Any]) -> Attempt:
+        storage, name = self._storages[place], folder_name(self.model_type, meta["step"])
+        what = f"cannot save {os.path.join(storage.location, name)}"
+        return Attempt(what, storage, name, on_main(what, lambda: self._stage(storage, name)))
+
+    def _commit(
+        self, attempt: Attempt, records: Callable[[], dict[str, FileRecord]], meta: dict[str, Any], began: float
+    ) -> Saved:
+        """Make what the ranks have written a checkpoint, and delete what it replaces; collective."""
+        storage, staged, step = attempt.storage, attempt.staged, meta["step"]
+        shares = exchange(attempt.what, lambda: (here(""), records()))
+
+        def commit() -> None:
+            files = _all_files(storage, staged, shares)
+            files[META] = storage.put(staged, META, json.dumps(meta, indent=1).encode())
+            self.on_stage("commit")
+            storage.put(staged, COMMITTED, Committed(step, self.model_type, files).to_bytes())
+            self.on_stage("publish")
+            storage.publish(staged, attempt.name)
+
+        on_main(attempt.what, commit)
+        if rank() == 0:
+            self._retain(storage, self._rules[storage.location], step)
+        return Saved(step, os.path.join(storage.location, attempt.name), time.monotonic() - began)
 
     def _stage(self, storage: Storage, name: str) -> str:
         if storage.location not in self._swept:

@@ -39,7 +39,7 @@ class Storage(Protocol):
         """Return the names of the folders that look like something, finished or not."""
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file under ``name``; empty where there is no such folder."""
+        """Return the size in bytes of each file under ``name``, by its path there; empty where there is no folder."""
 
     def has(self, name: str, file: str) -> bool:
         """Return whether ``file`` is there."""
@@ -49,6 +49,12 @@ class Storage(Protocol):
 
     def checksum(self, name: str, file: str) -> FileRecord:
         """Read a file as it is stored and return its record."""
+
+    def secure(self, name: str, file: str) -> FileRecord:
+        """Bring a file that another program wrote to stable storage, and return its record."""
+
+    def make(self, name: str) -> None:
+        """Make a folder within one that is staged."""
 
     def put(self, name: str, file: str, data: bytes) -> FileRecord:
         """Write a small file so that it is there entirely or not at all, on stable storage on return."""
@@ -119,12 +125,13 @@ class LocalStorage:
             return []
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file under ``name``; empty where there is no such folder."""
-        try:
-            with os.scandir(self.root / name) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        except FileNotFoundError:
-            return {}
+        """Return the size in bytes of each file under ``name``, by its path there; empty where there is no folder."""
+        top = self.root / name
+        return {
+            os.path.relpath(os.path.join(folder, file), top): os.path.getsize(os.path.join(folder, file))
+            for folder, _, files in os.walk(top)
+            for file in files
+        }
 
     def has(self, name: str, file: str) -> bool:
         """Return whether ``file`` is there."""
@@ -138,6 +145,16 @@ class LocalStorage:
         """Read a file as it is stored and return its record."""
         with (self.root / name / file).open("rb") as stream:
             return checksum(stream)
+
+    def secure(self, name: str, file: str) -> FileRecord:
+        """Bring a file that another program wrote to stable storage, and return its record."""
+        with (self.root / name / file).open("rb") as stream:
+            os.fsync(stream.fileno())
+            return checksum(stream)
+
+    def make(self, name: str) -> None:
+        """Make a folder within one that is staged."""
+        (self.root / name).mkdir(exist_ok=True)
 
     def put(self, name: str, file: str, data: bytes) -> FileRecord:
         """Write a small file so that it is there entirely or not at all, on stable storage on return."""
@@ -173,7 +190,8 @@ class LocalStorage:
         Between the two renames neither has the final name; the older one, still complete, then counts under
         its scratch name (see `interrupted`), so no moment exists at which a kill would lose both.
         """
-        _sync_folder(self.root / staged)
+        for folder, _, _ in os.walk(self.root / staged):
+            _sync_folder(Path(folder))
         final = self.root / name
         older = None
         if final.is_dir():

@@ -5,7 +5,7 @@
 """
 
 from smp_train.runtime.group import any_rank, is_main, rank, start, start_attempted, stop, together, world_size
-from smp_train.runtime.place import Runtime, detect, expand_hostlist, is_sagemaker
+from smp_train.runtime.place import Runtime, detect, expand_hostlist, is_sagemaker, smp_installed
 
 __all__ = [
     "Runtime",
@@ -15,6 +15,7 @@ __all__ = [
     "is_main",
     "is_sagemaker",
     "rank",
+    "smp_installed",
     "start",
     "start_attempted",
     "stop",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -43,6 +44,14 @@ class Runtime:
     def is_main(self) -> bool:
         """True on rank 0."""
         return self.rank == 0
+
+
+def smp_installed() -> bool:
+    """Tell whether this torch has SMP v2's ``torch.sagemaker``, without importing it or torch."""
+    found = importlib.util.find_spec("torch")
+    return found is not None and any(
+        Path(place, "sagemaker").is_dir() for place in found.submodule_search_locations or ()
+    )
 
 
 def is_sagemaker(environ: Mapping[str, str]) -> bool:

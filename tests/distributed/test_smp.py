@@ -104,18 +104,31 @@ ORDER = ["init", "DelayedParamIniter", "validate_params_and_buffers_inited", "FS
 
 
 def names(journal: Journal) -> list[str]:
-    return [what for what, _ in journal if what not in ("forward",)]
+    """Return what was called, without what a step does many times, and the savers, which have tests of their own."""
+    return [what for what, _ in journal if what not in ("forward", "save")]
 
 
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "moe": 1}
+TRANSFORMED = ["init", "transform", *ORDER[1:]]
 GOLDEN: dict[str, tuple[int, dict[str, Any], list[str], str]] = {
     "shard0": (2, {}, ORDER, "FULL_SHARD"),
     "shard2 with 4 replicas": (8, {"hybrid_shard_degree": 2}, ORDER, "HYBRID_SHARD"),
-    "tp2 shard4": (
-        8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 4}, ["init", "transform", *ORDER[1:]], "HYBRID_SHARD",
-    ),
+    "tp2 shard4": (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 4}, TRANSFORMED, "HYBRID_SHARD"),
     "tp2 shard0, offloaded": (
-        4, {"tensor_parallel_degree": 2, "sm_activation_offloading": 1},
-        ["init", "transform", *ORDER[1:], "offload_wrapper"], "HYBRID_SHARD",
+        4, {"tensor_parallel_degree": 2, "sm_activation_offloading": 1}, [*TRANSFORMED, "offload_wrapper"],
+        "HYBRID_SHARD",
+    ),
+    "tp2 cp2 shard4": (
+        8, {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "hybrid_shard_degree": 4,
+            "cp_comm_type": "all_gather"}, TRANSFORMED, "HYBRID_SHARD",
+    ),
+    "cp2 shard0": (2, {"context_parallel_degree": 2}, TRANSFORMED, "HYBRID_SHARD"),
+    "ep2 shard3 on 6": (
+        6, {**MIXTRAL, "expert_parallel_degree": 2, "hybrid_shard_degree": 3, "moe_load_balancing": "none"},
+        TRANSFORMED, "HYBRID_SHARD",
+    ),
+    "ep2 shard4": (
+        8, {**MIXTRAL, "expert_parallel_degree": 2, "hybrid_shard_degree": 4}, TRANSFORMED, "HYBRID_SHARD",
     ),
 }  # fmt: skip
 
@@ -125,12 +138,15 @@ GOLDEN: dict[str, tuple[int, dict[str, Any], list[str], str]] = {
 def test_calls(case: str, tmp_path: Path) -> None:
     world, changes, order, strategy = GOLDEN[case]
     journals = harness.run(train_on_smp, world, smp(tmp_path, max_steps=2, **changes))
+    context = changes.get("context_parallel_degree", 1)
     for journal in journals:
         assert names(journal) == [*order, "optimizer", "clip_grad_norm_", "clip_grad_norm_"]
         facts = dict(journal)
         config = eval(facts["init"]["config"])
-        assert config["hybrid_shard_degree"] == changes.get("hybrid_shard_degree", 0)
-        assert config["tensor_parallel_degree"] == changes.get("tensor_parallel_degree", 1)
+        # Where nothing is said SMP settles it, but for what needs a degree that is said.
+        assert config["hybrid_shard_degree"] == changes.get("hybrid_shard_degree", 2 if case == "cp2 shard0" else 0)
+        for name in ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+            assert config[name] == changes.get(name, 1)
         assert config["sm_activation_offloading"] is bool(changes.get("sm_activation_offloading"))
         assert set(eval(facts["init"]["origin"]).values()) == {"config"}  # nothing is left to SMP's defaults
         assert facts["init"]["group"] == "True"
@@ -142,6 +158,15 @@ def test_calls(case: str, tmp_path: Path) -> None:
         assert facts["activation_checkpointing"]["classes"] == repr([layers])
         assert facts["activation_checkpointing"]["impl"] == "'REENTRANT'"
         assert facts["clip_grad_norm_"]["root"] == "'FullyShardedDataParallel'"
+        if "transform" in order:
+            assert facts["forward"]["shape"] == f"(1, {64 // context})"
+            assert facts["transform"]["meta"] == "True"
+            assert facts["transform"]["empty"] == repr("moe" in changes)
+            comm = changes.get("cp_comm_type", "p2p")
+            assert facts["transform"]["cp_comm_type"] == repr(comm)
+        if "moe" in changes:
+            balancing = changes.get("moe_load_balancing", "sinkhorn")
+            assert f"moe_load_balancing='{balancing}'" in facts["transform"]["config"]
 
 
 def test_configuration_comes_from_the_launcher_and_from_a_file(tmp_path: Path) -> None:
@@ -161,11 +186,22 @@ def test_configuration_comes_from_the_launcher_and_from_a_file(tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("pretrained")
-    train_alone(flags(folder, max_steps=1, vocab_size=4096, save_final_model=1, model_dir=folder / "model", seed=5))
-    return folder / "model"
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Hugging Face folders: of a Llama, and, under True, of a Mixtral."""
+    found = {}
+    for moe in (False, True):
+        folder = tmp_path_factory.mktemp("pretrained")
+        model = {**MIXTRAL, "moe": None} if moe else {}
+        settings = {"vocab_size": 4096, "save_final_model": 1, "model_dir": folder / "model", "seed": 5, **model}
+        train_alone(flags(folder, max_steps=1, **settings))
+        found[moe] = folder / "model"
+    return found
+
+
+@pytest.fixture
+def pretrained(folders: dict[bool, Path]) -> Path:
+    """A Llama."""
+    return folders[False]
 
 
 TUNED: dict[str, tuple[int, dict[str, Any]]] = {
@@ -177,6 +213,13 @@ TUNED: dict[str, tuple[int, dict[str, Any]]] = {
         8, {"train_batch_size": 1, "tensor_parallel_degree": 2, "hybrid_shard_degree": 2},
     ),
     "transform alone": (2, {"train_batch_size": 2, "use_smp_implementation": 1}),
+    "cp2": (2, {"train_batch_size": 4, "context_parallel_degree": 2}),
+    "tp2 cp2 shard2": (
+        4, {"train_batch_size": 4, "tensor_parallel_degree": 2, "context_parallel_degree": 2, "hybrid_shard_degree": 2},
+    ),
+    "cp2 shard2, 2 replicas": (4, {"train_batch_size": 2, "context_parallel_degree": 2, "hybrid_shard_degree": 2}),
+    "ep2": (2, {"train_batch_size": 2, "moe": 1, "expert_parallel_degree": 2}),
+    "ep2 shard2": (4, {"train_batch_size": 1, "moe": 1, "expert_parallel_degree": 2, "hybrid_shard_degree": 2}),
 }  # fmt: skip
 OF_THE_MODEL = ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads",
                 "intermediate_size")  # fmt: skip
@@ -186,17 +229,23 @@ def tuned(pretrained: Path) -> dict[str, Any]:
     return {"hf_pretrained_model_name_or_dir": pretrained, **dict.fromkeys(OF_THE_MODEL)}
 
 
+def native_tuned(model: Path, base: Path) -> Path:
+    """Return the folder of the native run that starts from ``model``; it runs once."""
+    folder = base / f"native-{model.parent.name}"
+    if not (folder / "run" / "DONE").exists():
+        train_alone(flags(folder, **{**DATA, **tuned(model)}, train_batch_size=4))
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TUNED)
 def test_finetunes_like_the_native_backend(
-    layout: str, pretrained: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    layout: str, folders: dict[bool, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     world, changes = TUNED[layout]
-    journals = harness.run(train_on_smp, world, smp(tmp_path, **tuned(pretrained), **changes))
-    folder = tmp_path_factory.getbasetemp() / "smp-native-tuned"
-    if not (folder / "run" / "DONE").exists():
-        train_alone(flags(folder, **{**DATA, **tuned(pretrained)}, train_batch_size=4))
-    alike(numbers(tmp_path), numbers(folder))
+    model = folders["moe" in changes]
+    journals = harness.run(train_on_smp, world, smp(tmp_path, **tuned(model), **changes))
+    alike(numbers(tmp_path), numbers(native_tuned(model, tmp_path_factory.getbasetemp())))
     for rank, journal in enumerate(journals):
         facts = dict(journal)
         # Only rank 0 has weights; the others' parameters wait on the meta device for FSDP to send them.
@@ -205,6 +254,34 @@ def test_finetunes_like_the_native_backend(
         assert "validate_params_and_buffers_inited" not in facts
         if "transform" in facts:
             assert facts["transform"]["load_state_dict_from_rank0"] == "True"
+            assert facts["transform"]["empty"] == repr("moe" in changes and rank > 0)
+        if "moe" in changes:
+            assert ("use_cpu_initialization=True" in facts["transform"]["config"]) == (rank == 0)
+
+
+# --- FP8: Transformer Engine's contexts around SMP's layers ----------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_fp8(model: str, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"fp8": 1, "bf16": 1, "fp8_amax_history_len": 16, "use_smp_implementation": 1}
+    changes |= MIXTRAL if model == "mixtral" else {}
+    for journal in harness.run(train_on_smp, 2, smp(tmp_path, max_steps=1, **changes)):
+        facts = dict(journal)
+        assert facts["forward"]["fp8"] == "'world'"
+        assert "amax_history_len=16" in facts["fp8_autocast"]["recipe"]
+        assert facts["te.checkpoint"] == {"tracker": "True", "reentrant": "False", "distribute": "False"}
+        passes = [
+            (eval(entry["classes"]), entry["impl"], entry["own"])
+            for what, entry in journal
+            if what == "activation_checkpointing"
+        ]
+        whole = [(["TransformerLayer"], "'NO_REENTRANT'", "True")]
+        parts = [
+            (["MultiheadAttention"], "'NO_REENTRANT'", "True"), (["MoELayer"], "'NO_REENTRANT'", "False"),
+        ]  # fmt: skip
+        assert passes == (parts if model == "mixtral" else whole)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------
@@ -243,19 +320,110 @@ def only(folder: Path) -> dict[str, Any]:
     return {"resume_from_checkpoint": folder / "checkpoints" / "llama_v2-2steps"}
 
 
+RESUMED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "full": (*LAYOUTS["full"], [""]),
+    "full, asynchronous": (2, {"train_batch_size": 2, "checkpoint_type": "async_sharded"}, [""]),
+    "degree 2 of 4, asynchronous": (
+        4, {"train_batch_size": 1, "hybrid_shard_degree": 2, "checkpoint_type": "async_sharded"}, [""],
+    ),
+    "tp2 shard1": (*TUNED["tp2 shard1"], ["tp0_ep0", "tp1_ep0"]),
+    "tp2 shard2, 2 replicas": (*TUNED["tp2 shard2, 2 replicas"], ["tp0_ep0", "tp1_ep0"]),
+    "tp2 shard2, asynchronous": (
+        4, {**TUNED["tp2 shard2"][1], "checkpoint_type": "async_sharded"}, ["tp0_ep0", "tp1_ep0"],
+    ),
+    "cp2": (*TUNED["cp2"], [""]),
+    "ep2": (2, {**MIXTRAL, **TUNED["ep2"][1]}, ["tp0_ep0", "tp0_ep1"]),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["full", "tp2 shard2"])
+@pytest.mark.parametrize("layout", RESUMED)
 def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
-    world, changes = {**LAYOUTS, **TUNED}[layout]
+    world, changes, parts = RESUMED[layout]
     shared = {"checkpoint_freq": 2, "lr_decay_iters": 4, **changes}
     harness.run(train_on_smp, world, smp(tmp_path / "straight", **shared, max_steps=4))
     harness.run(train_on_smp, world, smp(tmp_path / "resumed", **shared, max_steps=2))
     again = smp(tmp_path / "resumed", **shared, max_steps=4, resume_from_checkpoint=tmp_path / "resumed/checkpoints")
     harness.run(train_on_smp, world, again)
     assert numbers(tmp_path / "resumed") == numbers(tmp_path / "straight")
-    one, two = (read_checkpoint(tmp_path / name / "checkpoints/llama_v2-4steps") for name in ("straight", "resumed"))
+    kind = "mixtral" if "moe" in changes else "llama_v2"
+    for part in parts:
+        one, two = (
+            read_checkpoint(tmp_path / name / f"checkpoints/{kind}-4steps" / part) for name in ("straight", "resumed")
+        )
+        assert one.keys() == two.keys()
+        assert one
+        assert all((one[key] == two[key]).all() for key in one if hasattr(one[key], "all"))
+
+
+def test_saves_by_the_recipe(tmp_path: Path) -> None:
+    changes = {"checkpoint_freq": 1, "checkpoint_type": "async_sharded", **TUNED["tp2 shard2, 2 replicas"][1]}
+    journals = harness.run(train_on_smp, 8, smp(tmp_path, **changes, max_steps=3))
+    for rank, journal in enumerate(journals):
+        calls = [(what, facts) for what, facts in journal if what in ("async_save", "maybe_finalize_async_calls")]
+        if rank >= 4:  # the second replica: its shards are those of the first
+            assert not calls
+            continue
+        peers = [rank % 2, rank % 2 + 2]
+        saves = [facts for what, facts in calls if what == "async_save"]
+        assert len(saves) == 3
+        for facts in saves:
+            assert (eval(facts["ranks"]), eval(facts["coordinator"]), facts["action"]) == (peers, peers[0], "True")
+            assert facts["folder"] == f"'tp{rank % 2}_ep0'"
+        assert len({facts["queue"] for _, facts in calls}) == 1
+        # What was begun is ended before the next begins, and before the end.
+        pending = 0
+        for what, _ in calls:
+            pending = pending + 1 if what == "async_save" else 0
+            assert pending <= 1
+        assert pending == 0
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"llama_v2-3steps"}
+
+
+def test_a_save_captures_the_step_it_was_asked_at(tmp_path: Path) -> None:
+    changes = {"train_batch_size": 2, "checkpoint_freq": 1, "num_kept_checkpoints": 9}
+    harness.run(train_on_smp, 2, smp(tmp_path / "now", **changes, max_steps=3))
+    later = {"checkpoint_type": "async_sharded", "logging_freq": 100}  # no log step ends a save early
+    harness.run(train_on_smp, 2, smp(tmp_path / "later", **changes, **later, max_steps=3))
+    for step in (1, 2, 3):
+        one, two = (read_checkpoint(tmp_path / name / f"checkpoints/llama_v2-{step}steps") for name in ("now", "later"))
+        assert one.keys() == two.keys()
+        assert all((one[key] == two[key]).all() for key in one if hasattr(one[key], "all"))
+
+
+def resumed_natively(command_line: list[str]) -> str:
+    from smp_train.errors import CheckpointError
+
+    try:
+        train(command_line)
+    except CheckpointError as error:
+        return str(error)
+    return "it trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "cp2", "ep2"])
+def test_the_final_model_is_what_anything_reads(
+    layout: str, folders: dict[bool, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    world, changes = TUNED[layout]
+    model = folders["moe" in changes]
+    final = {"save_final_model": 1, "model_dir": tmp_path / "final", "checkpoint_freq": 4}
+    harness.run(train_on_smp, world, smp(tmp_path / "smp", **tuned(model), **changes, **final))
+    native = tmp_path / "native"
+    train_alone(flags(native, **{**DATA, **tuned(model)}, train_batch_size=4, **final | {"model_dir": native / "m"}))
+    one, two = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "final", native / "m"))
     assert one.keys() == two.keys()
-    assert all((one[key] == two[key]).all() for key in one if hasattr(one[key], "all"))
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=1e-3, atol=1e-5)
+    if NATIVE and layout == "tp2":
+        (checkpoint,) = (tmp_path / "smp" / "checkpoints").glob("*steps")
+        resumed = flags(tmp_path / "off", **{**DATA, **tuned(model)}, resume_from_checkpoint=checkpoint)
+        (said,) = harness.run(resumed_natively, 1, resumed)
+        assert "SMP's own implementation of the model" in said
+        assert "--save_final_model 1" in said
 
 
 @pytest.mark.slow
@@ -312,9 +480,17 @@ def test_an_unusable_library_stops_who_asks_for_it(tmp_path: Path) -> None:
         assert "torch.sagemaker.init refuses: this platform is not supported" in said
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no library": ({}, r"this torch has no torch\.sagemaker"),
-    "context": ({"context_parallel_degree": 1, "fp8": 1, "bf16": 1}, r"--fp8 1 with --backend smp"),
+    "FP8 of a plain model": ({"fp8": 1, "bf16": 1}, r"--fp8 1 .* give --use_smp_implementation 1"),
+    "FP8 offloaded": (
+        {"fp8": 1, "bf16": 1, "use_smp_implementation": 1, "sm_activation_offloading": 1}, r"do not go together on SMP",
+    ),
+    "a model that SMP has not": (
+        {"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None, "use_smp_implementation": 1},
+        r"transform refuses this model",
+    ),
+    "experts of a dense model": ({"moe": 1}, r"transform refuses this model"),
     "compile": ({"use_torch_compile": 1}, r"--use_torch_compile 1 with --backend smp"),
     "per operation": ({"activation_checkpointing": "selective:op"}, r"SMP checkpoints whole layers"),
     "offload": (
@@ -343,3 +519,52 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
 
     (said,) = harness.run(refusal_of, 1, smp(tmp_path, **changes), case != "no library")
     assert re.search(message, said), said
+
+
+# --- what a release has, and what is done without it ------------------------------------------------
+
+RELEASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "2.3, hybrid sharding": ("2.3", 4, {"hybrid_shard_degree": 2}, "torch's own saver; saving through SMP needs"),
+    "2.4, asynchronous": ("2.4", 2, {"checkpoint_type": "async_sharded"}, "torch's own saver"),
+    "2.3, offloading": ("2.3", 2, {"sm_activation_offloading": 1}, ""),  # the norm is taken without its wrapper
+    "2.5, context parallelism": ("2.5", 2, {"context_parallel_degree": 2}, ""),
+    "2.7, experts": ("2.7", 2, {**MIXTRAL, "expert_parallel_degree": 2}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RELEASES)
+def test_older_releases(case: str, tmp_path: Path) -> None:
+    release, world, changes, said = RELEASES[case]
+    harness.run(train_on_smp, world, smp(tmp_path, max_steps=2, checkpoint_freq=1, **changes), release)
+    assert (tmp_path / "run" / "DONE").exists()
+    assert said in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    resumed = smp(tmp_path, max_steps=3, resume_from_checkpoint=tmp_path / "checkpoints", **changes)
+    harness.run(train_on_smp, world, resumed, release)
+
+
+TOO_OLD = {
+    "saving tensor ranks": (
+        "2.4", 4, {"tensor_parallel_degree": 2}, r"needs torch\.sagemaker\.distributed\..* came with SMP 2\.5",
+    ),
+    "context parallelism": ("2.4", 2, {"context_parallel_degree": 2}, r"context_parallel_degree needs SMP 2\.5"),
+    "communication": (
+        "2.5", 2, {"context_parallel_degree": 2, "cp_comm_type": "all_gather"}, r"came with SMP 2\.6, and this release",
+    ),
+}  # fmt: skip
+
+
+def refusal_by(command_line: list[str], release: str) -> str:
+    from tests import standin
+
+    standin.install(release)
+    return refusal_of(command_line, installed=False)
+
+
+@pytest.mark.parametrize("case", TOO_OLD)
+def test_what_a_release_lacks_is_named(case: str, tmp_path: Path) -> None:
+    import re
+
+    release, world, changes, message = TOO_OLD[case]
+    for said in harness.run(refusal_by, world, smp(tmp_path, **changes), release):
+        assert re.search(message, said), said

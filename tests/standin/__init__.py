@@ -8,15 +8,20 @@ default this one), so that the same tests run against another stand-in.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent / "torch_sagemaker"
+ENGINE = Path(__file__).parent / "engine"
 
 journal: list[tuple[str, dict[str, Any]]] = []
 """(what was called, with what), in order, on this rank."""
 version: tuple[int, int] = (2, 8)
+fp8_group: str | None = None
+"""What agrees on FP8 scales just now."""
 
 
 def record(what: str, **facts: Any) -> None:
@@ -35,6 +40,8 @@ def install(release: str = "2.8") -> None:
     version = (major, minor)
     if str(HERE) not in torch.__path__:
         torch.__path__.append(str(HERE))
+    if importlib.util.find_spec("transformer_engine") is None:
+        sys.path.append(str(ENGINE))
     importlib.invalidate_caches()
     patches.apply()
 

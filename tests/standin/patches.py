@@ -59,6 +59,7 @@ def apply() -> None:
         # Stock FSDP1 broadcasts from rank 0 on GPUs only; gloo does it as well.
         _init_utils._check_module_states_for_sync_module_states = lambda states: None
     _patch_wrappers(wrappers)
+    _patch_state_dicts(fsdp)
     optimizer = torch.optim.Optimizer.__init__
 
     def optimizer_init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -122,21 +123,58 @@ def _ties(module: nn.Module, kwargs: dict[str, Any], post: Any) -> Any:
         utils._materialize_with_param_init_fn = original
 
 
+def _patch_state_dicts(fsdp: Any) -> None:
+    """Let full state dicts be translated to Hugging Face's names, and optimizer state be loaded over a group."""
+    import torch.distributed.checkpoint.optimizer as optimizers
+
+    Config = fsdp.FullStateDictConfig
+    config_init, state_dict = Config.__init__, fsdp.FullyShardedDataParallel.state_dict
+
+    def init(self: Any, *args: Any, translate_on_save: bool = True, **kwargs: Any) -> None:
+        config_init(self, *args, **kwargs)
+        self.translate_on_save = translate_on_save
+
+    Config.__init__ = init
+
+    def translated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = state_dict(self, *args, **kwargs)
+        if self._is_root is not False and type(self.module).__name__ == "TransformerLMHead":
+            from torch.sagemaker.state_handler import state
+            from torch.sagemaker.tensor_parallel.transformer import translated as renamed
+
+            config = self._state_dict_config
+            if isinstance(config, Config) and config.translate_on_save:
+                standin.record("full_state_dict", entries=len(found))
+                found = renamed(found)
+                return {} if config.rank0_only and state.rank else found
+        return found
+
+    fsdp.FullyShardedDataParallel.state_dict = translated
+    load = optimizers.load_sharded_optimizer_state_dict
+
+    def over_group(*args: Any, process_group: Any = None, **kwargs: Any) -> Any:
+        standin.record("load_sharded_optimizer_state_dict", group=process_group is not None)
+        return load(*args, **kwargs)
+
+    optimizers.load_sharded_optimizer_state_dict = over_group
+
+
 def _patch_wrappers(wrappers: Any) -> None:
     apply_stock, offload_stock, wrap_stock = (
         wrappers.apply_activation_checkpointing, wrappers.offload_wrapper, wrappers.checkpoint_wrapper,
     )  # fmt: skip
-    seen: dict[str, Any] = {"impl": None}
+    seen: dict[str, Any] = {"impl": None, "own": False}
 
     def wrap(module: nn.Module, checkpoint_impl: Any = wrappers.CheckpointImpl.NO_REENTRANT, **kwargs: Any) -> Any:
-        seen["impl"] = checkpoint_impl
+        seen["impl"], seen["own"] = checkpoint_impl, "checkpoint_fn" in kwargs
         return wrap_stock(module, checkpoint_impl=checkpoint_impl, **kwargs)
 
     def checkpointing(model: nn.Module, **kwargs: Any) -> None:
         classes = {type(m).__name__ for m in model.modules() if kwargs["check_fn"](m)}
         apply_stock(model, **kwargs)
         standin.record(
-            "activation_checkpointing", classes=sorted(classes), impl=seen["impl"].name, root=type(model).__name__
+            "activation_checkpointing", classes=sorted(classes), impl=seen["impl"].name, root=type(model).__name__,
+            own=seen["own"],
         )
 
     def offload(model: nn.Module) -> nn.Module:

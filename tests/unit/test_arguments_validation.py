@@ -7,8 +7,8 @@ import shlex
 
 import pytest
 
-from smp_train.arguments import Arguments, parse, validate
-from smp_train.arguments.capabilities import INEFFECTIVE, LOCATIONS, REFUSED
+from smp_train.arguments import Arguments, parse, refuse_natively, validate
+from smp_train.arguments.capabilities import INEFFECTIVE, LOCATIONS, REFUSED, REFUSED_NATIVELY
 from smp_train.arguments.groups import flags
 from smp_train.arguments.validation import divisors
 from smp_train.errors import ConfigError
@@ -115,9 +115,9 @@ DEGREES = [
 def test_degrees(
     world: int, changes: dict[str, int], complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As they will be once the degrees are available.
+    # As on SMP, which has all degrees.
     for name in changes:
-        monkeypatch.delitem(REFUSED, name, raising=False)
+        monkeypatch.delitem(REFUSED_NATIVELY, name, raising=False)
     with pytest.raises(ConfigError) as refused:
         validate(Arguments(use_synthetic_data=True, **changes), world)
     assert complaint in str(refused.value)
@@ -136,15 +136,15 @@ ON = {
 
 
 def test_every_refused_flag_has_a_case() -> None:
-    assert set(ON) >= set(REFUSED)
+    assert set(ON) >= {*REFUSED, *REFUSED_NATIVELY}
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted({*REFUSED, *REFUSED_NATIVELY}))
 def test_on_is_refused_and_off_accepted(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^--{name} ") as refused:
         check(f"{READY} --{name}={ON[name]}")
     assert "\n" not in str(refused.value)
-    off, _ = REFUSED[name]
+    off, _ = {**REFUSED, **REFUSED_NATIVELY}[name]
     assert flags()[name].default in off
     for value in off:
         validate(dataclasses.replace(Arguments(use_synthetic_data=True), **{name: value}), 8)
@@ -157,8 +157,16 @@ def test_places_in_s3_are_refused(name: str) -> None:
 
 
 def test_tables_name_flags_that_exist() -> None:
-    assert set(REFUSED) | set(INEFFECTIVE) | set(LOCATIONS) <= set(flags())
-    assert not set(REFUSED) & set(INEFFECTIVE)
+    assert set(REFUSED) | set(REFUSED_NATIVELY) | set(INEFFECTIVE) | set(LOCATIONS) <= set(flags())
+    assert not (set(REFUSED) | set(REFUSED_NATIVELY)) & set(INEFFECTIVE)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_NATIVELY))
+def test_what_only_smp_does_is_left_to_it(name: str) -> None:
+    given = {name: {"0": False, "1": True, "2": 2}.get(ON[name], ON[name])}
+    validate(Arguments(use_synthetic_data=True, backend="smp", **given), 2)
+    with pytest.raises(ConfigError, match=f"^--{name} "):
+        refuse_natively(Arguments(use_synthetic_data=True, **given))
 
 
 def test_data_must_come_from_somewhere() -> None:

@@ -54,11 +54,34 @@ def is_initialized() -> bool:
     return state.ready
 
 
-def transform(model: Any, **options: Any) -> Any:
-    """See `tensor_parallel.transformer.transform`."""
+def _transform(model: Any, **options: Any) -> Any:
     from .tensor_parallel.transformer import transform as transformed
 
     return transformed(model, **options)
+
+
+if standin.version >= (2, 6):
+
+    def transform(
+        model: Any, device: Any = None, dtype: Any = None, config: Any = None,
+        load_state_dict_from_rank0: bool = False, cp_comm_type: str = "p2p",
+    ) -> Any:  # fmt: skip
+        """See `tensor_parallel.transformer.transform`."""
+        return _transform(
+            model, device=device, dtype=dtype, config=config,
+            load_state_dict_from_rank0=load_state_dict_from_rank0, cp_comm_type=cp_comm_type,
+        )  # fmt: skip
+
+else:
+
+    def transform(  # type: ignore[misc]
+        model: Any, device: Any = None, dtype: Any = None, config: Any = None,
+        load_state_dict_from_rank0: bool = False,
+    ) -> Any:  # fmt: skip
+        """See `tensor_parallel.transformer.transform`."""
+        return _transform(
+            model, device=device, dtype=dtype, config=config, load_state_dict_from_rank0=load_state_dict_from_rank0
+        )
 
 
 __all__ = ["init", "is_initialized", "state", "transform"]

@@ -1,4 +1,4 @@
-"""The global gradient norm over tensor and shard ranks."""
+"""The global gradient norm over tensor, expert and shard ranks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from .state_handler import state
 
 @torch.no_grad()
 def clip_grad_norm_(model: Any, max_norm: float) -> Tensor:
-    """Scale gradients to a global 2-norm of at most ``max_norm`` and return the norm before."""
+    """Scale gradients to a global 2-norm of at most ``max_norm`` and return the norm before.
+
+    Here too, where the real library has hooks: what expert ranks share is averaged over them, once per update.
+    """
     wrapped = type(model).__name__ == "OffloadWrapper"
     if wrapped and standin.version < (2, 8):
         raise RuntimeError("clip_grad_norm_ takes an offload-wrapped model from SMP 2.8 on")
     standin.record("clip_grad_norm_", max_norm=max_norm, root=type(model).__name__)
-    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    split = getattr(state, "split_parameters", set())
     sums = torch.zeros(2, dtype=torch.float64)
+    gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     for name, gradient in gradients:
-        own = any(name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "").endswith(s)
-                  for s in split)  # fmt: skip
+        own = state.split_dim(name) is not None
+        if state.ep_size > 1:
+            if not own:
+                dist.all_reduce(gradient, group=state.group("expert"))
+            gradient.div_(state.ep_size)
         sums[int(own)] += gradient.double().pow(2).sum().cpu()
     if getattr(state, "sharded", True):
         dist.all_reduce(sums, group=state.group("shard"))
     whole = sums[1:].clone()
-    if state.tp_size > 1:
-        dist.all_reduce(whole, group=state.group("tensor"))
+    if state.inner > 1:
+        dist.all_reduce(whole, group=state.group("tensor" if state.tp_size > 1 else "expert"))
     norm = (sums[0] + whole[0]).sqrt().float()
     if norm > max_norm:
         for _, gradient in gradients:

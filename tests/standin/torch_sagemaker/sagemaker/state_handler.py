@@ -34,25 +34,34 @@ class State:
 
     def reset(self) -> None:
         self.ready = False
-        self._groups: dict[str, Any] = {}
+        self.groups: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
+        self.split_parameters: dict[str, int] = {}
 
     def configure(self, config: dict[str, Any]) -> None:
         if not dist.is_initialized():
             raise RuntimeError("init_process_group must come before torch.sagemaker.init")
+        if self.ready and config == self.config and dist.get_world_size() == self.world_size:
+            return
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.__dict__.update(config)
         tensor, expert, context = (config[f"{name}_parallel_degree"] for name in ("tensor", "expert", "context"))
         shard, world = config["hybrid_shard_degree"], self.world_size
         self.inner = tensor * expert
         for name, degree in (("tensor", tensor), ("expert", expert), ("context", context)):
             if not 1 <= degree <= world or world % degree:
                 raise ValueError(f"{name}_parallel_degree {degree} does not fit {world} ranks")
+        if tensor > 1 and expert > 1:
+            raise ValueError("expert and tensor parallelism do not go together")
         if not 0 <= shard <= world or world % (self.inner * max(shard, 1)):
             raise ValueError(f"hybrid_shard_degree {shard} does not fit {world} ranks")
-        if context > 1 and shard and context > shard:
+        if context > 1 and context > shard:
             raise ValueError(f"context_parallel_degree {context} is above hybrid_shard_degree {shard}")
         if config["activation_loading_horizon"] < 1:
             raise ValueError("activation_loading_horizon must be at least 1")
+        if tensor > 1 and shard == 1 and dist.get_backend() == "smddp":
+            raise ValueError("smddp does not do tensor parallelism with a shard degree of 1")
+        self.__dict__.update(config)
+        self.config = dict(config)
         # 0 is stock PyTorch's business, but with tensor parallelism the largest possible.
         self.native = self.inner == 1 and shard <= 1
         self.shard = shard or world // self.inner
@@ -63,26 +72,40 @@ class State:
         self.cp_rank = self.shard_rank % context
         self.ranker = Ranker(self)
         self.ready = True
-        self._groups = {}
+        sizes = {"tensor": (1, tensor), "expert": (tensor, expert), "context": (self.inner, context),
+                 "shard": (self.inner, self.shard),
+                 "replica": (self.inner * self.shard, world // (self.inner * self.shard))}  # fmt: skip
+        self.groups = {kind: self._make(step, count) for kind, (step, count) in sizes.items()}
+
+    def _make(self, step: int, count: int) -> Any:
+        """Return this rank's group of ``count`` ranks that are ``step`` apart; collective."""
+        own = None
+        for first in (r for r in range(self.world_size) if r // step % count == 0):
+            ranks = [first + step * index for index in range(count)]
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                own = group
+        return own
 
     def group(self, kind: str) -> Any:
-        """Return this rank's ``tensor``, ``shard`` or ``replica`` group; collective on first use."""
+        """Return this rank's ``tensor``, ``expert``, ``context``, ``shard`` or ``replica`` group."""
         if not self.ready:
             raise RuntimeError("torch.sagemaker.init has not been called")
-        if kind not in self._groups:
-            step = {"tensor": 1, "shard": self.inner, "replica": self.inner * self.shard}[kind]
-            count = {"tensor": self.tp_size, "shard": self.shard}.get(kind, self.world_size // step)
-            firsts = [r for r in range(self.world_size) if r // step % count == 0]
-            for first in firsts:
-                ranks = [first + step * index for index in range(count)]
-                group = dist.new_group(ranks)
-                if self.rank in ranks:
-                    self._groups[kind] = group
-        return self._groups[kind]
+        return self.groups[kind]
+
+    def split_dim(self, name: str) -> int | None:
+        """Return the dimension along which tensor or expert ranks cut a parameter; None where all have the same."""
+        for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "inner."):
+            name = name.replace(wrapper, "")
+        return next((dim for end, dim in self.split_parameters.items() if name.endswith(end)), None)
 
     @property
     def tp_process_group(self) -> Any:
         return None if self.native else self.group("tensor")
+
+    @property
+    def cp_process_group(self) -> Any:
+        return self.group("context")
 
     @property
     def rep_rank_process_group(self) -> Any:
@@ -90,6 +113,8 @@ class State:
 
     @property
     def world_process_group(self) -> Any:
+        if not self.ready:
+            raise RuntimeError("torch.sagemaker.init has not been called")
         return dist.group.WORLD
 
     def get_rng_state_tracker(self) -> Any:

@@ -1,10 +1,12 @@
-"""Tensor parallelism of Llama-like models: column and row parallel products over plain collectives.
+"""SMP's own implementation of Llama, Mistral and Mixtral: tensor, expert and context parallelism by plain collectives.
 
 What comes out has other parameter names than transformers' model, as SMP's has.
 """
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,39 +16,15 @@ from torch import Tensor, nn
 
 from tests import standin
 
+from ..context_parallel.attention import over_context, positions
+from ..moe.moe_layer import MoELayer, of_block
 from ..state_handler import state
+from .collectives import Copy, Sum, gathered
 
-SUPPORTED = ("llama", "mistral")
+SUPPORTED = ("llama", "mistral", "mixtral")
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
-
-
-class _Copy(torch.autograd.Function):
-    """The same input on every tensor rank; its gradients are added up."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=state.group("tensor"))
-        return gradient
-
-
-class _Sum(torch.autograd.Function):
-    """Partial results added up over the tensor ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        value = value.contiguous().clone()
-        dist.all_reduce(value, group=state.group("tensor"))
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+BLOCKS = ("mlp", "block_sparse_moe")
 
 
 class ColumnParallel(nn.Module):
@@ -54,10 +32,10 @@ class ColumnParallel(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight)
+        self._parameters["weight"] = nn.Parameter(weight)  # as in MoELayer
 
     def forward(self, value: Tensor) -> Tensor:
-        return F.linear(_Copy.apply(value), self.weight)
+        return F.linear(Copy.apply(value, "tensor"), self.weight)
 
 
 class RowParallel(nn.Module):
@@ -65,10 +43,10 @@ class RowParallel(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight)
+        self._parameters["weight"] = nn.Parameter(weight)  # as in MoELayer
 
     def forward(self, value: Tensor) -> Tensor:
-        return _Sum.apply(F.linear(value, self.weight))
+        return Sum.apply(F.linear(value, self.weight), "tensor")
 
 
 class TransformerLayer(nn.Module):
@@ -85,7 +63,8 @@ class TransformerLayer(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
+        with over_context() if state.cp_size > 1 else nullcontext():
+            return self.inner(*args, **kwargs)
 
 
 TETransformerLayer = TransformerLayer
@@ -100,8 +79,15 @@ class TransformerLMHead(nn.Module):
         self.config: Any = model.config
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> dict:
-        standin.record("forward", shape=tuple(input_ids.shape), labels=labels is not None)
-        logits = self.lm(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        standin.record("forward", shape=tuple(input_ids.shape), labels=labels is not None, fp8=standin.fp8_group)
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if state.cp_size > 1:
+            assert attention_mask is None, "context parallelism takes no mask"
+            length = input_ids.shape[1]
+            inputs["position_ids"] = positions(length).to(input_ids.device).unsqueeze(0)
+            # Any mask, so that transformers derives none from the positions: `over_context` has its own.
+            inputs["attention_mask"] = torch.zeros(len(input_ids), 1, length, length)
+        logits = self.lm(**inputs, use_cache=False).logits
         found = {"logits": logits}
         if labels is not None:
             found["loss"] = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
@@ -112,8 +98,9 @@ class TransformerLMHead(nn.Module):
             self.lm.lm_head.weight = self.lm.model.embed_tokens.weight
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ColumnParallel | RowParallel):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        if isinstance(module, ColumnParallel | RowParallel | MoELayer):
+            for parameter in module.parameters(recurse=False):
+                nn.init.normal_(parameter, std=self.config.initializer_range)
         else:
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 1:  # a norm, which transformers 4 leaves as it was constructed
@@ -129,11 +116,9 @@ def transform(
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: Any = None,
 ) -> nn.Module:
-    """Return the tensor-parallel model; see the contract, section 2."""
+    """Return SMP's own implementation of the model; see the contract, section 2."""
     if not state.ready:
         raise RuntimeError("torch.sagemaker.init has not been called")
-    if cp_comm_type is not None and standin.version < (2, 6):
-        raise TypeError("transform() got an unexpected keyword argument 'cp_comm_type'")
     if cp_comm_type not in (None, "p2p", "all_gather"):
         raise ValueError(f"cp_comm_type {cp_comm_type!r}")
     kind: str = model.config.model_type
@@ -141,40 +126,61 @@ def transform(
         raise NotImplementedError(f"transform does not support {kind}")
     if config is not None and type(config).__name__ != "MoEConfig":
         raise TypeError("config must be a MoEConfig")
+    if (kind == "mixtral") != (config is not None):
+        raise ValueError("Mixtral, and it alone, is transformed with a MoEConfig here")
+    if state.ep_size > 1 and config is None:
+        raise ValueError("expert parallelism needs a MoEConfig")
+    if state.cp_size > 1 and kind == "mixtral":
+        raise ValueError("context parallelism is not there for Mixtral")
+    if state.cp_size > 1 and getattr(model.config, "sliding_window", None) is not None and kind == "mistral":
+        raise ValueError("context parallelism is not there with a sliding window")
     meta = any(p.is_meta for p in model.parameters())
     standin.record(
         "transform", model=kind, meta=meta, load_state_dict_from_rank0=load_state_dict_from_rank0, dtype=dtype,
-        device=device,
+        device=device, config=config, cp_comm_type=cp_comm_type,
+        empty=nn.Module.register_parameter.__name__ == "register_empty_parameter",
     )  # fmt: skip
     if load_state_dict_from_rank0:
         if state.rank == 0 and meta:
             raise RuntimeError("load_state_dict_from_rank0 needs real weights on rank 0")
-        _share_with_first_tensor_group(model)
+        _share_with_first_ranks(model)
     elif not meta:
         raise RuntimeError("this stand-in makes new weights on the meta device only")
-    _split(model)
+    state.split_parameters = {}
+    if state.tp_size > 1:
+        _split(model)
+    if config is not None:
+        from transformer_engine.pytorch.attention import MultiheadAttention
+
+        for layer in model.model.layers:
+            layer.self_attn = MultiheadAttention(layer.self_attn)
+            name = next(each for each in BLOCKS if hasattr(layer, each))
+            setattr(layer, name, of_block(getattr(layer, name), model.config))
+            if state.ep_size > 1:
+                state.split_parameters |= {f"{name}.inwards": 0, f"{name}.outwards": 0}
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = TransformerLayer(layer)
     return TransformerLMHead(model)
 
 
-def _share_with_first_tensor_group(model: nn.Module) -> None:
-    """Send rank 0's weights to the ranks that shard them with it; the others' stay on meta."""
-    if state.rank >= state.tp_size:
-        state.group("tensor")
+def _share_with_first_ranks(model: nn.Module) -> None:
+    """Send rank 0's weights to the ranks that hold what makes up a layer with it; the others' stay on meta."""
+    if state.rank >= state.inner or state.inner == 1:
         return
-    group = state.group("tensor")
+    group = state.group("tensor" if state.tp_size > 1 else "expert")
     for child in model.modules():
         for name, param in child._parameters.items():
             if param is not None:
                 value = torch.empty(param.shape, dtype=param.dtype) if param.is_meta else param.data
                 dist.broadcast(value, 0, group=group)
+                # Not by the module's own way, which init_empty_weights turns to meta.
                 child._parameters[name] = nn.Parameter(value)
     if model.config.tie_word_embeddings:
         model.tie_weights()  # type: ignore[operator]
 
 
 def _split(model: Any) -> None:
-    state.split_parameters = set()
-    for index, layer in enumerate(model.model.layers):
+    for layer in model.model.layers:
         for path, child in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in COLUMN + ROW:
@@ -183,13 +189,37 @@ def _split(model: Any) -> None:
                     raise ValueError(f"{path} does not divide by tensor_parallel_degree {state.tp_size}")
                 part = weight.detach().chunk(state.tp_size, dim)[state.tp_rank].clone()
                 new = (ColumnParallel if name in COLUMN else RowParallel)(part)
-                parent = layer.get_submodule(path.rpartition(".")[0])
-                setattr(parent, name, new)
-                state.split_parameters.add(f"layers.{index}.inner.{path}.weight")
+                setattr(layer.get_submodule(path.rpartition(".")[0]), name, new)
+                state.split_parameters[f".{path}.weight"] = dim
         attention = layer.self_attn
         for heads in ("num_heads", "num_key_value_heads"):  # transformers 4
             if hasattr(attention, heads):
                 setattr(attention, heads, getattr(attention, heads) // state.tp_size)
         if hasattr(attention, "hidden_size") and hasattr(attention, "num_heads"):
             attention.hidden_size = attention.hidden_size // state.tp_size
-        model.model.layers[index] = TransformerLayer(layer)
+
+
+def translated(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return SMP's parameters, of which each tensor or expert rank holds its part, as Hugging Face has them."""
+    found = {}
+    for name, value in weights.items():
+        dim = state.split_dim(name)
+        if dim is not None:
+            value = gathered(value, "tensor" if state.tp_size > 1 else "expert", dim)
+        found |= _experts(re.sub(r"^lm\.|\.inner(?=\.)", "", name), value)
+    return found
+
+
+def _experts(name: str, value: Tensor) -> dict[str, Tensor]:
+    layer, _, last = name.rpartition(".")
+    if last == "router":
+        return {f"{layer}.gate.weight": value}
+    if last not in ("inwards", "outwards"):
+        return {name: value}
+    if layer.endswith("mlp"):  # transformers 5
+        return {f"{layer}.experts.{'gate_up_proj' if last == 'inwards' else 'down_proj'}": value}
+    named = {}
+    for index, each in enumerate(value):
+        parts = zip(("w1", "w3"), each.chunk(2), strict=True) if last == "inwards" else [("w2", each)]
+        named |= {f"{layer}.experts.{index}.{part}.weight": tensor for part, tensor in parts}
+    return named

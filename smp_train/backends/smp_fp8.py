@@ -1,0 +1,74 @@
+"""FP8 under SMP: the layers of its transformed models compute through NVIDIA's Transformer Engine."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from smp_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
+
+OLDEST_CAPABILITY = (9, 0)
+"""Hopper, the only GPUs on which SMP has FP8 (its documentation, "Mixed precision training")."""
+NAMED_BY_STATE = (1, 8)
+"""Transformer Engine whose checkpoint takes ``get_rng_state_tracker`` and ``use_reentrant``; SMP 2.5 brought it."""
+
+
+class Fp8:
+    """Transformer Engine's contexts, for one SMP state."""
+
+    def __init__(self, args: Arguments, state: Any, device: torch.device) -> None:
+        """Raises `ConfigError` where FP8 cannot run: on this GPU, or for want of Transformer Engine."""
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+            raise ConfigError(
+                f"--fp8 1 needs a GPU of the Hopper generation (H100) or newer, this is a "
+                f"{torch.cuda.get_device_name(device)}; use --bf16 1"
+            )
+        try:
+            self._engine = importlib.import_module("transformer_engine.pytorch")
+            recipe = importlib.import_module("transformer_engine.common.recipe")
+        except ImportError as failure:
+            raise ConfigError(
+                f"--fp8 1 with --backend smp computes through Transformer Engine, which cannot be imported: {failure}; "
+                "run in SMP's container, or leave --fp8 out"
+            ) from failure
+        self._state = state
+        self._recipe = recipe.DelayedScaling(
+            fp8_format=recipe.Format.HYBRID,
+            amax_history_len=args.fp8_amax_history_len,
+            amax_compute_algo=args.fp8_amax_compute_algo,
+        )
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass; scales are agreed on by all ranks."""
+        context: AbstractContextManager[None] = self._engine.fp8_autocast(
+            enabled=True, fp8_recipe=self._recipe, fp8_group=self._state.world_process_group
+        )
+        return context
+
+    @property
+    def attention(self) -> type:
+        """Transformer Engine's attention module."""
+        found: type = importlib.import_module("transformer_engine.pytorch.attention").MultiheadAttention
+        return found
+
+    def checkpoint(self) -> Any:
+        """Return what checkpoints a layer and keeps its scales: Transformer Engine's own function."""
+        options: dict[str, Any] = {"distribute_saved_activations": False, "tp_group": self._state.tp_process_group}
+        if _version() >= NAMED_BY_STATE:
+            options |= {"get_rng_state_tracker": self._state.get_rng_state_tracker, "use_reentrant": False}
+        else:
+            options |= {"get_cuda_rng_tracker": self._state.get_rng_state_tracker}
+        return functools.partial(self._engine.checkpoint, **options)
+
+
+def _version() -> tuple[int, ...]:
+    text = getattr(importlib.import_module("transformer_engine"), "__version__", "")
+    numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
+    return numbers or NAMED_BY_STATE

@@ -1,0 +1,227 @@
+"""The steps that make an SMP model: weights, transform, FSDP1, activation checkpointing.
+
+Arguments and their values are those of SMP's own scripts (AWS documentation of SMP v2, "Delayed parameter
+initialization", "Fine-tuning", "Activation checkpointing").
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smp_train import losses, runtime
+from smp_train.arguments import checkpointing
+from smp_train.backends import smp_library
+from smp_train.backends.smp_fp8 import Fp8
+from smp_train.errors import ConfigError
+from smp_train.models import build
+from smp_train.models.hf_weights import load_pretrained
+from smp_train.models.initialization import initialise
+from smp_train.parallel.spread import chosen
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
+
+def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: int) -> bool:
+    """Give the model memory on the host where this rank is to hold it whole, and return whether it does; collective.
+
+    Rank 0 reads pretrained ``weights``; FSDP sends them to the others.
+    """
+    reads = weights is not None and dist.get_rank() == 0
+    real = not delayed or reads
+    with runtime.together("loading the weights"):
+        if real:
+            build.materialise(model, "cpu")
+            if weights is None:
+                initialise(model, seed)
+            elif reads:
+                load_pretrained(model, weights)
+    if weights is not None:
+        dist.barrier()
+    return real
+
+
+def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bool, real: bool) -> tuple[Any, type]:
+    """Return SMP's own implementation of ``model``, and the class of its layers; collective.
+
+    Raises `ConfigError` where SMP refuses the model, or this release lacks what is asked for.
+    """
+    options: dict[str, Any] = {"config": None, "load_state_dict_from_rank0": from_rank0}
+    with runtime.together("transforming the model"):
+        if args.moe:
+            options["config"] = smp_library.moe_config(args, reads_weights=from_rank0 and dist.get_rank() == 0)
+        if args.context_parallel_degree > 1:
+            options |= smp_library.context_options(library, args)
+        around = _without_weights() if args.moe and not real else nullcontext()
+        try:
+            with around:
+                model = library.transform(model, **options)
+        except Exception as failure:
+            raise ConfigError(
+                f"torch.sagemaker.transform refuses this model: {smp_library.reason(failure)}; SMP's own "
+                "implementation is there for Llama, Mistral, Mixtral and GPT-NeoX"
+            ) from failure
+    module = smp_library.part("tensor_parallel.transformer", "SMP's own implementation")
+    layer = getattr(module, "TransformerLayer", None) or module.TETransformerLayer
+    return model, layer
+
+
+def _without_weights() -> AbstractContextManager[Any]:
+    """Return the context in which modules made get no memory; experts name their device, so torch's own does not do."""
+    try:
+        from accelerate import init_empty_weights
+    except ImportError as failure:
+        raise ConfigError(
+            "--moe 1 with --delayed_param 1 needs accelerate's init_empty_weights; pip install accelerate"
+        ) from failure
+    context: AbstractContextManager[Any] = init_empty_weights()
+    return context
+
+
+def wrap(
+    model: Any,
+    args: Arguments,
+    *,
+    layer: type,
+    initialise_module: Callable[[nn.Module], None] | None,
+    from_rank0: bool,
+    real: bool,
+    device: torch.device,
+) -> Any:
+    """Wrap in FSDP1 with the arguments of SMP's scripts; SMP supplies the groups.
+
+    Args:
+        model: Its parameters in float32.
+        args: The run's.
+        layer: Class of the modules that are sharded by themselves.
+        initialise_module: Draws a module's own parameters; None for SMP's rule.
+        from_rank0: Whether rank 0 holds weights that the others are to get.
+        real: Whether this rank's parameters have memory.
+        device: Where they are to be.
+    """
+    import torch.distributed.fsdp as fsdp
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    initialiser: Any = None
+    if not real:
+        maker = smp_library.part("delayed_param", "--delayed_param 1").DelayedParamIniter
+        initialiser = maker(model, initialise_module) if initialise_module is not None else maker(model)
+    precision = None
+    if args.bf16:
+        precision = fsdp.MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+        )
+    complete = nullcontext()
+    if initialiser is not None and not from_rank0:
+        complete = initialiser.validate_params_and_buffers_inited()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with complete:
+        wrapped: Any = fsdp.FullyShardedDataParallel  # SMP's own takes post_param_init_fn too
+        return wrapped(
+            model,
+            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer}),
+            mixed_precision=precision,
+            sharding_strategy=_strategy(fsdp.ShardingStrategy, args.sharding_strategy),
+            backward_prefetch=fsdp.BackwardPrefetch[args.backward_fetch_policy.upper()],
+            forward_prefetch=args.forward_prefetch,
+            limit_all_gathers=args.limit_all_gathers,
+            device_id=torch.cuda.current_device() if device.type == "cuda" else None,
+            use_orig_params=True,
+            param_init_fn=None if initialiser is None else initialiser.get_param_init_fn(),
+            post_param_init_fn=None if initialiser is None else initialiser.get_post_param_init_fn(),
+            sync_module_states=from_rank0,
+        )
+
+
+def _strategy(strategies: Any, name: str) -> Any:
+    known = {
+        "full_shard": strategies.FULL_SHARD,
+        "hybrid_shard": strategies.HYBRID_SHARD,
+        "shard_grad_op": strategies.SHARD_GRAD_OP,
+        "_hybrid_shard_zero2": strategies._HYBRID_SHARD_ZERO2,
+        "no_shard": strategies.NO_SHARD,
+    }
+    return known[name]
+
+
+def checkpoint(root: nn.Module, args: Arguments, layer: type, fp8: Fp8 | None) -> None:
+    """Checkpoint decoder layers.
+
+    The reentrant form, which SMP's offloading and flash attention need; under FP8 Transformer Engine's, which keeps
+    scales, and of a mixture's layers the attention by that and the experts by torch's.
+    """
+    share, _ = checkpointing.read(args.activation_checkpointing)
+    if not share:
+        return
+    layers = [module for module in root.modules() if isinstance(module, layer)]
+    wanted = [layers[index] for index in chosen(len(layers), share)]
+    if fp8 is None:
+        _apply(root, wanted, reentrant=True)
+    elif not args.moe:
+        _apply(root, wanted, reentrant=False, checkpoint_fn=fp8.checkpoint())
+    else:
+        experts = smp_library.part("moe.moe_layer", "--moe 1").MoELayer
+        if args.moe_fp8_checkpoint_attn:
+            _apply(root, _inside(wanted, fp8.attention), reentrant=False, checkpoint_fn=fp8.checkpoint())
+        if args.moe_fp8_checkpoint_moe:
+            _apply(root, _inside(wanted, experts), reentrant=False)
+
+
+def _inside(layers: list[nn.Module], kind: type) -> list[nn.Module]:
+    return [module for each in layers for module in each.modules() if isinstance(module, kind)]
+
+
+def _apply(root: nn.Module, modules: list[nn.Module], *, reentrant: bool, checkpoint_fn: Any = None) -> None:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    ids = {id(module) for module in modules}
+    kind = wrappers.CheckpointImpl.REENTRANT if reentrant else wrappers.CheckpointImpl.NO_REENTRANT
+    options = {} if checkpoint_fn is None else {"checkpoint_fn": checkpoint_fn}
+    wrappers.apply_activation_checkpointing(
+        root,
+        checkpoint_wrapper_fn=functools.partial(wrappers.checkpoint_wrapper, checkpoint_impl=kind, **options),
+        check_fn=lambda module: id(module) in ids,
+    )
+
+
+def offload(root: nn.Module) -> nn.Module:
+    """Return the root as SMP, or torch, offloads the activations of its checkpointed layers."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    return wrappers.offload_wrapper(root)
+
+
+def chunk_loss(model: Any) -> None:
+    """Let the model's forward pass return the summed loss where targets are given, without the full logits."""
+    stock = model.forward
+
+    def forward(*inputs: Any, targets: Tensor | None = None, **options: Any) -> Any:
+        if targets is None:
+            return stock(*inputs, **options)
+        hidden = model.base_model(*inputs, use_cache=False, **options).last_hidden_state
+        head = model.get_output_embeddings()
+        return losses.linear_cross_entropy_sum(hidden, head.weight, targets, bias=head.bias)
+
+    model.forward = forward
+
+
+class ScaleGradient(torch.autograd.Function):
+    """The value as it is, its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
+        """Return the value."""
+        ctx.factor = factor
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient times the factor."""
+        return gradient * ctx.factor, None

@@ -1,0 +1,95 @@
+"""Saving and loading through SMP's own checkpoint modules, by the recipes of its documentation.
+
+Ranks that hold the same shards make up a replication group; the first of each, whose replication rank is 0, writes.
+Those that share parameters with each other write one tree together. Tensor and expert ranks hold parameters of SMP's
+own names and cuts, and each has a tree of its own, ``tp<rank>_ep<rank>``.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from smp_train.backends import smp_library
+from smp_train.checkpoints.saver import HUGGING_FACE, Saver
+from smp_train.errors import ConfigError
+
+logger = logging.getLogger("smp_train.smp")
+
+SMP_NAMES = "smp"
+"""Whose names parameters have once ``torch.sagemaker.transform`` has made the model its own."""
+
+
+def each_tree_once(told: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
+    """Tell whether the ranks that write a tree are one shard group, for every tree.
+
+    ``told``: by rank, which tree it belongs to, whether it writes, and the ranks of its shard group.
+    """
+    for tree in {name for name, _, _ in told}:
+        writers = [(rank, group) for rank, (name, writes, group) in enumerate(told) if writes and name == tree]
+        groups = {group for _, group in writers}
+        if len(groups) != 1 or set(groups.pop()) != {rank for rank, _ in writers}:
+            return False
+    return True
+
+
+def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: bool) -> Saver:
+    """Return how this rank saves and loads; collective.
+
+    Args:
+        state: ``torch.sagemaker.state``.
+        root: The FSDP module.
+        sharded: Whether parameters are cut over the ranks of its process group.
+        transformed: Whether the model is SMP's own.
+        parted: Whether ranks differ in more than which shard they hold: by tensor or expert rank.
+    """
+    names = SMP_NAMES if transformed else HUGGING_FACE
+    part = f"tp{state.tp_rank}_ep{state.ep_rank}" if parted else ""
+    first = state.ranker.get_rep_rank(dist.get_rank()) == 0
+    if not sharded:
+        # Each rank holds all there is of its tree. Without parts that is what torch's DCP writes best.
+        import torch.distributed.checkpoint as dcp
+
+        if not parted:
+            return Saver(names=names)
+        return Saver(
+            names=names, part=part, writes=first, place=(0, 1),
+            save=partial(dcp.save, no_dist=True), load=partial(dcp.load, no_dist=True), in_background=False,
+        )  # fmt: skip
+    group = root.process_group
+    process_groups = smp_library.part("utils.process_group_utils", "--backend smp")
+    ranks = process_groups.get_global_ranks(group)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (part, first, tuple(ranks)))
+    if not each_tree_once(told):
+        if parted:
+            raise ConfigError("SMP's replication ranks name no one writer of each shard: nothing can be saved")
+        return Saver(names=names)  # so where the layout is torch's: --sharding_strategy hybrid_shard without a degree
+    own = {"process_group": group, "coordinator_rank": min(ranks)}
+    shared: dict[str, Any] = {
+        "names": names, "part": part, "writes": first, "place": (ranks.index(dist.get_rank()), len(ranks)),
+    }  # fmt: skip
+    try:
+        saving = smp_library.part("distributed.checkpoint.state_dict_saver", "saving through SMP", "2.5")
+        loading = smp_library.part("distributed.checkpoint.state_dict_loader", "loading through SMP", "2.5")
+        calls = smp_library.part("distributed.checkpoint.async_utils", "saving through SMP", "2.5")
+    except ConfigError as missing:
+        if parted:
+            raise
+        logger.info("Checkpoints: torch's own saver; %s", missing)
+        return Saver(names=names)
+    queue = calls.AsyncCallsQueue()
+
+    def begin(state: dict[str, Any], folder: str) -> None:
+        saving.async_save(state, checkpoint_id=folder, queue=queue, **own)
+
+    def ended(wait: bool) -> bool:
+        return bool(queue.maybe_finalize_async_calls(blocking=wait, process_group=group))
+
+    return Saver(
+        **shared, save=partial(saving.save, **own), load=partial(loading.load, **own), begin=begin, ended=ended,
+        in_background=False,
+    )  # fmt: skip

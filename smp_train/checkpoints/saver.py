@@ -1,0 +1,83 @@
+"""How the tree of a checkpoint is written and read: by torch's DCP, or through what a backend's library has for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from smp_train.checkpoints.collective import rank
+from smp_train.checkpoints.record import FileRecord
+
+if TYPE_CHECKING:
+    from smp_train.checkpoints.storage import Storage
+
+HUGGING_FACE = "huggingface"
+METADATA = ".metadata"
+"""DCP's index of a tree."""
+
+
+@dataclass(frozen=True)
+class Saver:
+    """One rank's part in writing and reading; as it stands, all ranks write one tree through torch's DCP."""
+
+    names: str = HUGGING_FACE
+    """Whose names the parameters have. A checkpoint loads only where they are the same."""
+    part: str = ""
+    """Sub-folder of the tree that this rank belongs to, where ranks do not share one."""
+    writes: bool = True
+    """Whether this rank takes part in writing; replicas of those that do need not."""
+    place: tuple[int, int] | None = None
+    """(which, of how many) this rank is among those that write its tree; None for its place among all ranks."""
+    save: Callable[..., None] | None = None
+    """Takes ``(state, storage_writer=...)``, as ``torch.distributed.checkpoint.save`` does; None for that."""
+    load: Callable[..., None] | None = None
+    """Takes ``(state, storage_reader=..., planner=...)``, as ``torch.distributed.checkpoint.load`` does."""
+    begin: Callable[[dict[str, Any], str], None] | None = None
+    """Copies the state and begins to write it to a folder; on ranks that write. None: nothing but `save`."""
+    ended: Callable[[bool], bool] | None = None
+    """Tells whether what was begun is written, and waits for that when asked to; on ranks that write."""
+    in_background: bool = True
+    """Whether `save` may run in a thread while training goes on."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that write its tree."""
+        return (self.place or (rank(), 0))[0] == 0 and self.writes
+
+    def write(
+        self, state: dict[str, Any], storage: Storage, staged: str, on_stage: Callable[[str], None]
+    ) -> dict[str, FileRecord]:
+        """Write ``state`` into the folder ``staged`` and return the files that this rank answers for; collective."""
+        from smp_train.checkpoints.dcp import save_state
+
+        if not self.writes:
+            return {}
+        folder = self.folder(storage, staged)
+        writer = storage.writer(folder)
+        writer.on_stage = on_stage
+        save_state(state, writer, self.save)
+        records = dict(writer.records)
+        if self.leads:
+            records[METADATA] = storage.checksum(folder, METADATA)
+        return self._placed(records)
+
+    def folder(self, storage: Storage, staged: str) -> str:
+        """Return the folder of this rank's tree; the rank that leads makes it."""
+        folder = os.path.join(staged, self.part) if self.part else staged
+        if self.part and self.leads:
+            storage.make(folder)
+        return folder
+
+    def written(self, storage: Storage, staged: str) -> dict[str, FileRecord]:
+        """Make this rank's share of the files that `begin` brought about durable, and return their records."""
+        if not self.writes or self.place is None:
+            return {}
+        folder = os.path.join(staged, self.part) if self.part else staged
+        which, among = self.place
+        files = sorted(storage.sizes(folder))[which::among]
+        return self._placed({file: storage.secure(folder, file) for file in files})
+
+    def _placed(self, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        return {os.path.join(self.part, file): record for file, record in records.items()}
