@@ -130,6 +130,10 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
 
     with runtime.together("choosing the model"):
         spec = resolve(args)
+    seq_len = args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )
+    backend.check(spec, seq_len=seq_len)
     checkpoints = CheckpointManager(
         policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints),
         model_type=spec.model_type,
@@ -138,9 +142,6 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
     checkpoints.check_shared()
-    seq_len = args.max_context_width or min(
-        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
-    )
     train_data, validation = open_data(
         args,
         vocab_size=spec.config.vocab_size,

@@ -212,11 +212,11 @@ def _check_activations(args: Arguments) -> None:
             f"--selective_checkpointing {show(selective)}: a share of the layers is below 1, and from 1 on it is "
             "every N-th layer"
         )
-    checkpointing.read(setting)
     for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
         if value and not args.bf16:
             raise ConfigError(f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1")
-    if selective != 1 and setting not in (checkpointing.NONE, checkpointing.of_layers(selective)):
+    asked = checkpointing.read(setting)
+    if selective != 1 and asked[0] and asked != checkpointing.read(checkpointing.of_layers(selective)):
         raise ConfigError(
             f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
             "other; give one of them"

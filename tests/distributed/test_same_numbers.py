@@ -131,7 +131,9 @@ def train_cell(command_line: list[str], ranks: Any, device: Any) -> list[tuple[f
     args = arguments.parse(command_line, {}).args
     arguments.validate(args, ranks.world_size)
     backend = NativeBackend(args, ranks, device)
-    model = backend.build(resolve(args), seed=args.seed, seq_len=WIDTH)
+    spec = resolve(args)
+    backend.check(spec, seq_len=WIDTH)
+    model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
     optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     results = []
     for step in range(STEPS):

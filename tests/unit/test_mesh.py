@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
 from smp_train.errors import ConfigError
+from smp_train.models import heads, mixtures
 from smp_train.parallel import context, tensor_parallel
 from smp_train.parallel.mesh import Degrees, plan
 
@@ -61,7 +64,7 @@ LLAMA = LlamaConfig(
         ({}, r"4 does not divide the 2 key-value heads of this model; use one of \[1, 2\]"),
         ({"num_key_value_heads": 8, "vocab_size": 510}, r"510 tokens of vocabulary of this model; use one of \[1, 2\]"),
         ({"num_key_value_heads": 8, "intermediate_size": 90}, r"90 columns of the feed-forward layer"),
-        ({"num_key_value_heads": 8, "seq": 30}, r"30 tokens of context"),
+        ({"num_key_value_heads": 8, "seq": 30}, r"30 tokens that a rank has of each sequence; change --max_context_width"),
     ],
 )
 def test_models_that_do_not_split_are_refused(changes: dict, says: str) -> None:
@@ -80,7 +83,80 @@ def test_families_without_a_plan_are_refused_by_name(family: str) -> None:
 
 def test_context_needs_pieces_and_sdpa() -> None:
     with pytest.raises(ConfigError, match=r"30 does not split into the 4 pieces .* make it a multiple of 4"):
-        context.check(2, 30, "sdpa")
+        context.check(2, 30, "sdpa", LLAMA)
     with pytest.raises(ConfigError, match="flash_attention_2 cannot be used"):
-        context.check(2, 32, "flash_attention_2")
-    context.check(1, 31, "flash_attention_2")
+        context.check(2, 32, "flash_attention_2", LLAMA)
+    context.check(1, 31, "flash_attention_2", LLAMA)
+
+
+@pytest.mark.parametrize("family", ["doge", "falcon", "gpt_oss", "lfm2", "llama4_text", "minimax", "phimoe", "qwen2_moe"])
+def test_models_that_look_along_the_sequence_in_ways_of_their_own_are_refused_by_name(family: str) -> None:
+    config = AutoConfig.for_model(family)
+    with pytest.raises(ConfigError, match=f"--context_parallel_degree 2: a {family} is not known to be right"):
+        context.check(2, 32, "sdpa", config)
+    context.check(1, 32, "sdpa", config)
+
+
+def test_attention_both_ways_is_refused() -> None:
+    config = AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True)
+    with pytest.raises(ConfigError, match="gemma3_text"):
+        context.check(2, 32, "sdpa", config)
+
+
+class OneOf:
+    """As much of a mesh as a split asks for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.ranks = rank, size
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_ranks_share_the_work_of_a_causal_sequence(degree: int) -> None:
+    work = []
+    for rank in range(degree):
+        split = context.ContextSplit(OneOf(rank, degree), 8 * degree)  # type: ignore[arg-type]
+        assert split.pieces == (rank, 2 * degree - 1 - rank)
+        positions = split.positions(torch.device("cpu"))
+        assert positions.shape == (1, 8)
+        work.append(int(positions.sum()))  # a token attends to as many as come before it
+    assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("given", [{"s_aux": torch.zeros(4)}, {"attention_mask": torch.ones(1, 1, 8, 8)}])
+def test_attention_with_more_than_queries_keys_and_values_is_refused(given: dict) -> None:
+    split = context.ContextSplit(OneOf(0, 2), 16)  # type: ignore[arg-type]
+    one = torch.zeros(1, 2, 8, 4)
+    with pytest.raises(ConfigError, match="computes attention with (s_aux|a mask of its own), which cannot be split"):
+        split.attend(nn.Identity(), one, one, one, **{"attention_mask": None, **given})
+
+
+def test_noise_of_the_router_is_refused_in_a_tensor_group() -> None:
+    config = AutoConfig.for_model("mixtral", router_jitter_noise=0.1)
+    with pytest.raises(ConfigError, match=r"router_jitter_noise 0\.1 of this mixtral .* set it to 0"):
+        tensor_parallel.check(config, 2, 32)
+
+
+def test_experts_count_as_the_model_calls_them() -> None:
+    config = AutoConfig.for_model("qwen3_moe", num_experts=6, num_attention_heads=8, num_key_value_heads=8)
+    with pytest.raises(ConfigError, match=r"4 does not divide the 6 experts of this model; use one of \[1, 2\]"):
+        tensor_parallel.check(config, 4, 32)
+
+
+def test_mixtures_need_a_transformers_that_stacks_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtures.check(AutoConfig.for_model("mixtral"))
+    monkeypatch.setattr("transformers.__version__", "4.57.3")
+    mixtures.check(LLAMA)
+    with pytest.raises(ConfigError, match=r"mixture of experts \(mixtral\) needs transformers 5 or newer"):
+        mixtures.check(AutoConfig.for_model("mixtral"))
+
+
+def test_a_loss_beside_the_cross_entropy_is_refused() -> None:
+    heads.check(AutoConfig.for_model("mixtral"))
+    with pytest.raises(ConfigError, match="output_router_logits of this mixtral"):
+        heads.check(AutoConfig.for_model("mixtral", output_router_logits=True))
