@@ -85,9 +85,9 @@ class NativeBackend(Backend):
         super().check(spec, seq_len=seq_len)
         args, degrees, config = self.args, self.mesh.degrees, spec.config
         mixtures.check(config)
-        activations.check(args.activation_checkpointing, config.model_type, compiled=args.use_torch_compile)
         context.check(degrees.context, seq_len, args.attn_implementation, config)
         tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
+        activations.check(args.activation_checkpointing, config.model_type, compiled=args.use_torch_compile)
         if degrees.tensor > 1:
             # Whether there is a rule for every part is known from splitting a model without memory.
             model = build.build_meta(spec, attn_implementation=args.attn_implementation)
