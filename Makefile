@@ -27,8 +27,9 @@ lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
+# Two workers: tests wait more than they compute, and two cores are what is asked for.
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 .venv-sagemaker/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-sagemaker

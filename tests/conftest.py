@@ -1,6 +1,11 @@
 """What every test gets: one thread, no network, no variables of the machine that would change a result."""
 
 import os
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -10,3 +15,17 @@ for name in list(os.environ):
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
     }:
         del os.environ[name]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deal the suite out to pytest-xdist's workers by file, the longest first.
+
+    The system tests share one Slurm, and stay together.
+    """
+    order = ["system", "distributed", "unit"]
+    kinds = {item: item.path.relative_to(HERE).parts[0] for item in items}
+    items.sort(key=lambda item: order.index(kinds[item]) if kinds[item] in order else len(order))
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            group = "system" if kinds[item] == "system" else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(group))

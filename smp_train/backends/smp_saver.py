@@ -51,14 +51,13 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
     first = state.ranker.get_rep_rank(dist.get_rank()) == 0
     if not sharded:
         # Each rank holds all there is of its tree. Without parts that is what torch's DCP writes best.
-        import torch.distributed.checkpoint as dcp
-
         if not parted:
             return Saver(names=names)
+        from smp_train.checkpoints.dcp import load_alone, save_alone
+
         return Saver(
-            names=names, part=part, writes=first, place=(0, 1),
-            save=partial(dcp.save, no_dist=True), load=partial(dcp.load, no_dist=True), in_background=False,
-        )  # fmt: skip
+            names=names, part=part, writes=first, place=(0, 1), save=save_alone, load=load_alone, in_background=False
+        )
     group = root.process_group
     process_groups = smp_library.part("utils.process_group_utils", "--backend smp")
     ranks = process_groups.get_global_ranks(group)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -294,6 +295,16 @@ def load_state(
             (load or dcp.load)(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
         raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
+
+
+def save_alone(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:
+    """Write a tree that this rank holds whole; no collective. `dcp.save` of torch 2.5 cannot do without."""
+    _save_state_dict(state, storage_writer, no_dist=True)
+
+
+def load_alone(state: dict[str, Any], *, storage_reader: StorageReader, planner: Any = None) -> None:
+    """Fill ``state`` from a tree that this rank holds whole; no collective."""
+    _load_state_dict(state, storage_reader, planner=planner, no_dist=True)
 
 
 def saved_entries(reader: Reader) -> Mapping[str, Any]:
