@@ -151,7 +151,7 @@ def build(words: Sequence[str] | Mapping[str, Any], **options: Any) -> Job:
         f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in ("train", "test") if values[name]
     }
     resolved = parse(flags, environ)
-    validate(resolved.args, values["instance_count"] * instance.gpus)
+    validate(resolved.args, values["instance_count"] * instance.gpus, instance.gpus)
     job = Job(
         base_name=_base_name(values["job_name"] or resolved.args.run_name),
         role=values["role"] or "",

@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from smp_train.arguments.degrees import divisors
 from smp_train.errors import ConfigError
 from smp_train.models.mixtures import number_of_experts
 from smp_train.parallel import experts, local_parameters
-from smp_train.parallel.mesh import divisors
 from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole
 
 STYLES = frozenset({"colwise", "rowwise", "moe_tp_experts", "replicated_with_grad_allreduce"})

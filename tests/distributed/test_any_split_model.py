@@ -117,7 +117,8 @@ def test_a_split_model_equals_a_whole_one(family: str, mesh: str) -> None:
 def test_what_cannot_be_split_is_refused_by_name(family: str) -> None:
     mesh, _, says = REFUSED[family]
     for found in split():
-        assert re.search(f"--{mesh}_parallel_degree 2.*{re.escape(says)}", str(found[family, mesh])), found[family, mesh]
+        refusal = str(found[family, mesh])
+        assert re.search(f"--{mesh}_parallel_degree 2.*{re.escape(says)}", refusal), refusal
 
 
 def test_refused_before_the_data_is_opened(tmp_path: Path) -> None:

@@ -187,3 +187,39 @@ def test_ranks_with_tokens_of_their_own_draw_their_own_dropout(
     found = harness.run(train_noting_draws, 4, flags(tmp_path, max_steps=2, **degrees))
     assert [found.index(draws) for draws in found] == [streams.index(stream) for stream in streams]
     assert all(first != second for first, second in found)
+
+
+def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
+    """Return how many layers compute in FP8, whether names and weights are what they are without, and if it trains."""
+    import torch
+
+    from smp_train import arguments, runtime
+    from smp_train.backends.native import NativeBackend
+    from smp_train.models.resolve import resolve
+    from smp_train.parallel import float8
+
+    float8.check = lambda device: None  # which asks for a GPU; torch has the product for CPUs too
+    ranks = runtime.detect()
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    models: list[Any] = []
+    try:
+        for fp8 in (0, 1):
+            args = arguments.parse(flags(Path("unused"), bf16=1, fp8=fp8, activation_checkpointing="full"), {}).args
+            backend = NativeBackend(args, ranks, device)
+            models.append(backend.build(resolve(args), seed=1, seq_len=16))
+        plain, converted = (dict(model.named_parameters()) for model in models)
+        same = all(torch.equal(converted[name].to_local(), plain[name].to_local()) for name in plain)
+        count = sum(type(module).__name__ == "Float8Linear" for module in models[1].modules())
+        ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(ranks.rank))
+        loss = backend.loss_sum(models[1], ids, ids, None)
+        loss.backward()
+        finite = all(bool(p.grad.to_local().isfinite().all()) for p in models[1].parameters())
+        return count, list(converted) == list(plain), same, bool(loss.isfinite()) and finite
+    finally:
+        runtime.stop()
+
+
+def test_fp8_changes_the_products_and_not_the_weights() -> None:
+    pytest.importorskip("torchao", reason="an optional package")
+    for found in harness.run(with_and_without_fp8, 2):
+        assert found == (2 * 7, True, True, True)
