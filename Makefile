@@ -2,13 +2,14 @@
 # make test   install, then lint, type-check and run the suite
 # make test-sagemaker   the tests against SageMaker's SDK v2 and v3, each in an environment of its own
 # make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp
+# make test-table   every cell of the table in docs/parallelism.md; an hour on two cores
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
 PYTHON ?= python3
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-sagemaker test-smp-container-versions venv lint fast clean
+.PHONY: demo test test-table test-sagemaker test-smp-container-versions venv lint fast clean
 
 venv: .venv/.installed
 
@@ -28,6 +29,9 @@ lint: venv
 	$(PY) -m mypy
 
 # Two workers: tests wait more than they compute, and two cores are what is asked for.
+test-table: venv
+	SMP_TRAIN_WHOLE_TABLE=1 $(PY) -m pytest tests/distributed/test_same_numbers.py
+
 test: lint
 	$(PY) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 

@@ -125,7 +125,7 @@ def _train(words: list[str], failing: Failing) -> int:
             print(print_config(resolved, settled_flags(resolved.args)), end="")
             print("".join(f"# {line}\n" for line in ineffective(resolved, resolved.args.backend)), end="")
         return 0
-    validate(resolved.args, failing.runtime.world_size)
+    validate(resolved.args, failing.runtime.world_size, failing.runtime.local_world_size)
     from smp_train.models.resolve import settled_flags
 
     settled_flags(resolved.args)  # an unknown preset is known to be one before any rank waits for another

@@ -141,10 +141,13 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (
+        if ctx.gradients is None:
+            raise RuntimeError("a chunked loss has one backward pass: its gradients are scaled where they lie")
+        scaled = [
             None if value is None else value.mul_(grad).to(dtype)
             for value, dtype in zip(ctx.gradients, ctx.types, strict=True)
-        )
+        ]
+        ctx.gradients = None
         return (*scaled, None, None, None)
 
 

@@ -132,6 +132,10 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
 
     with runtime.together("choosing the model"):
         spec = resolve(args)
+    seq_len = args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )
+    backend.check(spec, seq_len=seq_len)
     checkpoints = CheckpointManager(
         policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints),
         model_type=spec.model_type,
@@ -142,9 +146,6 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     checkpoints.check_shared()
     if not args.evaluate_only:
         checkpoints.lock(force=args.break_checkpoint_lock)
-    seq_len = args.max_context_width or min(
-        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
-    )
     train_data, validation = open_data(
         args,
         vocab_size=spec.config.vocab_size,

@@ -40,7 +40,9 @@ def train(
     args = resolved.args
     arguments.validate(args, ranks.world_size)
     backend = NativeBackend(args, ranks, device)
-    model = backend.build(resolve(args), seed=args.seed, seq_len=args.max_context_width)
+    spec = resolve(args)
+    backend.check(spec, seq_len=args.max_context_width)
+    model = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
     optimizer = train_utils.build_optimizer(model, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     generator = torch.Generator().manual_seed(7 + ranks.rank)
     watch = watch or (lambda *_: None)

@@ -16,6 +16,7 @@ from smp_train.arguments.capabilities import (
     REFUSED,
     REFUSED_NATIVELY,
 )
+from smp_train.arguments.degrees import divisors, plan
 from smp_train.arguments.groups import STRATEGIES, Arguments, flags, show
 from smp_train.arguments.parse import Resolved
 from smp_train.errors import ConfigError
@@ -42,11 +43,14 @@ ABOVE_ZERO = (
 BELOW_ONE = ("beta1", "beta2", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop")
 
 
-def validate(args: Arguments, world_size: int) -> None:
-    """Raise `ConfigError`, in one line with the way out, for what cannot work on ``world_size`` processes."""
+def validate(args: Arguments, world_size: int, local_world_size: int | None = None) -> None:
+    """Raise `ConfigError`, in one line with the way out, for what cannot work on ``world_size`` processes.
+
+    ``local_world_size`` of them are on a node; by default all.
+    """
     _check_ranges(args)
     _check_not_available(args)
-    _check_degrees(args, world_size)
+    _check_degrees(args, world_size, local_world_size or world_size)
     _check_model(args)
     _check_activations(args)
     _check_schedule(args)
@@ -91,6 +95,10 @@ def refuse_natively(args: Arguments) -> None:
         raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
 
 
+def _natively(args: Arguments) -> bool:
+    return args.backend == "native" or (args.backend == "auto" and not smp_installed())
+
+
 def _refuse(args: Arguments, rows: dict[str, tuple[tuple[Any, ...], str]]) -> None:
     for name, (off, reason) in rows.items():
         if getattr(args, name) not in off:
@@ -99,7 +107,7 @@ def _refuse(args: Arguments, rows: dict[str, tuple[tuple[Any, ...], str]]) -> No
 
 def _check_not_available(args: Arguments) -> None:
     _refuse(args, REFUSED)
-    if args.backend == "native" or (args.backend == "auto" and not smp_installed()):
+    if _natively(args):
         refuse_natively(args)
     for name in LOCATIONS:
         for place in _numbers(args, name):
@@ -107,51 +115,22 @@ def _check_not_available(args: Arguments) -> None:
                 raise ConfigError(f"--{name} {place}: {LOCATION_REASON}")
 
 
-def divisors(number: int) -> list[int]:
-    """Return all divisors in ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers)) if numbers else "none"
-
-
-def _check_degrees(args: Arguments, world_size: int) -> None:
-    """The world is a multiple of shard x tensor x expert degree; context parallelism divides shard groups."""
-    tensor, expert, context = (
-        args.tensor_parallel_degree,
-        args.expert_parallel_degree,
-        args.context_parallel_degree,
-    )
+def _check_degrees(args: Arguments, world_size: int, local_world_size: int) -> None:
     shard = args.hybrid_shard_degree
-    processes = "the 1 process" if world_size == 1 else f"the {world_size} processes"
-    for name in (
-        "tensor_parallel_degree",
-        "expert_parallel_degree",
-        "context_parallel_degree",
-        "hybrid_shard_degree",
-    ):
-        degree = getattr(args, name)
-        if degree and world_size % degree:
-            raise ConfigError(
-                f"--{name} {degree} does not divide {processes} of this run; "
-                f"{_listed(divisors(world_size))} would"
-            )
-    if tensor > 1 and expert > 1:
-        raise ConfigError("--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1")
-    if world_size % (tensor * expert * (shard or 1)):
-        rest = world_size // (tensor * expert)
-        raise ConfigError(
-            f"--hybrid_shard_degree {shard} times tensor {tensor} times expert {expert} does not divide "
-            f"{processes}; with these, a shard degree of {_listed(divisors(rest))} would"
-        )
-    if shard and context > shard:
-        possible = [d for d in divisors(world_size) if d <= shard]
-        raise ConfigError(
-            f"--context_parallel_degree {context} is above --hybrid_shard_degree {shard}; "
-            f"{_listed(possible)} would do"
-        )
+    tensor, context, expert = (
+        args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree,
+    )  # fmt: skip
+    # SMP shards over all ranks where anything else is split, whatever the strategy.
+    everywhere = not _natively(args) and max(tensor, context, expert) > 1
+    plan(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        sharding_strategy="full_shard" if everywhere else args.sharding_strategy,
+        hybrid_shard_degree=shard,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+    )
     if args.sharding_strategy == "no_shard" and shard and shard > 1:
         raise ConfigError(
             f"--sharding_strategy no_shard and --hybrid_shard_degree {shard} contradict each other; "
@@ -173,7 +152,7 @@ def _check_model(args: Arguments) -> None:
     if heads and kv and heads % kv:
         raise ConfigError(
             f"--num_key_value_heads {kv} does not divide --num_heads {heads}; "
-            f"{_listed(divisors(heads))} would"
+            f"{', '.join(map(str, divisors(heads)))} would"
         )
     experts, used = args.num_local_experts, args.num_experts_per_tok
     if experts and used and used > experts:
@@ -213,11 +192,11 @@ def _check_activations(args: Arguments) -> None:
             f"--selective_checkpointing {show(selective)}: a share of the layers is below 1, and from 1 on it is "
             "every N-th layer"
         )
-    checkpointing.read(setting)
     for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
         if value and not args.bf16:
             raise ConfigError(f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1")
-    if selective != 1 and setting not in (checkpointing.NONE, checkpointing.of_layers(selective)):
+    asked = checkpointing.read(setting)
+    if selective != 1 and asked[0] and asked != checkpointing.read(checkpointing.of_layers(selective)):
         raise ConfigError(
             f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
             "other; give one of them"

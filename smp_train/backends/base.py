@@ -1,6 +1,7 @@
 """The seam: all that the training program may ask of whatever spreads the model over devices.
 
-`train_lib` never asks which backend it has. What a backend cannot do, it refuses in its constructor, by name.
+`train_lib` never asks which backend it has. What a backend cannot do, it refuses by name, in its constructor or in
+`Backend.check`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.checkpoints.saver import Saver
+from smp_train.models import heads
 
 if TYPE_CHECKING:
     from smp_train.models.resolve import ModelSpec
@@ -41,13 +43,19 @@ class Backend(ABC):
     name: str
     topology: Topology
 
+    def check(self, spec: ModelSpec, *, seq_len: int) -> None:
+        """Raise `ConfigError` for a model, or a sequence length in tokens, that cannot be trained as asked.
+
+        Called on every rank before anything of the run is opened, and before `build`. Not collective.
+        """
+        heads.check(spec.config)
+
     @abstractmethod
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Return the model ready to train: spread over the ranks, its weights initialised or loaded.
 
         Without ``initial`` the weights are left unset, for `load_state` to fill: what a run started from need not be
-        there when it resumes. Raises `ConfigError` for a model, or a sequence length in tokens, that the mesh does
-        not divide.
+        there when it resumes. `check` comes first, and only what it cannot know is refused here.
         """
 
     @abstractmethod

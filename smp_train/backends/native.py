@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
+from smp_train.arguments.degrees import plan
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
-from smp_train.models import build
+from smp_train.models import build, mixtures
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import initialise
 from smp_train.models.packing import packed_inputs
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.native")
 
+
 class NativeBackend(Backend):
     """FSDP2 and DTensor."""
 
@@ -50,12 +52,14 @@ class NativeBackend(Backend):
         build.check_attention(args.attn_implementation, device)
         if args.fp8:
             float8.check(device)
+        if args.use_torch_compile:
+            compile.check(args.torch_compile_backend)
         self.args = args
         self.cpu_offload = args.cpu_offload and device.type != "cpu"
         if args.cpu_offload != self.cpu_offload:
             logger.info("--cpu_offload 1 has no effect: on a CPU everything is in host memory")
         self.offload: offload.Offload | None = None
-        degrees = mesh.plan(
+        degrees = plan(
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
             sharding_strategy=args.sharding_strategy,
@@ -77,6 +81,19 @@ class NativeBackend(Backend):
             mesh=dict(zip(self.mesh.root.mesh_dim_names or (), self.mesh.root.shape, strict=True)),
         )
 
+    def check(self, spec: ModelSpec, *, seq_len: int) -> None:
+        """See `Backend.check`."""
+        super().check(spec, seq_len=seq_len)
+        args, degrees, config = self.args, self.mesh.degrees, spec.config
+        mixtures.check(config)
+        context.check(degrees.context, seq_len, args.attn_implementation, config)
+        tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
+        activations.check(args.activation_checkpointing, config.model_type, compiled=args.use_torch_compile)
+        if degrees.tensor > 1:
+            # Whether there is a rule for every part is known from splitting a model without memory.
+            model = build.build_meta(spec, attn_implementation=args.attn_implementation)
+            tensor_parallel.apply(model, build.decoder_layers(model), self.mesh.tensor)
+
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build on the meta device, apply parallelism, and only then give each rank memory for its own part.
 
@@ -87,8 +104,6 @@ class NativeBackend(Backend):
         args = self.args
         device = self.topology.device
         degrees = self.mesh.degrees
-        context.check(degrees.context, seq_len, args.attn_implementation)
-        tensor_parallel.check(spec.config, degrees.tensor, seq_len // degrees.context)
         model = build.build_meta(spec, attn_implementation=args.attn_implementation)
         named = build.decoder_layers(model)
         layers = [layer for _, layer in named]
@@ -100,6 +115,12 @@ class NativeBackend(Backend):
         if args.fp8:
             logger.info("FP8: %d linear layers", float8.apply(layers))
         self._checkpoint_and_compile(layers)
+        chunked = args.chunked_loss and can_chunk(model)
+        if chunked != args.chunked_loss:
+            logger.info(
+                "--chunked_loss 1 has no effect: the head of a %s is not known to be one product, so the loss takes "
+                "all logits", spec.config.model_type,
+            )  # fmt: skip
         if args.sm_activation_offloading:
             horizon = args.activation_loading_horizon
             self.offload = offload.apply(layers, device=device, horizon=horizon)
@@ -116,7 +137,7 @@ class NativeBackend(Backend):
         )
         loss_head.attach(
             model,
-            chunked=args.chunked_loss and can_chunk(model),
+            chunked=chunked,
             tensor=self.mesh.tensor if degrees.tensor > 1 else None,
         )
         build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
@@ -138,7 +159,12 @@ class NativeBackend(Backend):
         outside = self.mesh.degrees.tensor > 1 and not checkpointing.read(args.activation_checkpointing)[1]
         if outside and args.use_torch_compile:
             compile.apply(layers, backend=args.torch_compile_backend)
-        activations.apply(layers, args.activation_checkpointing)
+        count = activations.apply(layers, args.activation_checkpointing)
+        if not count and args.activation_checkpointing != checkpointing.NONE:
+            logger.info(
+                "--activation_checkpointing %s chooses none of %d layers: none is checkpointed",
+                args.activation_checkpointing, len(layers),
+            )  # fmt: skip
         if not outside and args.use_torch_compile:
             compile.apply(layers, backend=args.torch_compile_backend)
 

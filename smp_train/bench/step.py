@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     ranks = runtime.detect()
     with scratch_of(ranks) as scratch:
         resolved = arguments.parse([*defaults(scratch), *flags])
-        arguments.validate(resolved.args, ranks.world_size)
+        arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)
         device = runtime.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
         run = train_lib.set_up(resolved, ranks, device)
         ours = our_steps(run)

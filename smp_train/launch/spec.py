@@ -91,7 +91,7 @@ def build(
         # The same folder for batch script, task and training, wherever each of them is started.
         words = [*launch_flags.without(words, {"run_dir"}), f"--run_dir={os.path.abspath(given.args.run_dir)}"]
     completed, resolved = launch_flags.complete(words)
-    validate(resolved.args, nodes * processes)
+    validate(resolved.args, nodes * processes, processes)
     preflight.check(resolved, instance, nodes * processes)
     added = read_env(env)
     found = {**(os.environ if environ is None else environ), **added}

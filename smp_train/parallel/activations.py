@@ -34,8 +34,21 @@ _KEPT.add(torch.ops.higher_order.flex_attention)
 _NOT_KEPT = {torch.ops._c10d_functional.wait_tensor.default}
 
 
-def apply(layers: list[nn.Module], setting: str) -> None:
-    """Checkpoint those of the decoder ``layers`` that ``--activation_checkpointing`` asks for.
+CHANGE_IN_PLACE = frozenset({"falcon"})
+"""Types of transformers whose layers change a kept result in place; others are found out at the first forward pass."""
+
+
+def check(setting: str, model_type: str, *, compiled: bool) -> None:
+    """Raise `ConfigError` for a model that ``--activation_checkpointing`` would compute wrongly."""
+    if checkpointing.read(setting)[1] and model_type in CHANGE_IN_PLACE and not compiled:
+        raise ConfigError(
+            f"--activation_checkpointing {setting}: a {model_type} changes the result of a matrix product in place; "
+            "use full, or --use_torch_compile 1"
+        )
+
+
+def apply(layers: list[nn.Module], setting: str) -> int:
+    """Checkpoint those of the decoder ``layers`` that ``--activation_checkpointing`` asks for; return how many.
 
     Random numbers drawn again are the same, so dropout is that of a run without checkpointing.
 
@@ -47,11 +60,13 @@ def apply(layers: list[nn.Module], setting: str) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if per_operation:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    for index in chosen(len(layers), share):
+    indices = chosen(len(layers), share)
+    for index in indices:
         forward = layers[index].forward
         if per_operation:
             forward = _watched_once(forward)
         layers[index].forward = _checkpointed(forward, options)
+    return len(indices)
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -8,6 +8,14 @@ from torch import nn
 from smp_train.errors import ConfigError
 
 
+def check(backend: str) -> None:
+    """Raise `ConfigError` where this torch has no compiler of this name."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        offered = [name for name in known if not name.startswith("TESTING_ONLY")]
+        raise ConfigError(f"--torch_compile_backend {backend}: this torch has {', '.join(offered)}")
+
+
 def apply(layers: list[nn.Module], *, backend: str) -> None:
     """Compile the ``forward`` of every decoder layer in place; parameter names stay as they are.
 
@@ -18,13 +26,7 @@ def apply(layers: list[nn.Module], *, backend: str) -> None:
     Args:
         layers: The decoder layers, checkpointed or not.
         backend: What compiles: a name of `torch.compile`.
-
-    Raises:
-        ConfigError: this torch has no such backend.
     """
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise ConfigError(f"--torch_compile_backend {backend}: this torch has {', '.join(known)}")
     for layer in layers:
         # Static shapes: a training run has one, and a validation run with another batch compiles once more.
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)

@@ -21,11 +21,30 @@ from smp_train.errors import ConfigError
 
 ATTENTION = "smp_train_context"
 
+KNOWN = frozenset(
+    {
+        "arcee", "cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
+        "granite", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi", "phi3",
+        "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+    }
+)  # fmt: skip
+"""Types of transformers in which nothing but attention looks from one token at another, and attention is causal, with
+at most a sliding window that is told to the kernel. Others have sinks, masks of their own, convolutions or states along
+the sequence: split, they would train and learn something else."""
 
-def check(degree: int, seq_len: int, attn_implementation: str) -> None:
-    """Raise `ConfigError` for a sequence that does not split, or a kernel that cannot be used with it."""
+WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "position_embeddings"})
+"""Tensors that transformers hands to every kernel and sdpa does not look at either."""
+
+
+def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> None:
+    """Raise `ConfigError` for a model or a sequence that does not split, or a kernel that cannot be used with it."""
     if degree == 1:
         return
+    if config.model_type not in KNOWN or getattr(config, "use_bidirectional_attention", None):
+        raise ConfigError(
+            f"--context_parallel_degree {degree}: a {config.model_type} is not known to be right with its sequences "
+            "split; use --hybrid_shard_degree, or --tensor_parallel_degree where it is to be had"
+        )
     if seq_len % (2 * degree):
         raise ConfigError(
             f"--max_context_width {seq_len} does not split into the {2 * degree} pieces that "
@@ -52,14 +71,9 @@ class ContextSplit:
         """Which keys of the whole sequence may be attended to, bool ``[batch, seq]``; None for all."""
 
     def apply(self, model: Any) -> None:
-        """Let every layer of ``model`` use the split attention."""
+        """Let every layer of ``model``, of a type in `KNOWN`, use the split attention."""
         from transformers import AttentionInterface
 
-        if not getattr(model, "_supports_attention_backend", False):
-            raise ConfigError(
-                f"--context_parallel_degree: the attention of a {model.config.model_type} cannot be replaced in "
-                "transformers; use --tensor_parallel_degree or --hybrid_shard_degree"
-            )
         AttentionInterface.register(ATTENTION, self.attend)
         model.set_attn_implementation(ATTENTION)
 
@@ -96,7 +110,7 @@ class ContextSplit:
             query: ``[batch, heads, seq / degree, head_dim]``.
             key: ``[batch, kv_heads, seq / degree, head_dim]``, as is ``value``.
             value: See ``key``.
-            attention_mask: Not looked at; see `show`.
+            attention_mask: None; see `show`.
             dropout: Of attention weights.
             scaling: Of scores; by default one over the root of head_dim.
             sliding_window: Tokens that are looked back at, or None for all.
@@ -104,7 +118,16 @@ class ContextSplit:
 
         Returns:
             ``[batch, seq / degree, heads, head_dim]``, and None.
+
+        Raises:
+            ConfigError: A mask of the model's own, or a tensor that is not known to be without effect.
         """
+        tensors = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - WITHOUT_EFFECT
+        if attention_mask is not None or tensors:
+            raise ConfigError(
+                f"--context_parallel_degree: {type(module).__name__} computes attention with "
+                f"{', '.join(sorted(tensors)) or 'a mask of its own'}, which cannot be split"
+            )
         key, value = self._gather(key), self._gather(value)
         outputs = []
         for part, place in zip(query.chunk(2, dim=2), self.pieces, strict=True):

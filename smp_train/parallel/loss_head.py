@@ -10,7 +10,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from smp_train import losses
-from smp_train.parallel.tensor_parallel import gather_hidden
+from smp_train.parallel.sequence import gather_hidden
 
 
 def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:

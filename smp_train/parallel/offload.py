@@ -25,7 +25,7 @@ MIN_BYTES = 1024
 """A smaller storage stays: its copies would cost more than its memory is worth."""
 
 PACKABLE = (Tensor, nn.Parameter)
-"""Types whose memory is what it seems: fake tensors and other subclasses stay as they are; DTensors are taken apart."""
+"""Types whose memory is what it seems: DTensors, fake tensors and other subclasses stay on the device."""
 
 
 class Lane:

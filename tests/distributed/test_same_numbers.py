@@ -131,7 +131,9 @@ def train_cell(command_line: list[str], ranks: Any, device: Any) -> list[tuple[f
     args = arguments.parse(command_line, {}).args
     arguments.validate(args, ranks.world_size)
     backend = NativeBackend(args, ranks, device)
-    model = backend.build(resolve(args), seed=args.seed, seq_len=WIDTH)
+    spec = resolve(args)
+    backend.check(spec, seq_len=WIDTH)
+    model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
     optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     results = []
     for step in range(STEPS):
@@ -202,14 +204,25 @@ def test_every_cell_equals_one_process(family: str, mesh: str) -> None:
 COMPILED = [
     ("llama", "tp2", ("full", 1, 1)),
     ("gpt_neox", "tp2-fsdp2", ("selective:op", 0, 1)),
+    ("mixtral", "tp2", ("selective:op", 0, 1)),
     ("mixtral", "cp2", ("full", 1, 1)),
 ]
+
+
+def train_compiled(family: str, mesh: str, mode: tuple[str, int, int]) -> tuple[list[Any], int, dict[str, int]]:
+    """Return (global loss, gradient norm) of each step, how many graphs were compiled, and what broke one."""
+    from torch._dynamo.utils import counters
+
+    compiled = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
+    found = train_modes(family, mesh, [mode], **compiled)[mode]
+    return found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh", "mode"), COMPILED, ids=lambda value: str(value))
 def test_compiled_layers_of_split_models_equal_one_process(family: str, mesh: str, mode: tuple[str, int, int]) -> None:
-    compiled = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
-    for found in harness.run(train_modes, MESHES[mesh][0], family, mesh, [mode], **compiled):
-        for ours, theirs in zip(found[mode], reference(family), strict=True):
+    for found, graphs, breaks in harness.run(train_compiled, MESHES[mesh][0], family, mesh, mode):
+        assert not breaks
+        assert graphs == 2  # whole layers, with padding and without
+        for ours, theirs in zip(found, reference(family), strict=True):
             assert ours == pytest.approx(theirs, rel=TOLERANCE)

@@ -183,8 +183,9 @@ def test_names_stay_as_they_are() -> None:
 
 
 def test_an_unknown_compiler_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--torch_compile_backend fastest: this torch has .*inductor"):
-        compile.apply([], backend="fastest")
+    with pytest.raises(ConfigError, match=r"--torch_compile_backend fastest: this torch (?!.*TESTING_ONLY).*inductor"):
+        compile.check("fastest")
+    compile.check("inductor")
 
 
 # --- offloading ---------------------------------------------------------------------------------------------------

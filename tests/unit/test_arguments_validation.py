@@ -9,8 +9,8 @@ import pytest
 
 from smp_train.arguments import Arguments, ineffective, parse, refuse_natively, validate
 from smp_train.arguments.capabilities import INEFFECTIVE, LOCATIONS, REFUSED, REFUSED_NATIVELY
+from smp_train.arguments.degrees import divisors
 from smp_train.arguments.groups import flags
-from smp_train.arguments.validation import divisors
 from smp_train.errors import ConfigError
 
 READY = "--use_synthetic_data 1 "
@@ -104,8 +104,8 @@ def test_combinations_are_refused(line: str) -> None:
 
 DEGREES = [
     (8, {"tensor_parallel_degree": 3}, "--tensor_parallel_degree 3 does not divide the 8 processes"),
-    (8, {"context_parallel_degree": 4, "hybrid_shard_degree": 2}, "--context_parallel_degree 4 is above"),
-    (8, {"tensor_parallel_degree": 4, "hybrid_shard_degree": 4}, "a shard degree of 1, 2 would"),
+    (8, {"context_parallel_degree": 4, "hybrid_shard_degree": 2}, "4 does not divide the shard degree 2"),
+    (8, {"tensor_parallel_degree": 4, "hybrid_shard_degree": 4}, "does not divide the 2 ranks left by --tensor"),
     (8, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, "cannot both be above 1"),
     (1, {"tensor_parallel_degree": 2}, "does not divide the 1 process of this run; 1 would"),
 ]

@@ -104,6 +104,14 @@ def extra_bytes(kind: str) -> int:
 
 
 @pytest.mark.slow
+def test_a_second_backward_pass_is_refused() -> None:
+    hidden, weight, _, labels = batch()
+    loss = losses.linear_cross_entropy_sum(hidden, weight, losses.shift(labels))
+    torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        torch.autograd.grad(loss, (hidden, weight))
+
+
 def test_chunked_head_needs_at_most_a_quarter_of_the_memory() -> None:
     plain = extra_bytes("plain")
     assert plain > 2 * 128256 * 4096 * 4  # it does hold the logits, more than once

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
+from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
+from smp_train.arguments import Arguments, validate
+from smp_train.arguments.degrees import Degrees, plan
 from smp_train.errors import ConfigError
+from smp_train.models import heads, mixtures
 from smp_train.parallel import context, tensor_parallel
-from smp_train.parallel.mesh import Degrees, plan
 
 TWO_OF_EACH = Degrees(2, 2, 2, 2)
 
@@ -38,16 +44,46 @@ def test_layouts_of_two_nodes(given: dict, expected: Degrees) -> None:
 @pytest.mark.parametrize(
     ("world", "given", "says"),
     [
-        (6, {"hybrid_shard_degree": 4}, r"does not divide the 6 .* \[1, 2, 3, 6\]"),
-        (6, {"tensor": 4}, r"--tensor_parallel_degree 4 does not divide the 6 ranks; use one of \[1, 2, 3, 6\]"),
-        (8, {"context": 3}, r"--context_parallel_degree 3 does not divide the 8 ranks"),
+        (6, {"hybrid_shard_degree": 4}, r"does not divide the 6 .*; 1, 2, 3, 6 would"),
+        (6, {"tensor": 4}, r"--tensor_parallel_degree 4 does not divide the 6 processes of this run; 1, 2, 3, 6 would"),
+        (8, {"context": 3}, r"--context_parallel_degree 3 does not divide the 8 processes"),
         (8, {"tensor": 4, "context": 4}, r"does not divide the 2 ranks left by --tensor_parallel_degree 4"),
-        (8, {"hybrid_shard_degree": 2, "context": 4}, r"must divide the shard degree 2"),
+        (8, {"hybrid_shard_degree": 2, "context": 4}, r"the shard degree 2 of --hybrid_shard_degree 2; 1, 2 would"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do(world: int, given: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plan(world_size=world, local_world_size=world, sharding_strategy="full_shard", **given)
+
+
+@pytest.mark.parametrize("backend", ["native", "smp"])
+def test_what_is_accepted_at_start_can_be_laid_out(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 12 ranks of 6 a node: what `validate` lets pass has a layout, or the refusal would come after the start."""
+    monkeypatch.setattr("smp_train.arguments.validation._check_data", lambda args: None)
+    accepted = 0
+    for tensor, split, shard, strategy in itertools.product(
+        (1, 2, 3, 4, 8), (1, 2, 3, 4), (None, 0, 1, 2, 3, 4, 8), ("full_shard", "hybrid_shard", "no_shard")
+    ):
+        args = Arguments(
+            backend=backend, tensor_parallel_degree=tensor, context_parallel_degree=split, hybrid_shard_degree=shard,
+            sharding_strategy=strategy,
+        )  # fmt: skip
+        try:
+            validate(args, 12, 6)
+        except ConfigError:
+            continue
+        accepted += 1
+        if backend == "native":
+            degrees = plan(
+                world_size=12, local_world_size=6, sharding_strategy=strategy, hybrid_shard_degree=shard,
+                tensor=tensor, context=split,
+            )  # fmt: skip
+            assert degrees.world_size == 12
+            continue
+        whole = shard or (12 // tensor if max(tensor, split) > 1 else 12)  # as SMP settles it
+        assert 12 // tensor % whole == 0
+        assert whole % split == 0
+    assert accepted > 60
 
 
 LLAMA = LlamaConfig(
@@ -61,7 +97,7 @@ LLAMA = LlamaConfig(
         ({}, r"4 does not divide the 2 key-value heads of this model; use one of \[1, 2\]"),
         ({"num_key_value_heads": 8, "vocab_size": 510}, r"510 tokens of vocabulary of this model; use one of \[1, 2\]"),
         ({"num_key_value_heads": 8, "intermediate_size": 90}, r"90 columns of the feed-forward layer"),
-        ({"num_key_value_heads": 8, "seq": 30}, r"30 tokens of context"),
+        ({"num_key_value_heads": 8, "seq": 30}, r"30 tokens .* of each sequence; change --max_context_width"),
     ],
 )
 def test_models_that_do_not_split_are_refused(changes: dict, says: str) -> None:
@@ -80,7 +116,83 @@ def test_families_without_a_plan_are_refused_by_name(family: str) -> None:
 
 def test_context_needs_pieces_and_sdpa() -> None:
     with pytest.raises(ConfigError, match=r"30 does not split into the 4 pieces .* make it a multiple of 4"):
-        context.check(2, 30, "sdpa")
+        context.check(2, 30, "sdpa", LLAMA)
     with pytest.raises(ConfigError, match="flash_attention_2 cannot be used"):
-        context.check(2, 32, "flash_attention_2")
-    context.check(1, 31, "flash_attention_2")
+        context.check(2, 32, "flash_attention_2", LLAMA)
+    context.check(1, 31, "flash_attention_2", LLAMA)
+
+
+OWN_WAYS = ["doge", "falcon", "gpt_oss", "lfm2", "llama4_text", "minimax", "phimoe", "qwen2_moe"]
+
+
+@pytest.mark.parametrize("family", OWN_WAYS)
+def test_models_that_look_along_the_sequence_in_ways_of_their_own_are_refused_by_name(family: str) -> None:
+    config = AutoConfig.for_model(family)
+    with pytest.raises(ConfigError, match=f"--context_parallel_degree 2: a {family} is not known to be right"):
+        context.check(2, 32, "sdpa", config)
+    context.check(1, 32, "sdpa", config)
+
+
+def test_attention_both_ways_is_refused() -> None:
+    config = AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True)
+    with pytest.raises(ConfigError, match="gemma3_text"):
+        context.check(2, 32, "sdpa", config)
+
+
+class OneOf:
+    """As much of a mesh as a split asks for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.ranks = rank, size
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_local_rank(self) -> int:
+        return self.rank
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_ranks_share_the_work_of_a_causal_sequence(degree: int) -> None:
+    work = []
+    for rank in range(degree):
+        split = context.ContextSplit(OneOf(rank, degree), 8 * degree)  # type: ignore[arg-type]
+        assert split.pieces == (rank, 2 * degree - 1 - rank)
+        positions = split.positions(torch.device("cpu"))
+        assert positions.shape == (1, 8)
+        work.append(int(positions.sum()))  # a token attends to as many as come before it
+    assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("given", [{"s_aux": torch.zeros(4)}, {"attention_mask": torch.ones(1, 1, 8, 8)}])
+def test_attention_with_more_than_queries_keys_and_values_is_refused(given: dict) -> None:
+    split = context.ContextSplit(OneOf(0, 2), 16)  # type: ignore[arg-type]
+    one = torch.zeros(1, 2, 8, 4)
+    with pytest.raises(ConfigError, match=r"computes attention with (s_aux|a mask of its own), which cannot be split"):
+        split.attend(nn.Identity(), one, one, one, **{"attention_mask": None, **given})
+
+
+def test_noise_of_the_router_is_refused_in_a_tensor_group() -> None:
+    config = AutoConfig.for_model("mixtral", router_jitter_noise=0.1)
+    with pytest.raises(ConfigError, match=r"router_jitter_noise 0\.1 of this mixtral .* set it to 0"):
+        tensor_parallel.check(config, 2, 32)
+
+
+def test_experts_count_as_the_model_calls_them() -> None:
+    config = AutoConfig.for_model("qwen3_moe", num_experts=6, num_attention_heads=8, num_key_value_heads=8)
+    with pytest.raises(ConfigError, match=r"4 does not divide the 6 experts of this model; use one of \[1, 2\]"):
+        tensor_parallel.check(config, 4, 32)
+
+
+def test_mixtures_need_a_transformers_that_stacks_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtures.check(AutoConfig.for_model("mixtral"))
+    monkeypatch.setattr("transformers.__version__", "4.57.3")
+    mixtures.check(LLAMA)
+    with pytest.raises(ConfigError, match=r"mixture of experts \(mixtral\) needs transformers 5 or newer"):
+        mixtures.check(AutoConfig.for_model("mixtral"))
+
+
+def test_a_loss_beside_the_cross_entropy_is_refused() -> None:
+    heads.check(AutoConfig.for_model("mixtral"))
+    with pytest.raises(ConfigError, match="output_router_logits of this mixtral"):
+        heads.check(AutoConfig.for_model("mixtral", output_router_logits=True))

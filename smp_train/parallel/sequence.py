@@ -1,0 +1,57 @@
+"""Hidden states split along the sequence, as they are between the blocks of a tensor group, and whole inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+SEQUENCE = 1
+"""The dimension of hidden states ``[batch, seq, width]`` that is split between blocks."""
+
+Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def on_hidden_states(change: Callable[[Tensor], Tensor]) -> Hook:
+    """Make a hook that changes a module's hidden states, which some models pass by position and some by name."""
+
+    def hook(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    return hook
+
+
+def scatter_whole(mesh: DeviceMesh) -> Hook:
+    """Keep this rank's part of the sequence; the embedding's output is whole, for masks and positions to be right."""
+
+    def scatter(hidden: Tensor) -> Tensor:
+        whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+
+    return on_hidden_states(scatter)
+
+
+def gather_whole(mesh: DeviceMesh) -> Hook:
+    """Give a block the whole sequence, as a DTensor: its projections' gradients are added up and scattered once."""
+
+    def gather(hidden: Tensor) -> Tensor:
+        part = DTensor.from_local(hidden, mesh, [Shard(SEQUENCE)], run_check=False)
+        return part.redistribute(placements=[Replicate()])
+
+    return on_hidden_states(gather)
+
+
+def gather_hidden(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the whole sequence of hidden states split along it, as a plain tensor for work that is split over ranks.
+
+    The gradient that comes back is taken as one summand of the true one: it is added up and scattered.
+    """
+    part = DTensor.from_local(hidden, mesh, [Shard(SEQUENCE)], run_check=False)
+    return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -1,0 +1,127 @@
+"""Models that the package does not know by name, split by tensors and by sequences: right, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.training import flags, train
+
+TOLERANCE = 1e-5  # relative, fp32: sums are taken in another order
+ROWS, WIDTH, STEPS = 4, 32, 2
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "attention_dropout": 0.0, "initializer_range": 0.1,
+}  # fmt: skip
+WINDOW = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "gemma2": WINDOW,
+    "qwen2": {**WINDOW, "use_sliding_window": True, "tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "decoder_sparse_step": 2},
+}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    # name: what splits it, its configuration, what the refusal says
+    "glm4_moe": ("tensor", {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
+                 "mlp of this glm4_moe has gate, shared_experts beside its experts"),
+    "olmo2": ("tensor", {}, "self_attn.q_proj of this olmo2 is split as colwise_gather_output"),
+    "phi3": ("tensor", {}, "self_attn.o_proj of this phi3 is split as rowwise_split_input"),
+    "granitemoe": ("tensor", {"num_local_experts": 4}, "self_attn.q_proj.weight of this granitemoe is reached by no"),
+    "llama4_text": ("tensor", {"num_local_experts": 4, "intermediate_size_mlp": 48}, "llama4_text"),
+    "bloom": ("tensor", {}, "no plan for splitting a bloom"),
+    "gpt_oss": ("context", {"num_local_experts": 4}, "a gpt_oss is not known to be right with its sequences split"),
+    "lfm2": ("context", {"layer_types": ["conv", "full_attention"]}, "a lfm2 is not known"),
+}  # fmt: skip
+DEGREES = {"one": {}, "tensor": {"tensor_parallel_degree": 2}, "context": {"context_parallel_degree": 2}}
+
+
+def train_all(cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """Return, per (model, what splits it), (global loss, gradient norm) of each step, or what the refusal says."""
+    from smp_train import runtime
+    from smp_train.errors import ConfigError
+
+    ranks = runtime.detect()
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    found: dict[tuple[str, str], Any] = {}
+    try:
+        for family, mesh in cells:
+            try:
+                found[family, mesh] = train_one(family, mesh, ranks, device)
+            except ConfigError as error:
+                found[family, mesh] = str(error)
+        return found
+    finally:
+        runtime.stop()
+
+
+def train_one(family: str, mesh: str, ranks: Any, device: Any) -> list[tuple[float, float]]:
+    import torch
+    from transformers import AutoConfig
+
+    from smp_train import arguments, train_utils
+    from smp_train.backends.native import NativeBackend
+    from smp_train.data.pipelines.data_pipeline import Batch
+    from smp_train.models.resolve import ModelSpec
+
+    own = MODELS[family] if family in MODELS else REFUSED[family][1]
+    config = AutoConfig.for_model(family, **{**SIZES, **own})
+    spec = ModelSpec(name=family, model_type=family, config=config, pretrained=None)
+    args = arguments.parse(flags(Path("unused"), train_batch_size=ROWS, **DEGREES[mesh]), {}).args
+    arguments.validate(args, ranks.world_size)
+    backend = NativeBackend(args, ranks, device)
+    backend.check(spec, seq_len=WIDTH)
+    model = backend.build(spec, seed=3, seq_len=WIDTH)
+    optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    results = []
+    for step in range(STEPS):
+        ids = torch.randint(3, 64, (ROWS, WIDTH), generator=torch.Generator().manual_seed(step))
+        result = train_utils.train_step(
+            backend, model, optimizer, [Batch(ids, ids, None)], tokens=torch.tensor(ids.numel() - ROWS), lr=1e-2,
+            max_grad_norm=1.0,
+        )  # fmt: skip
+        results.append((backend.sum_over_data(result.loss.clone()).item(), result.grad_norm.item()))
+    return results
+
+
+@cache
+def whole() -> dict[tuple[str, str], Any]:
+    return harness.run(train_all, 1, [(family, "one") for family in MODELS])[0]
+
+
+@cache
+def split() -> list[dict[tuple[str, str], Any]]:
+    right = [(family, mesh) for family in MODELS for mesh in ("tensor", "context")]
+    return harness.run(train_all, 2, [*right, *((family, mesh) for family, (mesh, *_) in REFUSED.items())])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tensor", "context"])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_split_model_equals_a_whole_one(family: str, mesh: str) -> None:
+    expected = whole()[family, "one"]
+    for found in split():
+        assert isinstance(found[family, mesh], list), found[family, mesh]
+        for ours, theirs in zip(found[family, mesh], expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_split_is_refused_by_name(family: str) -> None:
+    mesh, _, says = REFUSED[family]
+    for found in split():
+        refusal = str(found[family, mesh])
+        assert re.search(f"--{mesh}_parallel_degree 2.*{re.escape(says)}", refusal), refusal
+
+
+def test_refused_before_the_data_is_opened(tmp_path: Path) -> None:
+    given = {"use_synthetic_data": None, "training_dir": tmp_path / "nowhere", "tensor_parallel_degree": 2}
+    with pytest.raises(harness.RankFailed, match="does not divide the 1 key-value heads"):
+        harness.run(train, 2, flags(tmp_path, num_key_value_heads=1, **given))

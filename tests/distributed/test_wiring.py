@@ -1,0 +1,225 @@
+"""Each flag of the native backend is seen in what it changes: a flag that is read and forgotten changes no number."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.training import flags, train
+
+LAYERS, TOKENS, VOCAB = 4, 2 * 96, 512
+FREE = {"activation_checkpointing": "none"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "none": FREE,
+    "full": {"activation_checkpointing": "full"},
+    "selective:op": {"activation_checkpointing": "selective:op"},
+    "selective:2": {"activation_checkpointing": "selective:2"},
+    "all logits": {**FREE, "chunked_loss": 0},
+    "no prefetch": {**FREE, "forward_prefetch": 0},
+    "bf16": {**FREE, "bf16": 1},
+    "zero2": {**FREE, "sharding_strategy": "shard_grad_op"},
+    "offloading": {**FREE, "sm_activation_offloading": 1, "activation_loading_horizon": 3},
+    "parameters on the host": FREE,
+    "replicas": {**FREE, "sharding_strategy": "no_shard", "gradient_accumulation_steps": 2},
+}
+
+
+def look_at_all() -> dict[str, dict[str, Any]]:
+    """Return, per variant, what is to be seen of it on this rank."""
+    from smp_train import losses, runtime
+
+    losses.CHUNK_ELEMENTS = 1  # so few tokens at a time as there may be
+    ranks = runtime.detect()
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    try:
+        return {name: look_at(name, ranks, device) for name in VARIANTS}
+    finally:
+        runtime.stop()
+
+
+def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from smp_train import arguments
+    from smp_train.backends.native import NativeBackend
+    from smp_train.models.resolve import resolve
+
+    class Watch(TorchDispatchMode):
+        """Counts operations, and notes the most elements that one of them gives."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: dict[str, int] = {}
+            self.largest = 0
+
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = operation(*args, **(kwargs or {}))
+            label = operation._schema.name
+            self.counts[label] = self.counts.get(label, 0) + 1
+            if isinstance(result, torch.Tensor):
+                self.largest = max(self.largest, result.numel())
+            return result
+
+    sizes = {"num_layers": LAYERS, "vocab_size": VOCAB, "max_context_width": TOKENS // 2, "train_batch_size": 2}
+    args = arguments.parse(flags(Path("unused"), **{**sizes, **VARIANTS[name]}), {}).args
+    arguments.validate(args, ranks.world_size)
+    backend = NativeBackend(args, ranks, device)
+    backend.cpu_offload = name == "parameters on the host"  # which a flag alone does not do on a CPU
+    model: Any = backend.build(resolve(args), seed=1, seq_len=args.max_context_width)
+    ids = torch.randint(VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(ranks.rank))
+    reduced = []
+    all_reduce = dist.all_reduce
+    micro_batches = args.gradient_accumulation_steps
+    for index in range(micro_batches):
+        count = []
+
+        def counting(*args: Any, count: list[int] = count, **kwargs: Any) -> Any:
+            count.append(1)
+            return all_reduce(*args, **kwargs)
+
+        dist.all_reduce = counting
+        with backend.accumulation(model, last=index == micro_batches - 1), Watch() as forward:
+            loss = backend.loss_sum(model, ids, ids, None)
+            gathered = [not isinstance(layer.mlp.up_proj.weight, DTensor) for layer in model.model.layers]
+            with Watch() as backward:
+                loss.backward()
+        dist.all_reduce = all_reduce
+        reduced.append(len(count))
+    state = model.model.layers[1]._get_fsdp_state()
+    return {
+        "products": backward.counts["aten::mm"],
+        "activations": backward.counts.get("aten::silu", 0),
+        "largest": max(forward.largest, backward.largest),
+        "gathered": gathered,
+        "reduce": str(state._mp_policy.reduce_dtype),
+        "compute": str(state._mp_policy.param_dtype),
+        "prefetched": len(state._states_to_forward_prefetch),
+        "parameters": type(state._fsdp_param_group.offload_policy).__name__,
+        "horizon": backend.offload.horizon if backend.offload else None,
+        "reduced": reduced,
+    }
+
+
+@cache
+def seen() -> dict[str, dict[str, Any]]:
+    first, second = harness.run(look_at_all, 2)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "products"),
+    [("none", 0, 0), ("full", LAYERS, LAYERS), ("selective:op", LAYERS, 0), ("selective:2", LAYERS // 2, LAYERS // 2)],
+)
+def test_checkpointing_computes_its_layers_again(name: str, layers: int, products: int) -> None:
+    assert seen()[name]["activations"] == layers
+    assert seen()[name]["products"] - seen()["none"]["products"] == 6 * products  # the last of a layer is not needed
+
+
+def test_a_chunked_loss_never_holds_all_logits() -> None:
+    assert seen()["none"]["largest"] < TOKENS * VOCAB
+    assert seen()["all logits"]["largest"] >= TOKENS * VOCAB
+
+
+def test_the_next_layer_is_fetched_ahead() -> None:
+    assert (seen()["none"]["prefetched"], seen()["no prefetch"]["prefetched"]) == (1, 0)
+
+
+def test_gradients_are_reduced_in_float32() -> None:
+    assert (seen()["bf16"]["compute"], seen()["bf16"]["reduce"]) == ("torch.bfloat16", "torch.float32")
+
+
+def test_layers_are_freed_after_their_forward_pass() -> None:
+    assert seen()["none"]["gathered"] == [False] * (LAYERS - 1) + [True]
+    assert seen()["zero2"]["gathered"] == [True] * LAYERS
+
+
+def test_the_horizon_reaches_offloading() -> None:
+    assert (seen()["none"]["horizon"], seen()["offloading"]["horizon"]) == (None, 3)
+
+
+def test_parameters_wait_in_host_memory() -> None:
+    found = seen()["none"]["parameters"], seen()["parameters on the host"]["parameters"]
+    assert found == ("OffloadPolicy", "CPUOffloadPolicy")
+
+
+def test_replicas_are_summed_after_the_last_micro_batch() -> None:
+    first, last = seen()["replicas"]["reduced"]
+    assert first == 0
+    assert last > 0
+
+
+def train_noting_draws(command_line: list[str]) -> list[int]:
+    """Train and return a number drawn at the start of each step's forward pass."""
+    import torch
+
+    from smp_train import train_utils
+
+    seed_step, drawn = train_utils.seed_step, []
+
+    def noting(*args: Any) -> None:
+        seed_step(*args)
+        state = torch.get_rng_state()
+        drawn.append(int(torch.randint(1 << 40, ())))
+        torch.set_rng_state(state)
+
+    train_utils.seed_step = noting
+    train(command_line)
+    return drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("degrees", "streams"),
+    [({"context_parallel_degree": 2}, [0, 1, 2, 3]), ({"tensor_parallel_degree": 2}, [0, 0, 1, 1])],
+    ids=str,
+)
+def test_ranks_with_tokens_of_their_own_draw_their_own_dropout(
+    degrees: dict[str, int], streams: list[int], tmp_path: Path
+) -> None:
+    found = harness.run(train_noting_draws, 4, flags(tmp_path, max_steps=2, **degrees))
+    assert [found.index(draws) for draws in found] == [streams.index(stream) for stream in streams]
+    assert all(first != second for first, second in found)
+
+
+def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
+    """Return how many layers compute in FP8, whether names and weights are what they are without, and if it trains."""
+    import torch
+
+    from smp_train import arguments, runtime
+    from smp_train.backends.native import NativeBackend
+    from smp_train.models.resolve import resolve
+    from smp_train.parallel import float8
+
+    float8.check = lambda device: None  # which asks for a GPU; torch has the product for CPUs too
+    ranks = runtime.detect()
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    models: list[Any] = []
+    try:
+        for fp8 in (0, 1):
+            args = arguments.parse(flags(Path("unused"), bf16=1, fp8=fp8, activation_checkpointing="full"), {}).args
+            backend = NativeBackend(args, ranks, device)
+            models.append(backend.build(resolve(args), seed=1, seq_len=16))
+        plain, converted = (dict(model.named_parameters()) for model in models)
+        same = all(torch.equal(converted[name].to_local(), plain[name].to_local()) for name in plain)
+        count = sum(type(module).__name__ == "Float8Linear" for module in models[1].modules())
+        ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(ranks.rank))
+        loss = backend.loss_sum(models[1], ids, ids, None)
+        loss.backward()
+        finite = all(bool(p.grad.to_local().isfinite().all()) for p in models[1].parameters())
+        return count, list(converted) == list(plain), same, bool(loss.isfinite()) and finite
+    finally:
+        runtime.stop()
+
+
+def test_fp8_changes_the_products_and_not_the_weights() -> None:
+    pytest.importorskip("torchao", reason="an optional package")
+    for found in harness.run(with_and_without_fp8, 2):
+        assert found == (2 * 7, True, True, True)
