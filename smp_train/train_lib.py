@@ -21,7 +21,7 @@ from smp_train.checkpoints.export import export, export_weights, tokenizer_besid
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Batch, Dealing, ValidationData
-from smp_train.errors import ConfigError, DataError, SmpTrainError
+from smp_train.errors import CheckpointError, ConfigError, DataError, SmpTrainError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
@@ -139,7 +139,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     checkpoints = CheckpointManager(
         policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints),
         model_type=spec.model_type,
-        asynchronous=args.checkpoint_type == "async_sharded",
+        asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
     )
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
@@ -357,10 +357,12 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     )
     tokens, stopped, failed = vote.outcome()
     if failed:
+        end_saves(run)
         with runtime.together("reading the training data"):
             if failure is not None:
                 raise failure
     if tokens == 0:
+        end_saves(run)
         samples = f"samples {progress.consumed} to {progress.consumed + run.train_data.global_batch - 1}"
         raise DataError(f"step {progress.step + 1}: {samples} have no counted token; is --max_context_width too short?")
     progress.step += 1
@@ -398,6 +400,7 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
     if run.args.enable_memory_profiling:
         log.info(memory_report(run.backend.topology.device, f"step {progress.step}"))
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        end_saves(run)
         raise SmpTrainError(
             f"step {progress.step}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved of it. "
             "Resume from the last checkpoint with a lower --lr or --grad_clip, and look at the data of this step"
@@ -469,6 +472,14 @@ def report_saves(run: Run) -> None:
         run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
         if saved.durable and run.args.checkpoint_type == "full":
             write_model(run, saved.path, os.path.join(saved.path, "hf"))
+
+
+def end_saves(run: Run) -> None:
+    """Let a save that is under way come to its end, as the run is about to fail of something else; collective."""
+    try:
+        report_saves(run)
+    except CheckpointError as failure:
+        log.warning("%s", failure)
 
 
 def finish(run: Run, *, stopped: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint_type": (
-        ("sharded", "async_sharded", "full"),
+        (None, "sharded", "async_sharded", "full"),
         "it is SMP's; sharded, async_sharded and full checkpoints load on any mesh",
     ),
     "data_type": (("gpt",), "only decoder-only models are trained"),

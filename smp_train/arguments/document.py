@@ -58,7 +58,7 @@ def only(flag: Flag) -> str:
     off = REFUSED[flag.name][0]
     if off == (None,):
         return "not available in this version"
-    return f"only {' or '.join(show(value) for value in off)} in this version"
+    return f"only {' or '.join(show(value) for value in off if value is not None)} in this version"
 
 
 def _entry(flag: Flag, width: int) -> str:

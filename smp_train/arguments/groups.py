@@ -314,12 +314,13 @@ class CheckpointArguments:
     )
     checkpoint_freq: list[int] = flag([1000], "Steps between checkpoints, per folder", unit="steps")
     num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints kept, per folder")
-    checkpoint_type: str = flag(
-        "async_sharded",
+    checkpoint_type: str | None = flag(
+        None,
         "How checkpoints are written: in the background from a copy in host memory (where there is no room for one, as "
         "sharded), while training waits (sharded), or so and with the model in Hugging Face format in hf/ beside it "
         "(full). All resume",
         choices=("sharded", "full", "local", "use_pg_with_util", "async_sharded", "async_local"),
+        shown="async_sharded; sharded on SMP",
     )
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint, or a folder or s3:// prefix of them of which the newest complete one is taken"

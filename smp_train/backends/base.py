@@ -41,6 +41,8 @@ class Backend(ABC):
     """One way of spreading a model over the ranks of the initialised process group."""
 
     name: str
+    checkpoint_type: str = "async_sharded"
+    """How checkpoints are written where nothing is said."""
     topology: Topology
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:

@@ -40,6 +40,8 @@ class SmpBackend(Backend):
     """SMP's hybrid sharding, tensor, context and expert parallelism, and activation offloading."""
 
     name = "smp"
+    # What SMP's asynchronous saver writes is promised to be read by SMP only.
+    checkpoint_type = "sharded"
 
     def __init__(self, args: Arguments, ranks: Runtime, device: torch.device, library: Any) -> None:
         """Take over SMP, started by `smp_library.start`. Raises `ConfigError` for what this backend cannot do."""

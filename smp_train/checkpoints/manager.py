@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from smp_train import runtime
 from smp_train.checkpoints.collective import alone, exchange, here, on_group, on_main, rank
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from smp_train.checkpoints.staging import Background, Stager
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 GROUP_TIMEOUT = timedelta(hours=2)
 """Ranks of a background save wait for the slowest disk among them."""
@@ -86,38 +88,50 @@ class Attempt:
 
 
 class Elsewhere:
-    """A save that another library writes; stands where a `Background` does."""
+    """A save that another library writes; stands where a `Background` does.
 
-    def __init__(self, saver: Saver, end: Callable[[], list[Saved]]) -> None:
+    What goes wrong in the library on one rank is kept, for all ranks to learn of when the save is ended.
+    """
+
+    def __init__(self, saver: Saver, end: Callable[[Exception | None], list[Saved]]) -> None:
         self._saver, self._end = saver, end
-        self.seen_ended = False
+        self._ended = not saver.writes
+        self._failure: Exception | None = None
 
     def staged(self) -> None:
         """Return at once: the library copied the state before it returned."""
 
     def running(self) -> bool:
         """Return whether this rank has not seen it end."""
-        return not self.seen_ended
+        return not self._ended
 
     def ended_everywhere(self) -> bool:
         """Return whether every rank that writes is done; collective."""
-        if self._saver.writes and not self.seen_ended:
-            assert self._saver.ended is not None
-            self.seen_ended = self._saver.ended(False)
-        return not runtime.any_rank(self._saver.writes and not self.seen_ended)
+        self._ask(wait=False)
+        return not runtime.any_rank(not self._ended)
+
+    def _ask(self, *, wait: bool) -> None:
+        if self._ended:
+            return
+        assert self._saver.ended is not None
+        try:
+            self._ended = self._saver.ended(wait) or wait
+        except Exception as error:
+            self._failure, self._ended = error, True
 
     def result(self) -> list[Saved]:
         """Wait for the end, commit, and return what was saved; collective."""
-        return self._end()
+        self._ask(wait=True)
+        return self._end(self._failure)
 
     def abandon(self, seconds: float) -> None:
         """Let it be: what it wrote is no checkpoint."""
 
 
-def _records(records: dict[str, FileRecord], failure: CheckpointError | None) -> dict[str, FileRecord]:
+def _unless(failure: Exception | None, value: T) -> T:
     if failure is not None:
         raise failure
-    return records
+    return value
 
 
 def policies(folders: Sequence[str], every: Sequence[int], keep: Sequence[int]) -> list[Policy]:
@@ -360,42 +374,45 @@ class CheckpointManager:
         self, place: str, state: dict[str, Any], meta: dict[str, Any], began: float, saver: Saver
     ) -> Saved:
         attempt = self._attempt(place, meta)
+        storage, staged = attempt.storage, attempt.staged
         with attempt.cleared_on_failure():
+            if saver.part:
+                exchange(attempt.what, lambda: saver.prepare(storage, staged))
             records: dict[str, FileRecord] = {}
-            failure: CheckpointError | None = None
+            failure: Exception | None = None
             try:
-                records = saver.write(state, attempt.storage, attempt.staged, self.on_stage)
+                records = saver.write(state, storage, staged, self.on_stage)
             except CheckpointError as error:
                 if saver.save is None:  # every rank wrote, and every rank has this
                     raise CheckpointError(f"{attempt.what}: {error}") from error
                 failure = error
-            return self._commit(attempt, lambda: _records(records, failure), meta, began)
+            except Exception as error:  # this rank's alone: the others learn of it as they commit
+                failure = error
+            return self._commit(attempt, lambda: _unless(failure, records), meta, began)
 
     def _begin_with(
         self, saver: Saver, place: str, state: dict[str, Any], meta: dict[str, Any], began: float
     ) -> Elsewhere:
         """Let the library that brought ``saver`` copy the state and write it; collective."""
         attempt = self._attempt(place, meta)
+        storage, staged = attempt.storage, attempt.staged
 
-        def begin() -> None:
-            if saver.writes:
-                assert saver.begin is not None
-                folder = saver.folder(attempt.storage, attempt.staged)
-                saver.begin(state, os.path.join(attempt.storage.location, folder))
-
-        def end() -> list[Saved]:
+        def end(failure: Exception | None) -> list[Saved]:
             with attempt.cleared_on_failure():
-                if saver.writes and not pending.seen_ended:
-                    assert saver.ended is not None
-                    saver.ended(True)
-                return [
-                    self._commit(attempt, lambda: saver.written(attempt.storage, attempt.staged), meta, began)
-                ]
+                listed = exchange(attempt.what, lambda: _unless(failure, saver.listed(storage, staged)))
+                files = dict(each for each in listed if each is not None).get(saver.part, [])
+                return [self._commit(attempt, lambda: saver.written(storage, staged, files), meta, began)]
 
         with attempt.cleared_on_failure():
-            exchange(attempt.what, begin)
-        pending = Elsewhere(saver, end)
-        return pending
+            exchange(attempt.what, lambda: saver.prepare(storage, staged))
+            failure: Exception | None = None
+            try:
+                if saver.writes and saver.begin is not None:
+                    saver.begin(state, os.path.join(storage.location, saver.folder(staged)))
+            except Exception as error:
+                failure = error
+            exchange(attempt.what, lambda: _unless(failure, None))
+        return Elsewhere(saver, end)
 
     def _attempt(self, place: str, meta: dict[str, Any]) -> Attempt:
         storage, name = self._storages[place], folder_name(self.model_type, meta["step"])

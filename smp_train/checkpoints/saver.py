@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.collective import rank
 from smp_train.checkpoints.record import FileRecord
+from smp_train.errors import CheckpointError
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.storage import Storage
@@ -46,6 +47,11 @@ class Saver:
         """Whether this rank is the first of those that write its tree."""
         return (self.place or (rank(), 0))[0] == 0 and self.writes
 
+    def prepare(self, storage: Storage, staged: str) -> None:
+        """Make the folder of this rank's tree, on the rank that leads; not collective, and before all that is."""
+        if self.part and self.leads:
+            storage.make(self.folder(staged))
+
     def write(
         self, state: dict[str, Any], storage: Storage, staged: str, on_stage: Callable[[str], None]
     ) -> dict[str, FileRecord]:
@@ -54,7 +60,7 @@ class Saver:
 
         if not self.writes:
             return {}
-        folder = self.folder(storage, staged)
+        folder = self.folder(staged)
         writer = storage.writer(folder)
         writer.on_stage = on_stage
         save_state(state, writer, self.save)
@@ -63,21 +69,29 @@ class Saver:
             records[METADATA] = storage.checksum(folder, METADATA)
         return self._placed(records)
 
-    def folder(self, storage: Storage, staged: str) -> str:
-        """Return the folder of this rank's tree; the rank that leads makes it."""
-        folder = os.path.join(staged, self.part) if self.part else staged
-        if self.part and self.leads:
-            storage.make(folder)
-        return folder
+    def folder(self, staged: str) -> str:
+        """Return the folder of this rank's tree."""
+        return os.path.join(staged, self.part) if self.part else staged
 
-    def written(self, storage: Storage, staged: str) -> dict[str, FileRecord]:
-        """Make this rank's share of the files that `begin` brought about durable, and return their records."""
+    def listed(self, storage: Storage, staged: str) -> tuple[str, list[str]] | None:
+        """Return this rank's tree and the files that `begin` brought about for it, on the rank that leads.
+
+        Raises `CheckpointError` where there is no index among them. Not collective.
+        """
+        if not self.leads:
+            return None
+        files = sorted(storage.sizes(self.folder(staged)))
+        if METADATA not in files:
+            raise CheckpointError(f"what the saver of the backend's library wrote has no {METADATA}")
+        return self.part, files
+
+    def written(self, storage: Storage, staged: str, files: list[str]) -> dict[str, FileRecord]:
+        """Make this rank's share of the ``files`` of its tree durable, and return their records; not collective."""
         if not self.writes or self.place is None:
             return {}
-        folder = os.path.join(staged, self.part) if self.part else staged
         which, among = self.place
-        files = sorted(storage.sizes(folder))[which::among]
-        return self._placed({file: storage.secure(folder, file) for file in files})
+        folder = self.folder(staged)
+        return self._placed({file: storage.secure(folder, file) for file in files[which::among]})
 
     def _placed(self, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
         return {os.path.join(self.part, file): record for file, record in records.items()}
