@@ -202,26 +202,28 @@ class _Objects(BaseHTTPRequestHandler):
             time.sleep(max(0.0, due - time.perf_counter()))
 
 
-def compare(kinds: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each kind in each round, one after the other in every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+def compare(kinds: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return (seconds, CPU seconds) of each kind in each round, one after the other in every round."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for number in range(rounds + 1):
         for name, kind in kinds.items():
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             kind()
             if number:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append((time.perf_counter() - began, time.process_time() - worked))
     return seconds
 
 
-def print_table(title: str, seconds: dict[str, list[float]], amount: float) -> None:
-    """Print the median speed of each kind, and how many times as fast the first is."""
+def print_table(title: str, seconds: dict[str, list[tuple[float, float]]], amount: float) -> None:
+    """Print the median speed of each kind, and how many times as fast the first is: by the clock, and in CPU time."""
     print(title)
     first = next(iter(seconds.values()))
     for name, times in seconds.items():
-        ratios = sorted(other / mine for other, mine in zip(times, first, strict=True))
-        text = f"  {name:<26}{amount / statistics.median(times) / 1e6:>10.1f} M"
+        text = f"  {name:<26}{amount / statistics.median(wall for wall, _ in times) / 1e6:>10.1f} M"
         if times is not first:
-            text += f"   this package: {statistics.median(ratios):.1f} x ({ratios[0]:.1f} to {ratios[-1]:.1f})"
+            wall, cpu = (
+                sorted(other[kind] / mine[kind] for other, mine in zip(times, first, strict=True)) for kind in (0, 1)
+            )
+            text += f"   this package: {statistics.median(wall):.1f} x ({wall[0]:.1f} to {wall[-1]:.1f})"
+            text += f"; in CPU time {statistics.median(cpu):.1f} x ({cpu[0]:.1f} to {cpu[-1]:.1f})"
         print(text)
-
