@@ -57,7 +57,9 @@ def plan(
     if tensor > 1 and expert > 1:
         raise ConfigError("--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1")
     ranks = world_size // (tensor * expert)
-    of = f"the {ranks} ranks left by --{'expert' if expert > 1 else 'tensor'}_parallel_degree {tensor * expert}"
+    of = f"{processes} of this run"
+    if tensor * expert > 1:
+        of = f"the {ranks} ranks left by --{'expert' if expert > 1 else 'tensor'}_parallel_degree {tensor * expert}"
     if ranks % context:
         raise ConfigError(f"--context_parallel_degree {context} does not divide {of}; {_would(ranks)}")
     if hybrid_shard_degree:
@@ -70,7 +72,9 @@ def plan(
     else:
         shard, source = ranks, f"--sharding_strategy {sharding_strategy}"
     if ranks % shard:
-        raise ConfigError(f"{source}: a shard degree of {shard} does not divide {of}; {_would(ranks)}")
+        raise ConfigError(
+            f"{source}: a shard degree of {shard} does not divide {of}; --hybrid_shard_degree {_would(ranks)}"
+        )
     if shard % context:
         raise ConfigError(
             f"--context_parallel_degree {context} does not divide the shard degree {shard} of {source}; {_would(shard)}"

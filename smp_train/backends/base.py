@@ -48,7 +48,7 @@ class Backend(ABC):
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
         """Raise `ConfigError` for a model, or a sequence length in tokens, that cannot be trained as asked.
 
-        Called on every rank before anything of the run is opened, and before `build`. Not collective.
+        Called on every rank before the data is opened, and before `build`.
         """
         heads.check(spec.config)
 

@@ -32,6 +32,9 @@ KNOWN = frozenset(
 at most a sliding window that is told to the kernel. Others have sinks, masks of their own, convolutions or states along
 the sequence: split, they would train and learn something else."""
 
+BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
+"""Kinds of rotary embedding of transformers that look at the largest position in the batch."""
+
 WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "position_embeddings"})
 """Tensors that transformers hands to every kernel and sdpa does not look at either."""
 
@@ -45,6 +48,12 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
             f"--context_parallel_degree {degree}: a {config.model_type} is not known to be right with its sequences "
             "split; use --hybrid_shard_degree, or --tensor_parallel_degree where it is to be had"
         )
+    scaled = _rope_types(config) & BY_LENGTH
+    if scaled:
+        raise ConfigError(
+            f"--context_parallel_degree {degree}: the rotary embedding of this {config.model_type} ({min(scaled)}) "
+            "depends on the length of the sequence, which a rank sees a part of; use --hybrid_shard_degree"
+        )
     if seq_len % (2 * degree):
         raise ConfigError(
             f"--max_context_width {seq_len} does not split into the {2 * degree} pieces that "
@@ -55,6 +64,13 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
             f"--context_parallel_degree {degree} computes attention with sdpa; --attn_implementation "
             f"{attn_implementation} cannot be used with it"
         )
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return the kinds of rotary embedding of the model, of which some have one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {kind.get("rope_type") or kind.get("type") or "default" for kind in kinds}
 
 
 class ContextSplit:

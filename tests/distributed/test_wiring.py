@@ -18,6 +18,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"activation_checkpointing": "full"},
     "selective:op": {"activation_checkpointing": "selective:op"},
     "selective:2": {"activation_checkpointing": "selective:2"},
+    "selective:9": {"activation_checkpointing": "selective:9"},
+    "unknown head": FREE,
     "all logits": {**FREE, "chunked_loss": 0},
     "no prefetch": {**FREE, "forward_prefetch": 0},
     "bf16": {**FREE, "bf16": 1},
@@ -30,8 +32,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def look_at_all() -> dict[str, dict[str, Any]]:
     """Return, per variant, what is to be seen of it on this rank."""
+    import logging
+
     from smp_train import losses, runtime
 
+    logging.getLogger("smp_train.native").setLevel(logging.INFO)
     losses.CHUNK_ELEMENTS = 1  # so few tokens at a time as there may be
     ranks = runtime.detect()
     device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
@@ -42,14 +47,19 @@ def look_at_all() -> dict[str, dict[str, Any]]:
 
 
 def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
+    import logging
+
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from smp_train import arguments
-    from smp_train.backends.native import NativeBackend
+    from smp_train.backends import native
+    from smp_train.models import heads
     from smp_train.models.resolve import resolve
+
+    native.can_chunk = heads.can_chunk
 
     class Watch(TorchDispatchMode):
         """Counts operations, and notes the most elements that one of them gives."""
@@ -70,8 +80,13 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
     sizes = {"num_layers": LAYERS, "vocab_size": VOCAB, "max_context_width": TOKENS // 2, "train_batch_size": 2}
     args = arguments.parse(flags(Path("unused"), **{**sizes, **VARIANTS[name]}), {}).args
     arguments.validate(args, ranks.world_size)
-    backend = NativeBackend(args, ranks, device)
+    backend = native.NativeBackend(args, ranks, device)
     backend.cpu_offload = name == "parameters on the host"  # which a flag alone does not do on a CPU
+    said: list[str] = []
+    native.logger.handlers = [handler := logging.Handler()]
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    if name == "unknown head":
+        native.can_chunk = lambda model: False
     model: Any = backend.build(resolve(args), seed=1, seq_len=args.max_context_width)
     ids = torch.randint(VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(ranks.rank))
     reduced = []
@@ -104,6 +119,7 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
         "parameters": type(state._fsdp_param_group.offload_policy).__name__,
         "horizon": backend.offload.horizon if backend.offload else None,
         "reduced": reduced,
+        "said": said,
     }
 
 
@@ -126,6 +142,16 @@ def test_checkpointing_computes_its_layers_again(name: str, layers: int, product
 def test_a_chunked_loss_never_holds_all_logits() -> None:
     assert seen()["none"]["largest"] < TOKENS * VOCAB
     assert seen()["all logits"]["largest"] >= TOKENS * VOCAB
+
+
+def test_what_has_no_effect_is_said() -> None:
+    assert seen()["none"]["said"] == []
+    assert seen()["selective:9"]["said"] == [
+        f"--activation_checkpointing selective:9 chooses none of {LAYERS} layers: none is checkpointed"
+    ]
+    (line,) = seen()["unknown head"]["said"]
+    assert line.startswith("--chunked_loss 1 has no effect: the head of a llama is not known")
+    assert seen()["unknown head"]["largest"] >= TOKENS * VOCAB
 
 
 def test_the_next_layer_is_fetched_ahead() -> None:

@@ -133,6 +133,20 @@ def test_models_that_look_along_the_sequence_in_ways_of_their_own_are_refused_by
     context.check(1, 32, "sdpa", config)
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "rope_theta": 1e4},
+        {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}},
+    ],
+)
+def test_rotary_embeddings_that_look_at_the_length_are_refused(rope: dict) -> None:
+    config = LlamaConfig(**LLAMA.to_dict())
+    config.rope_parameters = rope
+    with pytest.raises(ConfigError, match=r"rotary embedding of this llama \((longrope|dynamic)\) depends"):
+        context.check(2, 32, "sdpa", config)
+
+
 def test_attention_both_ways_is_refused() -> None:
     config = AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True)
     with pytest.raises(ConfigError, match="gemma3_text"):
