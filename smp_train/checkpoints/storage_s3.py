@@ -36,6 +36,8 @@ MOST_PARTS = 9000
 """S3 takes 10,000 parts of one object."""
 ATTEMPTS = 8
 """Tries per request, over a minute or two; S3 asks for patience (503) where many writers begin at once."""
+IN_FLIGHT_SECONDS = 60.0
+"""The last request of a process that was killed, which may be its COMMITTED, may still be on its way for so long."""
 STAMPED_TO_SECONDS = 2.0
 """S3 tells times to the second."""
 WAIT_SECONDS = 0.2
@@ -261,9 +263,11 @@ class S3Storage:
                 return
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint, its COMMITTED first, or an attempt. Damaged ones of the same name stay."""
+        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. Damaged ones stay."""
         if "/" in name:
-            self._remove(name)
+            # A save may have failed after it was committed: a peer was lost, or the answer to the last request.
+            if name in self._unclaimed(name.partition("/")[0]):
+                self._remove(name)
             return
         own = _root_of(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None
         self.ask("delete_object", key=self.key(name, COMMITTED))
@@ -287,8 +291,9 @@ class S3Storage:
     def sweep(self, idle: float) -> list[str]:
         """Remove attempts that no COMMITTED names, and uploads that were begun, if untouched for ``idle`` seconds.
 
-        Returns what was done, one line each.
+        But not what was touched within `IN_FLIGHT_SECONDS`. Returns what was done, one line each.
         """
+        idle = max(idle, IN_FLIGHT_SECONDS)
         done = []
         names = [name for name in self.names() if parse_folder_name(name) is not None or name == PROBE]
         now = self._now()

@@ -38,6 +38,7 @@ def place(server, monkeypatch, request):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(storage_s3, "WAIT_SECONDS", 0.002)
     monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
+    monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", -math.inf)
     server.faults.clear()
     server.on_request = lambda method, path: None
     bucket = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
@@ -218,6 +219,31 @@ def test_a_step_that_is_saved_again_is_replaced_at_once(server, place):
         after += 1
     assert tokens == {None, True}
     assert keys(run) == files("llama_v2-1steps") + files("llama_v2-3steps")
+
+
+def test_a_save_that_fails_once_it_is_committed_takes_nothing_back(server, place, monkeypatch):
+    """The last request has its effect, but no answer comes, however often it is tried."""
+    save(place, 2)
+    server.on_request = lambda method, path: "lost" if method == "PUT" and path.endswith("3steps/COMMITTED") else None
+    with pytest.raises(CheckpointError, match=r"3steps/COMMITTED: S3 does not answer as it should"):
+        save(place, 3)
+    server.on_request = lambda method, path: None
+    assert loaded(place) == 3
+
+
+def test_the_last_request_of_the_dead_may_still_be_on_its_way(place, monkeypatch):
+    """What would be left without its COMMITTED is not removed while that may come."""
+    monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", 60.0)
+    save(place, 2, 3)
+    storage = S3Storage(place)
+    committed = storage.read("llama_v2-3steps", "COMMITTED")
+    storage.ask("delete_object", key=storage.key("llama_v2-3steps", "COMMITTED"))
+    following = manager(place, keep=10)
+    following.lock()
+    following.save(4, state(4), {"tokens": 40})
+    following.close()
+    storage.put("llama_v2-3steps", "COMMITTED", committed)
+    assert loaded(f"{place}/llama_v2-3steps") == 3
 
 
 def test_what_is_deleted_is_no_checkpoint_from_the_first_request_on(server, place):
