@@ -32,10 +32,14 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
         return _native(args, ranks, device), "--backend native"
     if args.backend == "smp":
         with runtime.together("starting SMP"):
+            smp_library.check_launcher(args, ranks.world_size)
             library = smp_library.start(args, ranks.world_size)
         return _smp(args, ranks, device, library), "--backend smp"
     if runtime.any_rank(not runtime.smp_installed()):
         return _native(args, ranks, device), "this torch has no torch.sagemaker"
+    # Not a reason to do without SMP: one of the two is a mistake.
+    with runtime.together("reading SMP's configuration"):
+        smp_library.check_launcher(args, ranks.world_size)
     library, failure = None, None
     try:
         library = smp_library.start(args, ranks.world_size)

@@ -122,17 +122,32 @@ class SmpBackend(Backend):
         dist.barrier()
         smp_model.checkpoint(self._root, args, layer, self._fp8)
         wrapped = smp_model.offload(self._root) if args.sm_activation_offloading else self._root
+        sharded = self._settle_layout()
         self._saver = smp_saver.make(
             self.state,
             self._root,
-            sharded=self.shard > 1,
+            sharded=sharded,
             transformed=self.transforms,
             parted=self.topology.tp_size > 1 or args.expert_parallel_degree > 1,
         )
         self._tree = smp_state.Tree(
-            self._root, names, sharded=self.shard > 1, device=self.device, raw=self._saver.begin is not None
+            self._root, names, sharded=sharded, device=self.device, raw=self._saver.begin is not None
         )
         return wrapped
+
+    def _settle_layout(self) -> bool:
+        """Tell whether parameters are cut, by what FSDP has made of the strategy, and put the mesh right by it."""
+        import torch.distributed.fsdp as fsdp
+
+        whole = self._root.sharding_strategy is fsdp.ShardingStrategy.NO_SHARD
+        shard = 1 if whole else int(self._root.process_group.size())
+        if shard != self.shard:
+            logger.warning("SMP cuts parameters over %d ranks, not over %d as --hybrid_shard_degree and "
+                           "--sharding_strategy had it", shard, self.shard)  # fmt: skip
+            ranks = dist.get_world_size() // (self.topology.tp_size * self.args.expert_parallel_degree)
+            self.topology.mesh.update(replicate=ranks // shard, shard=max(1, shard // self.topology.cp_size))
+            self.shard = shard
+        return shard > 1
 
     @property
     def saver(self) -> Saver:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
+from smp_train.arguments.parse import launched_by_smp
 from smp_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,11 +30,37 @@ def start(args: Arguments, world_size: int) -> Any:
         library = importlib.import_module("torch.sagemaker")
     except Exception as failure:  # a closed library: anything may come out of it
         raise ConfigError(f"torch.sagemaker cannot be imported: {reason(failure)}; use --backend native") from failure
+    config = configuration(args, world_size)
     try:
-        library.init(configuration(args, world_size))
+        library.init(config)
     except Exception as failure:
         raise ConfigError(f"torch.sagemaker.init refuses: {reason(failure)}") from failure
+    check_state(library, config)
     return library
+
+
+def check_launcher(args: Arguments, world_size: int) -> None:
+    """Raise `ConfigError` where SMP, which lets ``SM_HP_MP_PARAMETERS`` win, would run with other values than ours."""
+    ours = configuration(args, world_size)
+    for key, theirs in launched_by_smp(os.environ).items():
+        if theirs != ours[key]:
+            raise ConfigError(
+                f"SM_HP_MP_PARAMETERS sets {key} to {theirs}, which SMP takes whatever else is said, and the run's other "
+                f"settings make it {ours[key]}; give it in one place"
+            )
+
+
+def check_state(library: Any, config: dict[str, Any]) -> None:
+    """Raise `ConfigError` where SMP's state has other degrees than it was given; 0 leaves the shard degree to SMP."""
+    for dimension in ("tensor_parallel", "context_parallel", "expert_parallel", "hybrid_shard"):
+        key = f"{dimension}_degree"
+        theirs = getattr(library.state, key, None)
+        ours = config.get(key, 1)
+        if ours and theirs is not None and int(theirs) != ours:
+            raise ConfigError(
+                f"torch.sagemaker.init was given {key} {ours} and has {int(theirs)}; "
+                "look for another source of SMP's configuration, or use --backend native"
+            )
 
 
 def reason(failure: Exception) -> str:
@@ -81,9 +109,9 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     """Return the configuration for ``torch.sagemaker.init``: every key that has a flag, in the type SMP expects.
 
     What the launcher gives (``SM_HP_MP_PARAMETERS``, ``--mp_parameters``) and ``--smp_config`` is in the flags already,
-    by their order of precedence; SMP reads the first itself and comes to the same. A shard degree that is left open is
-    SMP's to settle; not so with context or expert parallelism, where it is said, and is what the native backend takes:
-    as many ranks as there are.
+    by their order of precedence. SMP reads the first itself and lets it win, hence `check_launcher`. A shard degree that
+    is left open is SMP's to settle; not so with context or expert parallelism, where it is said, and is what the native
+    backend takes: as many ranks as there are.
     """
     shard = int(args.hybrid_shard_degree or 0)
     if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):

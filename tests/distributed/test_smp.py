@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from smp_train.backends import smp_library
+from smp_train.errors import ConfigError
 from tests import harness
 from tests.training import SAMPLE, flags, read_checkpoint, steps, train
 
@@ -169,17 +172,33 @@ def test_calls(case: str, tmp_path: Path) -> None:
             assert f"moe_load_balancing='{balancing}'" in facts["transform"]["config"]
 
 
+LAUNCHED = json.dumps({"hybrid_shard_degree": 2, "random_seed": 7})
+
+
 def test_configuration_comes_from_the_launcher_and_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "smp.json"
     file.write_text(json.dumps({"hybrid_shard_degree": 1, "activation_loading_horizon": 4, "allow_empty_shards": True}))
-    launcher = json.dumps({"hybrid_shard_degree": 2, "random_seed": 7})
     journals = harness.run(
-        train_on_smp, 2, smp(tmp_path, max_steps=1, smp_config=file), SM_HP_MP_PARAMETERS=launcher
+        train_on_smp, 2, smp(tmp_path, max_steps=1, smp_config=file), SM_HP_MP_PARAMETERS=LAUNCHED
     )
     config = eval(dict(journals[0])["init"]["config"])
     assert (config["hybrid_shard_degree"], config["activation_loading_horizon"]) == (2, 4)
     assert (config["allow_empty_shards"], config["random_seed"]) == (True, 7)
     assert "--allow_empty_shards" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+
+
+def test_a_launcher_that_says_otherwise_is_refused(tmp_path: Path) -> None:
+    asked = flags(tmp_path, backend="auto", **DATA, hybrid_shard_degree=1)
+    for said in harness.run(refusal_of, 2, asked, True, SM_HP_MP_PARAMETERS=LAUNCHED):
+        assert "SM_HP_MP_PARAMETERS sets hybrid_shard_degree to 2" in said
+        assert "make it 1" in said
+
+
+def test_a_library_that_settles_on_other_degrees_is_refused() -> None:
+    library = SimpleNamespace(state=SimpleNamespace(tensor_parallel_degree=1, hybrid_shard_degree=4))
+    smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 0})
+    with pytest.raises(ConfigError, match="given hybrid_shard_degree 2 and has 4"):
+        smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 2})
 
 
 # --- from weights, with SMP's own implementation ---------------------------------------------------
@@ -499,9 +518,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def refusal_of(command_line: list[str], installed: bool) -> str:
-    from smp_train.errors import ConfigError
+def refusal_of(command_line: list[str], installed: bool, **environ: str) -> str:
+    import os
+
     from tests import standin
+
+    os.environ.update(environ)
 
     if installed:
         standin.install()
