@@ -159,7 +159,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     if found is not None:
         log.info("Weights and optimizer: those of %s", found.path)
     elif spec.pretrained is None:
-        log.info("Initial weights: drawn from seed %d", args.seed)
+        log.info("Initial weights: drawn %s seed %d", backend.draws, args.seed)
     else:
         log.info("Initial weights: read from %s", spec.pretrained)
     optimizer = train_utils.build_optimizer(

@@ -40,6 +40,8 @@ class Backend(ABC):
 
     name: str
     topology: Topology
+    draws = "from"
+    """Completes "initial weights: drawn ... seed N"."""
 
     @abstractmethod
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:

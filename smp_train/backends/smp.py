@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ class SmpBackend(Backend):
         refuse(args)
         self.args, self.device, self.library = args, device, library
         self.transforms = transforms(args)
+        self.draws = "by SMP, from" if self.transforms else "from"
         self.state = library.state
         tensor, context, expert = (
             args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree,
@@ -103,6 +105,9 @@ class SmpBackend(Backend):
         real = smp_model.give_weights(model, weights, delayed=args.delayed_param, seed=seed)
         own = None if self.transforms else module_initialiser(model, seed)
         layer = type(build.decoder_layers(model)[0][1])
+        # What SMP draws itself comes from torch's generators, alike on all ranks, so that replicas are equal.
+        random.seed(seed)
+        torch.manual_seed(seed)
         if self.transforms:
             model, layer = smp_model.transform(
                 self.library, model, args, from_rank0=weights is not None, real=real

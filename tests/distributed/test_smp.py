@@ -101,6 +101,33 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys()
 
 
+def initial_weights(command_line: list[str]) -> dict[str, list[float]]:
+    """Train on this rank, and return what it held of each parameter before the first step."""
+    from smp_train.backends.smp import SmpBackend
+
+    build, found = SmpBackend.build, {}
+
+    def built(*args: Any, **options: Any) -> torch.nn.Module:
+        model = build(*args, **options)
+        found.update({name: p.detach().flatten().tolist() for name, p in model.named_parameters()})
+        return model
+
+    SmpBackend.build = built  # type: ignore[method-assign]
+    train_on_smp(command_line)
+    return found
+
+
+def test_the_seed_draws_the_weights_of_a_transformed_model(tmp_path: Path) -> None:
+    changes = {"max_steps": 1, "tensor_parallel_degree": 2, "hybrid_shard_degree": 1, "num_layers": 1}
+    one = harness.run(initial_weights, 4, smp(tmp_path / "1", seed=1, **changes))
+    assert one[0] == one[2]  # replicas of the two tensor ranks
+    assert one[1] == one[3]
+    (two, _) = harness.run(initial_weights, 2, smp(tmp_path / "2", seed=2, **changes))
+    assert {name for name in two if two[name] == one[0][name]} == {name for name in two if "norm" in name}
+    said = (tmp_path / "2" / "run" / "logs" / "rank-0.log").read_text()
+    assert "Initial weights: drawn by SMP, from seed 2" in said
+
+
 # --- what is called, with what, and when -----------------------------------------------------------
 
 ORDER = ["init", "DelayedParamIniter", "validate_params_and_buffers_inited", "FSDP", "activation_checkpointing"]
