@@ -322,6 +322,8 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     with run.throughput.data_wait():
         try:
             micro_batches = next(batches)
+            for batch in micro_batches:
+                run.backend.check_rows(batch.attention_mask, batch.samples)
         except Exception as error:
             # The others are about to enter this step's collectives: take part with nothing, then stop together.
             failure = error
@@ -424,6 +426,8 @@ def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
             raise AskedToStop
         with runtime.together("reading the validation data"):
             some = list(islice(batches, READ_TOGETHER))
+            for batch in some:
+                run.backend.check_rows(batch.attention_mask, batch.samples)
         yield from some
 
 

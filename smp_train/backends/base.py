@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,12 @@ class Backend(ABC):
         Without ``initial`` the weights are left unset, for `load_state` to fill: what a run started from need not be
         there when it resumes. Raises `ConfigError` for a model, or a sequence length in tokens, that the mesh does
         not divide.
+        """
+
+    def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:  # noqa: B027
+        """Raise `DataError` for a batch just read, on the host, that cannot be computed; not collective.
+
+        ``attention_mask`` is int64 ``[batch, seq]`` or None, ``samples`` what each row is called, or nothing.
         """
 
     @abstractmethod

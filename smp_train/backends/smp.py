@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,19 @@ class SmpBackend(Backend):
         """See `Backend.saver`."""
         return self._saver
 
+    def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:
+        """See `Backend.check_rows`: causal attention hides padding behind a row, where a transformed model has no mask."""
+        if attention_mask is None or not self.transforms:
+            return
+        in_front = (attention_mask[:, 1:] > attention_mask[:, :-1]).any(dim=1)
+        if bool(in_front.any()):
+            row = int(in_front.nonzero()[0])
+            name = samples[row] if row < len(samples) and samples[row] else "a row"
+            raise DataError(
+                f"{name} has padding in front of its tokens, which SMP's own implementation of the model cannot mask; "
+                "pad rows behind, or use --backend native"
+            )
+
     def loss_sum(
         self,
         model: nn.Module,
@@ -174,9 +187,10 @@ class SmpBackend(Backend):
         """
         targets = losses.shift(labels)
         if self.topology.cp_size > 1:
-            _check_padding(attention_mask)
-            input_ids, targets, attention_mask = self._piece(input_ids), self._piece(targets), None
-        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+            input_ids, targets = self._piece(input_ids), self._piece(targets)
+        # SMP's own implementation is causal by itself, and Transformer Engine's masks mean the opposite of ours.
+        mask = None if self.transforms else attention_mask
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask}
         if position_ids is not None:
             inputs = {"input_ids": input_ids, **packed_inputs(self._root.module, position_ids)}
         if self.transforms:
@@ -284,13 +298,4 @@ def refuse(args: Arguments) -> None:
     if args.short == "pack" and transforms(args):
         raise ConfigError(
             "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad"
-        )
-
-
-def _check_padding(attention_mask: Tensor | None) -> None:
-    """Causal attention hides padding behind a row from all before it; SMP's split sequences take no mask."""
-    if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
-        raise DataError(
-            "a row has padding in front of its tokens, which --context_parallel_degree on SMP cannot mask; "
-            "pad rows behind, or use --backend native"
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from smp_train.backends import smp_library
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, SmpTrainError
 from tests import harness
 from tests.training import SAMPLE, flags, read_checkpoint, steps, train
 
@@ -305,6 +305,33 @@ def test_finetunes_like_the_native_backend(
             assert ("use_cpu_initialization=True" in facts["transform"]["config"]) == (rank == 0)
 
 
+def padded(folder: Path, *, in_front: int) -> dict[str, Any]:
+    """Return the flags of a data set of 4 padded rows, ``in_front`` of them in front of their tokens."""
+    folder.mkdir()
+    rows = []
+    for index in range(4):
+        mask = [1] * (50 - index) + [0] * (14 + index)
+        ids = [(7 * index + 31 * place) % 4096 for place in range(64)]
+        rows.append({"input_ids": ids, "attention_mask": mask[::-1] if index < in_front else mask})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {**DATA, "training_dir": folder, "max_steps": 2}
+
+
+@pytest.mark.slow
+def test_rows_padded_behind_need_no_mask(pretrained: Path, tmp_path: Path) -> None:
+    changes = {**padded(tmp_path / "data", in_front=0), **tuned(pretrained), "train_batch_size": 4}
+    harness.run(train_on_smp, 2, flags(tmp_path / "smp", **changes, tensor_parallel_degree=2, backend="smp"))
+    train_alone(flags(tmp_path / "native", **changes))
+    alike(numbers(tmp_path / "smp"), numbers(tmp_path / "native"))
+
+
+def test_a_row_padded_in_front_stops_all_ranks(tmp_path: Path) -> None:
+    changes = padded(tmp_path / "data", in_front=1)  # read by one of the two
+    asked = flags(tmp_path, **changes, train_batch_size=2, use_smp_implementation=1, backend="smp")
+    for said in harness.run(refusal_of, 2, asked, True):
+        assert "has padding in front of its tokens" in said
+
+
 # --- FP8: Transformer Engine's contexts around SMP's layers ----------------------------------------
 
 
@@ -556,7 +583,7 @@ def refusal_of(command_line: list[str], installed: bool, **environ: str) -> str:
         standin.install()
     try:
         train(command_line)
-    except ConfigError as error:
+    except SmpTrainError as error:
         return str(error)
     return "it trained"
 
