@@ -29,12 +29,12 @@ def start(args: Arguments, world_size: int) -> Any:
     try:
         library = importlib.import_module("torch.sagemaker")
     except Exception as failure:  # a closed library: anything may come out of it
-        raise ConfigError(f"torch.sagemaker cannot be imported: {reason(failure)}; use --backend native") from failure
+        raise ConfigError(f"torch.sagemaker cannot be imported: {_refused(failure)}; use --backend native") from failure
     config = configuration(args, world_size)
     try:
         library.init(config)
     except Exception as failure:
-        raise ConfigError(f"torch.sagemaker.init refuses: {reason(failure)}") from failure
+        raise ConfigError(f"torch.sagemaker.init refuses: {_refused(failure)}") from failure
     check_state(library, config)
     return library
 
@@ -64,11 +64,16 @@ def check_state(library: Any, config: dict[str, Any]) -> None:
 
 
 def reason(failure: Exception) -> str:
-    """Return what a failure of SMP says, and the one thing about its container that most often is the cause."""
-    said = " ".join(str(failure).split()) or type(failure).__name__
-    if not CLUSTERS.is_dir():
-        said += f" (SMP checks that it runs on HyperPod by {CLUSTERS}, which is not here: mount it into the container)"
-    return said
+    """Return what a failure of SMP says, in one line."""
+    return " ".join(str(failure).split()) or type(failure).__name__
+
+
+def _refused(failure: Exception) -> str:
+    """Return why SMP does not start: what it says, and the one thing about its container that is often the cause."""
+    # What is wrong with the configuration has nothing to do with where it runs.
+    if isinstance(failure, ValueError | TypeError) or CLUSTERS.is_dir() or runtime.is_sagemaker(os.environ):
+        return reason(failure)
+    return f"{reason(failure)} (on HyperPod, SMP needs {CLUSTERS} of the host mounted into its container; it is not here)"
 
 
 def part(name: str, wanted_by: str, since: str = "") -> Any:

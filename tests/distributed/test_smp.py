@@ -515,10 +515,20 @@ def test_resume_of_a_finetune_does_not_read_the_weights_again(pretrained: Path, 
 # --- where SMP cannot be used ----------------------------------------------------------------------
 
 
-def train_where_smp_refuses(command_line: list[str]) -> tuple[int, str]:
+def train_where_smp_refuses(
+    command_line: list[str], torch_needed: tuple[int, int] | None = None, failure: type[Exception] = RuntimeError
+) -> tuple[int, str]:
     """Train with a `torch.sagemaker` whose init fails; return the exit code and what was logged."""
     import io
+    import os
     from contextlib import redirect_stdout
+
+    from smp_train import backends
+
+    if torch_needed is not None:
+        backends.OLDEST_TORCH = torch_needed  # type: ignore[misc]
+    for name in [name for name in os.environ if name.startswith("SM_")]:
+        del os.environ[name]  # not in a SageMaker job
 
     from smp_train.errors import SmpTrainError
     from tests import standin
@@ -527,7 +537,7 @@ def train_where_smp_refuses(command_line: list[str]) -> tuple[int, str]:
     import torch.sagemaker as tsm
 
     def refuse(config: Any) -> None:
-        raise RuntimeError("this platform is not supported")
+        raise failure("this platform is not supported")
 
     tsm.init = refuse
     with redirect_stdout(io.StringIO()) as out:
@@ -543,7 +553,7 @@ def test_an_unusable_library_is_named_and_done_without(tmp_path: Path) -> None:
     assert code == 0
     assert "SMP is here but cannot be used" in said
     assert "this platform is not supported" in said
-    assert "/var/log/aws/clusters" in said
+    assert "on HyperPod, SMP needs /var/log/aws/clusters" in said
     assert "Backend: native (SMP cannot be used here)" in said
 
 
@@ -551,6 +561,14 @@ def test_an_unusable_library_stops_who_asks_for_it(tmp_path: Path) -> None:
     for code, said in harness.run(train_where_smp_refuses, 2, smp(tmp_path)):
         assert code == 2
         assert "torch.sagemaker.init refuses: this platform is not supported" in said
+
+
+def test_where_neither_backend_can_run_both_causes_are_named(tmp_path: Path) -> None:
+    asked = flags(tmp_path, backend="auto")
+    ((code, said),) = harness.run(train_where_smp_refuses, 1, asked, (9, 9), ValueError)
+    assert code == 2
+    assert "init refuses: this platform is not supported;" in said  # not a failure that a mount explains
+    assert "the native backend needs torch 9.9 or newer" in said
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
