@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from smp_train.backends import smp_library
-from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.backends import smp_library, smp_state
+from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from tests import harness
 from tests.training import SAMPLE, flags, read_checkpoint, steps, train
 
@@ -462,6 +462,19 @@ def test_a_save_captures_the_step_it_was_asked_at(tmp_path: Path) -> None:
         one, two = (read_checkpoint(tmp_path / name / f"checkpoints/llama_v2-{step}steps") for name in ("now", "later"))
         assert one.keys() == two.keys()
         assert all((one[key] == two[key]).all() for key in one if hasattr(one[key], "all"))
+
+
+def test_parameters_that_fsdp_names_otherwise_are_not_left_out_of_a_checkpoint() -> None:
+    tree = object.__new__(smp_state.Tree)
+    tree.names = {"lm.weight", "lm.bias"}
+    both = {"lm.weight": torch.ones(2), "lm.bias": torch.ones(2)}
+    state = {name: {"step": value} for name, value in both.items()}
+    extra = {"lm._extra_state": torch.zeros(1)}
+    assert tree._arranged({**both, **extra}, {"state": state}, convert=False)["model"] == both
+    with pytest.raises(CheckpointError, match=r"model lacks 2 of 2 parameters \(lm\.bias"):
+        tree._arranged({f"wrapped.{name}": value for name, value in both.items()}, {"state": state}, convert=False)
+    with pytest.raises(CheckpointError, match=r"optimizer lacks 1 of 2 parameters"):
+        tree._arranged(both, {"state": {"lm.bias": {}}}, convert=False)
 
 
 def resumed_natively(command_line: list[str]) -> str:
