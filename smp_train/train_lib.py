@@ -153,6 +153,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     total_steps = count_steps(args, train_data)
 
     found = look_for_checkpoint(args)
+    if found is not None:
+        backend.check_checkpoint(found)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))

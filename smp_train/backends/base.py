@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.saver import Saver
 
 if TYPE_CHECKING:
@@ -93,6 +94,10 @@ class Backend(ABC):
     @abstractmethod
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Return ``values``, on the device, summed over all ranks that hold different tokens; collective."""
+
+    def check_checkpoint(self, found: Checkpoint) -> None:
+        """Raise `CheckpointError` for a checkpoint that this backend cannot resume from; the same on all ranks."""
+        found.check_names()
 
     @property
     def saver(self) -> Saver:

@@ -22,8 +22,9 @@ from smp_train.arguments import checkpointing
 from smp_train.backends import smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
+from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.saver import Saver
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.models import build
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import canonical_name, module_initialiser
@@ -89,6 +90,24 @@ class SmpBackend(Backend):
         if self.args.sharding_strategy == "no_shard":
             return 1
         return min(per_node, ranks) if "hybrid" in self.args.sharding_strategy else ranks
+
+    def check_checkpoint(self, found: Checkpoint) -> None:
+        """See `Backend.check_checkpoint`: what tensor and expert ranks hold is cut as only they can read it."""
+        if not self.transforms:
+            found.check_names()
+            return
+        found.check_names(smp_saver.SMP_NAMES)
+        saved = found.meta.get("mesh", {})
+        ours = self.topology.mesh
+        kinds = ("tensor", "expert")
+        if any(int(saved.get(kind, ours[kind])) != ours[kind] for kind in kinds):
+            theirs, here = (
+                " and ".join(f"--{kind}_parallel_degree {mesh.get(kind, 1)}" for kind in kinds) for mesh in (saved, ours)
+            )
+            raise CheckpointError(
+                f"{found.path} was saved with {theirs}, and this run has {here}: SMP's tensor and expert ranks read their "
+                "own cuts only; resume with the degrees it was saved with, or start from what --save_final_model 1 wrote"
+            )
 
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build, transform, shard, checkpoint and offload: the canonical order of SMP's own scripts."""

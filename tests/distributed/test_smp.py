@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from smp_train.backends import smp_library, smp_state
+from smp_train.backends.smp import SmpBackend
+from smp_train.checkpoints import Checkpoint
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from tests import harness
 from tests.training import SAMPLE, flags, read_checkpoint, steps, train
@@ -103,8 +105,6 @@ def test_tied_embeddings(tmp_path: Path) -> None:
 
 def initial_weights(command_line: list[str]) -> dict[str, list[float]]:
     """Train on this rank, and return what it held of each parameter before the first step."""
-    from smp_train.backends.smp import SmpBackend
-
     build, found = SmpBackend.build, {}
 
     def built(*args: Any, **options: Any) -> torch.nn.Module:
@@ -477,9 +477,21 @@ def test_parameters_that_fsdp_names_otherwise_are_not_left_out_of_a_checkpoint()
         tree._arranged(both, {"state": {"lm.bias": {}}}, convert=False)
 
 
-def resumed_natively(command_line: list[str]) -> str:
-    from smp_train.errors import CheckpointError
+def test_a_resume_with_other_degrees_names_both() -> None:
+    backend = object.__new__(SmpBackend)
+    backend.transforms = True
+    backend.topology = SimpleNamespace(mesh={"tensor": 4, "expert": 1})  # type: ignore[assignment]
+    for saved, refused in (({"tensor": 4, "expert": 1, "shard": 8}, False), ({"tensor": 2, "expert": 1}, True)):
+        meta = {"names": "smp", "mesh": saved}
+        checkpoint = Checkpoint("/c", 1, meta, None, None, "c")  # type: ignore[arg-type]
+        if not refused:
+            backend.check_checkpoint(checkpoint)
+            continue
+        with pytest.raises(CheckpointError, match=r"saved with --tensor_.* 2 and .* this run has --tensor_.* 4 and"):
+            backend.check_checkpoint(checkpoint)
 
+
+def resumed_natively(command_line: list[str]) -> str:
     try:
         train(command_line)
     except CheckpointError as error:
