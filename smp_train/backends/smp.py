@@ -154,6 +154,9 @@ class SmpBackend(Backend):
             transformed=self.transforms,
             parted=self.topology.tp_size > 1 or args.expert_parallel_degree > 1,
         )
+        if args.checkpoint_type == "async_sharded" and self._saver.begin is None and not self._saver.in_background:
+            logger.info("--checkpoint_type async_sharded: training waits for each save, as SMP begins in the background "
+                        "only what is cut over ranks, and --hybrid_shard_degree is 1")  # fmt: skip
         self._tree = smp_state.Tree(
             self._root, names, sharded=sharded, device=self.device, raw=self._saver.begin is not None
         )

@@ -399,7 +399,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "degree 2 of 4, asynchronous": (
         4, {"train_batch_size": 1, "hybrid_shard_degree": 2, "checkpoint_type": "async_sharded"}, [""],
     ),
-    "tp2 shard1": (*TUNED["tp2 shard1"], ["tp0_ep0", "tp1_ep0"]),
+    "tp2 shard1": (4, {**TUNED["tp2 shard1"][1], "checkpoint_type": "async_sharded"}, ["tp0_ep0", "tp1_ep0"]),
     "tp2 shard2, 2 replicas": (*TUNED["tp2 shard2, 2 replicas"], ["tp0_ep0", "tp1_ep0"]),
     "tp2 shard2, asynchronous": (
         4, {**TUNED["tp2 shard2"][1], "checkpoint_type": "async_sharded"}, ["tp0_ep0", "tp1_ep0"],
@@ -419,6 +419,8 @@ def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
     again = smp(tmp_path / "resumed", **shared, max_steps=4, resume_from_checkpoint=tmp_path / "resumed/checkpoints")
     harness.run(train_on_smp, world, again)
     assert numbers(tmp_path / "resumed") == numbers(tmp_path / "straight")
+    said = (tmp_path / "straight" / "run" / "logs" / "rank-0.log").read_text()
+    assert ("training waits for each save" in said) == (layout == "tp2 shard1")
     kind = "mixtral" if "moe" in changes else "llama_v2"
     for part in parts:
         one, two = (
