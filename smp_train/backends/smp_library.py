@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 from pathlib import Path
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 CLUSTERS = Path("/var/log/aws/clusters")
 """What SMP looks at to see that it runs on HyperPod; containers must mount it."""
+
+
+BROUGHT_BY = {"context_parallel_degree": "context_parallel", "expert_parallel_degree": "moe"}
+"""Configuration keys that older releases do not know, by the module that came with them."""
 
 
 def start(args: Arguments, world_size: int) -> Any:
@@ -43,10 +48,10 @@ def check_launcher(args: Arguments, world_size: int) -> None:
     """Raise `ConfigError` where SMP, which lets ``SM_HP_MP_PARAMETERS`` win, would run with other values than ours."""
     ours = configuration(args, world_size)
     for key, theirs in launched_by_smp(os.environ).items():
-        if theirs != ours[key]:
+        if theirs != ours.get(key, 1):
             raise ConfigError(
                 f"SM_HP_MP_PARAMETERS sets {key} to {theirs}, which SMP takes whatever else is said, and the run's other "
-                f"settings make it {ours[key]}; give it in one place"
+                f"settings make it {ours.get(key, 1)}; give it in one place"
             )
 
 
@@ -101,8 +106,12 @@ def moe_config(args: Arguments, *, reads_weights: bool) -> Any:
 
 def context_options(library: Any, args: Arguments) -> dict[str, Any]:
     """Return what ``transform`` is told of context parallelism; releases before 2.6 know one way only."""
-    if "cp_comm_type" in inspect.signature(library.transform).parameters:
+    parameters = inspect.signature(library.transform).parameters
+    if "cp_comm_type" in parameters:
         return {"cp_comm_type": args.cp_comm_type}
+    passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if args.cp_comm_type != "p2p" and passes_on:
+        return {"cp_comm_type": args.cp_comm_type}  # what it does not have, it refuses itself
     if args.cp_comm_type != "p2p":
         raise ConfigError(
             f"--cp_comm_type {args.cp_comm_type} came with SMP 2.6, and this release has p2p only; leave it out"
@@ -111,7 +120,7 @@ def context_options(library: Any, args: Arguments) -> dict[str, Any]:
 
 
 def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
-    """Return the configuration for ``torch.sagemaker.init``: every key that has a flag, in the type SMP expects.
+    """Return the configuration for ``torch.sagemaker.init``: every key that this release has, in the type SMP expects.
 
     What the launcher gives (``SM_HP_MP_PARAMETERS``, ``--mp_parameters``) and ``--smp_config`` is in the flags already,
     by their order of precedence. SMP reads the first itself and lets it win, hence `check_launcher`. A shard degree that
@@ -121,7 +130,7 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     shard = int(args.hybrid_shard_degree or 0)
     if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):
         shard = world_size // (args.tensor_parallel_degree * args.expert_parallel_degree)
-    return {
+    config: dict[str, Any] = {
         "hybrid_shard_degree": shard,
         # Its default is True: left out, activations would be offloaded unasked.
         "sm_activation_offloading": bool(args.sm_activation_offloading),
@@ -133,3 +142,15 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
         "expert_parallel_degree": int(args.expert_parallel_degree),
         "random_seed": int(args.seed if args.random_seed is None else args.random_seed),
     }
+    for key, module in BROUGHT_BY.items():
+        if config[key] == 1 and not _has(module):
+            del config[key]
+    return config
+
+
+def _has(module: str) -> bool:
+    """Tell whether this release of SMP has a module, without importing it."""
+    try:
+        return importlib.util.find_spec(f"torch.sagemaker.{module}") is not None
+    except (ImportError, ValueError):
+        return False

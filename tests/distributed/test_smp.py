@@ -664,6 +664,34 @@ def test_older_releases(case: str, tmp_path: Path) -> None:
     harness.run(train_on_smp, world, resumed, release)
 
 
+def before_context_parallelism(command_line: list[str]) -> Journal:
+    """Train by a release that has neither context parallelism nor its key."""
+    import sys
+
+    sys.modules["torch.sagemaker.context_parallel"] = None  # type: ignore[assignment]
+    return train_on_smp(command_line, "2.4")
+
+
+def test_a_release_is_not_given_keys_that_came_later(tmp_path: Path) -> None:
+    (journal,) = harness.run(before_context_parallelism, 1, smp(tmp_path, max_steps=1, num_layers=1))
+    origin = eval(dict(journal)["init"]["origin"])
+    assert {key for key, source in origin.items() if source == "default"} == {"context_parallel_degree"}
+
+
+def test_how_context_ranks_communicate_is_said_to_what_takes_it() -> None:
+    def named(model: Any, cp_comm_type: str = "p2p") -> None: ...
+
+    def anything(*args: Any, **kwargs: Any) -> None: ...
+
+    def told(transform: Any, wanted: str) -> dict[str, Any]:
+        args = SimpleNamespace(cp_comm_type=wanted)
+        return smp_library.context_options(SimpleNamespace(transform=transform), args)  # type: ignore[arg-type]
+
+    assert told(named, "p2p") == {"cp_comm_type": "p2p"}
+    assert told(anything, "all_gather") == {"cp_comm_type": "all_gather"}
+    assert told(anything, "p2p") == {}
+
+
 TOO_OLD = {
     "saving tensor ranks": (
         "2.4", 4, {"tensor_parallel_degree": 2}, r"needs torch\.sagemaker\.distributed\..* came with SMP 2\.5",
