@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from smp_train.backends import smp_library, smp_state
+from smp_train.backends import smp_fp8, smp_library, smp_state
 from smp_train.backends.smp import SmpBackend
 from smp_train.checkpoints import Checkpoint
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
@@ -355,6 +355,34 @@ def test_fp8(model: str, tmp_path: Path) -> None:
             (["MultiheadAttention"], "'NO_REENTRANT'", "True"), (["MoELayer"], "'NO_REENTRANT'", "False"),
         ]  # fmt: skip
         assert passes == (parts if model == "mixtral" else whole)
+
+
+@pytest.mark.parametrize(
+    ("module", "installed", "renamed"),
+    [("1.2.1+c81733f", None, True), ("1.10.0", "1.2.1", False), (None, "1.2.1", True), (None, None, False)],
+)
+def test_transformer_engines_of_before_take_another_name(
+    module: str | None, installed: str | None, renamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.metadata
+    import sys
+
+    engine = ModuleType("transformer_engine")
+    if module is not None:
+        engine.__version__ = module  # type: ignore[attr-defined]
+
+    def version(name: str) -> str:
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setitem(sys.modules, "transformer_engine", engine)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    fp8 = object.__new__(smp_fp8.Fp8)
+    fp8._engine = SimpleNamespace(checkpoint=dict)
+    fp8._state = SimpleNamespace(tp_process_group=None, get_rng_state_tracker="tracker")
+    options = fp8.checkpoint()()
+    assert ("get_cuda_rng_tracker" in options, "use_reentrant" in options) == (renamed, not renamed)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------
