@@ -37,7 +37,7 @@ def start(args: Arguments, world_size: int) -> Any:
         raise ConfigError(f"torch.sagemaker cannot be imported: {_refused(failure)}; use --backend native") from failure
     config = configuration(args, world_size)
     try:
-        library.init(config)
+        library.init(known_keys(config))
     except Exception as failure:
         raise ConfigError(f"torch.sagemaker.init refuses: {_refused(failure)}") from failure
     check_state(library, config)
@@ -48,10 +48,10 @@ def check_launcher(args: Arguments, world_size: int) -> None:
     """Raise `ConfigError` where SMP, which lets ``SM_HP_MP_PARAMETERS`` win, would run with other values than ours."""
     ours = configuration(args, world_size)
     for key, theirs in launched_by_smp(os.environ).items():
-        if theirs != ours.get(key, 1):
+        if theirs != ours[key]:
             raise ConfigError(
                 f"SM_HP_MP_PARAMETERS sets {key} to {theirs}, which SMP takes whatever else is said, and the run's other "
-                f"settings make it {ours.get(key, 1)}; give it in one place"
+                f"settings make it {ours[key]}; give it in one place"
             )
 
 
@@ -120,7 +120,7 @@ def context_options(library: Any, args: Arguments) -> dict[str, Any]:
 
 
 def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
-    """Return the configuration for ``torch.sagemaker.init``: every key that this release has, in the type SMP expects.
+    """Return the configuration for ``torch.sagemaker.init``: every key that has a flag, in the type SMP expects.
 
     What the launcher gives (``SM_HP_MP_PARAMETERS``, ``--mp_parameters``) and ``--smp_config`` is in the flags already,
     by their order of precedence. SMP reads the first itself and lets it win, hence `check_launcher`. A shard degree that
@@ -130,7 +130,7 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     shard = int(args.hybrid_shard_degree or 0)
     if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):
         shard = world_size // (args.tensor_parallel_degree * args.expert_parallel_degree)
-    config: dict[str, Any] = {
+    return {
         "hybrid_shard_degree": shard,
         # Its default is True: left out, activations would be offloaded unasked.
         "sm_activation_offloading": bool(args.sm_activation_offloading),
@@ -142,15 +142,9 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
         "expert_parallel_degree": int(args.expert_parallel_degree),
         "random_seed": int(args.seed if args.random_seed is None else args.random_seed),
     }
-    for key, module in BROUGHT_BY.items():
-        if config[key] == 1 and not _has(module):
-            del config[key]
-    return config
 
 
-def _has(module: str) -> bool:
-    """Tell whether this release of SMP has a module, without importing it."""
-    try:
-        return importlib.util.find_spec(f"torch.sagemaker.{module}") is not None
-    except (ImportError, ValueError):
-        return False
+def known_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration without the degrees of 1 that the release imported has no module for."""
+    older = {key for key, module in BROUGHT_BY.items() if not importlib.util.find_spec(f"torch.sagemaker.{module}")}
+    return {key: value for key, value in config.items() if key not in older or value != 1}
