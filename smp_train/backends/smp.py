@@ -75,6 +75,7 @@ class SmpBackend(Backend):
         self._fp8 = Fp8(args, self.state, device) if args.fp8 else None
         self._root: Any = None
         self._chunked = False
+        self._vocab_size = 0
         self._matrices: set[str] = set()
         self._tree: smp_state.Tree | None = None
         self._saver = Saver()
@@ -112,12 +113,14 @@ class SmpBackend(Backend):
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build, transform, shard, checkpoint and offload: the canonical order of SMP's own scripts."""
         args = self.args
+        refuse_model(spec.config, args)
         pieces = 2 * self.topology.cp_size
         if self.topology.cp_size > 1 and seq_len % pieces:
             raise ConfigError(
                 f"--max_context_width {seq_len} does not split into the {pieces} pieces that "
                 f"--context_parallel_degree {self.topology.cp_size} needs; make it a multiple of {pieces}"
             )
+        self._vocab_size = int(spec.config.vocab_size)
         weights = spec.pretrained if initial else None
         spec.config.delayed_param = args.delayed_param
         model: Any = build.build_meta(spec, attn_implementation=args.attn_implementation)
@@ -218,6 +221,7 @@ class SmpBackend(Backend):
         if self.transforms:
             with self._fp8.forward() if self._fp8 is not None else nullcontext():
                 logits = model(**inputs)["logits"]
+            smp_model.check_logits(logits, input_ids, self._vocab_size)
             loss = losses.cross_entropy_sum(logits, targets)
         elif self._chunked:
             loss = model(**inputs, targets=targets)
@@ -301,6 +305,11 @@ def refuse(args: Arguments) -> None:
         raise ConfigError(f"--expert_parallel_degree {args.expert_parallel_degree} needs --moe 1, SMP's own experts")
     if args.expert_parallel_degree > 1 and args.context_parallel_degree > 1:
         raise ConfigError("--context_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP")
+    if args.tensor_parallel_degree > 1 and args.hybrid_shard_degree == 1 and args.distributed_backend == "smddp":
+        raise ConfigError(
+            "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does that "
+            "over nccl only; give --distributed_backend nccl, or another shard degree"
+        )
     if args.fp8 and not transforms(args):
         raise ConfigError("--fp8 1 with --backend smp needs SMP's own implementation; give --use_smp_implementation 1")
     if args.fp8 and args.sm_activation_offloading:
@@ -321,3 +330,16 @@ def refuse(args: Arguments) -> None:
         raise ConfigError(
             "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad"
         )
+
+
+def refuse_model(config: Any, args: Arguments) -> None:
+    """Raise `ConfigError` for a Mistral that looks back a window, and what SMP does not have for it."""
+    window = getattr(config, "sliding_window", None)
+    if config.model_type != "mistral" or window is None:
+        return
+    for name, given in (("fp8", args.fp8), ("context_parallel_degree", args.context_parallel_degree > 1)):
+        if given:
+            raise ConfigError(
+                f"a Mistral with a sliding window of {window} tokens with --{name} {int(getattr(args, name))}: SMP has not "
+                f"both; leave --{name} out, take a model without a window, or use --backend native"
+            )

@@ -212,6 +212,16 @@ def chunk_loss(model: Any) -> None:
     model.forward = forward
 
 
+def check_logits(logits: Tensor, input_ids: Tensor, vocab_size: int) -> None:
+    """Raise `ConfigError` unless a transformed model returns the logits of every token over the whole vocabulary."""
+    shape = [*input_ids.shape, vocab_size]
+    if list(logits.shape) != shape:
+        raise ConfigError(
+            f"SMP's own implementation returns logits of shape {list(logits.shape)}, where {shape} is what the loss is "
+            "computed from; train without tensor parallelism and --use_smp_implementation, or use --backend native"
+        )
+
+
 class ScaleGradient(torch.autograd.Function):
     """The value as it is, its gradient times a factor."""
 

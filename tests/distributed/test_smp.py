@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from smp_train.backends import smp_fp8, smp_library, smp_state
-from smp_train.backends.smp import SmpBackend
+from smp_train import arguments
+from smp_train.backends import smp_fp8, smp_library, smp_model, smp_state
+from smp_train.backends.smp import SmpBackend, refuse, refuse_model
 from smp_train.checkpoints import Checkpoint
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from tests import harness
@@ -643,6 +644,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"sm_activation_offloading": 1, "activation_checkpointing": "none"}, r"needs checkpointing",
     ),
 }  # fmt: skip
+
+
+def resolved(folder: Path, **changes: Any) -> Any:
+    return arguments.parse(smp(folder, **changes)).args
+
+
+def test_unsharded_tensor_ranks_do_not_go_over_smddp(tmp_path: Path) -> None:
+    changes = {"tensor_parallel_degree": 2, "distributed_backend": "smddp"}
+    refuse(resolved(tmp_path, **changes))
+    with pytest.raises(ConfigError, match="over nccl only"):
+        refuse(resolved(tmp_path, **changes, hybrid_shard_degree=1))
+
+
+@pytest.mark.parametrize("given", ["fp8", "context_parallel_degree"])
+def test_what_smp_has_not_for_a_sliding_window_is_refused(given: str, tmp_path: Path) -> None:
+    args = resolved(tmp_path, **{given: 2 if "degree" in given else 1})
+    for kind, window, refused in (("mistral", 8, True), ("mistral", None, False), ("llama", None, False)):
+        config = SimpleNamespace(model_type=kind, sliding_window=window)
+        if not refused:
+            refuse_model(config, args)
+            continue
+        with pytest.raises(ConfigError, match=f"sliding window of 8 tokens with --{given}"):
+            refuse_model(config, args)
+
+
+def test_logits_of_a_part_of_the_vocabulary_are_refused() -> None:
+    smp_model.check_logits(torch.zeros(2, 3, 8), torch.zeros(2, 3), 8)
+    with pytest.raises(ConfigError, match=r"logits of shape \[2, 3, 4\], where \[2, 3, 8\]"):
+        smp_model.check_logits(torch.zeros(2, 3, 4), torch.zeros(2, 3), 8)
 
 
 def refusal_of(command_line: list[str], installed: bool, **environ: str) -> str:
