@@ -26,8 +26,8 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
     """Return the backend that ``--backend`` asks for, and in a few words why it was taken; collective.
 
     ``auto`` takes SMP where ``torch.sagemaker`` can be imported and initialised, and the native backend otherwise,
-    after a warning that names the cause where there is a ``torch.sagemaker``; so does the error where the native backend
-    cannot run either, as in SMP's own containers, whose torch is too old for it.
+    after a warning that names the cause where there is a ``torch.sagemaker``; so does the error where the native
+    backend cannot run either, as in SMP's own containers, whose torch is too old for it.
     """
     if args.backend == "native":
         return _native(args, ranks, device), "--backend native"

@@ -103,11 +103,13 @@ class SmpBackend(Backend):
         kinds = ("tensor", "expert")
         if any(int(saved.get(kind, ours[kind])) != ours[kind] for kind in kinds):
             theirs, here = (
-                " and ".join(f"--{kind}_parallel_degree {mesh.get(kind, 1)}" for kind in kinds) for mesh in (saved, ours)
+                " and ".join(f"--{kind}_parallel_degree {mesh.get(kind, 1)}" for kind in kinds)
+                for mesh in (saved, ours)
             )
             raise CheckpointError(
-                f"{found.path} was saved with {theirs}, and this run has {here}: SMP's tensor and expert ranks read their "
-                "own cuts only; resume with the degrees it was saved with, or start from what --save_final_model 1 wrote"
+                f"{found.path} was saved with {theirs}, and this run has {here}: SMP's tensor and expert ranks read "
+                "their own cuts only; resume with the degrees it was saved with, or start from what --save_final_model 1 "
+                "wrote"
             )
 
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
@@ -158,8 +160,8 @@ class SmpBackend(Backend):
             parted=self.topology.tp_size > 1 or args.expert_parallel_degree > 1,
         )
         if args.checkpoint_type == "async_sharded" and self._saver.begin is None and not self._saver.in_background:
-            logger.info("--checkpoint_type async_sharded: training waits for each save, as SMP begins in the background "
-                        "only what is cut over ranks, and --hybrid_shard_degree is 1")  # fmt: skip
+            logger.info("--checkpoint_type async_sharded: training waits for each save, as SMP begins in the "
+                        "background only what is cut over ranks, and --hybrid_shard_degree is 1")  # fmt: skip
         self._tree = smp_state.Tree(
             self._root, names, sharded=sharded, device=self.device, raw=self._saver.begin is not None
         )
@@ -185,7 +187,7 @@ class SmpBackend(Backend):
         return self._saver
 
     def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:
-        """See `Backend.check_rows`: causal attention hides padding behind a row, where a transformed model has no mask."""
+        """See `Backend.check_rows`: without a mask, causal attention hides padding behind a row, and no other."""
         if attention_mask is None or not self.transforms:
             return
         in_front = (attention_mask[:, 1:] > attention_mask[:, :-1]).any(dim=1)
@@ -307,8 +309,8 @@ def refuse(args: Arguments) -> None:
         raise ConfigError("--context_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP")
     if args.tensor_parallel_degree > 1 and args.hybrid_shard_degree == 1 and args.distributed_backend == "smddp":
         raise ConfigError(
-            "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does that "
-            "over nccl only; give --distributed_backend nccl, or another shard degree"
+            "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does "
+            "that over nccl only; give --distributed_backend nccl, or another shard degree"
         )
     if args.fp8 and not transforms(args):
         raise ConfigError("--fp8 1 with --backend smp needs SMP's own implementation; give --use_smp_implementation 1")
@@ -340,6 +342,6 @@ def refuse_model(config: Any, args: Arguments) -> None:
     for name, given in (("fp8", args.fp8), ("context_parallel_degree", args.context_parallel_degree > 1)):
         if given:
             raise ConfigError(
-                f"a Mistral with a sliding window of {window} tokens with --{name} {int(getattr(args, name))}: SMP has not "
-                f"both; leave --{name} out, take a model without a window, or use --backend native"
+                f"a Mistral with a sliding window of {window} tokens with --{name} {int(getattr(args, name))}: SMP has "
+                f"not both; leave --{name} out, take a model without a window, or use --backend native"
             )

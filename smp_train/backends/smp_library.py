@@ -50,8 +50,8 @@ def check_launcher(args: Arguments, world_size: int) -> None:
     for key, theirs in launched_by_smp(os.environ).items():
         if theirs != ours[key]:
             raise ConfigError(
-                f"SM_HP_MP_PARAMETERS sets {key} to {theirs}, which SMP takes whatever else is said, and the run's other "
-                f"settings make it {ours[key]}; give it in one place"
+                f"SM_HP_MP_PARAMETERS sets {key} to {theirs}, which SMP takes whatever else is said, and the run's "
+                f"other settings make it {ours[key]}; give it in one place"
             )
 
 
@@ -78,7 +78,8 @@ def _refused(failure: Exception) -> str:
     # What is wrong with the configuration has nothing to do with where it runs.
     if isinstance(failure, ValueError | TypeError) or CLUSTERS.is_dir() or runtime.is_sagemaker(os.environ):
         return reason(failure)
-    return f"{reason(failure)} (on HyperPod, SMP needs {CLUSTERS} of the host mounted into its container; it is not here)"
+    hint = f"on HyperPod, SMP needs {CLUSTERS} of the host mounted into its container; it is not here"
+    return f"{reason(failure)} ({hint})"
 
 
 def part(name: str, wanted_by: str, since: str = "") -> Any:
@@ -123,9 +124,9 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     """Return the configuration for ``torch.sagemaker.init``: every key that has a flag, in the type SMP expects.
 
     What the launcher gives (``SM_HP_MP_PARAMETERS``, ``--mp_parameters``) and ``--smp_config`` is in the flags already,
-    by their order of precedence. SMP reads the first itself and lets it win, hence `check_launcher`. A shard degree that
-    is left open is SMP's to settle; not so with context or expert parallelism, where it is said, and is what the native
-    backend takes: as many ranks as there are.
+    by their order of precedence. SMP reads the first itself and lets it win, hence `check_launcher`. A shard degree
+    that is left open is SMP's to settle; not so with context or expert parallelism, where it is said, and is what the
+    native backend takes: as many ranks as there are.
     """
     shard = int(args.hybrid_shard_degree or 0)
     if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):

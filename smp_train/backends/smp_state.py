@@ -66,9 +66,9 @@ class Tree:
             lacking = sorted(self.names - set(found))
             if lacking:
                 raise CheckpointError(
-                    f"FSDP's state of the {what} lacks {len(lacking)} of {len(self.names)} parameters ({lacking[0]}, ...): "
-                    "nothing of it is saved or loaded; it has other names than the model, which this release of SMP may "
-                    "cause"
+                    f"FSDP's state of the {what} lacks {len(lacking)} of {len(self.names)} parameters ({lacking[0]}, "
+                    f"...) and has {len(found)} others at most: nothing is saved or loaded; use a release of SMP, or a "
+                    "--backend, that names them alike"
                 )
         made = self._as_dtensor if convert else lambda value: value
         # What is no parameter stays out: Transformer Engine's _extra_state, the history of FP8's scales.
