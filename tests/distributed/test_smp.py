@@ -14,7 +14,7 @@ import torch
 from smp_train import arguments
 from smp_train.backends import smp_fp8, smp_library, smp_model, smp_state
 from smp_train.backends.smp import SmpBackend, refuse, refuse_model
-from smp_train.checkpoints import Checkpoint
+from smp_train.checkpoints import Checkpoint, cli
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from tests import harness
 from tests.training import SAMPLE, flags, read_checkpoint, steps, train
@@ -460,7 +460,7 @@ def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
         assert all((one[key] == two[key]).all() for key in one if hasattr(one[key], "all"))
 
 
-def test_saves_by_the_recipe(tmp_path: Path) -> None:
+def test_saves_by_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"checkpoint_freq": 1, "checkpoint_type": "async_sharded", **TUNED["tp2 shard2, 2 replicas"][1]}
     journals = harness.run(train_on_smp, 8, smp(tmp_path, **changes, max_steps=3))
     for rank, journal in enumerate(journals):
@@ -482,6 +482,16 @@ def test_saves_by_the_recipe(tmp_path: Path) -> None:
             assert pending <= 1
         assert pending == 0
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"llama_v2-3steps"}
+    # What the command line makes of it: the parts' sum, and a refusal where Hugging Face's names are needed.
+    newest = tmp_path / "checkpoints" / "llama_v2-3steps"
+    one, other = (len(read_checkpoint(newest / part)) for part in ("tp0_ep0", "tp1_ep0"))
+    assert cli.main(["show", str(newest)]) == 0
+    shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    counts = [int(shown[kind].split()[0]) for kind in ("model", "optim")]
+    assert sum(counts) == one + other
+    assert shown["model"].endswith("in 2 parts")
+    with pytest.raises(CheckpointError, match="what --save_final_model 1 writes there can be loaded anywhere"):
+        cli.main(["convert", str(newest), str(tmp_path / "converted")])
 
 
 def test_a_save_captures_the_step_it_was_asked_at(tmp_path: Path) -> None:
