@@ -62,6 +62,8 @@ def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bo
         try:
             with around:
                 model = library.transform(model, **options)
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            raise
         except Exception as failure:
             raise ConfigError(
                 f"torch.sagemaker.transform refuses this model: {smp_library.reason(failure)}; SMP's own "
