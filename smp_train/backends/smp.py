@@ -108,7 +108,7 @@ class SmpBackend(Backend):
             )
             raise CheckpointError(
                 f"{found.path} was saved with {theirs}, and this run has {here}: SMP's tensor and expert ranks read "
-                "their own cuts only; resume with the degrees it was saved with, or from what --save_final_model 1 wrote"
+                "their own cuts only; resume with the degrees it was saved with, or from --save_final_model 1's folder"
             )
 
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
