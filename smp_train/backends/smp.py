@@ -22,7 +22,6 @@ from smp_train.arguments import checkpointing
 from smp_train.backends import smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
-from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.saver import Saver
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.models import build
@@ -32,6 +31,7 @@ from smp_train.models.packing import packed_inputs
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
+    from smp_train.checkpoints.finding import Checkpoint
     from smp_train.models.resolve import ModelSpec
     from smp_train.runtime import Runtime
 
