@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from smp_train.checkpoints.saver import Saver
 from smp_train.models import heads
 
 if TYPE_CHECKING:
+    from smp_train.checkpoints.finding import Checkpoint
     from smp_train.models.resolve import ModelSpec
 
 
@@ -44,6 +45,8 @@ class Backend(ABC):
     checkpoint_type: str = "async_sharded"
     """How checkpoints are written where nothing is said."""
     topology: Topology
+    draws = "from"
+    """Completes "initial weights: drawn ... seed N"."""
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
         """Raise `ConfigError` for a model, or a sequence length in tokens, that cannot be trained as asked.
@@ -58,6 +61,12 @@ class Backend(ABC):
 
         Without ``initial`` the weights are left unset, for `load_state` to fill: what a run started from need not be
         there when it resumes. `check` comes first, and only what it cannot know is refused here.
+        """
+
+    def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:  # noqa: B027
+        """Raise `DataError` for a batch just read, on the host, that cannot be computed; not collective.
+
+        ``attention_mask`` is int64 ``[batch, seq]`` or None, ``samples`` what each row is called, or nothing.
         """
 
     @abstractmethod
@@ -95,6 +104,10 @@ class Backend(ABC):
     @abstractmethod
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Return ``values``, on the device, summed over all ranks that hold different tokens; collective."""
+
+    def check_checkpoint(self, found: Checkpoint) -> None:
+        """Raise `CheckpointError` for a checkpoint that this backend cannot resume from; the same on all ranks."""
+        found.check_names()
 
     @property
     def saver(self) -> Saver:

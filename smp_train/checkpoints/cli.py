@@ -106,22 +106,24 @@ def show(options: argparse.Namespace) -> int:
     place = place_of(options.source)
     folder, name = parent_of(place)
     if not is_checkpoint_folder(place) and open_storage(folder).has(name, DCP_METADATA):  # another program's
-        reader = open_storage(folder).reader(name)
+        readers = [open_storage(folder).reader(name)]
         facts: dict[str, Any] = {"path": place, "format": "DCP tree of another program"}
-        facts |= plain_values(reader)
+        facts |= plain_values(readers[0])
     else:
         found = newest(options.source)
-        reader = found.reader()
+        readers = [found.reader(part) for part in found.parts]
         facts = {"path": found.path, "step": found.step, "bytes": sum(r.size for r in found.committed.files.values())}
         config = found.meta.get("model_config") or {}
         facts |= {"model": config.get("model_type", "unknown")}
         facts |= {key: value for key, value in found.meta.items() if key not in ("model_config", "arguments", "step")}
     kinds: dict[str, list[int]] = {}
-    for key, entry in saved_entries(reader).items():
-        if hasattr(entry, "size"):
-            kinds.setdefault(key.split(".")[0], []).append(entry.size.numel())
+    for reader in readers:
+        for key, entry in saved_entries(reader).items():
+            if hasattr(entry, "size"):
+                kinds.setdefault(key.split(".")[0], []).append(entry.size.numel())
+    among = f" in {len(readers)} parts" if len(readers) > 1 else ""
     for kind, counts in kinds.items():
-        facts[kind] = f"{len(counts)} tensors, {sum(counts):,} numbers"
+        facts[kind] = f"{len(counts)} tensors, {sum(counts):,} numbers{among}"
     for key, value in facts.items():
         print(f"{key + ':':<12} {value if isinstance(value, str) else json.dumps(value)}")
     return 0
@@ -179,6 +181,8 @@ def convert(options: argparse.Namespace) -> int:
     source = Path(options.source).expanduser()
     if not source.exists():
         raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
+    if (source / COMMITTED).exists():
+        open_checkpoint(source).check_names()
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")
