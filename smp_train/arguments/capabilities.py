@@ -44,6 +44,8 @@ LOCATIONS = (
     "run_dir", "tensorboard_dir", "data_cache_dir", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
     "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "model_dir",
 )  # fmt: skip
+NODE_LOCAL = "local:"
+"""Before a checkpoint folder that is on each node's own disk."""
 LOCATION_PREFIXES = ("s3://",)
 LOCATION_REASON = "places in S3 are not available in this version; use a folder"
 

@@ -12,6 +12,7 @@ from smp_train.arguments.capabilities import (
     LOCATION_PREFIXES,
     LOCATION_REASON,
     LOCATIONS,
+    NODE_LOCAL,
     OF_SMP,
     REFUSED,
     REFUSED_NATIVELY,
@@ -233,11 +234,11 @@ def _check_checkpoints(args: Arguments) -> None:
             )
     if len(set(args.checkpoint_dir)) != folders:
         raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
-    if all(place.startswith("local:") for place in args.checkpoint_dir):
+    if all(place.startswith(NODE_LOCAL) for place in args.checkpoint_dir):
         raise ConfigError(
             f"--checkpoint_dir {args.checkpoint_dir[0]} is lost with its node; add a folder that all nodes share, or s3://"
         )
-    if (args.resume_from_checkpoint or "").startswith("local:"):
+    if (args.resume_from_checkpoint or "").startswith(NODE_LOCAL):
         raise ConfigError(
             f"--resume_from_checkpoint {args.resume_from_checkpoint}: give the folder that all nodes share; those of "
             "--checkpoint_dir that begin with local: are looked at with it"

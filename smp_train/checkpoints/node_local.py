@@ -17,6 +17,7 @@ try:
 except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor
 
+from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.checkpoints.collective import alone, exchange, rank, world_size
 from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_names, find, open_intact
 from smp_train.checkpoints.record import parse_folder_name
@@ -27,7 +28,7 @@ from smp_train.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "local:"
+PREFIX = NODE_LOCAL
 META_KEY = "node_local"
 
 

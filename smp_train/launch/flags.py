@@ -9,6 +9,7 @@ from pathlib import Path
 
 from smp_train.arguments import Resolved, parse
 from smp_train.arguments.aliases import ALIASES
+from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
 from smp_train.errors import ConfigError, SmpTrainError
 
@@ -113,10 +114,11 @@ def complete(
     completed = list(words)
     if resolved.sources["checkpoint_dir"] == "default":
         completed.append(f"--checkpoint_dir={resolved.args.run_dir}/checkpoints")
-    own = parse(completed, environ).args.checkpoint_dir
+    # What a node keeps on its own disk is found by the run itself, beside the folder that all share.
+    own = [place for place in parse(completed, environ).args.checkpoint_dir if not place.startswith(NODE_LOCAL)]
     ask = in_s3 and resolved.given("resume_from_checkpoint")
     _, folder = newest_committed(own, in_s3=ask)
-    if folder is not None or not resolved.given("resume_from_checkpoint"):
+    if own and (folder is not None or not resolved.given("resume_from_checkpoint")):
         completed = without(completed, RESUME)
         completed.append(f"--resume_from_checkpoint={folder or own[0]}")
     return completed, parse(completed, environ)

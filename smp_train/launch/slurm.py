@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import preflight
 from smp_train.launch.instances import check_image
@@ -127,11 +128,11 @@ def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
     for mount in options["mounts"]:
         if not Path(mount.partition(":")[0]).exists():
             raise ConfigError(f"--mounts {mount}: {mount.partition(':')[0]} does not exist")
-    for folder in [Path(spec.run_dir) / "logs", *map(Path, spec.resolved.args.checkpoint_dir)]:
-        if "://" in str(folder):
+    for folder in [os.path.join(spec.run_dir, "logs"), *spec.resolved.args.checkpoint_dir]:
+        if "://" in folder or folder.startswith(NODE_LOCAL):
             continue
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise ConfigError(f"{folder}: {problem.strerror}; the run could not write there") from None
     found = preflight.places(spec.resolved, spec.run_dir, spec.nodes)

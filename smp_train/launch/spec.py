@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved, ineffective, parse, validate
+from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch import preflight
@@ -59,7 +60,8 @@ class Spec:
         for name in PLACES:
             value = getattr(self.resolved.args, name)
             for place in value if isinstance(value, list) else [value]:
-                if place and "://" not in place and (name != PLACES[-1] or os.path.isdir(place)):
+                elsewhere = not place or "://" in place or place.startswith(NODE_LOCAL)
+                if not elsewhere and (name != PLACES[-1] or os.path.isdir(place)):
                     found.append(os.path.abspath(place))
         return list(dict.fromkeys(found))
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import boto3
 
-from smp_train.arguments.capabilities import LOCATIONS
-
 REGION = "us-west-2"
 FLAGS = ["--model_type", "llama_v2", "--model_size=7b", "--max_steps", "100", "--lr", "1e-4", "--hybrid_shard_degree=8"]
 OPTIONS: dict[str, Any] = {
@@ -29,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "fsx": "fs-0123456789abcdef0:/mount/x", "subnets": ["subnet-1"], "security_groups": ["sg-1"],
         "instance_count": 2,
     },
-    **({} if "checkpoint_dir" in LOCATIONS else {"several": {"instance_count": 2}}),
+    "several": {"instance_count": 2},
     "smp": {},
 }  # fmt: skip
 ENVIRON = {

@@ -16,6 +16,7 @@ import pytest
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags, task
 from smp_train.launch.instances import find
+from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +231,16 @@ def test_flags_are_completed_to_survive_a_restart(tmp_path: Path) -> None:
     assert resolved.args.resume_from_checkpoint == f"{tmp_path}/checkpoints"
     assert "/other/checkpoint" not in again
     assert flags.complete(again)[0] == again
+
+
+def test_what_nodes_keep_to_themselves_is_not_what_a_run_resumes_from(tmp_path: Path) -> None:
+    words = ["--run_dir", str(tmp_path), "--checkpoint_dir", "local:/nvme/fast", str(tmp_path / "shared")]
+    _, resolved = flags.complete(words)
+    assert resolved.args.resume_from_checkpoint == str(tmp_path / "shared")
+    both = [*words, "--checkpoint_freq", "10", "100", "--num_kept_checkpoints", "1", "2", "--use_synthetic_data", "1"]
+    spec = build(both, nodes=1, processes=2, instance_type=None)
+    assert str(tmp_path / "shared") in spec.local_places()
+    assert not any("nvme" in place for place in spec.local_places())
 
 
 def test_newest_of_several_folders(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from smp_train import cli
-from smp_train.arguments.capabilities import LOCATIONS
 from smp_train.arguments.parse import known_names
 from smp_train.errors import ConfigError
 from smp_train.launch import environment, instances, local, options, sagemaker, slurm
@@ -175,7 +174,6 @@ def test_sagemaker_refuses(options_: dict[str, object], flags: dict[str, object]
     assert complaint in str(refused.value)
 
 
-s3_checkpoints = pytest.mark.skipif("checkpoint_dir" in LOCATIONS, reason="checkpoints cannot be in S3")
 MANY = {"instance_count": 2, "output": "s3://bucket/out"}
 
 
@@ -185,9 +183,9 @@ MANY = {"instance_count": 2, "output": "s3://bucket/out"}
         ({"output": "s3://bucket/out"}, {}, "/opt/ml/checkpoints", "s3://bucket/out/checkpoints/llama_v2"),
         ({"checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
         ({}, {}, "/opt/ml/checkpoints", None),
-        pytest.param(MANY, {}, "s3://bucket/out/checkpoints/llama_v2", None, marks=s3_checkpoints),
-        pytest.param({**MANY, "checkpoints": "s3://bucket/c"}, {}, "s3://bucket/c", None, marks=s3_checkpoints),
-        pytest.param(MANY, {"checkpoint_dir": "s3://bucket/x"}, "s3://bucket/x", None, marks=s3_checkpoints),
+        (MANY, {}, "s3://bucket/out/checkpoints/llama_v2", None),
+        ({**MANY, "checkpoints": "s3://bucket/c"}, {}, "s3://bucket/c", None),
+        (MANY, {"checkpoint_dir": "s3://bucket/x"}, "s3://bucket/x", None),
         (
             {**MANY, "fsx": "fs-0123456789abcdef0:/m", "subnets": ["subnet-1"], "security_groups": ["sg-1"]}, {},
             "/opt/ml/input/data/fsx/checkpoints/llama_v2", None,
@@ -203,7 +201,6 @@ def test_sagemaker_keeps_checkpoints_where_all_instances_write(
         assert [job.hyperparameters["checkpoint_dir"]] in ([written], [[written]])
 
 
-@s3_checkpoints
 def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixture[str]) -> None:
     said = dry_run(
         capsys, "sagemaker", "--instance_count", "2", "--instance_type", "ml.p5.48xlarge", "--role", ROLE,
