@@ -153,13 +153,15 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     total_steps = count_steps(args, train_data)
 
     found = look_for_checkpoint(args)
+    if found is not None:
+        backend.check_checkpoint(found)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     if found is not None:
         log.info("Weights and optimizer: those of %s", found.path)
     elif spec.pretrained is None:
-        log.info("Initial weights: drawn from seed %d", args.seed)
+        log.info("Initial weights: drawn %s seed %d", backend.draws, args.seed)
     else:
         log.info("Initial weights: read from %s", spec.pretrained)
     optimizer = train_utils.build_optimizer(
@@ -322,6 +324,8 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     with run.throughput.data_wait():
         try:
             micro_batches = next(batches)
+            for batch in micro_batches:
+                run.backend.check_rows(batch.attention_mask, batch.samples)
         except Exception as error:
             # The others are about to enter this step's collectives: take part with nothing, then stop together.
             failure = error
@@ -424,6 +428,8 @@ def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
             raise AskedToStop
         with runtime.together("reading the validation data"):
             some = list(islice(batches, READ_TOGETHER))
+            for batch in some:
+                run.backend.check_rows(batch.attention_mask, batch.samples)
         yield from some
 
 

@@ -196,6 +196,15 @@ def read_smp_config(path: str) -> list[Given]:
     return [Given("mp_parameters", content, f"--smp_config {path}", f"config file {path}")]
 
 
+def launched_by_smp(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return SMP's configuration as the launcher gives it, by key; what has no effect or no value is left out."""
+    variable = "SM_HP_MP_PARAMETERS"
+    if variable not in environ:
+        return {}
+    given = Given("mp_parameters", environ[variable], variable, variable)
+    return {name: value for name, value, _ in _settings(given, [])}
+
+
 def _settings(given: Given, notes: list[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield (our flag, its value, source) for a setting under any name; empty ones are dropped."""
     if given.name == "mp_parameters":

@@ -26,24 +26,33 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
     """Return the backend that ``--backend`` asks for, and in a few words why it was taken; collective.
 
     ``auto`` takes SMP where ``torch.sagemaker`` can be imported and initialised, and the native backend otherwise,
-    after a warning that names the cause where there is a ``torch.sagemaker``.
+    after a warning that names the cause where there is a ``torch.sagemaker``; so does the error where the native
+    backend cannot run either, as in SMP's own containers, whose torch is too old for it.
     """
     if args.backend == "native":
         return _native(args, ranks, device), "--backend native"
     if args.backend == "smp":
         with runtime.together("starting SMP"):
+            smp_library.check_launcher(args, ranks.world_size)
             library = smp_library.start(args, ranks.world_size)
         return _smp(args, ranks, device, library), "--backend smp"
     if runtime.any_rank(not runtime.smp_installed()):
         return _native(args, ranks, device), "this torch has no torch.sagemaker"
+    # Not a reason to do without SMP: one of the two is a mistake.
+    with runtime.together("reading SMP's configuration"):
+        smp_library.check_launcher(args, ranks.world_size)
     library, failure = None, None
     try:
         library = smp_library.start(args, ranks.world_size)
     except ConfigError as cause:
         failure = cause
     if runtime.any_rank(failure is not None):
-        logger.warning("SMP is here but cannot be used: %s", failure or "another rank's message says why")
-        return _native(args, ranks, device), "SMP cannot be used here"
+        cause = f"SMP is here but cannot be used: {failure or 'the message of another rank says why'}"
+        logger.warning("%s", cause)
+        try:
+            return _native(args, ranks, device), "SMP cannot be used here"
+        except ConfigError as refused:
+            raise ConfigError(f"{cause}; and natively: {refused}") from failure
     return _smp(args, ranks, device, library), "torch.sagemaker is here"
 
 
@@ -54,8 +63,8 @@ def _native(args: Arguments, ranks: Runtime, device: torch.device) -> Backend:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < OLDEST_TORCH:
         raise ConfigError(
-            f"the native backend needs torch 2.6 or newer, this is {torch.__version__}; upgrade torch, or use "
-            "--backend smp inside the SMP container"
+            f"the native backend needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, this is {torch.__version__}; "
+            "upgrade torch, or use --backend smp inside the SMP container"
         )
     arguments.refuse_natively(args)
     from smp_train.backends.native import NativeBackend

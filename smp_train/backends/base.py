@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.saver import Saver
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Backend(ABC):
 
     name: str
     topology: Topology
+    draws = "from"
+    """Completes "initial weights: drawn ... seed N"."""
 
     @abstractmethod
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
@@ -48,6 +51,12 @@ class Backend(ABC):
         Without ``initial`` the weights are left unset, for `load_state` to fill: what a run started from need not be
         there when it resumes. Raises `ConfigError` for a model, or a sequence length in tokens, that the mesh does
         not divide.
+        """
+
+    def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:  # noqa: B027
+        """Raise `DataError` for a batch just read, on the host, that cannot be computed; not collective.
+
+        ``attention_mask`` is int64 ``[batch, seq]`` or None, ``samples`` what each row is called, or nothing.
         """
 
     @abstractmethod
@@ -85,6 +94,10 @@ class Backend(ABC):
     @abstractmethod
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Return ``values``, on the device, summed over all ranks that hold different tokens; collective."""
+
+    def check_checkpoint(self, found: Checkpoint) -> None:
+        """Raise `CheckpointError` for a checkpoint that this backend cannot resume from; the same on all ranks."""
+        found.check_names()
 
     @property
     def saver(self) -> Saver:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ from smp_train.arguments import checkpointing
 from smp_train.backends import smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
+from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.saver import Saver
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.models import build
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import canonical_name, module_initialiser
@@ -46,6 +48,7 @@ class SmpBackend(Backend):
         refuse(args)
         self.args, self.device, self.library = args, device, library
         self.transforms = transforms(args)
+        self.draws = "by SMP, from" if self.transforms else "from"
         self.state = library.state
         tensor, context, expert = (
             args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree,
@@ -72,6 +75,7 @@ class SmpBackend(Backend):
         self._fp8 = Fp8(args, self.state, device) if args.fp8 else None
         self._root: Any = None
         self._chunked = False
+        self._vocab_size = 0
         self._matrices: set[str] = set()
         self._tree: smp_state.Tree | None = None
         self._saver = Saver()
@@ -88,21 +92,45 @@ class SmpBackend(Backend):
             return 1
         return min(per_node, ranks) if "hybrid" in self.args.sharding_strategy else ranks
 
+    def check_checkpoint(self, found: Checkpoint) -> None:
+        """See `Backend.check_checkpoint`: what tensor and expert ranks hold is cut as only they can read it."""
+        if not self.transforms:
+            found.check_names()
+            return
+        found.check_names(smp_saver.SMP_NAMES)
+        saved = found.meta.get("mesh", {})
+        ours = self.topology.mesh
+        kinds = ("tensor", "expert")
+        if any(int(saved.get(kind, ours[kind])) != ours[kind] for kind in kinds):
+            theirs, here = (
+                " and ".join(f"--{kind}_parallel_degree {mesh.get(kind, 1)}" for kind in kinds)
+                for mesh in (saved, ours)
+            )
+            raise CheckpointError(
+                f"{found.path} was saved with {theirs}, and this run has {here}: SMP's tensor and expert ranks read "
+                "their own cuts only; resume with the degrees it was saved with, or from what --save_final_model 1 wrote"
+            )
+
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build, transform, shard, checkpoint and offload: the canonical order of SMP's own scripts."""
         args = self.args
+        refuse_model(spec.config, args)
         pieces = 2 * self.topology.cp_size
         if self.topology.cp_size > 1 and seq_len % pieces:
             raise ConfigError(
                 f"--max_context_width {seq_len} does not split into the {pieces} pieces that "
                 f"--context_parallel_degree {self.topology.cp_size} needs; make it a multiple of {pieces}"
             )
+        self._vocab_size = int(spec.config.vocab_size)
         weights = spec.pretrained if initial else None
         spec.config.delayed_param = args.delayed_param
         model: Any = build.build_meta(spec, attn_implementation=args.attn_implementation)
         real = smp_model.give_weights(model, weights, delayed=args.delayed_param, seed=seed)
         own = None if self.transforms else module_initialiser(model, seed)
         layer = type(build.decoder_layers(model)[0][1])
+        # What SMP draws itself comes from torch's generators, alike on all ranks, so that replicas are equal.
+        random.seed(seed)
+        torch.manual_seed(seed)
         if self.transforms:
             model, layer = smp_model.transform(
                 self.library, model, args, from_rank0=weights is not None, real=real
@@ -122,22 +150,53 @@ class SmpBackend(Backend):
         dist.barrier()
         smp_model.checkpoint(self._root, args, layer, self._fp8)
         wrapped = smp_model.offload(self._root) if args.sm_activation_offloading else self._root
+        sharded = self._settle_layout()
         self._saver = smp_saver.make(
             self.state,
             self._root,
-            sharded=self.shard > 1,
+            sharded=sharded,
             transformed=self.transforms,
             parted=self.topology.tp_size > 1 or args.expert_parallel_degree > 1,
         )
+        if args.checkpoint_type == "async_sharded" and self._saver.begin is None and not self._saver.in_background:
+            logger.info("--checkpoint_type async_sharded: training waits for each save, as SMP begins in the "
+                        "background only what is cut over ranks, and --hybrid_shard_degree is 1")  # fmt: skip
         self._tree = smp_state.Tree(
-            self._root, names, sharded=self.shard > 1, device=self.device, raw=self._saver.begin is not None
+            self._root, names, sharded=sharded, device=self.device, raw=self._saver.begin is not None
         )
         return wrapped
+
+    def _settle_layout(self) -> bool:
+        """Tell whether parameters are cut, by what FSDP has made of the strategy, and put the mesh right by it."""
+        import torch.distributed.fsdp as fsdp
+
+        whole = self._root.sharding_strategy is fsdp.ShardingStrategy.NO_SHARD
+        shard = 1 if whole else int(self._root.process_group.size())
+        if shard != self.shard:
+            logger.warning("SMP cuts parameters over %d ranks, not over %d as --hybrid_shard_degree and "
+                           "--sharding_strategy had it", shard, self.shard)  # fmt: skip
+            ranks = dist.get_world_size() // (self.topology.tp_size * self.args.expert_parallel_degree)
+            self.topology.mesh.update(replicate=ranks // shard, shard=max(1, shard // self.topology.cp_size))
+            self.shard = shard
+        return shard > 1
 
     @property
     def saver(self) -> Saver:
         """See `Backend.saver`."""
         return self._saver
+
+    def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:
+        """See `Backend.check_rows`: without a mask, causal attention hides padding behind a row, and no other."""
+        if attention_mask is None or not self.transforms:
+            return
+        in_front = (attention_mask[:, 1:] > attention_mask[:, :-1]).any(dim=1)
+        if bool(in_front.any()):
+            row = int(in_front.nonzero()[0])
+            name = samples[row] if row < len(samples) and samples[row] else "a row"
+            raise DataError(
+                f"{name} has padding in front of its tokens, which SMP's own implementation of the model cannot mask; "
+                "pad rows behind, or use --backend native"
+            )
 
     def loss_sum(
         self,
@@ -154,14 +213,16 @@ class SmpBackend(Backend):
         """
         targets = losses.shift(labels)
         if self.topology.cp_size > 1:
-            _check_padding(attention_mask)
-            input_ids, targets, attention_mask = self._piece(input_ids), self._piece(targets), None
-        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+            input_ids, targets = self._piece(input_ids), self._piece(targets)
+        # SMP's own implementation is causal by itself, and Transformer Engine's masks mean the opposite of ours.
+        mask = None if self.transforms else attention_mask
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask}
         if position_ids is not None:
             inputs = {"input_ids": input_ids, **packed_inputs(self._root.module, position_ids)}
         if self.transforms:
             with self._fp8.forward() if self._fp8 is not None else nullcontext():
                 logits = model(**inputs)["logits"]
+            smp_model.check_logits(logits, input_ids, self._vocab_size)
             loss = losses.cross_entropy_sum(logits, targets)
         elif self._chunked:
             loss = model(**inputs, targets=targets)
@@ -245,6 +306,11 @@ def refuse(args: Arguments) -> None:
         raise ConfigError(f"--expert_parallel_degree {args.expert_parallel_degree} needs --moe 1, SMP's own experts")
     if args.expert_parallel_degree > 1 and args.context_parallel_degree > 1:
         raise ConfigError("--context_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP")
+    if args.tensor_parallel_degree > 1 and args.hybrid_shard_degree == 1 and args.distributed_backend == "smddp":
+        raise ConfigError(
+            "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does "
+            "that over nccl only; give --distributed_backend nccl, or another shard degree"
+        )
     if args.fp8 and not transforms(args):
         raise ConfigError("--fp8 1 with --backend smp needs SMP's own implementation; give --use_smp_implementation 1")
     if args.fp8 and args.sm_activation_offloading:
@@ -267,10 +333,14 @@ def refuse(args: Arguments) -> None:
         )
 
 
-def _check_padding(attention_mask: Tensor | None) -> None:
-    """Causal attention hides padding behind a row from all before it; SMP's split sequences take no mask."""
-    if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
-        raise DataError(
-            "a row has padding in front of its tokens, which --context_parallel_degree on SMP cannot mask; "
-            "pad rows behind, or use --backend native"
-        )
+def refuse_model(config: Any, args: Arguments) -> None:
+    """Raise `ConfigError` for a Mistral that looks back a window, and what SMP does not have for it."""
+    window = getattr(config, "sliding_window", None)
+    if config.model_type != "mistral" or window is None:
+        return
+    for name, given in (("fp8", args.fp8), ("context_parallel_degree", args.context_parallel_degree > 1)):
+        if given:
+            raise ConfigError(
+                f"a Mistral with a sliding window of {window} tokens with --{name} {int(getattr(args, name))}: SMP has "
+                f"not both; leave --{name} out, take a model without a window, or use --backend native"
+            )

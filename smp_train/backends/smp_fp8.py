@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -70,5 +71,10 @@ class Fp8:
 
 def _version() -> tuple[int, ...]:
     text = getattr(importlib.import_module("transformer_engine"), "__version__", "")
+    if not text:
+        try:
+            text = importlib.metadata.version("transformer_engine")
+        except importlib.metadata.PackageNotFoundError:
+            text = ""  # of what is built from source and says nothing: that of the last containers
     numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
     return numbers or NAMED_BY_STATE

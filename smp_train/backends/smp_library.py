@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
+from smp_train.arguments.parse import launched_by_smp
 from smp_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,6 +18,10 @@ if TYPE_CHECKING:
 
 CLUSTERS = Path("/var/log/aws/clusters")
 """What SMP looks at to see that it runs on HyperPod; containers must mount it."""
+
+
+BROUGHT_BY = {"context_parallel_degree": "context_parallel", "expert_parallel_degree": "moe"}
+"""Configuration keys that older releases do not know, by the module that came with them."""
 
 
 def start(args: Arguments, world_size: int) -> Any:
@@ -27,20 +34,52 @@ def start(args: Arguments, world_size: int) -> Any:
     try:
         library = importlib.import_module("torch.sagemaker")
     except Exception as failure:  # a closed library: anything may come out of it
-        raise ConfigError(f"torch.sagemaker cannot be imported: {reason(failure)}; use --backend native") from failure
+        raise ConfigError(f"torch.sagemaker cannot be imported: {_refused(failure)}; use --backend native") from failure
+    config = configuration(args, world_size)
     try:
-        library.init(configuration(args, world_size))
+        library.init(known_keys(config))
     except Exception as failure:
-        raise ConfigError(f"torch.sagemaker.init refuses: {reason(failure)}") from failure
+        raise ConfigError(f"torch.sagemaker.init refuses: {_refused(failure)}") from failure
+    check_state(library, config)
     return library
 
 
+def check_launcher(args: Arguments, world_size: int) -> None:
+    """Raise `ConfigError` where SMP, which lets ``SM_HP_MP_PARAMETERS`` win, would run with other values than ours."""
+    ours = configuration(args, world_size)
+    for key, theirs in launched_by_smp(os.environ).items():
+        if theirs != ours[key]:
+            raise ConfigError(
+                f"SM_HP_MP_PARAMETERS sets {key} to {theirs}, which SMP takes whatever else is said, and the run's "
+                f"other settings make it {ours[key]}; give it in one place"
+            )
+
+
+def check_state(library: Any, config: dict[str, Any]) -> None:
+    """Raise `ConfigError` where SMP's state has other degrees than it was given; 0 leaves the shard degree to SMP."""
+    for dimension in ("tensor_parallel", "context_parallel", "expert_parallel", "hybrid_shard"):
+        key = f"{dimension}_degree"
+        theirs = getattr(library.state, key, None)
+        ours = config.get(key, 1)
+        if ours and theirs is not None and int(theirs) != ours:
+            raise ConfigError(
+                f"torch.sagemaker.init was given {key} {ours} and has {int(theirs)}; "
+                "look for another source of SMP's configuration, or use --backend native"
+            )
+
+
 def reason(failure: Exception) -> str:
-    """Return what a failure of SMP says, and the one thing about its container that most often is the cause."""
-    said = " ".join(str(failure).split()) or type(failure).__name__
-    if not CLUSTERS.is_dir():
-        said += f" (SMP checks that it runs on HyperPod by {CLUSTERS}, which is not here: mount it into the container)"
-    return said
+    """Return what a failure of SMP says, in one line."""
+    return " ".join(str(failure).split()) or type(failure).__name__
+
+
+def _refused(failure: Exception) -> str:
+    """Return why SMP does not start: what it says, and the one thing about its container that is often the cause."""
+    # What is wrong with the configuration has nothing to do with where it runs.
+    if isinstance(failure, ValueError | TypeError) or CLUSTERS.is_dir() or runtime.is_sagemaker(os.environ):
+        return reason(failure)
+    hint = f"on HyperPod, SMP needs {CLUSTERS} of the host mounted into its container; it is not here"
+    return f"{reason(failure)} ({hint})"
 
 
 def part(name: str, wanted_by: str, since: str = "") -> Any:
@@ -68,8 +107,12 @@ def moe_config(args: Arguments, *, reads_weights: bool) -> Any:
 
 def context_options(library: Any, args: Arguments) -> dict[str, Any]:
     """Return what ``transform`` is told of context parallelism; releases before 2.6 know one way only."""
-    if "cp_comm_type" in inspect.signature(library.transform).parameters:
+    parameters = inspect.signature(library.transform).parameters
+    if "cp_comm_type" in parameters:
         return {"cp_comm_type": args.cp_comm_type}
+    passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if args.cp_comm_type != "p2p" and passes_on:
+        return {"cp_comm_type": args.cp_comm_type}  # what it does not have, it refuses itself
     if args.cp_comm_type != "p2p":
         raise ConfigError(
             f"--cp_comm_type {args.cp_comm_type} came with SMP 2.6, and this release has p2p only; leave it out"
@@ -81,9 +124,9 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     """Return the configuration for ``torch.sagemaker.init``: every key that has a flag, in the type SMP expects.
 
     What the launcher gives (``SM_HP_MP_PARAMETERS``, ``--mp_parameters``) and ``--smp_config`` is in the flags already,
-    by their order of precedence; SMP reads the first itself and comes to the same. A shard degree that is left open is
-    SMP's to settle; not so with context or expert parallelism, where it is said, and is what the native backend takes:
-    as many ranks as there are.
+    by their order of precedence. SMP reads the first itself and lets it win, hence `check_launcher`. A shard degree
+    that is left open is SMP's to settle; not so with context or expert parallelism, where it is said, and is what the
+    native backend takes: as many ranks as there are.
     """
     shard = int(args.hybrid_shard_degree or 0)
     if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):
@@ -100,3 +143,9 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
         "expert_parallel_degree": int(args.expert_parallel_degree),
         "random_seed": int(args.seed if args.random_seed is None else args.random_seed),
     }
+
+
+def known_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration without the degrees of 1 that the release imported has no module for."""
+    older = {key for key, module in BROUGHT_BY.items() if not importlib.util.find_spec(f"torch.sagemaker.{module}")}
+    return {key: value for key, value in config.items() if key not in older or value != 1}

@@ -62,6 +62,8 @@ def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bo
         try:
             with around:
                 model = library.transform(model, **options)
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            raise
         except Exception as failure:
             raise ConfigError(
                 f"torch.sagemaker.transform refuses this model: {smp_library.reason(failure)}; SMP's own "
@@ -210,6 +212,16 @@ def chunk_loss(model: Any) -> None:
         return losses.linear_cross_entropy_sum(hidden, head.weight, targets, bias=head.bias)
 
     model.forward = forward
+
+
+def check_logits(logits: Tensor, input_ids: Tensor, vocab_size: int) -> None:
+    """Raise `ConfigError` unless a transformed model returns the logits of every token over the whole vocabulary."""
+    shape = [*input_ids.shape, vocab_size]
+    if list(logits.shape) != shape:
+        raise ConfigError(
+            f"SMP's own implementation returns logits of shape {list(logits.shape)}, where {shape} is what the loss is "
+            "computed from; train without tensor parallelism and --use_smp_implementation, or use --backend native"
+        )
 
 
 class ScaleGradient(torch.autograd.Function):

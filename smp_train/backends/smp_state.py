@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from smp_train.checkpoints.state import canonical_name, create_optimizer_state
+from smp_train.errors import CheckpointError
 
 try:
     from torch.distributed.tensor import DTensor, Shard
@@ -61,7 +62,15 @@ class Tree:
             )
 
     def _arranged(self, model: dict[str, Any], optim: dict[str, Any], *, convert: bool) -> dict[str, Any]:
+        for what, found in (("model", model), ("optimizer", optim["state"])):
+            lacking = sorted(self.names - set(found))
+            if lacking:
+                raise CheckpointError(
+                    f"FSDP's state of the {what} lacks {len(lacking)} of {len(self.names)} parameters ({lacking[0]}, "
+                    "...): what is not whole is neither saved nor loaded; use another release of SMP, or --backend native"
+                )
         made = self._as_dtensor if convert else lambda value: value
+        # What is no parameter stays out: Transformer Engine's _extra_state, the history of FP8's scales.
         tensors = {name: made(value) for name, value in model.items() if name in self.names}
         state = {
             name: {key: made(value) for key, value in values.items()}

@@ -98,22 +98,24 @@ def show(options: argparse.Namespace) -> int:
 
     path = Path(options.source).expanduser()
     if not is_checkpoint_folder(path) and (path / DCP_METADATA).is_file():  # another program's
-        reader = open_storage(path.parent).reader(path.name)
+        readers = [open_storage(path.parent).reader(path.name)]
         facts: dict[str, Any] = {"path": str(path), "format": "DCP tree of another program"}
-        facts |= plain_values(reader)
+        facts |= plain_values(readers[0])
     else:
         found = newest(options.source)
-        reader = found.reader()
+        readers = [found.reader(part) for part in found.parts]
         facts = {"path": found.path, "step": found.step, "bytes": sum(r.size for r in found.committed.files.values())}
         config = found.meta.get("model_config") or {}
         facts |= {"model": config.get("model_type", "unknown")}
         facts |= {key: value for key, value in found.meta.items() if key not in ("model_config", "arguments", "step")}
     kinds: dict[str, list[int]] = {}
-    for key, entry in saved_entries(reader).items():
-        if hasattr(entry, "size"):
-            kinds.setdefault(key.split(".")[0], []).append(entry.size.numel())
+    for reader in readers:
+        for key, entry in saved_entries(reader).items():
+            if hasattr(entry, "size"):
+                kinds.setdefault(key.split(".")[0], []).append(entry.size.numel())
+    among = f" in {len(readers)} parts" if len(readers) > 1 else ""
     for kind, counts in kinds.items():
-        facts[kind] = f"{len(counts)} tensors, {sum(counts):,} numbers"
+        facts[kind] = f"{len(counts)} tensors, {sum(counts):,} numbers{among}"
     for key, value in facts.items():
         print(f"{key + ':':<12} {value if isinstance(value, str) else json.dumps(value)}")
     return 0
@@ -168,6 +170,8 @@ def convert(options: argparse.Namespace) -> int:
     source = Path(options.source).expanduser()
     if not source.exists():
         raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
+    if (source / COMMITTED).exists():
+        open_checkpoint(source).check_names()
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")

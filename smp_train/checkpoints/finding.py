@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
 from smp_train.checkpoints.record import COMMITTED, META, Committed, parse_folder_name
-from smp_train.checkpoints.saver import HUGGING_FACE, Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
 from smp_train.checkpoints.storage import Storage, interrupted, open_storage
 from smp_train.errors import CheckpointError
 
@@ -62,6 +62,11 @@ class Checkpoint:
                 why = "is of SMP's own implementation of the model, and resumes on --backend smp with the same degrees "
                 why += "only; what --save_final_model 1 writes there can be loaded anywhere"
             raise CheckpointError(f"{self.path} {why}")
+
+    @property
+    def parts(self) -> list[str]:
+        """Sub-folders of its trees: one, without a name, unless ranks of SMP had parameters of their own."""
+        return sorted(os.path.dirname(name) for name in self.committed.files if os.path.basename(name) == METADATA)
 
     def reader(self, part: str = "") -> Reader:
         """Return the reader of its tensors, those in the sub-folder ``part``."""

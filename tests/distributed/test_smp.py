@@ -8,16 +8,23 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from smp_train import arguments
+from smp_train.backends import smp_fp8, smp_library, smp_model
+from smp_train.backends.smp import SmpBackend, refuse, refuse_model
+from smp_train.errors import ConfigError, SmpTrainError
 from tests import harness
 from tests.smp import (
     DATA,
     MIXTRAL,
     NATIVE,
     NEOX,
+    Journal,
     alike,
     install,
     numbers,
@@ -89,20 +96,61 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys()
 
 
+def initial_weights(command_line: list[str]) -> dict[str, list[float]]:
+    """Train on this rank, and return what it held of each parameter before the first step."""
+    build, found = SmpBackend.build, {}
+
+    def built(*args: Any, **options: Any) -> torch.nn.Module:
+        model = build(*args, **options)
+        found.update({name: p.detach().flatten().tolist() for name, p in model.named_parameters()})
+        return model
+
+    SmpBackend.build = built  # type: ignore[method-assign]
+    train_on_smp(command_line)
+    return found
+
+
+def test_the_seed_draws_the_weights_of_a_transformed_model(tmp_path: Path) -> None:
+    changes = {"max_steps": 1, "tensor_parallel_degree": 2, "hybrid_shard_degree": 1, "num_layers": 1}
+    one = harness.run(initial_weights, 4, smp(tmp_path / "1", seed=1, **changes))
+    assert one[0] == one[2]  # replicas of the two tensor ranks
+    assert one[1] == one[3]
+    (two, _) = harness.run(initial_weights, 2, smp(tmp_path / "2", seed=2, **changes))
+    assert {name for name in two if two[name] == one[0][name]} == {name for name in two if "norm" in name}
+    said = (tmp_path / "2" / "run" / "logs" / "rank-0.log").read_text()
+    assert "Initial weights: drawn by SMP, from seed 2" in said
+
+
 # --- configuration ----------------------------------------------------------------------------------
+
+
+LAUNCHED = json.dumps({"hybrid_shard_degree": 2, "random_seed": 7})
 
 
 def test_configuration_comes_from_the_launcher_and_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "smp.json"
     file.write_text(json.dumps({"hybrid_shard_degree": 1, "activation_loading_horizon": 4, "allow_empty_shards": True}))
-    launcher = json.dumps({"hybrid_shard_degree": 2, "random_seed": 7})
     journals = harness.run(
-        train_on_smp, 2, smp(tmp_path, max_steps=1, smp_config=file), SM_HP_MP_PARAMETERS=launcher
+        train_on_smp, 2, smp(tmp_path, max_steps=1, smp_config=file), SM_HP_MP_PARAMETERS=LAUNCHED
     )
     config = eval(dict(journals[0])["init"]["config"])
     assert (config["hybrid_shard_degree"], config["activation_loading_horizon"]) == (2, 4)
     assert (config["allow_empty_shards"], config["random_seed"]) == (True, 7)
     assert "--allow_empty_shards" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+
+
+def test_a_launcher_that_says_otherwise_is_refused(tmp_path: Path) -> None:
+    asked = flags(tmp_path, backend="auto", **DATA, hybrid_shard_degree=1)
+    for said in harness.run(refusal_of, 2, asked, True, SM_HP_MP_PARAMETERS=LAUNCHED):
+        assert "SM_HP_MP_PARAMETERS sets hybrid_shard_degree to 2" in said
+        assert "make it 1" in said
+
+
+def test_a_library_that_settles_on_other_degrees_is_refused() -> None:
+    library = SimpleNamespace(state=SimpleNamespace(tensor_parallel_degree=1, hybrid_shard_degree=4))
+    smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 0})
+    with pytest.raises(ConfigError, match="given hybrid_shard_degree 2 and has 4"):
+        smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 2})
 
 
 # --- from weights, with SMP's own implementation ---------------------------------------------------
@@ -176,6 +224,33 @@ def test_finetunes_like_the_native_backend(
             assert ("use_cpu_initialization=True" in facts["transform"]["config"]) == (rank == 0)
 
 
+def padded(folder: Path, *, in_front: int) -> dict[str, Any]:
+    """Return the flags of a data set of 4 padded rows, ``in_front`` of them in front of their tokens."""
+    folder.mkdir()
+    rows = []
+    for index in range(4):
+        mask = [1] * (50 - index) + [0] * (14 + index)
+        ids = [(7 * index + 31 * place) % 4096 for place in range(64)]
+        rows.append({"input_ids": ids, "attention_mask": mask[::-1] if index < in_front else mask})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {**DATA, "training_dir": folder, "max_steps": 2}
+
+
+@pytest.mark.slow
+def test_rows_padded_behind_need_no_mask(folders: dict[str, Path], tmp_path: Path) -> None:
+    changes = {**padded(tmp_path / "data", in_front=0), **tuned(folders["llama"]), "train_batch_size": 4}
+    harness.run(train_on_smp, 2, flags(tmp_path / "smp", **changes, tensor_parallel_degree=2, backend="smp"))
+    train_alone(flags(tmp_path / "native", **changes))
+    alike(numbers(tmp_path / "smp"), numbers(tmp_path / "native"))
+
+
+def test_a_row_padded_in_front_stops_all_ranks(tmp_path: Path) -> None:
+    changes = padded(tmp_path / "data", in_front=1)  # read by one of the two
+    asked = flags(tmp_path, **changes, train_batch_size=2, use_smp_implementation=1, backend="smp")
+    for said in harness.run(refusal_of, 2, asked, True):
+        assert "has padding in front of its tokens" in said
+
+
 # --- FP8: Transformer Engine's contexts around SMP's layers ----------------------------------------
 
 
@@ -201,13 +276,51 @@ def test_fp8(model: str, tmp_path: Path) -> None:
         assert passes == (parts if model == "mixtral" else whole)
 
 
+@pytest.mark.parametrize(
+    ("module", "installed", "renamed"),
+    [("1.2.1+c81733f", None, True), ("1.10.0", "1.2.1", False), (None, "1.2.1", True), (None, None, False)],
+)
+def test_transformer_engines_of_before_take_another_name(
+    module: str | None, installed: str | None, renamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.metadata
+    import sys
+
+    engine = ModuleType("transformer_engine")
+    if module is not None:
+        engine.__version__ = module  # type: ignore[attr-defined]
+
+    def version(name: str) -> str:
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setitem(sys.modules, "transformer_engine", engine)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    fp8 = object.__new__(smp_fp8.Fp8)
+    fp8._engine = SimpleNamespace(checkpoint=dict)
+    fp8._state = SimpleNamespace(tp_process_group=None, get_rng_state_tracker="tracker")
+    options = fp8.checkpoint()()
+    assert ("get_cuda_rng_tracker" in options, "use_reentrant" in options) == (renamed, not renamed)
+
+
 # --- where SMP cannot be used ----------------------------------------------------------------------
 
 
-def train_where_smp_refuses(command_line: list[str]) -> tuple[int, str]:
+def train_where_smp_refuses(
+    command_line: list[str], torch_needed: tuple[int, int] | None = None, failure: type[Exception] = RuntimeError
+) -> tuple[int, str]:
     """Train with a `torch.sagemaker` whose init fails; return the exit code and what was logged."""
     import io
+    import os
     from contextlib import redirect_stdout
+
+    from smp_train import backends
+
+    if torch_needed is not None:
+        backends.OLDEST_TORCH = torch_needed  # type: ignore[misc]
+    for name in [name for name in os.environ if name.startswith("SM_")]:
+        del os.environ[name]  # not in a SageMaker job
 
     from smp_train.errors import SmpTrainError
 
@@ -215,7 +328,7 @@ def train_where_smp_refuses(command_line: list[str]) -> tuple[int, str]:
     import torch.sagemaker as tsm
 
     def refuse(config: Any) -> None:
-        raise RuntimeError("this platform is not supported")
+        raise failure("this platform is not supported")
 
     tsm.init = refuse
     with redirect_stdout(io.StringIO()) as out:
@@ -231,7 +344,7 @@ def test_an_unusable_library_is_named_and_done_without(tmp_path: Path) -> None:
     assert code == 0
     assert "SMP is here but cannot be used" in said
     assert "this platform is not supported" in said
-    assert "/var/log/aws/clusters" in said
+    assert "on HyperPod, SMP needs /var/log/aws/clusters" in said
     assert "Backend: native (SMP cannot be used here)" in said
 
 
@@ -239,6 +352,14 @@ def test_an_unusable_library_stops_who_asks_for_it(tmp_path: Path) -> None:
     for code, said in harness.run(train_where_smp_refuses, 2, smp(tmp_path)):
         assert code == 2
         assert "torch.sagemaker.init refuses: this platform is not supported" in said
+
+
+def test_where_neither_backend_can_run_both_causes_are_named(tmp_path: Path) -> None:
+    asked = flags(tmp_path, backend="auto")
+    ((code, said),) = harness.run(train_where_smp_refuses, 1, asked, (9, 9), ValueError)
+    assert code == 2
+    assert "init refuses: this platform is not supported;" in said  # not a failure that a mount explains
+    assert "the native backend needs torch 9.9 or newer" in said
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -260,14 +381,46 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def refusal_of(command_line: list[str], installed: bool) -> str:
-    from smp_train.errors import ConfigError
+def resolved(folder: Path, **changes: Any) -> Any:
+    return arguments.parse(smp(folder, **changes)).args
+
+
+def test_unsharded_tensor_ranks_do_not_go_over_smddp(tmp_path: Path) -> None:
+    changes = {"tensor_parallel_degree": 2, "distributed_backend": "smddp"}
+    refuse(resolved(tmp_path, **changes))
+    with pytest.raises(ConfigError, match="over nccl only"):
+        refuse(resolved(tmp_path, **changes, hybrid_shard_degree=1))
+
+
+@pytest.mark.parametrize("given", ["fp8", "context_parallel_degree"])
+def test_what_smp_has_not_for_a_sliding_window_is_refused(given: str, tmp_path: Path) -> None:
+    args = resolved(tmp_path, **{given: 2 if "degree" in given else 1})
+    for kind, window, refused in (("mistral", 8, True), ("mistral", None, False), ("llama", None, False)):
+        config = SimpleNamespace(model_type=kind, sliding_window=window)
+        if not refused:
+            refuse_model(config, args)
+            continue
+        with pytest.raises(ConfigError, match=f"sliding window of 8 tokens with --{given}"):
+            refuse_model(config, args)
+
+
+def test_logits_of_a_part_of_the_vocabulary_are_refused() -> None:
+    smp_model.check_logits(torch.zeros(2, 3, 8), torch.zeros(2, 3), 8)
+    with pytest.raises(ConfigError, match=r"logits of shape \[2, 3, 4\], where \[2, 3, 8\]"):
+        smp_model.check_logits(torch.zeros(2, 3, 4), torch.zeros(2, 3), 8)
+
+
+def refusal_of(command_line: list[str], installed: bool, **environ: str) -> str:
+    import os
+
+
+    os.environ.update(environ)
 
     if installed:
         install()
     try:
         train(command_line)
-    except ConfigError as error:
+    except SmpTrainError as error:
         return str(error)
     return "it trained"
 
@@ -303,6 +456,34 @@ def test_older_releases(case: str, tmp_path: Path) -> None:
     assert said in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     resumed = smp(tmp_path, max_steps=3, resume_from_checkpoint=tmp_path / "checkpoints", **changes)
     harness.run(train_on_smp, world, resumed, release)
+
+
+def before_context_parallelism(command_line: list[str]) -> Journal:
+    """Train by a release that has neither context parallelism nor its key."""
+    import sys
+
+    sys.modules["torch.sagemaker.context_parallel"] = None  # type: ignore[assignment]
+    return train_on_smp(command_line, "2.4")
+
+
+def test_a_release_is_not_given_keys_that_came_later(tmp_path: Path) -> None:
+    (journal,) = harness.run(before_context_parallelism, 1, smp(tmp_path, max_steps=1, num_layers=1))
+    origin = eval(dict(journal)["init"]["origin"])
+    assert {key for key, source in origin.items() if source == "default"} == {"context_parallel_degree"}
+
+
+def test_how_context_ranks_communicate_is_said_to_what_takes_it() -> None:
+    def named(model: Any, cp_comm_type: str = "p2p") -> None: ...
+
+    def anything(*args: Any, **kwargs: Any) -> None: ...
+
+    def told(transform: Any, wanted: str) -> dict[str, Any]:
+        args = SimpleNamespace(cp_comm_type=wanted)
+        return smp_library.context_options(SimpleNamespace(transform=transform), args)  # type: ignore[arg-type]
+
+    assert told(named, "p2p") == {"cp_comm_type": "p2p"}
+    assert told(anything, "all_gather") == {"cp_comm_type": "all_gather"}
+    assert told(anything, "p2p") == {}
 
 
 TOO_OLD = {

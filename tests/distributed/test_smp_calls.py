@@ -163,47 +163,49 @@ def of_savers(journal: Journal) -> list[tuple[str, dict[str, Any]]]:
     return [(what, {key: eval(v) for key, v in facts.items()}) for what, facts in journal if what in SAVERS]
 
 
+BEGUN = ("async_save", None, None)
+NOT_YET = ("maybe_finalize_async_calls", False, False)
+DONE = ("maybe_finalize_async_calls", False, True)
+WAITED = ("maybe_finalize_async_calls", True, True)
+
+
+def sequence(calls: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, Any, Any]]:
+    """Return what was called, whether it was to wait, and whether the save had ended when it returned."""
+    return [(what, facts.get("blocking"), facts.get("ready")) for what, facts in calls]
+
+
 @pytest.mark.slow
 def test_saves_and_loads_by_the_recipe(tmp_path: Path) -> None:
     shared = {"train_batch_size": 1, "tensor_parallel_degree": 2, "hybrid_shard_degree": 2}
-    later = {**ASYNCHRONOUS, "logging_freq": 100}  # nothing asks in between, so each save finds the one before open
-    begun = harness.run(train_on_smp, 8, smp(tmp_path, **shared, **later, max_steps=3))
+    # A save in every step: each finds the one before unfinished when it is asked after, and waits for its end.
+    begun = harness.run(train_on_smp, 8, smp(tmp_path, **shared, **ASYNCHRONOUS, logging_freq=100, max_steps=3))
     resumed = {"checkpoint_freq": 4, "resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": 4}
     ended = harness.run(train_on_smp, 8, smp(tmp_path, **shared, **resumed))
+    at = ("ranks", "coordinator", "action", "storage")
     for rank in range(8):
         peers = [rank // 4 * 4 + rank % 2, rank // 4 * 4 + rank % 2 + 2]
-        saves, action = of_savers(begun[rank]), rank < 4
-        part = {"folder": f"tp{rank % 2}_ep0", "ranks": peers, "coordinator": peers[0], "action": action}
-        # The second replica writes nothing: its shards are those of the first. Who begins a save waits for the last.
-        one = ["async_save", "maybe_finalize_async_calls"]
-        assert [what for what, _ in saves] == (one * 3 if action else [])
+        action = rank < 4  # the second replica writes nothing: its shards are those of the first
+        saves = of_savers(begun[rank])
+        assert sequence(saves) == [BEGUN, NOT_YET, WAITED, BEGUN, NOT_YET, WAITED, BEGUN, WAITED] * action
         assert len({facts["queue"] for _, facts in saves}) == action
         for what, facts in saves:
             if what == "async_save":
-                assert part | {"storage": None} == {key: facts[key] for key in (*part, "storage")}
+                assert facts["folder"] == f"tp{rank % 2}_ep0"
+                assert [facts[key] for key in at] == [peers, peers[0], True, None]
             else:
-                assert (facts["blocking"], facts["pending"], facts["ranks"]) == (True, 1, peers)
-        # All replicas read, each shard group by itself; through SMP's modules, and our storage.
-        (what, read), *rest = of_savers(ended[rank])
-        assert (what, read["storage"]) == ("load", "Reader")
-        at = ("ranks", "coordinator", "action")
-        assert {key: read[key] for key in at} == {key: part[key] for key in at}
-        assert [what for what, _ in rest] == ["save"] * action
-        for _, facts in rest:
-            assert facts["storage"] == "Writer"
-            assert {key: facts[key] for key in at} == {key: part[key] for key in at}
+                assert (facts["pending"], facts["ranks"]) == (1, peers)
+        # All replicas read, each shard group by itself: through SMP's modules, from and to our storage.
+        calls = of_savers(ended[rank])
+        assert [what for what, _ in calls] == ["load", *["save"] * action]
+        for what, facts in calls:
+            storage = {"load": "LocalReader", "save": "LocalWriter"}[what]
+            assert [facts[key] for key in at] == [peers, peers[0], action, storage]
 
 
+@pytest.mark.slow
 def test_a_save_that_takes_its_time_is_asked_after_and_ends_when_it_is_done(tmp_path: Path) -> None:
     shared = {"train_batch_size": 2, **ASYNCHRONOUS, "checkpoint_freq": 3}
     for journal in harness.run(train_on_smp, 2, smp(tmp_path, **shared, max_steps=7)):
-        seen = ("blocking", "ready", "pending")
-        asked = [(what, *(facts.get(key) for key in seen)) for what, facts in of_savers(journal)]
-        begun, not_yet, done = (
-            ("async_save", None, None, None),
-            ("maybe_finalize_async_calls", False, False, 1),
-            ("maybe_finalize_async_calls", False, True, 1),
-        )
-        last = [begun, ("maybe_finalize_async_calls", True, True, 1)]  # as the run ends
-        assert asked == [begun, not_yet, done, begun, not_yet, done, *last]
+        # Saved after 3 and 6, asked after in the steps that follow, and saved as the run ends.
+        assert sequence(of_savers(journal)) == [BEGUN, NOT_YET, DONE, BEGUN, NOT_YET, WAITED, BEGUN, WAITED]
     assert len(list((tmp_path / "checkpoints").glob("*/COMMITTED"))) == 3

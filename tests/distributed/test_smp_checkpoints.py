@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from smp_train.backends import smp_state
+from smp_train.backends.smp import SmpBackend
+from smp_train.checkpoints import Checkpoint, cli
+from smp_train.errors import CheckpointError
 from tests import harness
 from tests.smp import (
     DATA,
@@ -88,7 +93,7 @@ def test_runs_move_between_backends(way: str, world: int, changes: dict[str, Any
 RESUMED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "full": (2, {"train_batch_size": 2}, [""]),
     "degree 2 of 4, asynchronous": (4, {"train_batch_size": 1, "hybrid_shard_degree": 2, **LATER}, [""]),
-    "tp2 shard1": (4, {**TENSOR, "hybrid_shard_degree": 1}, ["tp0_ep0", "tp1_ep0"]),
+    "tp2 shard1": (4, {**TENSOR, "hybrid_shard_degree": 1, **LATER}, ["tp0_ep0", "tp1_ep0"]),
     "tp2 shard2": (4, {**TENSOR, "hybrid_shard_degree": 2}, ["tp0_ep0", "tp1_ep0"]),
     "tp2 shard2, asynchronous": (4, {**TENSOR, "hybrid_shard_degree": 2, **LATER}, ["tp0_ep0", "tp1_ep0"]),
     "cp2": (2, {"train_batch_size": 4, "context_parallel_degree": 2}, [""]),
@@ -106,6 +111,8 @@ def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
     first = tmp_path / "straight" / "checkpoints" / f"{kind}-1steps"
     harness.run(train_on_smp, world, smp(tmp_path / "resumed", **shared, resume_from_checkpoint=first))
     assert numbers(tmp_path / "resumed") == numbers(tmp_path / "straight")[1:]
+    said = (tmp_path / "straight" / "run" / "logs" / "rank-0.log").read_text()
+    assert ("training waits for each save" in said) == (layout == "tp2 shard1")
     last = [tmp_path / each / f"checkpoints/{kind}-3steps" for each in ("straight", "resumed")]
     for part in parts:
         same(*(read_checkpoint(folder / part) for folder in last))
@@ -141,12 +148,40 @@ def test_a_save_captures_the_step_it_was_asked_at(tmp_path: Path) -> None:
         same(*(read_checkpoint(tmp_path / name / f"checkpoints/llama_v2-{step}steps") for name in ("now", "later")))
 
 
+# --- what does not fit ------------------------------------------------------------------------------
+
+
+def test_parameters_that_fsdp_names_otherwise_are_not_left_out_of_a_checkpoint() -> None:
+    tree = object.__new__(smp_state.Tree)
+    tree.names = {"lm.weight", "lm.bias"}
+    both = {"lm.weight": torch.ones(2), "lm.bias": torch.ones(2)}
+    state = {name: {"step": value} for name, value in both.items()}
+    extra = {"lm._extra_state": torch.zeros(1)}
+    assert tree._arranged({**both, **extra}, {"state": state}, convert=False)["model"] == both
+    with pytest.raises(CheckpointError, match=r"model lacks 2 of 2 parameters \(lm\.bias"):
+        tree._arranged({f"wrapped.{name}": value for name, value in both.items()}, {"state": state}, convert=False)
+    with pytest.raises(CheckpointError, match=r"optimizer lacks 1 of 2 parameters"):
+        tree._arranged(both, {"state": {"lm.bias": {}}}, convert=False)
+
+
+def test_a_resume_with_other_degrees_names_both() -> None:
+    backend = object.__new__(SmpBackend)
+    backend.transforms = True
+    backend.topology = SimpleNamespace(mesh={"tensor": 4, "expert": 1})  # type: ignore[assignment]
+    for saved, refused in (({"tensor": 4, "expert": 1, "shard": 8}, False), ({"tensor": 2, "expert": 1}, True)):
+        meta = {"names": "smp", "mesh": saved}
+        checkpoint = Checkpoint("/c", 1, meta, None, None, "c")  # type: ignore[arg-type]
+        if not refused:
+            backend.check_checkpoint(checkpoint)
+            continue
+        with pytest.raises(CheckpointError, match=r"saved with --tensor_.* 2 and .* this run has --tensor_.* 4 and"):
+            backend.check_checkpoint(checkpoint)
+
+
 # --- for others to read -----------------------------------------------------------------------------
 
 
 def resumed_natively(command_line: list[str]) -> str:
-    from smp_train.errors import CheckpointError
-
     try:
         train(command_line)
     except CheckpointError as error:
@@ -156,7 +191,9 @@ def resumed_natively(command_line: list[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "ep2"])
-def test_the_final_model_is_what_anything_reads(layout: str, pretrained: dict[str, Path], tmp_path: Path) -> None:
+def test_the_final_model_is_what_anything_reads(
+    layout: str, pretrained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     changes = TENSOR if layout == "tp2" else EXPERT
@@ -169,8 +206,16 @@ def test_the_final_model_is_what_anything_reads(layout: str, pretrained: dict[st
     assert one.keys() == two.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, two[name], rtol=1e-3, atol=1e-5)
+    (checkpoint,) = (tmp_path / "smp" / "checkpoints").glob("*steps")
+    # What the command line makes of it: the parts' sum, and a refusal where Hugging Face's names are needed.
+    entries = sum(len(read_checkpoint(part)) for part in checkpoint.glob("tp*"))
+    assert cli.main(["show", str(checkpoint)]) == 0
+    shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert sum(int(shown[kind].split()[0]) for kind in ("model", "optim")) == entries
+    assert shown["model"].endswith("in 2 parts")
+    with pytest.raises(CheckpointError, match="what --save_final_model 1 writes there can be loaded anywhere"):
+        cli.main(["convert", str(checkpoint), str(tmp_path / "converted")])
     if NATIVE and layout == "tp2":
-        (checkpoint,) = (tmp_path / "smp" / "checkpoints").glob("*steps")
         resumed = flags(tmp_path / "off", **{**DATA, **tuned(model)}, resume_from_checkpoint=checkpoint)
         (said,) = harness.run(resumed_natively, 1, resumed)
         assert "SMP's own implementation of the model" in said

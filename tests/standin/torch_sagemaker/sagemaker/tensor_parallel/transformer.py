@@ -82,15 +82,12 @@ class TransformerLMHead(nn.Module):
         self.config: Any = model.config
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> dict:
-        standin.record(
-            "forward", shape=tuple(input_ids.shape), labels=labels is not None, fp8=standin.fp8_group,
-            mask=attention_mask is not None,
-        )  # fmt: skip
+        standin.record("forward", shape=tuple(input_ids.shape), labels=labels is not None, fp8=standin.fp8_group)
         if standin.fp8_group is not None:
             _refuse_fp8(self.config)
+        assert attention_mask is None, "the causal mask is implied, and any other undocumented"
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         if state.cp_size > 1:
-            assert attention_mask is None, "context parallelism takes no mask"
             length = input_ids.shape[1]
             inputs["position_ids"] = positions(length).to(input_ids.device).unsqueeze(0)
             # Any mask, so that transformers derives none from the positions: `over_context` has its own.
