@@ -47,12 +47,12 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
     except ConfigError as cause:
         failure = cause
     if runtime.any_rank(failure is not None):
-        cause = f"SMP is here but cannot be used: {failure or 'the message of another rank says why'}"
-        logger.warning("%s", cause)
+        said = f"SMP is here but cannot be used: {failure or 'the message of another rank says why'}"
+        logger.warning("%s", said)
         try:
             return _native(args, ranks, device), "SMP cannot be used here"
         except ConfigError as refused:
-            raise ConfigError(f"{cause}; and natively: {refused}") from failure
+            raise ConfigError(f"{said}; and natively: {refused}") from failure
     return _smp(args, ranks, device, library), "torch.sagemaker is here"
 
 

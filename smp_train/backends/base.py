@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.saver import Saver
 
 if TYPE_CHECKING:
+    from smp_train.checkpoints.finding import Checkpoint
     from smp_train.models.resolve import ModelSpec
 
 

@@ -22,7 +22,6 @@ from smp_train.arguments import checkpointing
 from smp_train.backends import smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
-from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.saver import Saver
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.models import build
@@ -32,6 +31,7 @@ from smp_train.models.packing import packed_inputs
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
+    from smp_train.checkpoints.finding import Checkpoint
     from smp_train.models.resolve import ModelSpec
     from smp_train.runtime import Runtime
 
@@ -108,7 +108,7 @@ class SmpBackend(Backend):
             )
             raise CheckpointError(
                 f"{found.path} was saved with {theirs}, and this run has {here}: SMP's tensor and expert ranks read "
-                "their own cuts only; resume with the degrees it was saved with, or from what --save_final_model 1 wrote"
+                "their own cuts only; resume with the degrees it was saved with, or from --save_final_model 1's folder"
             )
 
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:

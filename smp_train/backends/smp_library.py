@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 CLUSTERS = Path("/var/log/aws/clusters")
 """What SMP looks at to see that it runs on HyperPod; containers must mount it."""
-
-
 BROUGHT_BY = {"context_parallel_degree": "context_parallel", "expert_parallel_degree": "moe"}
 """Configuration keys that older releases do not know, by the module that came with them."""
 

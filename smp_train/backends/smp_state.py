@@ -67,7 +67,7 @@ class Tree:
             if lacking:
                 raise CheckpointError(
                     f"FSDP's state of the {what} lacks {len(lacking)} of {len(self.names)} parameters ({lacking[0]}, "
-                    "...): what is not whole is neither saved nor loaded; use another release of SMP, or --backend native"
+                    "...): what is not whole is not saved or loaded; use another release of SMP, or --backend native"
                 )
         made = self._as_dtensor if convert else lambda value: value
         # What is no parameter stays out: Transformer Engine's _extra_state, the history of FP8's scales.

@@ -153,6 +153,23 @@ def test_a_library_that_settles_on_other_degrees_is_refused() -> None:
         smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 2})
 
 
+def test_what_fsdp_cuts_is_asked_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    mesh = {"replicate": 4, "shard": 1}
+    backend = object.__new__(SmpBackend)
+    backend.shard = 1
+    backend.args = SimpleNamespace(expert_parallel_degree=1)  # type: ignore[assignment]
+    backend.topology = SimpleNamespace(mesh=mesh, tp_size=2, cp_size=1)  # type: ignore[assignment]
+    group = SimpleNamespace(size=lambda: 2)
+    backend._root = SimpleNamespace(sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=group)
+    assert backend._settle_layout()
+    assert mesh == {"replicate": 2, "shard": 2}
+    backend._root.sharding_strategy = ShardingStrategy.NO_SHARD
+    assert not backend._settle_layout()
+
+
 # --- from weights, with SMP's own implementation ---------------------------------------------------
 
 
