@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from smp_train.errors import SmpTrainError
 from tests import harness
 from tests.training import SAMPLE, flags, steps, train
 
@@ -76,3 +77,15 @@ def pretrained_folder(folder: Path, **model: Any) -> Path:
 def tuned(pretrained: Path) -> dict[str, Any]:
     """Return the flags of a run that starts from a Hugging Face folder."""
     return {"hf_pretrained_model_name_or_dir": pretrained, **dict.fromkeys(OF_THE_MODEL)}
+
+
+def refusal_of(command_line: list[str], installed: bool, **environ: str) -> str:
+    """Train on this rank, with the stand-in ``installed`` or not, and return why it stopped."""
+    os.environ.update(environ)
+    if installed:
+        install()
+    try:
+        train(command_line)
+    except SmpTrainError as error:
+        return str(error)
+    return "it trained"
