@@ -204,7 +204,7 @@ def test_saves_and_loads_by_the_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_save_that_takes_its_time_is_asked_after_and_ends_when_it_is_done(tmp_path: Path) -> None:
-    shared = {"train_batch_size": 2, **ASYNCHRONOUS, "checkpoint_freq": 3}
+    shared = {"train_batch_size": 2, **ASYNCHRONOUS, "checkpoint_freq": 3, "num_kept_checkpoints": 9}
     for journal in harness.run(train_on_smp, 2, smp(tmp_path, **shared, max_steps=7)):
         # Saved after 3 and 6, asked after in the steps that follow, and saved as the run ends.
         assert sequence(of_savers(journal)) == [BEGUN, NOT_YET, DONE, BEGUN, NOT_YET, WAITED, BEGUN, WAITED]

@@ -105,7 +105,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("layout", RESUMED)
 def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
     world, changes, parts = RESUMED[layout]
-    shared = {"checkpoint_freq": 1, "lr_decay_iters": 3, "max_steps": 3, **changes}
+    shared = {"checkpoint_freq": 1, "num_kept_checkpoints": 9, "lr_decay_iters": 3, "max_steps": 3, **changes}
     harness.run(train_on_smp, world, smp(tmp_path / "straight", **shared))
     kind = "mixtral" if "moe" in changes else "llama_v2"
     first = tmp_path / "straight" / "checkpoints" / f"{kind}-1steps"
@@ -123,7 +123,8 @@ def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
 def test_resume_of_a_finetune_does_not_read_the_weights_again(
     layout: str, pretrained: dict[str, Path], tmp_path: Path
 ) -> None:
-    changes = {**tuned(pretrained["llama"]), "checkpoint_freq": 1, "lr_decay_iters": 3, "max_steps": 3}
+    changes = {**tuned(pretrained["llama"]), "checkpoint_freq": 1, "num_kept_checkpoints": 9}
+    changes |= {"lr_decay_iters": 3, "max_steps": 3}
     changes |= TENSOR if layout == "tp2" else {"train_batch_size": 2}
     harness.run(train_on_smp, 2, smp(tmp_path / "straight", **changes))
     (first,) = (tmp_path / "straight" / "checkpoints").glob("*-1steps")

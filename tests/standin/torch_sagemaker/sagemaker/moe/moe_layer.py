@@ -32,7 +32,7 @@ class MoELayer(nn.Module):
         shape = hidden.shape
         tokens = hidden.reshape(-1, shape[-1])
         if state.ep_size > 1:
-            average_gradients(self, None, only=("router",))
+            average_gradients(("router",), self)
         logits = F.linear(tokens, self.router)
         weights, chosen = logits.float().softmax(-1).topk(self.per_token, dim=-1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype)

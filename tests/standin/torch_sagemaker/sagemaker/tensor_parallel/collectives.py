@@ -96,13 +96,12 @@ class Scale(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def average_gradients(module: nn.Module, inputs: Any, only: Iterable[str] | None = None) -> None:
+def average_gradients(names: Iterable[str], module: nn.Module, inputs: Any = None) -> None:
     """Let the gradients of a module's own parameters be averaged over expert ranks in the backward pass.
 
-    A hook before the forward pass. A second one on the same tensor, of tied weights, changes nothing.
+    To be called before its forward pass. A second time on the same tensor, of tied weights, it changes nothing.
     """
-    for name in only or module._parameters:
-        # Not from _parameters: inside FSDP what is used is a view of the flat parameter.
-        weight = getattr(module, name)
+    for name in names:
+        weight = getattr(module, name)  # inside FSDP no parameter, but a view of the flat one
         if weight is not None and weight.requires_grad and torch.is_grad_enabled():
             weight.register_hook(lambda gradient: summed(gradient, "expert") / state.ep_size)

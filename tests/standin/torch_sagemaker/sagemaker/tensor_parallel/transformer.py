@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ def transform(
     if state.ep_size > 1:
         for module in model.modules():
             if module._parameters and not isinstance(module, MoELayer):
-                module.register_forward_pre_hook(average_gradients)
+                module.register_forward_pre_hook(partial(average_gradients, tuple(module._parameters)))
     layers: Any = model.base_model.layers
     for index, layer in enumerate(layers):
         layers[index] = TransformerLayer(layer)
