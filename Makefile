@@ -51,8 +51,9 @@ test-sagemaker: venv .venv-sagemaker/.installed .venv-sagemaker-v3/.installed
 	SMP_TRAIN_PYTHON=$(abspath $(PY)) .venv-sagemaker/bin/python -m pytest tests/sagemaker
 	SMP_TRAIN_PYTHON=$(abspath $(PY)) .venv-sagemaker-v3/bin/python -m pytest tests/sagemaker
 
-# The versions of SMP v2's last container. Gigabytes: torch 2.5.1 brings CUDA's libraries with it.
-.venv-smp/.installed: pyproject.toml
+# The versions of SMP v2's last container, Python's too. Gigabytes: torch 2.5.1 brings CUDA's libraries with it.
+.venv-smp/.installed: pyproject.toml Makefile
+	$(PYTHON) -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit("SMP v2 runs on Python 3.11; set PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv-smp
 	.venv-smp/bin/python -m pip install --quiet --disable-pip-version-check 'torch==2.5.1' 'transformers==4.44.2' 'numpy<2' \
 		pyyaml packaging tokenizers safetensors orjson isal tqdm psutil 'accelerate==1.2.1' pytest pytest-timeout hypothesis
@@ -60,7 +61,7 @@ test-sagemaker: venv .venv-sagemaker/.installed .venv-sagemaker-v3/.installed
 	touch $@
 
 test-smp-container-versions: .venv-smp/.installed
-	.venv-smp/bin/python -m pytest tests/distributed/test_smp.py
+	.venv-smp/bin/python -m pytest tests/distributed/test_smp*.py tests/unit/test_smp*.py
 
 fast: venv
 	$(PY) -m pytest -m 'not slow and not system'

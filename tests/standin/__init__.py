@@ -1,8 +1,8 @@
 """A stand-in for SMP v2's `torch.sagemaker`, written from its public contract; real training over gloo inside.
 
-``install(version)`` makes ``import torch.sagemaker`` work in this process; everything done through it is written to
-`journal`. What tests load is named by the environment variable SMP_STANDIN (a module with ``install`` and ``journal``;
-default this one), so that the same tests run against another stand-in.
+``install(release)`` makes ``import torch.sagemaker`` work in this process; everything done through it is written to
+`journal`. With ``tests/standin/site`` and the repository on PYTHONPATH, and SMP_STANDIN_INSTALL set to a release, every
+Python process has it, torchrun's too. Tests take it through `tests.smp`, which another stand-in can be given to.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ fp8_group: str | None = None
 
 
 def record(what: str, **facts: Any) -> None:
-    """Add one entry to the journal."""
+    """Add one entry to the journal, and its name to ``rank-<rank>`` in the folder SMP_STANDIN_JOURNAL, if it is set."""
     journal.append((what, facts))
+    folder = os.environ.get("SMP_STANDIN_JOURNAL")
+    if folder:
+        with Path(folder, f"rank-{os.environ.get('RANK', '0')}").open("a") as file:
+            file.write(f"{what}\n")
 
 
 def install(release: str = "2.8") -> None:
-    """Make `torch.sagemaker` of SMP ``release`` (2.3 to 2.8) importable in this process, and patch FSDP as it does."""
+    """Make `torch.sagemaker` of SMP ``release`` (2.0 to 2.8) importable in this process, and patch FSDP as it does."""
     import torch
 
     from tests.standin import patches
@@ -44,10 +48,3 @@ def install(release: str = "2.8") -> None:
         sys.path.append(str(ENGINE))
     importlib.invalidate_caches()
     patches.apply()
-
-
-def chosen() -> Any:
-    """Return the stand-in that SMP_STANDIN names."""
-    return importlib.import_module(os.environ.get("SMP_STANDIN", "tests.standin"))
-
-

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests import standin
@@ -34,10 +37,9 @@ def apply() -> None:
         settings = dict(kwargs, post_param_init_fn=post_param_init_fn)
         strategy, groups = _strategy(tsm.state, kwargs.get("sharding_strategy"), settings)
         standin.record(
-            "FSDP",
-            **{key: value for key, value in settings.items() if key not in ("auto_wrap_policy",)},
-            rewritten=strategy.name,
-        )
+            "FSDP", positional=len(args), meta=any(p.is_meta for p in module.parameters()), given=_plain(settings),
+            rewritten=_plain(dict(kwargs, sharding_strategy=strategy, process_group=groups)),
+        )  # fmt: skip
         dtypes = {p.dtype for p in module.parameters()}
         assert dtypes == {torch.float32}, f"parameters must be float32 when FSDP wraps them: {dtypes}"
         kwargs["sharding_strategy"] = strategy
@@ -67,6 +69,33 @@ def apply() -> None:
         optimizer(self, *args, **kwargs)
 
     torch.optim.Optimizer.__init__ = optimizer_init  # type: ignore[method-assign]
+    barrier = dist.barrier
+
+    def recorded_barrier(*args: Any, **kwargs: Any) -> Any:
+        standin.record("barrier")
+        return barrier(*args, **kwargs)
+
+    dist.barrier = recorded_barrier
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return FSDP's arguments as plain values: functions by whether they are there, groups by their ranks."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, functools.partial):
+            classes = value.keywords.get("transformer_layer_cls", ())
+            return (value.func.__name__, sorted(each.__name__ for each in classes))
+        if isinstance(value, dist.ProcessGroup):
+            return dist.get_process_group_ranks(value)
+        if isinstance(value, tuple):
+            return [plain(each) for each in value]
+        if isinstance(value, enum.Enum):
+            return value.name
+        if callable(value):
+            return "function"
+        return value if isinstance(value, bool | int | str | None) else repr(value)
+
+    return {name: plain(value) for name, value in settings.items()}
 
 
 _inside: list[bool] = []

@@ -24,7 +24,7 @@ class DelayedParamIniter:
             raise RuntimeError("torch.sagemaker.init has not been called")
         standin.record("DelayedParamIniter", custom=init_method_using_config is not None)
         self.model, self.method = model, init_method_using_config
-        self.total = sum(p.numel() for p in model.parameters())
+        self.total = self.count_num_params(model)
         self.done: dict[int, int] = {}
 
     def get_param_init_fn(self) -> Callable[[nn.Module], None]:
@@ -37,9 +37,13 @@ class DelayedParamIniter:
                     self.method(module)
                 elif hasattr(self.model, "_init_weights"):
                     self.model._init_weights(module)
-            self.done[id(module)] = sum(p.numel() for p in module.parameters(recurse=False))
+            self.done[id(module)] = self.done.get(id(module), 0) + _own(module)
 
         return initialise
+
+    def count_num_params(self, module: nn.Module, *args: nn.Parameter) -> int:
+        """Return the number of parameters as they are initialised: tied ones with each module that has them."""
+        return sum(_own(child) for child in module.modules()) + sum(p.numel() for p in args)
 
     def get_post_param_init_fn(self) -> Callable[[nn.Module], None]:
         def tie(module: nn.Module) -> None:
@@ -54,8 +58,10 @@ class DelayedParamIniter:
         yield
         if enabled:
             done = sum(self.done.values())
-            assert done >= self.total, f"{done} of {self.total} parameters initialised"
+            assert done == self.total, f"{done} of {self.total} parameters initialised"
             tensors = [*self.model.parameters(), *self.model.buffers()]
             assert not any(t.is_meta for t in tensors), "something is still on the meta device"
 
 
+def _own(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters(recurse=False))

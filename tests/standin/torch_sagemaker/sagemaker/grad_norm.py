@@ -15,10 +15,7 @@ from .state_handler import state
 
 @torch.no_grad()
 def clip_grad_norm_(model: Any, max_norm: float) -> Tensor:
-    """Scale gradients to a global 2-norm of at most ``max_norm`` and return the norm before.
-
-    Here too, where the real library has hooks: what expert ranks share is averaged over them, once per update.
-    """
+    """Scale gradients to a global 2-norm of at most ``max_norm`` and return the norm before; change nothing else."""
     wrapped = type(model).__name__ == "OffloadWrapper"
     if wrapped and standin.version < (2, 8):
         raise RuntimeError("clip_grad_norm_ takes an offload-wrapped model from SMP 2.8 on")
@@ -27,10 +24,6 @@ def clip_grad_norm_(model: Any, max_norm: float) -> Tensor:
     gradients = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     for name, gradient in gradients:
         own = state.split_dim(name) is not None
-        if state.ep_size > 1:
-            if not own:
-                dist.all_reduce(gradient, group=state.group("expert"))
-            gradient.div_(state.ep_size)
         sums[int(own)] += gradient.double().pow(2).sum().cpu()
     if getattr(state, "sharded", True):
         dist.all_reduce(sums, group=state.group("shard"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests import standin
@@ -58,7 +59,7 @@ class State:
             raise ValueError(f"context_parallel_degree {context} is above hybrid_shard_degree {shard}")
         if config["activation_loading_horizon"] < 1:
             raise ValueError("activation_loading_horizon must be at least 1")
-        if tensor > 1 and shard == 1 and dist.get_backend() == "smddp":
+        if tensor > 1 and shard == 1 and "smddp" in dist.get_backend_config():
             raise ValueError("smddp does not do tensor parallelism with a shard degree of 1")
         self.__dict__.update(config)
         self.config = dict(config)
@@ -70,6 +71,8 @@ class State:
         self.ep_rank = self.rank // tensor % expert
         self.shard_rank = self.rank // self.inner % self.shard
         self.cp_rank = self.shard_rank % context
+        # What tensor and expert ranks have of their own differs between them.
+        self.generator = torch.Generator().manual_seed(config["random_seed"] + self.tp_rank + self.ep_rank)
         self.ranker = Ranker(self)
         self.ready = True
         sizes = {"tensor": (1, tensor), "expert": (tensor, expert), "context": (self.inner, context),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..state_handler import state
-from ..tensor_parallel.collectives import Gather, SumOwn
+from ..tensor_parallel.collectives import Gather, Scale, SumOwn, average_gradients
 
 
 class MoELayer(nn.Module):
@@ -31,16 +31,20 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         shape = hidden.shape
         tokens = hidden.reshape(-1, shape[-1])
+        if state.ep_size > 1:
+            average_gradients(("router",), self)
         logits = F.linear(tokens, self.router)
         weights, chosen = logits.float().softmax(-1).topk(self.per_token, dim=-1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype)
         share = torch.zeros_like(logits).scatter(1, chosen, weights)
+        # FSDP averages over ranks of one expert rank, and these gradients come from all of them.
+        inwards, outwards = (Scale.apply(each, 1 / state.ep_size) for each in (self.inwards, self.outwards))
         everyone, shares = Gather.apply(tokens, "expert", 0), Gather.apply(share, "expert", 0)
-        first = state.ep_rank * len(self.inwards)
+        first = state.ep_rank * len(inwards)
         out = torch.zeros_like(everyone)
-        for index in range(len(self.inwards)):
-            gate, up = F.linear(everyone, self.inwards[index]).chunk(2, dim=-1)
-            out = out + shares[:, first + index, None] * F.linear(F.silu(gate) * up, self.outwards[index])
+        for index in range(len(inwards)):
+            gate, up = F.linear(everyone, inwards[index]).chunk(2, dim=-1)
+            out = out + shares[:, first + index, None] * F.linear(F.silu(gate) * up, outwards[index])
         own = SumOwn.apply(out, "expert", 0).reshape(shape)
         return own if self.plain else (own, logits)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..state_handler import state
 
@@ -80,3 +81,27 @@ class SumOwn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gathered(gradient, ctx.kind, ctx.dim), None, None
+
+
+class Scale(torch.autograd.Function):
+    """The value as it is, its gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def average_gradients(names: Iterable[str], module: nn.Module, inputs: Any = None) -> None:
+    """Let the gradients of a module's own parameters be averaged over expert ranks in the backward pass.
+
+    To be called before its forward pass. A second time on the same tensor, of tied weights, it changes nothing.
+    """
+    for name in names:
+        weight = getattr(module, name)  # inside FSDP no parameter, but a view of the flat one
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            weight.register_hook(lambda gradient: summed(gradient, "expert") / state.ep_size)

@@ -1,4 +1,4 @@
-"""SMP's own implementation of Llama, Mistral and Mixtral: tensor, expert and context parallelism by plain collectives.
+"""SMP's own implementation of some models: tensor, expert and context parallelism by plain collectives.
 
 What comes out has other parameter names than transformers' model, as SMP's has.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,34 +20,37 @@ from tests import standin
 from ..context_parallel.attention import over_context, positions
 from ..moe.moe_layer import MoELayer, of_block
 from ..state_handler import state
-from .collectives import Copy, Sum, gathered
+from .collectives import Copy, Sum, average_gradients, gathered
 
-SUPPORTED = ("llama", "mistral", "mixtral")
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROW = ("o_proj", "down_proj")
+SUPPORTED = ("gpt_neox", "llama", "mistral", "mixtral")
+SPLIT_SINCE: dict[str, tuple[int, int]] = {"mistral": (2, 6), "mixtral": (2, 6)}
+"""Releases that brought tensor and context parallelism of a model, where not the first that had it of any."""
+# GPT-NeoX's queries, keys and values are one product, head by head: its parts are whole heads.
+COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "query_key_value", "dense_h_to_4h")
+ROW = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
 BLOCKS = ("mlp", "block_sparse_moe")
 
 
-class ColumnParallel(nn.Module):
-    """A part of the rows of a weight, ``[out / degree, in]``."""
-
-    def __init__(self, weight: Tensor) -> None:
+class _Parallel(nn.Module):
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self._parameters["weight"] = nn.Parameter(weight)  # as in MoELayer
+        for name, value in (("weight", weight), ("bias", bias)):
+            self._parameters[name] = None if value is None else nn.Parameter(value)  # as in MoELayer
+
+
+class ColumnParallel(_Parallel):
+    """A part of the rows of a weight, ``[out / degree, in]``, and of its bias."""
 
     def forward(self, value: Tensor) -> Tensor:
-        return F.linear(Copy.apply(value, "tensor"), self.weight)
+        return F.linear(Copy.apply(value, "tensor"), self.weight, self.bias)
 
 
-class RowParallel(nn.Module):
-    """A part of the columns of a weight, ``[out, in / degree]``."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self._parameters["weight"] = nn.Parameter(weight)  # as in MoELayer
+class RowParallel(_Parallel):
+    """A part of the columns of a weight, ``[out, in / degree]``, and the whole bias."""
 
     def forward(self, value: Tensor) -> Tensor:
-        return Sum.apply(F.linear(value, self.weight), "tensor")
+        out = Sum.apply(F.linear(value, self.weight), "tensor")
+        return out if self.bias is None else out + self.bias
 
 
 class TransformerLayer(nn.Module):
@@ -80,6 +84,8 @@ class TransformerLMHead(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> dict:
         standin.record("forward", shape=tuple(input_ids.shape), labels=labels is not None, fp8=standin.fp8_group)
+        if standin.fp8_group is not None:
+            _refuse_fp8(self.config)
         assert attention_mask is None, "the causal mask is implied, and any other undocumented"
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         if state.cp_size > 1:
@@ -95,12 +101,20 @@ class TransformerLMHead(nn.Module):
 
     def tie_weights(self) -> None:
         if self.config.tie_word_embeddings:
-            self.lm.lm_head.weight = self.lm.model.embed_tokens.weight
+            self.lm.get_output_embeddings().weight = self.lm.get_input_embeddings().weight
 
+    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        """Draw a module's own parameters: what ranks split by ``random_seed``, the rest by torch's seed."""
+        std = self.config.initializer_range
         if isinstance(module, ColumnParallel | RowParallel | MoELayer):
-            for parameter in module.parameters(recurse=False):
-                nn.init.normal_(parameter, std=self.config.initializer_range)
+            for name, parameter in module.named_parameters(recurse=False):
+                if name == "bias":
+                    nn.init.zeros_(parameter)
+                elif name == "router":
+                    nn.init.normal_(parameter, std=std)
+                else:
+                    parameter.copy_(torch.randn(parameter.shape, generator=state.generator) * std)
         else:
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 1:  # a norm, which transformers 4 leaves as it was constructed
@@ -124,6 +138,9 @@ def transform(
     kind: str = model.config.model_type
     if kind not in SUPPORTED:
         raise NotImplementedError(f"transform does not support {kind}")
+    since = SPLIT_SINCE.get(kind, (2, 0))
+    if max(state.tp_size, state.cp_size) > 1 and standin.version < since:
+        raise NotImplementedError(f"tensor and context parallelism of {kind} came with SMP {since[0]}.{since[1]}")
     if config is not None and type(config).__name__ != "MoEConfig":
         raise TypeError("config must be a MoEConfig")
     if (kind == "mixtral") != (config is not None):
@@ -144,23 +161,37 @@ def transform(
         if state.rank == 0 and meta:
             raise RuntimeError("load_state_dict_from_rank0 needs real weights on rank 0")
         _share_with_first_ranks(model)
-    elif not meta:
-        raise RuntimeError("this stand-in makes new weights on the meta device only")
     state.split_parameters = {}
     if state.tp_size > 1:
         _split(model)
     if config is not None:
         from transformer_engine.pytorch.attention import MultiheadAttention
 
-        for layer in model.model.layers:
+        for layer in model.base_model.layers:
             layer.self_attn = MultiheadAttention(layer.self_attn)
             name = next(each for each in BLOCKS if hasattr(layer, each))
             setattr(layer, name, of_block(getattr(layer, name), model.config))
             if state.ep_size > 1:
                 state.split_parameters |= {f"{name}.inwards": 0, f"{name}.outwards": 0}
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = TransformerLayer(layer)
-    return TransformerLMHead(model)
+    if state.ep_size > 1:
+        for module in model.modules():
+            if module._parameters and not isinstance(module, MoELayer):
+                module.register_forward_pre_hook(partial(average_gradients, tuple(module._parameters)))
+    layers: Any = model.base_model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = TransformerLayer(layer)
+    made = TransformerLMHead(model)
+    if not meta and not load_state_dict_from_rank0:
+        for module in made.modules():
+            made._init_weights(module)  # those that the model had are not kept
+    return made
+
+
+def _refuse_fp8(config: Any) -> None:
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        raise ValueError("FP8 is not there with a sliding window")
+    if config.model_type == "mixtral" and standin.version < (2, 5):
+        raise ValueError("FP8 of Mixtral came with SMP 2.5")
 
 
 def _share_with_first_ranks(model: nn.Module) -> None:
@@ -180,7 +211,7 @@ def _share_with_first_ranks(model: nn.Module) -> None:
 
 
 def _split(model: Any) -> None:
-    for layer in model.model.layers:
+    for layer in model.base_model.layers:
         for path, child in list(layer.named_modules()):
             name = path.rpartition(".")[2]
             if name in COLUMN + ROW:
@@ -188,15 +219,17 @@ def _split(model: Any) -> None:
                 if weight.shape[dim] % state.tp_size:
                     raise ValueError(f"{path} does not divide by tensor_parallel_degree {state.tp_size}")
                 part = weight.detach().chunk(state.tp_size, dim)[state.tp_rank].clone()
-                new = (ColumnParallel if name in COLUMN else RowParallel)(part)
+                bias = None if child.bias is None else child.bias.detach().clone()
+                if bias is not None and dim == 0:
+                    bias = bias.chunk(state.tp_size)[state.tp_rank].clone()
+                    state.split_parameters[f".{path}.bias"] = 0
+                new = (ColumnParallel if name in COLUMN else RowParallel)(part, bias)
                 setattr(layer.get_submodule(path.rpartition(".")[0]), name, new)
                 state.split_parameters[f".{path}.weight"] = dim
-        attention = layer.self_attn
-        for heads in ("num_heads", "num_key_value_heads"):  # transformers 4
-            if hasattr(attention, heads):
-                setattr(attention, heads, getattr(attention, heads) // state.tp_size)
-        if hasattr(attention, "hidden_size") and hasattr(attention, "num_heads"):
-            attention.hidden_size = attention.hidden_size // state.tp_size
+        attention = layer.attention if hasattr(layer, "attention") else layer.self_attn
+        for size in ("num_heads", "num_key_value_heads", "num_attention_heads", "hidden_size"):  # transformers 4
+            if hasattr(attention, size):
+                setattr(attention, size, getattr(attention, size) // state.tp_size)
 
 
 def translated(weights: dict[str, Tensor]) -> dict[str, Tensor]:

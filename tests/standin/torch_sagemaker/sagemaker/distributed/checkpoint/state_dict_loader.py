@@ -19,7 +19,7 @@ def load(
     """Fill ``state_dict`` from a folder, or from what ``storage_reader`` reads."""
     if checkpoint_id is None and storage_reader is None:
         raise ValueError("give checkpoint_id or storage_reader")
-    note("load", checkpoint_id, process_group, coordinator_rank, reader=type(storage_reader).__name__)
+    note("load", checkpoint_id, process_group, coordinator_rank, storage_reader)
     with led_by_first(process_group) as coordinator:
         _load_state_dict(
             state_dict, storage_reader or DistributedFileSystemReader(checkpoint_id), process_group, coordinator,

@@ -27,8 +27,8 @@ class PyTorchDistSaveShardedStrategy:
     """How a state is split into what is written; there is one way here."""
 
 
-def note(what: str, folder: Any, group: Any, coordinator: int, **facts: Any) -> None:
-    """Write a call of a saver or loader to the journal."""
+def note(what: str, folder: Any, group: Any, coordinator: int, storage: Any, **facts: Any) -> None:
+    """Write a call of a saver or loader to the journal; ``storage``: None where SMP's own for ``folder`` is used."""
     if not state.ready:
         raise RuntimeError("torch.sagemaker.init has not been called")
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -36,6 +36,7 @@ def note(what: str, folder: Any, group: Any, coordinator: int, **facts: Any) -> 
         raise ValueError(f"coordinator_rank {coordinator} is not one of {ranks}")
     standin.record(
         what, folder=None if folder is None else Path(folder).name, ranks=ranks, coordinator=coordinator,
+        storage=None if storage is None else type(storage).__name__,
         action=state.ranker.get_rep_rank(state.rank) == 0, **facts,
     )  # fmt: skip
 
@@ -46,7 +47,7 @@ def save(
     force_check_all_plans: bool = True, s3_region: Any = None, s3client_config: Any = None,
 ) -> None:  # fmt: skip
     """Write; returns when all is written."""
-    note("save", checkpoint_id, process_group, coordinator_rank, writer=type(storage_writer).__name__)
+    note("save", checkpoint_id, process_group, coordinator_rank, storage_writer)
     _write(state_dict, checkpoint_id, storage_writer, planner, process_group)
 
 
@@ -88,7 +89,7 @@ def async_save(
 ) -> None:  # fmt: skip
     """Copy the state; it is written when its queue is finalised."""
     queue = DEFAULT_ASYNC_REQUEST_QUEUE if queue is None else queue
-    note("async_save", checkpoint_id, process_group, coordinator_rank, queue=id(queue))
+    note("async_save", checkpoint_id, process_group, coordinator_rank, storage_writer, queue=id(queue))
     if queue._calls:
         raise RuntimeError("the save before was not finalised")
     own = _copied(state_dict, process_group)

@@ -1,0 +1,211 @@
+"""What the SMP backend calls, with what, and when: SMP's canonical order, and FSDP's whole argument set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.smp import MIXTRAL, NEOX, Journal, smp, train_on_smp
+
+START = ["init"]
+REST = ["FSDP", "barrier", "activation_checkpointing"]
+DELAYED = ["DelayedParamIniter", "validate_params_and_buffers_inited"]
+PLAIN = [*START, *DELAYED, *REST]
+TRANSFORMED = [*START, "transform", *DELAYED, *REST]
+
+BF16 = "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32, "
+STOCK = {
+    "mixed_precision": None,
+    "backward_prefetch": "BACKWARD_PRE",
+    "forward_prefetch": True,
+    "limit_all_gathers": True,
+    "device_id": None,  # on CPUs
+    "use_orig_params": True,
+    "param_init_fn": "function",
+    "post_param_init_fn": "function",
+    "sync_module_states": False,
+}
+"""What FSDP is given, by default, but for the layers' class and the strategy."""
+
+# What is run; the calls; the strategy that FSDP is given, and the one that SMP makes of it.
+GOLDEN: dict[str, tuple[int, dict[str, Any], list[str], str, str]] = {
+    "shard0": (2, {}, PLAIN, "FULL_SHARD", "FULL_SHARD"),
+    "shard0, zero 2": (2, {"sharding_strategy": "shard_grad_op"}, PLAIN, "SHARD_GRAD_OP", "SHARD_GRAD_OP"),
+    "shard1": (
+        2, {"hybrid_shard_degree": 1, "bf16": 1, "backward_fetch_policy": "backward_post", "forward_prefetch": 0,
+            "limit_all_gathers": 0}, PLAIN, "NO_SHARD", "NO_SHARD",
+    ),
+    "shard2 with 4 replicas": (8, {"hybrid_shard_degree": 2}, PLAIN, "HYBRID_SHARD", "HYBRID_SHARD"),
+    "hybrid zero 2": (
+        4, {"hybrid_shard_degree": 2, "sharding_strategy": "_hybrid_shard_zero2"}, PLAIN,
+        "_HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2",
+    ),
+    "tp2 shard4": (
+        8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 4, "bf16": 1}, TRANSFORMED,
+        "HYBRID_SHARD", "HYBRID_SHARD",
+    ),
+    "tp2 shard0, offloaded": (
+        4, {"tensor_parallel_degree": 2, "sm_activation_offloading": 1}, [*TRANSFORMED, "offload_wrapper"],
+        "FULL_SHARD", "HYBRID_SHARD",
+    ),
+    "tp2 shard1, not delayed": (
+        2, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1, "delayed_param": 0, **NEOX},
+        [*START, "transform", *REST], "NO_SHARD", "NO_SHARD",
+    ),
+    "tp2 cp2 shard4": (
+        8, {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "hybrid_shard_degree": 4,
+            "cp_comm_type": "all_gather"}, TRANSFORMED, "HYBRID_SHARD", "HYBRID_SHARD",
+    ),
+    "cp2 shard0": (2, {"context_parallel_degree": 2}, TRANSFORMED, "FULL_SHARD", "HYBRID_SHARD"),
+    "ep2 shard3 on 6": (
+        6, {**MIXTRAL, "expert_parallel_degree": 2, "hybrid_shard_degree": 3, "moe_load_balancing": "none"},
+        TRANSFORMED, "HYBRID_SHARD", "HYBRID_SHARD",
+    ),
+    "ep2 shard4": (
+        8, {**MIXTRAL, "expert_parallel_degree": 2, "hybrid_shard_degree": 4}, TRANSFORMED,
+        "HYBRID_SHARD", "HYBRID_SHARD",
+    ),
+}  # fmt: skip
+
+
+def names(journal: Journal) -> list[str]:
+    """Return what was called, without what a step does many times."""
+    return [what for what, _ in journal if what != "forward"]
+
+
+def groups(rank: int, world: int, changes: dict[str, Any]) -> Any:
+    """Return the ranks that FSDP is to shard over, and those it is to replicate over, as SMP lays them out."""
+    inner = changes.get("tensor_parallel_degree", 1) * changes.get("expert_parallel_degree", 1)
+    shard = changes.get("hybrid_shard_degree", 0)
+    if not shard and inner == 1 and "context_parallel_degree" not in changes:
+        return None
+    shard = shard or world // inner
+    first = rank % inner + rank // (inner * shard) * inner * shard
+    replicas = list(range(rank % (inner * shard), world, inner * shard))
+    return replicas if shard == 1 else [list(range(first, first + inner * shard, inner)), replicas]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GOLDEN)
+def test_calls(case: str, tmp_path: Path) -> None:
+    world, changes, order, given, rewritten = GOLDEN[case]
+    journals = harness.run(train_on_smp, world, smp(tmp_path, max_steps=1, **changes))
+    transformed, delayed = "transform" in order, "DelayedParamIniter" in order
+    layer = "TransformerLayer" if transformed else "LlamaDecoderLayer"
+    for rank, journal in enumerate(journals):
+        cuts = groups(rank, world, changes)
+        # The last step is saved: through SMP where parameters are cut, by the first of the replicas.
+        saves = rewritten != "NO_SHARD" and (cuts is None or cuts[1][0] == rank)
+        assert names(journal) == [*order, "optimizer", "clip_grad_norm_", *["save"] * saves]
+        facts = dict(journal)
+        check_configuration(facts["init"], changes, 2 if case == "cp2 shard0" else 0)
+        wrapped = {key: eval(value) for key, value in facts["FSDP"].items()}
+        expected: dict[str, Any] = {**STOCK, "auto_wrap_policy": ("transformer_auto_wrap_policy", [layer])}
+        expected |= {key: bool(changes[key]) for key in ("forward_prefetch", "limit_all_gathers") if key in changes}
+        expected["backward_prefetch"] = changes.get("backward_fetch_policy", "backward_pre").upper()
+        if not delayed:
+            expected |= {"param_init_fn": None, "post_param_init_fn": None}
+        precision = wrapped["given"].pop("mixed_precision")
+        assert wrapped["rewritten"].pop("mixed_precision") == precision
+        assert precision.startswith(BF16) if "bf16" in changes else precision is None
+        del expected["mixed_precision"]
+        assert wrapped["given"] == {**expected, "sharding_strategy": given}
+        del expected["post_param_init_fn"]  # SMP's own: torch's FSDP has none
+        expected |= {"sharding_strategy": rewritten, "process_group": cuts}
+        assert wrapped["rewritten"] == expected
+        assert (wrapped["positional"], wrapped["meta"]) == (0, delayed)  # the module, and nothing else by position
+        assert facts["activation_checkpointing"] == {
+            "classes": repr([layer]), "impl": "'REENTRANT'", "root": "'FullyShardedDataParallel'", "own": "False",
+        }  # fmt: skip
+        if "offload_wrapper" in order:
+            assert facts["offload_wrapper"]["root"] == "'FullyShardedDataParallel'"
+        assert facts["clip_grad_norm_"]["root"] == "'FullyShardedDataParallel'"
+        if transformed:
+            check_transform(facts, changes, delayed)
+
+
+def check_configuration(init: dict[str, str], changes: dict[str, Any], shard: int) -> None:
+    """Assert what init was told; ``shard``: the degree where none is given."""
+    config = eval(init["config"])
+    # Where nothing is said SMP settles it, but for what needs a degree that is said.
+    assert config["hybrid_shard_degree"] == changes.get("hybrid_shard_degree", shard)
+    for name in ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"):
+        assert config[name] == changes.get(name, 1)
+    assert config["sm_activation_offloading"] is bool(changes.get("sm_activation_offloading"))
+    # Nothing but what a release may not have yet is left to SMP's defaults.
+    defaults = {key for key, source in eval(init["origin"]).items() if source == "default"}
+    assert defaults <= {name for name in ("context_parallel_degree", "expert_parallel_degree") if config[name] == 1}
+    assert init["group"] == "True"
+
+
+def check_transform(facts: dict[str, dict[str, str]], changes: dict[str, Any], delayed: bool) -> None:
+    """Assert what transform was told, of a model from scratch."""
+    assert facts["forward"]["shape"] == f"(1, {64 // changes.get('context_parallel_degree', 1)})"
+    told = facts["transform"]
+    assert (told["meta"], told["load_state_dict_from_rank0"]) == (repr(delayed), "False")
+    assert (told["dtype"], told["device"]) == ("None", "None")
+    assert told["empty"] == repr("moe" in changes)
+    assert told["cp_comm_type"] == repr(changes.get("cp_comm_type", "p2p"))
+    balancing = changes.get("moe_load_balancing", "sinkhorn")
+    assert f"moe_load_balancing='{balancing}'" in told["config"] if "moe" in changes else told["config"] == "None"
+
+
+# --- saving and loading -----------------------------------------------------------------------------
+
+ASYNCHRONOUS = {"checkpoint_type": "async_sharded", "checkpoint_freq": 1}
+SAVERS = ("save", "async_save", "load", "maybe_finalize_async_calls")
+
+
+def of_savers(journal: Journal) -> list[tuple[str, dict[str, Any]]]:
+    return [(what, {key: eval(v) for key, v in facts.items()}) for what, facts in journal if what in SAVERS]
+
+
+BEGUN = ("async_save", None, None)
+NOT_YET = ("maybe_finalize_async_calls", False, False)
+DONE = ("maybe_finalize_async_calls", False, True)
+WAITED = ("maybe_finalize_async_calls", True, True)
+
+
+def sequence(calls: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, Any, Any]]:
+    """Return what was called, whether it was to wait, and whether the save had ended when it returned."""
+    return [(what, facts.get("blocking"), facts.get("ready")) for what, facts in calls]
+
+
+@pytest.mark.slow
+def test_saves_and_loads_by_the_recipe(tmp_path: Path) -> None:
+    shared = {"train_batch_size": 1, "tensor_parallel_degree": 2, "hybrid_shard_degree": 2}
+    # A save in every step: each finds the one before unfinished when it is asked after, and waits for its end.
+    begun = harness.run(train_on_smp, 8, smp(tmp_path, **shared, **ASYNCHRONOUS, logging_freq=100, max_steps=3))
+    resumed = {"checkpoint_freq": 4, "resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": 4}
+    ended = harness.run(train_on_smp, 8, smp(tmp_path, **shared, **resumed))
+    at = ("ranks", "coordinator", "action", "storage")
+    for rank in range(8):
+        peers = [rank // 4 * 4 + rank % 2, rank // 4 * 4 + rank % 2 + 2]
+        action = rank < 4  # the second replica writes nothing: its shards are those of the first
+        saves = of_savers(begun[rank])
+        assert sequence(saves) == [BEGUN, NOT_YET, WAITED, BEGUN, NOT_YET, WAITED, BEGUN, WAITED] * action
+        assert len({facts["queue"] for _, facts in saves}) == action
+        for what, facts in saves:
+            if what == "async_save":
+                assert facts["folder"] == f"tp{rank % 2}_ep0"
+                assert [facts[key] for key in at] == [peers, peers[0], True, None]
+            else:
+                assert (facts["pending"], facts["ranks"]) == (1, peers)
+        # All replicas read, each shard group by itself: through SMP's modules, from and to our storage.
+        calls = of_savers(ended[rank])
+        assert [what for what, _ in calls] == ["load", *["save"] * action]
+        for what, facts in calls:
+            storage = {"load": "LocalReader", "save": "LocalWriter"}[what]
+            assert [facts[key] for key in at] == [peers, peers[0], action, storage]
+
+
+@pytest.mark.slow
+def test_a_save_that_takes_its_time_is_asked_after_and_ends_when_it_is_done(tmp_path: Path) -> None:
+    shared = {"train_batch_size": 2, **ASYNCHRONOUS, "checkpoint_freq": 3, "num_kept_checkpoints": 9}
+    for journal in harness.run(train_on_smp, 2, smp(tmp_path, **shared, max_steps=7)):
+        # Saved after 3 and 6, asked after in the steps that follow, and saved as the run ends.
+        assert sequence(of_savers(journal)) == [BEGUN, NOT_YET, DONE, BEGUN, NOT_YET, WAITED, BEGUN, WAITED]
+    assert len(list((tmp_path / "checkpoints").glob("*/COMMITTED"))) == 3

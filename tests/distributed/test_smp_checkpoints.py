@@ -1,0 +1,223 @@
+"""Checkpoints of the SMP backend on a stand-in for `torch.sagemaker`: resumed, and moved to the native backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from smp_train.backends import smp_state
+from smp_train.backends.smp import SmpBackend
+from smp_train.checkpoints import Checkpoint, cli
+from smp_train.errors import CheckpointError
+from tests import harness
+from tests.smp import (
+    DATA,
+    MIXTRAL,
+    NATIVE,
+    alike,
+    numbers,
+    pretrained_folder,
+    smp,
+    train_alone,
+    train_on_smp,
+    tuned,
+)  # fmt: skip
+from tests.training import flags, read_checkpoint, train
+
+LATER = {"checkpoint_type": "async_sharded"}
+TENSOR: dict[str, Any] = {"train_batch_size": 4, "tensor_parallel_degree": 2}
+EXPERT: dict[str, Any] = {"train_batch_size": 2, "moe": 1, "expert_parallel_degree": 2}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Hugging Face folders: of a Llama and a Mixtral."""
+    models: dict[str, dict[str, Any]] = {"llama": {}, "mixtral": {**MIXTRAL, "moe": None}}
+    return {name: pretrained_folder(tmp_path_factory.mktemp(name), **model) for name, model in models.items()}
+
+
+def same(one: dict[str, Any], two: dict[str, Any]) -> None:
+    """Assert that two checkpoints hold the same, bit for bit."""
+    assert one.keys() == two.keys()
+    assert any(name.startswith("optim.") for name in one)
+    assert all(torch.equal(one[name], two[name]) for name in one if isinstance(one[name], torch.Tensor))
+
+
+# --- between backends -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
+@pytest.mark.parametrize("way", ["smp to native", "native to smp"])
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {"train_batch_size": 2, "tie_word_embeddings": 1}),
+        (4, {"train_batch_size": 1, "hybrid_shard_degree": 2}),
+        (2, {"train_batch_size": 2, "hybrid_shard_degree": 1}),
+    ],
+    ids=["full", "degree 2 of 4", "replicated"],
+)
+def test_runs_move_between_backends(way: str, world: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    shared = {"checkpoint_freq": 2, "lr_decay_iters": 4, **changes}
+    kinds = [(train_on_smp, "smp"), (train, "native")]
+    (first, name), (second, other) = kinds if way == "smp to native" else kinds[::-1]
+    harness.run(first, world, flags(tmp_path, **DATA, **shared, max_steps=4, backend=name))
+    checkpoint = tmp_path / "checkpoints" / "llama_v2-2steps"
+    resumed = {**shared, "resume_from_checkpoint": checkpoint, "max_steps": 4}
+    harness.run(second, world, flags(tmp_path / "resumed", **DATA, **resumed, backend=other))
+    alike(numbers(tmp_path / "resumed"), numbers(tmp_path)[2:])
+    # What was read is what was saved: taken up and saved again in a step that changes neither weights nor moments.
+    idle = {"max_steps": 3, "checkpoint_freq": 1, "lr": 1e-30, "min_lr": 0, "weight_decay": 0}
+    idle |= {"beta1": 1 - 1e-12, "beta2": 1 - 1e-12}
+    harness.run(second, world, flags(tmp_path / "idle", **DATA, **{**resumed, **idle}, backend=other))
+    saved, again = (read_checkpoint(p) for p in (checkpoint, tmp_path / "idle" / "checkpoints" / "llama_v2-3steps"))
+    assert saved.keys() == again.keys()
+    weights, means, squares = (
+        [key for key in saved if key.startswith(start) and key.endswith(end)]
+        for start, end in (("model.", ""), ("optim.", ".exp_avg"), ("optim.", ".exp_avg_sq"))
+    )
+    assert len(weights) >= len(means) == len(squares) > 0
+    assert all(torch.equal(saved[key], again[key]) for key in weights)
+    for key in means + squares:
+        assert saved[key].abs().max() > 0
+        torch.testing.assert_close(again[key], saved[key], rtol=1e-5, atol=1e-12)
+
+
+# --- resumed on SMP ---------------------------------------------------------------------------------
+
+RESUMED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "full": (2, {"train_batch_size": 2}, [""]),
+    "degree 2 of 4, asynchronous": (4, {"train_batch_size": 1, "hybrid_shard_degree": 2, **LATER}, [""]),
+    "tp2 shard1": (4, {**TENSOR, "hybrid_shard_degree": 1, **LATER}, ["tp0_ep0", "tp1_ep0"]),
+    "tp2 shard2": (4, {**TENSOR, "hybrid_shard_degree": 2}, ["tp0_ep0", "tp1_ep0"]),
+    "tp2 shard2, asynchronous": (4, {**TENSOR, "hybrid_shard_degree": 2, **LATER}, ["tp0_ep0", "tp1_ep0"]),
+    "cp2": (2, {"train_batch_size": 4, "context_parallel_degree": 2}, [""]),
+    "ep2": (2, {**MIXTRAL, **EXPERT}, ["tp0_ep0", "tp0_ep1"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", RESUMED)
+def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
+    world, changes, parts = RESUMED[layout]
+    shared = {"checkpoint_freq": 1, "num_kept_checkpoints": 9, "lr_decay_iters": 3, "max_steps": 3, **changes}
+    harness.run(train_on_smp, world, smp(tmp_path / "straight", **shared))
+    kind = "mixtral" if "moe" in changes else "llama_v2"
+    first = tmp_path / "straight" / "checkpoints" / f"{kind}-1steps"
+    harness.run(train_on_smp, world, smp(tmp_path / "resumed", **shared, resume_from_checkpoint=first))
+    assert numbers(tmp_path / "resumed") == numbers(tmp_path / "straight")[1:]
+    said = (tmp_path / "straight" / "run" / "logs" / "rank-0.log").read_text()
+    assert ("training waits for each save" in said) == (layout == "tp2 shard1")
+    last = [tmp_path / each / f"checkpoints/{kind}-3steps" for each in ("straight", "resumed")]
+    for part in parts:
+        same(*(read_checkpoint(folder / part) for folder in last))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["no transform", "tp2"])
+def test_resume_of_a_finetune_does_not_read_the_weights_again(
+    layout: str, pretrained: dict[str, Path], tmp_path: Path
+) -> None:
+    changes = {**tuned(pretrained["llama"]), "checkpoint_freq": 1, "num_kept_checkpoints": 9}
+    changes |= {"lr_decay_iters": 3, "max_steps": 3}
+    changes |= TENSOR if layout == "tp2" else {"train_batch_size": 2}
+    harness.run(train_on_smp, 2, smp(tmp_path / "straight", **changes))
+    (first,) = (tmp_path / "straight" / "checkpoints").glob("*-1steps")
+    for journal in harness.run(train_on_smp, 2, smp(tmp_path, **changes, resume_from_checkpoint=first)):
+        facts = dict(journal)
+        # On every rank: all parameters come from the checkpoint.
+        assert "validate_params_and_buffers_inited" in facts
+        assert eval(facts["FSDP"]["given"])["sync_module_states"] is False
+        assert [what for what, _ in journal].count("barrier") == 1  # after FSDP: no rank reads weights
+        if layout == "tp2":
+            assert (facts["transform"]["meta"], facts["transform"]["load_state_dict_from_rank0"]) == ("True", "False")
+    assert numbers(tmp_path) == numbers(tmp_path / "straight")[1:]
+
+
+@pytest.mark.slow
+def test_a_save_captures_the_step_it_was_asked_at(tmp_path: Path) -> None:
+    changes = {"train_batch_size": 2, "checkpoint_freq": 1, "num_kept_checkpoints": 9}
+    harness.run(train_on_smp, 2, smp(tmp_path / "now", **changes, max_steps=3))
+    # No log step ends a save early.
+    harness.run(train_on_smp, 2, smp(tmp_path / "later", **changes, **LATER, logging_freq=100, max_steps=3))
+    for step in (1, 2, 3):
+        same(*(read_checkpoint(tmp_path / name / f"checkpoints/llama_v2-{step}steps") for name in ("now", "later")))
+
+
+# --- what does not fit ------------------------------------------------------------------------------
+
+
+def test_parameters_that_fsdp_names_otherwise_are_not_left_out_of_a_checkpoint() -> None:
+    tree = object.__new__(smp_state.Tree)
+    tree.names = {"lm.weight", "lm.bias"}
+    both = {"lm.weight": torch.ones(2), "lm.bias": torch.ones(2)}
+    state = {name: {"step": value} for name, value in both.items()}
+    extra = {"lm._extra_state": torch.zeros(1)}
+    assert tree._arranged({**both, **extra}, {"state": state}, convert=False)["model"] == both
+    with pytest.raises(CheckpointError, match=r"model lacks 2 of 2 parameters \(lm\.bias"):
+        tree._arranged({f"wrapped.{name}": value for name, value in both.items()}, {"state": state}, convert=False)
+    with pytest.raises(CheckpointError, match=r"optimizer lacks 1 of 2 parameters"):
+        tree._arranged(both, {"state": {"lm.bias": {}}}, convert=False)
+
+
+def test_a_resume_with_other_degrees_names_both() -> None:
+    backend = object.__new__(SmpBackend)
+    backend.transforms = True
+    backend.topology = SimpleNamespace(mesh={"tensor": 4, "expert": 1})  # type: ignore[assignment]
+    for saved, refused in (({"tensor": 4, "expert": 1, "shard": 8}, False), ({"tensor": 2, "expert": 1}, True)):
+        meta = {"names": "smp", "mesh": saved}
+        checkpoint = Checkpoint("/c", 1, meta, None, None, "c")  # type: ignore[arg-type]
+        if not refused:
+            backend.check_checkpoint(checkpoint)
+            continue
+        with pytest.raises(CheckpointError, match=r"saved with --tensor_.* 2 and .* this run has --tensor_.* 4 and"):
+            backend.check_checkpoint(checkpoint)
+
+
+# --- for others to read -----------------------------------------------------------------------------
+
+
+def resumed_natively(command_line: list[str]) -> str:
+    try:
+        train(command_line)
+    except CheckpointError as error:
+        return str(error)
+    return "it trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "ep2"])
+def test_the_final_model_is_what_anything_reads(
+    layout: str, pretrained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    changes = TENSOR if layout == "tp2" else EXPERT
+    model = pretrained["llama" if layout == "tp2" else "mixtral"]
+    final = {"save_final_model": 1, "model_dir": tmp_path / "final", "checkpoint_freq": 4}
+    harness.run(train_on_smp, 2, smp(tmp_path / "smp", **tuned(model), **changes, **final))
+    native = tmp_path / "native"
+    train_alone(flags(native, **{**DATA, **tuned(model)}, train_batch_size=4, **final | {"model_dir": native / "m"}))
+    one, two = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path / "final", native / "m"))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=1e-3, atol=1e-5)
+    (checkpoint,) = (tmp_path / "smp" / "checkpoints").glob("*steps")
+    # What the command line makes of it: the parts' sum, and a refusal where Hugging Face's names are needed.
+    entries = sum(len(read_checkpoint(part)) for part in checkpoint.glob("tp*"))
+    assert cli.main(["show", str(checkpoint)]) == 0
+    shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert sum(int(shown[kind].split()[0]) for kind in ("model", "optim")) == entries
+    assert shown["model"].endswith("in 2 parts")
+    with pytest.raises(CheckpointError, match="what --save_final_model 1 writes there can be loaded anywhere"):
+        cli.main(["convert", str(checkpoint), str(tmp_path / "converted")])
+    if NATIVE and layout == "tp2":
+        resumed = flags(tmp_path / "off", **{**DATA, **tuned(model)}, resume_from_checkpoint=checkpoint)
+        (said,) = harness.run(resumed_natively, 1, resumed)
+        assert "SMP's own implementation of the model" in said
+        assert "--save_final_model 1" in said

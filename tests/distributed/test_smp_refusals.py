@@ -1,0 +1,262 @@
+"""What the SMP backend is configured by, what it refuses, and what it does without in older releases, on a stand-in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from smp_train import arguments
+from smp_train.backends import smp_library, smp_model
+from smp_train.backends.smp import SmpBackend, refuse, refuse_model
+from smp_train.errors import ConfigError, SmpTrainError
+from tests import harness
+from tests.smp import DATA, MIXTRAL, NATIVE, Journal, install, refusal_of, smp, train_on_smp
+from tests.training import flags, train
+
+# --- configuration ----------------------------------------------------------------------------------
+
+
+LAUNCHED = json.dumps({"hybrid_shard_degree": 2, "random_seed": 7})
+
+
+def test_configuration_comes_from_the_launcher_and_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "smp.json"
+    file.write_text(json.dumps({"hybrid_shard_degree": 1, "activation_loading_horizon": 4, "allow_empty_shards": True}))
+    journals = harness.run(
+        train_on_smp, 2, smp(tmp_path, max_steps=1, smp_config=file), SM_HP_MP_PARAMETERS=LAUNCHED
+    )
+    config = eval(dict(journals[0])["init"]["config"])
+    assert (config["hybrid_shard_degree"], config["activation_loading_horizon"]) == (2, 4)
+    assert (config["allow_empty_shards"], config["random_seed"]) == (True, 7)
+    assert "--allow_empty_shards" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+
+
+def test_a_launcher_that_says_otherwise_is_refused(tmp_path: Path) -> None:
+    asked = flags(tmp_path, backend="auto", **DATA, hybrid_shard_degree=1)
+    for said in harness.run(refusal_of, 2, asked, True, SM_HP_MP_PARAMETERS=LAUNCHED):
+        assert "SM_HP_MP_PARAMETERS sets hybrid_shard_degree to 2" in said
+        assert "make it 1" in said
+
+
+def test_a_library_that_settles_on_other_degrees_is_refused() -> None:
+    library = SimpleNamespace(state=SimpleNamespace(tensor_parallel_degree=1, hybrid_shard_degree=4))
+    smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 0})
+    with pytest.raises(ConfigError, match="given hybrid_shard_degree 2 and has 4"):
+        smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 2})
+
+
+def test_what_fsdp_cuts_is_asked_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import ShardingStrategy
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    mesh = {"replicate": 4, "shard": 1}
+    backend = object.__new__(SmpBackend)
+    backend.shard = 1
+    backend.args = SimpleNamespace(expert_parallel_degree=1)  # type: ignore[assignment]
+    backend.topology = SimpleNamespace(mesh=mesh, tp_size=2, cp_size=1)  # type: ignore[assignment]
+    group = SimpleNamespace(size=lambda: 2)
+    backend._root = SimpleNamespace(sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=group)
+    assert backend._settle_layout()
+    assert mesh == {"replicate": 2, "shard": 2}
+    backend._root.sharding_strategy = ShardingStrategy.NO_SHARD
+    assert not backend._settle_layout()
+
+
+# --- where SMP cannot be used ----------------------------------------------------------------------
+
+
+def train_where_smp_refuses(
+    command_line: list[str], torch_needed: tuple[int, int] | None = None, failure: type[Exception] = RuntimeError
+) -> tuple[int, str]:
+    """Train with a `torch.sagemaker` whose init fails; return the exit code and what was logged."""
+    import io
+    import os
+    from contextlib import redirect_stdout
+
+    from smp_train import backends
+
+    if torch_needed is not None:
+        backends.OLDEST_TORCH = torch_needed  # type: ignore[misc]
+    for name in [name for name in os.environ if name.startswith("SM_")]:
+        del os.environ[name]  # not in a SageMaker job
+
+
+    install()
+    import torch.sagemaker as tsm
+
+    def refuse(config: Any) -> None:
+        raise failure("this platform is not supported")
+
+    tsm.init = refuse
+    with redirect_stdout(io.StringIO()) as out:
+        try:
+            return train(command_line), out.getvalue()
+        except SmpTrainError as error:
+            return error.exit_code, str(error)
+
+
+@pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
+def test_an_unusable_library_is_named_and_done_without(tmp_path: Path) -> None:
+    code, said = harness.run(train_where_smp_refuses, 2, flags(tmp_path, backend="auto"))[0]
+    assert code == 0
+    assert "SMP is here but cannot be used" in said
+    assert "this platform is not supported" in said
+    assert "on HyperPod, SMP needs /var/log/aws/clusters" in said
+    assert "Backend: native (SMP cannot be used here)" in said
+
+
+def test_an_unusable_library_stops_who_asks_for_it(tmp_path: Path) -> None:
+    for code, said in harness.run(train_where_smp_refuses, 2, smp(tmp_path)):
+        assert code == 2
+        assert "torch.sagemaker.init refuses: this platform is not supported" in said
+
+
+def test_where_neither_backend_can_run_both_causes_are_named(tmp_path: Path) -> None:
+    asked = flags(tmp_path, backend="auto")
+    ((code, said),) = harness.run(train_where_smp_refuses, 1, asked, (9, 9), ValueError)
+    assert code == 2
+    assert "init refuses: this platform is not supported;" in said  # not a failure that a mount explains
+    assert "the native backend needs torch 9.9 or newer" in said
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no library": ({}, r"this torch has no torch\.sagemaker"),
+    "FP8 of a plain model": ({"fp8": 1, "bf16": 1}, r"--fp8 1 .* give --use_smp_implementation 1"),
+    "FP8 offloaded": (
+        {"fp8": 1, "bf16": 1, "use_smp_implementation": 1, "sm_activation_offloading": 1}, r"do not go together on SMP",
+    ),
+    "a model that SMP has not": (
+        {"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None, "use_smp_implementation": 1},
+        r"transform refuses this model",
+    ),
+    "experts of a dense model": ({"moe": 1}, r"transform refuses this model"),
+    "compile": ({"use_torch_compile": 1}, r"--use_torch_compile 1 with --backend smp"),
+    "per operation": ({"activation_checkpointing": "selective:op"}, r"SMP checkpoints whole layers"),
+    "offload": (
+        {"sm_activation_offloading": 1, "activation_checkpointing": "none"}, r"needs checkpointing",
+    ),
+}  # fmt: skip
+
+
+def resolved(folder: Path, **changes: Any) -> Any:
+    return arguments.parse(smp(folder, **changes)).args
+
+
+def test_unsharded_tensor_ranks_do_not_go_over_smddp(tmp_path: Path) -> None:
+    changes = {"tensor_parallel_degree": 2, "distributed_backend": "smddp"}
+    refuse(resolved(tmp_path, **changes))
+    with pytest.raises(ConfigError, match="over nccl only"):
+        refuse(resolved(tmp_path, **changes, hybrid_shard_degree=1))
+
+
+@pytest.mark.parametrize("given", ["fp8", "context_parallel_degree"])
+def test_what_smp_has_not_for_a_sliding_window_is_refused(given: str, tmp_path: Path) -> None:
+    args = resolved(tmp_path, **{given: 2 if "degree" in given else 1})
+    for kind, window, refused in (("mistral", 8, True), ("mistral", None, False), ("llama", None, False)):
+        config = SimpleNamespace(model_type=kind, sliding_window=window)
+        if not refused:
+            refuse_model(config, args)
+            continue
+        with pytest.raises(ConfigError, match=f"sliding window of 8 tokens with --{given}"):
+            refuse_model(config, args)
+
+
+def test_logits_of_a_part_of_the_vocabulary_are_refused() -> None:
+    smp_model.check_logits(torch.zeros(2, 3, 8), torch.zeros(2, 3), 8)
+    with pytest.raises(ConfigError, match=r"logits of shape \[2, 3, 4\], where \[2, 3, 8\]"):
+        smp_model.check_logits(torch.zeros(2, 3, 4), torch.zeros(2, 3), 8)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, tmp_path: Path) -> None:
+    changes, message = REFUSED[case]
+    import re
+
+    (said,) = harness.run(refusal_of, 1, smp(tmp_path, **changes), case != "no library")
+    assert re.search(message, said), said
+
+
+# --- what a release has, and what is done without it ------------------------------------------------
+
+RELEASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "2.3, hybrid sharding": ("2.3", 4, {"hybrid_shard_degree": 2}, "torch's own saver; saving through SMP needs"),
+    # The norm is taken without the wrapper of offloading.
+    "2.4, asynchronous, offloading": (
+        "2.4", 2, {"checkpoint_type": "async_sharded", "sm_activation_offloading": 1}, "torch's own saver",
+    ),
+    "2.5, context parallelism": ("2.5", 2, {"context_parallel_degree": 2}, ""),
+    "2.7, experts": ("2.7", 2, {**MIXTRAL, "expert_parallel_degree": 2}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RELEASES)
+def test_older_releases(case: str, tmp_path: Path) -> None:
+    release, world, changes, said = RELEASES[case]
+    harness.run(train_on_smp, world, smp(tmp_path, max_steps=2, checkpoint_freq=1, **changes), release)
+    assert (tmp_path / "run" / "DONE").exists()
+    assert said in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    resumed = smp(tmp_path, max_steps=3, resume_from_checkpoint=tmp_path / "checkpoints", **changes)
+    harness.run(train_on_smp, world, resumed, release)
+
+
+def before_context_parallelism(command_line: list[str]) -> Journal:
+    """Train by a release that has neither context parallelism nor its key."""
+    import sys
+
+    sys.modules["torch.sagemaker.context_parallel"] = None  # type: ignore[assignment]
+    return train_on_smp(command_line, "2.4")
+
+
+def test_a_release_is_not_given_keys_that_came_later(tmp_path: Path) -> None:
+    (journal,) = harness.run(before_context_parallelism, 1, smp(tmp_path, max_steps=1, num_layers=1))
+    origin = eval(dict(journal)["init"]["origin"])
+    assert {key for key, source in origin.items() if source == "default"} == {"context_parallel_degree"}
+
+
+def test_how_context_ranks_communicate_is_said_to_what_takes_it() -> None:
+    def named(model: Any, cp_comm_type: str = "p2p") -> None: ...
+
+    def anything(*args: Any, **kwargs: Any) -> None: ...
+
+    def told(transform: Any, wanted: str) -> dict[str, Any]:
+        args = SimpleNamespace(cp_comm_type=wanted)
+        return smp_library.context_options(SimpleNamespace(transform=transform), args)  # type: ignore[arg-type]
+
+    assert told(named, "p2p") == {"cp_comm_type": "p2p"}
+    assert told(anything, "all_gather") == {"cp_comm_type": "all_gather"}
+    assert told(anything, "p2p") == {}
+
+
+TOO_OLD = {
+    "saving tensor ranks": (
+        "2.4", 4, {"tensor_parallel_degree": 2}, r"needs torch\.sagemaker\.distributed\..* came with SMP 2\.5",
+    ),
+    "context parallelism": ("2.4", 2, {"context_parallel_degree": 2}, r"context_parallel_degree needs SMP 2\.5"),
+    "experts": ("2.2", 2, {**MIXTRAL}, r"--moe 1 needs torch\.sagemaker\.moe\.moe_config, which came with SMP 2\.3"),
+    "tensor parallelism of Mistral": (
+        "2.5", 2, {"model_type": "mistral", "tensor_parallel_degree": 2}, r"transform refuses .* came with SMP 2\.6",
+    ),
+    "communication": (
+        "2.5", 2, {"context_parallel_degree": 2, "cp_comm_type": "all_gather"}, r"came with SMP 2\.6, and this release",
+    ),
+}  # fmt: skip
+
+
+def refusal_by(command_line: list[str], release: str) -> str:
+    install(release)
+    return refusal_of(command_line, installed=False)
+
+
+@pytest.mark.parametrize("case", TOO_OLD)
+def test_what_a_release_lacks_is_named(case: str, tmp_path: Path) -> None:
+    import re
+
+    release, world, changes, message = TOO_OLD[case]
+    for said in harness.run(refusal_by, world, smp(tmp_path, **changes), release):
+        assert re.search(message, said), said
