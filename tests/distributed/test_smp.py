@@ -106,6 +106,7 @@ def initial_weights(command_line: list[str]) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_seed_draws_the_weights_of_a_transformed_model(tmp_path: Path) -> None:
     changes = {"max_steps": 1, "tensor_parallel_degree": 2, "hybrid_shard_degree": 1, "num_layers": 1}
     one = harness.run(initial_weights, 4, smp(tmp_path / "1", seed=1, **changes))
