@@ -6,6 +6,7 @@ milliseconds to start rather than seconds. Each gets the environment that torchr
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -103,7 +104,8 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 1
                 process.join(0.02)
         late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for rank in late:
-            os.kill(ranks[rank].pid, signal.SIGUSR2)
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(ranks[rank].pid, signal.SIGUSR2)
             ranks[rank].join(0.5)
             ranks[rank].kill()
             ranks[rank].join()
