@@ -119,6 +119,27 @@ def test_a_cut_row_with_nothing_counted_is_an_error():
         collate([row], ["a:3"], 4)
 
 
+class Dialogue(Documents):
+    """One row, of which the first and the last two tokens are counted."""
+
+    def row(self, index):
+        ids = super().row(index).input_ids
+        counted = np.zeros(ids.size, bool)
+        counted[[0, -2, -1]] = True
+        return Row(ids, counted)
+
+
+@pytest.mark.parametrize(("long", "short"), [("split", "pad"), ("split", "concat"), ("crop", "pad")])
+def test_a_sample_with_nothing_counted_is_an_error(long, short):
+    source = Dialogue([12])
+    samples = lay_out(source, 4, long=long, short=short)
+    data = TrainingData(samples, Order(len(samples), 1, "none"), seq_len=4, micro_batch=1, accumulation=1, dp_rank=0,
+                        dp_size=1, prefetch=0, long=long, named=False)  # fmt: skip
+    reason = r"d:1\[\d:\d\]: no token of this (sample|window) is counted: nothing to learn; raise --max_context_width"
+    with pytest.raises(DataError, match=reason):
+        [data.step(consumed) for consumed in range(30)]
+
+
 def test_lengths_without_padding():
     source = Documents([6, 3, 2, 7], left=2, right=1)
     assert lengths(source).tolist() == [6, 3, 2, 7]
