@@ -76,6 +76,14 @@ def test_concat_joins_across_shards():
     assert all(layout.row(i).documents is None for i in range(4)), "documents joined end to end see each other"
 
 
+def test_validation_when_the_last_shard_has_no_sample_of_its_own():
+    source = lay_out(Documents([9, 9, 9, 3]), 8, long="split", short="concat")
+    assert len(source.shards[-1]) == 0
+    held = ValidationData(source, seq_len=8, micro_batch=2, dp_rank=0, dp_size=1, fast=True)
+    assert len(held) == 2
+    assert sum(batch.counted_tokens() for batch in held.batches()) == 30 - 4
+
+
 def test_pack_keeps_documents_whole_and_apart():
     layout = Layout(Documents([5, 2, 3, 6, 9]), 8, long="split", short="pack")
     rows = [layout.row(i) for i in range(len(layout))]

@@ -194,7 +194,7 @@ class ValidationData:
         dp_rank: this rank among the data-parallel ones.
         dp_size: data-parallel ranks.
         max_batches: at most so many batches per rank; None for all.
-        fast: the last shard only (--fast_validation).
+        fast: the last shard that has samples only (--fast_validation).
         long: as in `TrainingData`; a crop is the same at every evaluation.
         pin_memory: as in `TrainingData`.
     """
@@ -223,7 +223,8 @@ class ValidationData:
         self.dp_size = dp_size
         self.long = _checked_long(long, source, seq_len)
         self.pin_memory = pin_memory
-        self.rows = shards(source)[-1] if fast else range(len(source))
+        # A shard may have no sample of its own, when its rows went into one that began in the shard before.
+        self.rows = [rows for rows in shards(source) if rows][-1] if fast else range(len(source))
         batches = -(-len(self.rows) // (micro_batch * dp_size))
         self._batches = batches if max_batches is None else min(batches, max_batches)
 
