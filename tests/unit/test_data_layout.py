@@ -201,6 +201,30 @@ def test_resume_with_another_layout_is_refused():
             other.check_state(state)
 
 
+def test_resume_with_other_cuts_is_refused(caplog):
+    def data(long, seq_len, longest=None):
+        source = Documents([30, 7, 9])
+        if longest is not None:
+            source.report = lambda: {"longest": longest, "longest_at": "d:1"}
+        return TrainingData(source, Order(3), seq_len=seq_len, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1,
+                            long=long)  # fmt: skip
+
+    state = data("truncate", 8).state(3)
+    with pytest.raises(DataError, match="data changed: --long truncate in the checkpoint, crop now"):
+        data("crop", 8).check_state(state)
+    for long in ("truncate", "crop"):
+        state = data(long, 8).state(3)
+        assert data(long, 8).check_state(state) == 3
+        with pytest.raises(DataError, match="data changed: --max_context_width 8 in the checkpoint, 9 now"):
+            data(long, 9).check_state(state)
+        with pytest.raises(DataError, match="data changed: --max_context_width 8 in the checkpoint, 40 now"):
+            data(long, 40, longest=30).check_state(state)
+        assert data(long, 40, longest=8).check_state(state) == 3, "no row is cut at 8 either"
+    assert data("truncate", 9).check_state(data("truncate", 8).state(3), allow_data_change=True) == 3
+    assert "--max_context_width 8 in the checkpoint, 9 now (--allow_data_change 1)" in caplog.text
+    assert data("error", 40, longest=30).check_state(data("error", 30, longest=30).state(3)) == 3
+
+
 FAMILIES = {
     "llama": {"num_key_value_heads": 2},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 6},

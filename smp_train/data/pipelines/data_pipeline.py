@@ -34,6 +34,7 @@ STATE_VERSION = 1
 ONE_ROW = "a sample is a row"
 DATA_KEYS = {
     "layout": "samples are made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint",
+    "long": "--long", "seq_len": "--max_context_width",
 }  # fmt: skip
 """What in a state says which sample is at a position, apart from seed and shuffle; with what messages call it."""
 
@@ -143,11 +144,17 @@ class TrainingData(Dealing):
             "long": self.long,
         }
 
+    def _cuts(self, *seq_lens: Any) -> bool:
+        """Tell whether a row may be longer than one of ``seq_lens``: not where those are refused, or known."""
+        report = getattr(self.source, "report", None)
+        return self.long in ("truncate", "crop") and (report is None or report()["longest"] > min(seq_lens))
+
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Return ``consumed`` of a saved state; DataError names what would make it mean other samples.
 
-        Batch sizes, ranks and, where a sample is a row, seq_len may change: they do not decide which sample is at a
-        position. ``allow_data_change`` goes on at the same position of other data, and says so.
+        Batch sizes and ranks may change: they do not decide which sample is at a position. So may seq_len where it
+        cuts no row, neither now nor before. ``allow_data_change`` goes on at the same position of other data, and
+        says so.
         """
         if state.get("version") != STATE_VERSION:
             raise DataError(
@@ -163,7 +170,7 @@ class TrainingData(Dealing):
                 )
         for key, what in DATA_KEYS.items():
             before, after = state.get(key, ONE_ROW if key == "layout" else None), now.get(key)
-            if before == after:
+            if before == after or (key == "seq_len" and not self._cuts(before, after)):
                 continue
             changed = f"the training data changed: {what} {before} in the checkpoint, {after} now"
             if not allow_data_change:
