@@ -225,6 +225,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
                 model=spec.name,
                 parameters=parameters,
                 total_steps=total_steps,
+                samples=train_data.sizes(),
             )
     if args.enable_memory_profiling:
         log.info(memory_report(device, "model and optimizer built"))

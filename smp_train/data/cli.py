@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--tokenizer", help="to show a sample as text: tokenizer.json, or a folder with one")
     one = verbs.add_parser("audit", help="check the data_audit files of a run for repeats and gaps")
     one.add_argument("run", help="run folder of a run with --data_audit 1")
-    one.add_argument("--rows", type=int, help="samples in the data set; default: as many as the run has seen")
+    one.add_argument("--rows", type=int, help="samples in the data set; default: as run.json says")
     return found
 
 
@@ -238,7 +238,7 @@ def _absent(ranks: list[_Record]) -> bool:
 
 def audit(run: Path, rows: int | None = None) -> int:
     """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code."""
-    config, mesh = _config(run, "config"), _config(run, "mesh")
+    config, mesh, sizes = _config(run, "config"), _config(run, "mesh"), _config(run, "samples")
     steps = _records(run, int(mesh.get("tensor", 1)) * int(mesh.get("context", 1)))
     problems = [
         f"step {step} is missing" for step in range(min(steps), max(steps) + 1) if step not in steps
@@ -266,7 +266,7 @@ def audit(run: Path, rows: int | None = None) -> int:
     else:
         consumed_as = "each once per epoch"
     for place, seen in streams.items():
-        problems += _repeats(place, seen, rows if not place else None)
+        problems += _repeats(place, seen, (rows if not place else None) or sizes.get(place))
     for problem in problems[:SHOWN]:
         print(problem)
     distinct = len({name for ranks in steps.values() for one in ranks for name in one.samples})

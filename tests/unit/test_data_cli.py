@@ -101,6 +101,24 @@ def test_audit_of_a_good_run(tmp_path, capsys):
     assert "step 1: rank 1 read other samples than the ranks they share a model with" in capsys.readouterr().out
 
 
+def test_audit_finds_samples_that_are_never_used(tmp_path, capsys):
+    write_run(tmp_path, sequence(8))
+    assert cli.audit(tmp_path) == 0
+    (tmp_path / "run.json").write_text(json.dumps({"samples": {"": ROWS + 1}}))
+    assert cli.audit(tmp_path) == 3
+    assert "1 of 11 samples were never used" in capsys.readouterr().out
+
+
+def test_audit_finds_samples_of_a_blend_that_are_never_used(tmp_path, capsys):
+    write_run(tmp_path, [["a/x:0", "b/y:0"], ["a/x:1", "b/y:1"], ["a/x:0", "b/y:0"], ["a/x:1", "b/y:1"]])
+    config = {"training_dir": ["a:0.5", "b:0.5"]}
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "samples": {"a": 2, "b": 2}}))
+    assert cli.audit(tmp_path) == 0
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "samples": {"a": 2, "b": 3}}))
+    assert cli.audit(tmp_path) == 3
+    assert "b: 1 of 3 samples were never used" in capsys.readouterr().out
+
+
 def write_attempt(folder, attempt, steps, *, start, world, peers=1):
     """Write what ``world`` ranks, of which ``peers`` share a model, audit of an attempt."""
     for rank in range(world):

@@ -88,6 +88,10 @@ class TrainingData(Dealing):
         self.named = named
         self._fill = getattr(source, "fill", None)
 
+    def sizes(self) -> dict[str, int]:
+        """Return how many samples there are: of each place of a blend, or, under ``""``, of all."""
+        return self.order.sizes() if isinstance(self.order, BlendOrder) else super().sizes()
+
     def step(self, consumed: int) -> list[Batch]:
         """Read this rank's micro-batches of the step that starts at ``consumed``."""
         epochs, rows = self.order.rows(self.positions(consumed))
