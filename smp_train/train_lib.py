@@ -15,7 +15,7 @@ import torch
 import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
-from smp_train.backends.base import Backend
+from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints import Checkpoint, CheckpointManager, open_checkpoint, policies
 from smp_train.checkpoints.export import export, export_weights, tokenizer_beside
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
@@ -120,7 +120,6 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     with runtime.together("opening the log"):
         setup_logging(ranks.rank, log_dir=folder.logs, level="DEBUG" if args.debug else "INFO")
         metrics = MetricsWriter(folder.path, is_main=ranks.is_main, tensorboard_dir=args.tensorboard_dir)
-        audit = DataAudit(folder.path, ranks.rank) if args.data_audit else None
     stop = StopRequest(folder.stop)
     log.info("smp-train %s, torch %s, %s", smp_train.__version__, torch.__version__, describe(ranks, device))
     backend, why = backends.select(args, ranks, device)
@@ -130,6 +129,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     layout = " x ".join(f"{name} {size}" for name, size in topology.mesh.items())
     log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout)
 
+    audit = open_audit(folder, ranks, topology) if args.data_audit else None
     with runtime.together("choosing the model"):
         spec = resolve(args)
     seq_len = args.max_context_width or min(
@@ -225,10 +225,23 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
                 model=spec.name,
                 parameters=parameters,
                 total_steps=total_steps,
+                samples=train_data.sizes(),
             )
     if args.enable_memory_profiling:
         log.info(memory_report(device, "model and optimizer built"))
     return run
+
+
+def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAudit:
+    """Open this rank's audit of the data; collective."""
+    with runtime.together("opening the audit"):
+        earlier = folder.earlier_attempts()
+    # On another file system a rank sees fewer attempts.
+    attempt = runtime.largest([earlier])[0] + 1
+    with runtime.together("opening the audit"):
+        return DataAudit(
+            folder.path, ranks.rank, attempt=attempt, dp_rank=topology.dp_rank, dp_size=topology.dp_size
+        )
 
 
 def look_for_checkpoint(args: Arguments, model_type: str, mesh: dict[str, int]) -> Checkpoint | None:

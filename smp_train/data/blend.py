@@ -114,12 +114,17 @@ class BlendOrder:
         for place, slots in zip(source.places, self.slots, strict=True):
             if slots == 0:
                 raise ConfigError(f"--training_dir {place}: its weight is below one in {BLOCK}; leave it out")
+        self.places = source.places
         self._starts = np.array(source.starts[:-1])
         self.orders = [
             Order(len(one), seed if number == 0 else seed + (number << 64), shuffle, shards(one))
             for number, one in enumerate(source.sources)
         ]
         self._block = lru_cache(maxsize=64)(self._draw)
+
+    def sizes(self) -> dict[str, int]:
+        """Return how many rows each source has, by its place."""
+        return {place: order.size for place, order in zip(self.places, self.orders, strict=True)}
 
     def identity(self) -> dict[str, Any]:
         """Return what, with the data, decides which row is at a position."""

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--tokenizer", help="to show a sample as text: tokenizer.json, or a folder with one")
     one = verbs.add_parser("audit", help="check the data_audit files of a run for repeats and gaps")
     one.add_argument("run", help="run folder of a run with --data_audit 1")
-    one.add_argument("--rows", type=int, help="samples in the data set; default: as many as the run has seen")
+    one.add_argument("--rows", type=int, help="samples in the data set; default: as run.json says")
     return found
 
 
@@ -178,74 +178,98 @@ def _look_at_shards(survey: Survey, path: str, vocab_size: int, cache_dir: str |
                     Path(copy).unlink()
 
 
-def _records(run: Path) -> dict[int, dict[str, list[str]]]:
-    """Return, by step, what each rank consumed in it; of a step that was done again after a resume, the last."""
+@dataclass(frozen=True)
+class _Record:
+    """What one rank consumed in one step."""
+
+    rank: int
+    attempt: int
+    dp_rank: int
+    dp_size: int | None
+    samples: list[str]
+
+
+def _records(run: Path, peers: int) -> dict[int, list[_Record]]:
+    """Return, by step, what each rank consumed in it, by rank: of the newest attempt that it is of.
+
+    ``peers`` neighbouring ranks share a model where the records do not say who does.
+    """
     files = sorted(run.glob("data_audit-rank*.jsonl"))
     if not files:
         raise ConfigError(f"{run}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
-    steps: dict[int, dict[str, list[str]]] = {}
+    steps: dict[int, dict[int, _Record]] = {}
+    begins: dict[int, int] = {}
+    found: list[tuple[int, _Record]] = []
     for path in files:
+        rank = int(path.stem.rpartition("rank")[2])
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
                 step, samples = int(record["step"]), list(record["samples"])
+                attempt, dp_rank = int(record.get("attempt", 0)), int(record.get("dp_rank", rank // peers))
             except (ValueError, KeyError, TypeError):
                 # The last line of a run that was killed.
                 continue
-            steps.setdefault(step, {})[path.stem] = samples
-    return steps
+            begins[attempt] = min(step, begins.get(attempt, step))
+            found.append((step, _Record(rank, attempt, dp_rank, record.get("dp_size"), samples)))
+    for step, one in found:
+        # An attempt voids all that earlier ones have done from its first step on.
+        if not any(attempt > one.attempt and step >= first for attempt, first in begins.items()):
+            steps.setdefault(step, {})[one.rank] = one
+    return {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in steps.items()}
 
 
-def _of_step(ranks: dict[str, list[str]], peers: int) -> Iterator[str]:
-    """Yield each sample of a step once for ``peers`` neighbouring ranks, which share a model and read the same rows."""
-    for name, samples in ranks.items():
-        if int(name.rpartition("rank")[2]) % peers == 0:
-            yield from samples
+def _of_step(ranks: list[_Record]) -> list[str]:
+    """Return each sample of a step once for ranks that share a model and read the same rows."""
+    firsts = {one.dp_rank: one.samples for one in reversed(ranks)}
+    return [sample for dp_rank in sorted(firsts) for sample in firsts[dp_rank]]
 
 
-def _disagreeing(ranks: dict[str, list[str]], peers: int) -> list[str]:
+def _disagreeing(ranks: list[_Record]) -> list[str]:
     """Return the names of ranks that did not read what the first of their peers read."""
-    by_rank = {int(name.rpartition("rank")[2]): samples for name, samples in ranks.items()}
-    # Of a run that was killed, a rank's last step may be missing.
-    return [
-        f"rank {rank}"
-        for rank, samples in sorted(by_rank.items())
-        if by_rank.get(rank - rank % peers, samples) != samples
-    ]
+    firsts = {one.dp_rank: one.samples for one in reversed(ranks)}
+    return [f"rank {one.rank}" for one in ranks if one.samples != firsts[one.dp_rank]]
+
+
+def _absent(ranks: list[_Record]) -> bool:
+    """Tell whether nothing is known of what some data-parallel rank read."""
+    return ranks[0].dp_size is not None and len({one.dp_rank for one in ranks}) < ranks[0].dp_size
 
 
 def audit(run: Path, rows: int | None = None) -> int:
     """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code."""
-    steps = _records(run)
-    config, mesh = _config(run, "config"), _config(run, "mesh")
-    peers = int(mesh.get("tensor", 1)) * int(mesh.get("context", 1))
+    config, mesh, sizes = _config(run, "config"), _config(run, "mesh"), _config(run, "samples")
+    steps = _records(run, int(mesh.get("tensor", 1)) * int(mesh.get("context", 1)))
     problems = [
         f"step {step} is missing" for step in range(min(steps), max(steps) + 1) if step not in steps
     ]
     for step, ranks in sorted(steps.items()):
-        if strays := _disagreeing(ranks, peers):
+        # Of a run that was killed, a rank's last step may be missing.
+        if _absent(ranks) and step < max(steps):
+            problems.append(f"step {step}: the records of some ranks are missing")
+        if strays := _disagreeing(ranks):
             who = ", ".join(strays)
             problems.append(f"step {step}: {who} read other samples than the ranks they share a model with")
     streams: dict[str, list[tuple[int, int, str]]] = {}
     consumed = 0
     places, weights = read_weights(config.get("training_dir") or [""])
     for step in sorted(steps):
-        samples = list(_of_step(steps[step], peers))
+        samples = _of_step(steps[step])
         for sample in samples:
             name = sample.rpartition("[")[0] or sample if config.get("long") == "crop" else sample
             place = max((p for p in places if name.startswith(p + "/")), key=len, default="") if weights else ""
             streams.setdefault(place, []).append((step, consumed, name))
         consumed += len(samples)
     if config.get("dataset"):
-        problems += torn({step: list(_of_step(ranks, peers)) for step, ranks in steps.items()})
+        problems += torn({step: _of_step(ranks) for step, ranks in steps.items()})
         streams, consumed_as = {}, "no token of a document twice or left out"
     else:
         consumed_as = "each once per epoch"
     for place, seen in streams.items():
-        problems += _repeats(place, seen, rows if not place else None)
+        problems += _repeats(place, seen, (rows if not place else None) or sizes.get(place))
     for problem in problems[:SHOWN]:
         print(problem)
-    distinct = len({name for ranks in steps.values() for samples in ranks.values() for name in samples})
+    distinct = len({name for ranks in steps.values() for one in ranks for name in one.samples})
     verdict = f"{len(problems)} problems" if problems else f"{consumed_as}, no step left out"
     print(f"{run}: steps {min(steps)} to {max(steps)}, {consumed} samples, {distinct} different: {verdict}")
     return DataError.exit_code if problems else 0

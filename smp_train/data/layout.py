@@ -11,7 +11,7 @@ import hashlib
 
 import numpy as np
 
-from smp_train.data.source import Row, Source, lengths, shards, trimmed
+from smp_train.data.source import Row, Source, lengths, refuse_uncounted, shards, trimmed
 from smp_train.errors import ConfigError, DataError
 
 LONG = ("truncate", "split", "crop", "error")
@@ -133,7 +133,10 @@ class Layout(Source):
         return self._size
 
     def row(self, index: int) -> Row:
-        """Return sample ``index``; ``documents`` is given when it is packed of several."""
+        """Return sample ``index``; ``documents`` is given when it is packed of several.
+
+        Raises DataError when nothing of it is counted.
+        """
         spans = self.pieces(index)
         ids, masks = [], []
         for row, begin, end in spans:
@@ -142,11 +145,14 @@ class Layout(Source):
             masks.append(np.ones(end - begin, bool) if found.counted is None else found.counted[begin:end])
         counted = np.concatenate(masks)
         packed = self._short == "pack" and len(spans) > 1
-        return Row(
+        sample = Row(
             np.concatenate(ids),
             None if counted.all() else counted,
             np.array([end - begin for _, begin, end in spans]) if packed else None,
         )
+        if sample.counted is not None:
+            refuse_uncounted(sample, f"{self.name(index)}: no token of this sample", "raise --max_context_width")
+        return sample
 
     def name(self, index: int) -> str:
         """Return the names of the rows it is made of joined by ``+``, with ``[begin:end]`` where not whole."""

@@ -50,7 +50,9 @@ def open_data(
     """
 
     def opened(place: str) -> Source:
-        return lay_out(_open_place(args, place, vocab_size, ranks), seq_len, long=long_rows(args), short=args.short)
+        source = _open_place(args, place, vocab_size, ranks)
+        with runtime.together(f"laying out {place}"):
+            return lay_out(source, seq_len, long=long_rows(args), short=args.short)
 
     if args.dataset is not None:
         return open_text(

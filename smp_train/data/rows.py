@@ -89,7 +89,8 @@ class RowParser:
     def __call__(self, line: bytes) -> tuple[np.ndarray, np.ndarray | None]:
         """Return (ids int64 [n], mask bool [n] or None when all ones); ValueError: reason; what to do."""
         line = line.strip()
-        ids, mask = self._split(line) or self._whole(line)
+        # An escape may write a field's name in another way, which only a whole parse sees.
+        ids, mask = (None if b"\\" in line else self._split(line)) or self._whole(line)
         if ids.size == 0:
             raise ValueError(f"{IDS} is empty; remove the row")
         # One pass for both ends: a negative id is a huge one when read as unsigned.
@@ -152,7 +153,8 @@ class RowParser:
 
     def _integers_of(self, text: bytes, field: str, without: str) -> np.ndarray | None:
         """Return a list of integers in an object that has no field ``without``; None whenever that is in doubt."""
-        if self._simd is None:
+        # The buffer of a nested list is that of a flat one, so there must be no second list to nest.
+        if self._simd is None or text.count(b"[") != 1 or text.count(b"{") != 1:
             return None
         try:
             record = self._simd.parse(text)
@@ -160,7 +162,6 @@ class RowParser:
                 return None
             values = record[field]
             found = np.frombuffer(values.as_buffer(of_type="i"), dtype=np.int64)
-            # The buffer of a list of lists is that of a flat one.
             return found if found.size == len(values) else None
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
             # What failed may still be held by its traceback, and a parser whose document is held parses no other.
@@ -203,7 +204,7 @@ class RowParser:
                     else "not a token shard?"
                 )
             )
-        if line.count(b'"input_ids"') > 1 or line.count(b'"attention_mask"') > 1:
+        if b"\\u" in line or line.count(b'"input_ids"') > 1 or line.count(b'"attention_mask"') > 1:
             _no_repeats(line)
         ids = _integers(record[IDS], "q", IDS)
         mask = _integers(record[MASK], "B", MASK) if MASK in record else None

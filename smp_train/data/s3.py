@@ -208,20 +208,28 @@ def staged(
     """Yield (object, local copy) in the order given, ``at_once`` being fetched meanwhile.
 
     Copies are temporary files in ``folder``: whoever takes one removes it. Never more than ``at_once`` lie there
-    untaken; those go when the iterator is closed.
+    untaken; those go when the iterator is closed. Raises DataError, also when ``folder`` is full.
     """
     # `fetch` tries again itself: it knows what it has already.
     client = client or connect(attempts=1)
 
     def get(shard: Shard) -> str:
-        handle, path = tempfile.mkstemp(prefix=".stage.", suffix=".tmp", dir=folder)
-        os.close(handle)
         try:
-            fetch(shard, path, client, stop)
-        except BaseException:
-            os.unlink(path)
+            handle, path = tempfile.mkstemp(prefix=".stage.", suffix=".tmp", dir=folder)
+            os.close(handle)
+            try:
+                fetch(shard, path, client, stop)
+            except BaseException:
+                os.unlink(path)
+                raise
+            return path
+        except InterruptedError:
             raise
-        return path
+        except OSError as error:
+            raise DataError(
+                f"{folder}: cannot hold a copy of {shard.path} ({error.strerror or error}); "
+                "free some space or give a --data_cache_dir that can be written"
+            ) from None
 
     def stop() -> None:
         if closing:

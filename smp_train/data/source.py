@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from smp_train.errors import DataError
+
 
 class Row(NamedTuple):
     """One sample, before it is cut or padded to the sequence length."""
@@ -59,6 +61,12 @@ def trimmed(row: Row) -> Row:
     span = slice(counted[0], counted[-1] + 1) if counted.size else slice(0, 0)
     inner = row.counted[span]
     return Row(row.input_ids[span], None if inner.all() else inner)
+
+
+def refuse_uncounted(row: Row, what: str, then: str) -> None:
+    """Raise DataError when no token behind the first is counted; ``what`` names them, ``then`` says what to do."""
+    if row.counted is not None and not row.counted[1:].any():
+        raise DataError(f"{what} is counted: nothing to learn; {then}")
 
 
 def lengths(source: Source) -> np.ndarray:

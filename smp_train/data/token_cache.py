@@ -34,7 +34,7 @@ try:
 except ImportError:
     from zlib import crc32
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"SMPTRIDX"
 _PREFIX = struct.Struct("<8sII")
 _FIRST_READ = 4096

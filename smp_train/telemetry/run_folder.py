@@ -48,6 +48,10 @@ class RunFolder:
         except OSError as failure:
             raise self._unwritable(failure) from None
 
+    def earlier_attempts(self) -> int:
+        """Return how often this run has been started before. OSError when that cannot be read."""
+        return len(self.attempts.read_bytes().splitlines()) if self.attempts.exists() else 0
+
     def write_run(
         self,
         *,
@@ -77,8 +81,7 @@ class RunFolder:
             **facts,
         }
         try:
-            earlier = len(self.attempts.read_bytes().splitlines()) if self.attempts.exists() else 0
-            record = {"attempt": earlier + 1, **record}
+            record = {"attempt": self.earlier_attempts() + 1, **record}
             with self.attempts.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, default=str) + "\n")
             _write_atomic(self.run_json, json.dumps(record, default=str, indent=2) + "\n")

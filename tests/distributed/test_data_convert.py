@@ -3,12 +3,14 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from smp_train import runtime
 from smp_train.data import conversion, token_cache, utils
-from smp_train.data.index import BESIDE, convert, open_source
+from smp_train.data.index import BESIDE, TokenShards, convert, open_source
+from smp_train.data.opening import open_data
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData, ValidationData
 from smp_train.errors import DataError
@@ -110,3 +112,34 @@ def test_a_bad_shard_stops_peers_in_the_middle_of_theirs(tmp_path):
     messages = run(slow_and_bad, 2, str(tmp_path))
     assert all("bad.json:51: no input_ids" in message for message in messages)
     assert time.monotonic() - began < 30
+
+
+def opened_on_a_damaged_node(folder: str):
+    """Open data to be packed, whose index only the second rank cannot read."""
+    ranks = runtime.detect()
+    runtime.start(ranks, timeout_seconds=60)
+    if ranks.rank == 1:
+
+        def damaged(self, shard):
+            raise DataError(f"{folder}: its index does not match its checksum; remove it")
+
+        TokenShards.lengths = damaged
+    args = SimpleNamespace(
+        dataset=None, use_synthetic_data=0, training_dir=[folder], test_dir=None, data_cache_dir=None, zipped_data=None,
+        dataset_type="gpt_jsonl", data_num_workers=1, bad_rows="stop", max_bad=0.0, short="pack", long=None, seed=0,
+        shuffle="global", train_batch_size=1, gradient_accumulation_steps=1, data_audit=False,
+    )  # fmt: skip
+    began = time.perf_counter()
+    try:
+        open_data(args, vocab_size=99, seq_len=8, ranks=ranks, dp_rank=ranks.rank, dp_size=2)
+    except DataError as failure:
+        return str(failure), time.perf_counter() - began
+    finally:
+        runtime.stop()
+
+
+def test_rows_that_one_rank_cannot_lay_out_stop_every_rank(tmp_path):
+    put_shards(tmp_path, shards=2, rows=3)
+    for message, seconds in run(opened_on_a_damaged_node, 2, str(tmp_path)):
+        assert "its index does not match its checksum" in message
+        assert seconds < 30

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from smp_train.data.cli import audit
 from tests import harness
 from tests.system.command import write_shard
 from tests.training import flags, train
@@ -46,3 +47,5 @@ def test_every_sample_once_whatever_the_number_of_ranks(tmp_path: Path) -> None:
     assert len(set(first)) == len(set(second)) == ROWS
     assert first != second
     assert "0.jsonl:1" in first
+    assert json.loads((moved / "run" / "run.json").read_text())["samples"] == {"": ROWS}
+    assert audit(moved / "run") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ def checkpoint(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"llama_v2-{step}steps"
 
 
-def audits(folder: Path, world: int) -> list[list[str]]:
-    return [(folder / "run" / f"data_audit-rank{rank}.jsonl").read_text().splitlines() for rank in range(world)]
+def audits(folder: Path, world: int) -> list[list[dict]]:
+    files = [(folder / "run" / f"data_audit-rank{rank}.jsonl").read_text().splitlines() for rank in range(world)]
+    return [[{**json.loads(line), "attempt": None} for line in lines] for lines in files]
 
 
 @pytest.mark.slow

@@ -45,6 +45,13 @@ def test_each_source_keeps_its_own_order():
     assert joined.row(41).input_ids[0] == 1001
 
 
+def test_sizes_are_those_of_the_sources():
+    joined, order = blend([0.7, 0.3])
+    share = {"seq_len": 3, "micro_batch": 1, "accumulation": 1, "dp_rank": 0, "dp_size": 1}
+    assert TrainingData(joined, order, **share).sizes() == {"s0": 40, "s1": 7}
+    assert TrainingData(joined, Order(47), **share).sizes() == {"": 47}
+
+
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [7, 3], [1, 1, 1], [0.001, 0.999]])
 def test_shares_are_the_weights(weights):
     _, order = blend(weights, sizes=[50] * len(weights))

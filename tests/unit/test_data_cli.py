@@ -9,6 +9,7 @@ from smp_train.data import cli
 from smp_train.data.index import BESIDE, open_source
 from smp_train.data.order import Order
 from smp_train.errors import ConfigError
+from smp_train.telemetry.audit import DataAudit
 from tests.training import SAMPLE
 
 ROWS = 10
@@ -98,6 +99,49 @@ def test_audit_of_a_good_run(tmp_path, capsys):
     (peers / "data_audit-rank1.jsonl").write_text(json.dumps({"step": 1, "samples": ["a:0"] * 4}) + "\n")
     assert cli.audit(peers, ROWS) == 3
     assert "step 1: rank 1 read other samples than the ranks they share a model with" in capsys.readouterr().out
+
+
+def test_audit_finds_samples_that_are_never_used(tmp_path, capsys):
+    write_run(tmp_path, sequence(8))
+    assert cli.audit(tmp_path) == 0
+    (tmp_path / "run.json").write_text(json.dumps({"samples": {"": ROWS + 1}}))
+    assert cli.audit(tmp_path) == 3
+    assert "1 of 11 samples were never used" in capsys.readouterr().out
+
+
+def test_audit_finds_samples_of_a_blend_that_are_never_used(tmp_path, capsys):
+    write_run(tmp_path, [["a/x:0", "b/y:0"], ["a/x:1", "b/y:1"], ["a/x:0", "b/y:0"], ["a/x:1", "b/y:1"]])
+    config = {"training_dir": ["a:0.5", "b:0.5"]}
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "samples": {"a": 2, "b": 2}}))
+    assert cli.audit(tmp_path) == 0
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "samples": {"a": 2, "b": 3}}))
+    assert cli.audit(tmp_path) == 3
+    assert "b: 1 of 3 samples were never used" in capsys.readouterr().out
+
+
+def write_attempt(folder, attempt, steps, *, start, world, peers=1):
+    """Write what ``world`` ranks, of which ``peers`` share a model, audit of an attempt."""
+    for rank in range(world):
+        audit = DataAudit(folder, rank, attempt=attempt, dp_rank=rank // peers, dp_size=world // peers)
+        for number, samples in enumerate(steps, start):
+            share = len(samples) // (world // peers)
+            audit.step(number, samples[rank // peers * share :][:share])
+        audit.close()
+
+
+def test_audit_after_a_kill_and_a_resume_on_another_mesh(tmp_path, capsys):
+    one = sequence(8)
+    # Four ranks, killed after step 6; from step 4 on two, which share a model; from step 6 on one, in larger steps.
+    write_attempt(tmp_path, 1, one[:6], start=1, world=4)
+    write_attempt(tmp_path, 2, one[3:7], start=4, world=2, peers=2)
+    flat = [name for step in sequence(9) for name in step][20:]
+    write_attempt(tmp_path, 3, [flat[:8]], start=6, world=1)
+    (tmp_path / "run.json").write_text(json.dumps({"mesh": {"replicate": 1, "shard": 1, "context": 1, "tensor": 1}}))
+    assert cli.audit(tmp_path, ROWS) == 0
+    assert "steps 1 to 6, 28 samples, 10 different: each once per epoch" in capsys.readouterr().out
+    (tmp_path / "data_audit-rank3.jsonl").unlink()
+    assert cli.audit(tmp_path, ROWS) == 3
+    assert "step 2: the records of some ranks are missing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["repeat", "gap", "lost step"])

@@ -76,6 +76,14 @@ def test_concat_joins_across_shards():
     assert all(layout.row(i).documents is None for i in range(4)), "documents joined end to end see each other"
 
 
+def test_validation_when_the_last_shard_has_no_sample_of_its_own():
+    source = lay_out(Documents([9, 9, 9, 3]), 8, long="split", short="concat")
+    assert len(source.shards[-1]) == 0
+    held = ValidationData(source, seq_len=8, micro_batch=2, dp_rank=0, dp_size=1, fast=True)
+    assert len(held) == 2
+    assert sum(batch.counted_tokens() for batch in held.batches()) == 30 - 4
+
+
 def test_pack_keeps_documents_whole_and_apart():
     layout = Layout(Documents([5, 2, 3, 6, 9]), 8, long="split", short="pack")
     rows = [layout.row(i) for i in range(len(layout))]
@@ -117,6 +125,27 @@ def test_a_cut_row_with_nothing_counted_is_an_error():
     row = Row(np.arange(9), np.array([True] + [False] * 7 + [True]))
     with pytest.raises(DataError, match=r"a:3: none of its first 4 tokens is counted: nothing to learn"):
         collate([row], ["a:3"], 4)
+
+
+class Dialogue(Documents):
+    """One row, of which the first and the last two tokens are counted."""
+
+    def row(self, index):
+        ids = super().row(index).input_ids
+        counted = np.zeros(ids.size, bool)
+        counted[[0, -2, -1]] = True
+        return Row(ids, counted)
+
+
+@pytest.mark.parametrize(("long", "short"), [("split", "pad"), ("split", "concat"), ("crop", "pad")])
+def test_a_sample_with_nothing_counted_is_an_error(long, short):
+    source = Dialogue([12])
+    samples = lay_out(source, 4, long=long, short=short)
+    data = TrainingData(samples, Order(len(samples), 1, "none"), seq_len=4, micro_batch=1, accumulation=1, dp_rank=0,
+                        dp_size=1, prefetch=0, long=long, named=False)  # fmt: skip
+    reason = r"d:1\[\d:\d\]: no token of this (sample|window) is counted: nothing to learn; raise --max_context_width"
+    with pytest.raises(DataError, match=reason):
+        [data.step(consumed) for consumed in range(30)]
 
 
 def test_lengths_without_padding():
@@ -170,6 +199,30 @@ def test_resume_with_another_layout_is_refused():
     for other in (data(9, "concat"), data(8, "pack"), data(8, "pad")):
         with pytest.raises(DataError, match=r"samples are made by --short concat --long split --max_context_width 8"):
             other.check_state(state)
+
+
+def test_resume_with_other_cuts_is_refused(caplog):
+    def data(long, seq_len, longest=None):
+        source = Documents([30, 7, 9])
+        if longest is not None:
+            source.report = lambda: {"longest": longest, "longest_at": "d:1"}
+        return TrainingData(source, Order(3), seq_len=seq_len, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1,
+                            long=long)  # fmt: skip
+
+    state = data("truncate", 8).state(3)
+    with pytest.raises(DataError, match="data changed: --long truncate in the checkpoint, crop now"):
+        data("crop", 8).check_state(state)
+    for long in ("truncate", "crop"):
+        state = data(long, 8).state(3)
+        assert data(long, 8).check_state(state) == 3
+        with pytest.raises(DataError, match="data changed: --max_context_width 8 in the checkpoint, 9 now"):
+            data(long, 9).check_state(state)
+        with pytest.raises(DataError, match="data changed: --max_context_width 8 in the checkpoint, 40 now"):
+            data(long, 40, longest=30).check_state(state)
+        assert data(long, 40, longest=8).check_state(state) == 3, "no row is cut at 8 either"
+    assert data("truncate", 9).check_state(data("truncate", 8).state(3), allow_data_change=True) == 3
+    assert "--max_context_width 8 in the checkpoint, 9 now (--allow_data_change 1)" in caplog.text
+    assert data("error", 40, longest=30).check_state(data("error", 30, longest=30).state(3)) == 3
 
 
 FAMILIES = {

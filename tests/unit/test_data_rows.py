@@ -29,6 +29,8 @@ GOOD = {
     "field named in a string": (rb'{"t": "\"input_ids\": [9]", "input_ids": [1, 2]}', [1, 2], None),
     "mask named in a string": (rb'{"input_ids": [1, 2], "t": "x, \"attention_mask\""}', [1, 2], None),
     "mask named as a value": (b'{"input_ids": [1, 2], "t": "attention_mask"}', [1, 2], None),
+    "escaped name": (rb'{"input\u005fids": [1, 2], "attention_mask": [1, 1]}', [1, 2], None),
+    "other lists": (b'{"at": [[3], {"input_ids": [7]}], "input_ids": [1, 2], "attention_mask": [1, 1]}', [1, 2], None),
     "largest id": (b'{"input_ids": [0, 99]}', [0, 99], None),
 }
 
@@ -58,6 +60,13 @@ BAD = {
     "null": (b'{"input_ids": [null, 1], "attention_mask": [1, 1]}', "input_ids[0] is null"),
     "string id": (b'{"input_ids": [1, "2"], "attention_mask": [1, 1]}', "input_ids[1] is a string"),
     "nested": (b'{"input_ids": [[1, 2]], "attention_mask": [1, 1]}', "input_ids[0] is a nested list"),
+    "each nested": (b'{"input_ids": [[1], [2], [3]], "attention_mask": [1, 1, 1]}', "input_ids[0] is a nested list"),
+    "each nested, no mask": (b'{"input_ids": [[1], [2], [3]]}', "input_ids[0] is a nested list"),
+    "nested beside an empty list": (b'{"input_ids": [[1, 2], []], "attention_mask": [1, 1]}', "input_ids[0] is a nested list"),
+    "nested further on": (b'{"input_ids": [1, [2]], "attention_mask": [1, 1]}', "input_ids[1] is a nested list"),
+    "object": (b'{"input_ids": [{"a": 1}, 2], "attention_mask": [1, 1]}', "input_ids[0] is an object"),
+    "mask nested": (b'{"input_ids": [1, 2], "attention_mask": [[1], [1]]}', "attention_mask[0] is a nested list"),
+    "mask nested beside an empty list": (b'{"input_ids": [1, 2], "attention_mask": [[1, 1], []]}', "attention_mask[0] is a nested list"),
     "negative": (b'{"input_ids": [1, -1], "attention_mask": [1, 1]}', "token id -1 is outside the vocabulary [0, 100)"),
     "outside": (b'{"input_ids": [1, 100], "attention_mask": [1, 1]}', "token id 100 is outside the vocabulary [0, 100)"),
     "64 bits": (b'{"input_ids": [1, 9223372036854775808]}', "input_ids[1] is 9223372036854775808"),
@@ -75,6 +84,9 @@ BAD = {
     "one token": (b'{"input_ids": [1], "attention_mask": [1]}', "none to predict"),
     "ids twice": (b'{"input_ids": [1, 2], "input_ids": [3, 4]}', "input_ids is given twice"),
     "ids twice and mask": (b'{"input_ids": [1, 2], "input_ids": [3, 4], "attention_mask": [1, 1]}', "given twice"),
+    "ids twice, once escaped": (rb'{"input_ids": [1, 2], "input\u005fids": [3, 4], "attention_mask": [1, 1]}', "input_ids is given twice"),
+    "ids twice, escaped first": (rb'{"input\u005fids": [3, 4], "input_ids": [1, 2], "attention_mask": [1, 1]}', "input_ids is given twice"),
+    "mask twice, once escaped": (rb'{"input_ids": [1, 2], "attention\u005fmask": [1, 0], "attention_mask": [1, 1]}', "attention_mask is given twice"),
     "mask twice": (b'{"input_ids": [1, 2], "attention_mask": [1, 1], "attention_mask": [1, 0]}', "given twice"),
 }  # fmt: skip
 
@@ -91,8 +103,11 @@ def test_good_rows(name):
         assert (None if counted is None else counted.tolist()) == mask
 
 
+@pytest.mark.parametrize("simdjson", [True, False])
 @pytest.mark.parametrize("name", BAD)
-def test_bad_rows(name):
+def test_bad_rows(name, simdjson, monkeypatch):
+    if not simdjson:
+        monkeypatch.setattr("smp_train.data.rows.Parser", None)
     line, reason = BAD[name]
     fresh, used = RowParser(100), RowParser(100)
     used(b'{"input_ids": [1, 2], "attention_mask": [1, 1]}')

@@ -213,6 +213,20 @@ def test_many_at_once_and_never_more_on_disk(server, bucket, tmp_path):
     assert not list(tmp_path.iterdir()), "what was fetched ahead goes"
 
 
+def test_a_full_disk(server, bucket, tmp_path, monkeypatch):
+    put(bucket, "t/a.json", big(20))
+
+    def full(shard, path, client, tick):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(s3, "fetch", full)
+    place = f"s3://{bucket[1]}/t"
+    with pytest.raises(DataError) as refused:
+        open_source(place, vocab_size=10000, cache_dir=str(tmp_path))
+    assert f"{tmp_path}: cannot hold a copy of {place}/a.json (No space left on device); free" in str(refused.value)
+    assert not list(tmp_path.glob(".stage*"))
+
+
 def test_bad_lines_are_named_by_their_object(bucket, tmp_path):
     put(bucket, "t/a.json", line(1, 2) + line(1, -2))
     with pytest.raises(DataError, match=rf"^s3://{bucket[1]}/t/a\.json:2: token id -2 is outside"):

@@ -259,6 +259,28 @@ def test_too_few_documents_for_the_streams(tmp_path, tokenizer):
         next(rank.batches())
 
 
+def test_empty_files_are_left_out_and_said(tmp_path, caplog):
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("some text\n")
+    files = find_files([str(tmp_path)])
+    (tmp_path / "nothing.txt").touch()
+    with caplog.at_level(logging.WARNING):
+        assert find_files([str(tmp_path)]) == files
+    assert f"left out 1 empty files of 4; the first is {tmp_path}/nothing.txt" in caplog.text
+    with pytest.raises(DataError, match=r"nothing\.txt: is empty, as is all of --dataset; write it again"):
+        find_files([str(tmp_path / "nothing.txt")], flag="--dataset")
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_stream_without_a_document_stops_the_run_before_its_first_step(tmp_path, tokenizer, prefetch):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("word " * 200)
+    (tmp_path / "blank.txt").write_text(" \n" * 400)
+    (rank,) = world(find_files([str(tmp_path)]), reading(tokenizer), 1, mb=1, streams=5, prefetch=prefetch)
+    with pytest.raises(DataError, match=r"blank\.txt: too few documents to stream"):
+        next(rank.batches())
+
+
 BROKEN = {
     '{"text": "good"}\n{"text": "cut': r":2: broken JSON",
     '{"text": "good"}\n{"text": 5}': r':2: no "text" string in this line; set --text_column',

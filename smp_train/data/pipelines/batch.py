@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_train.data.source import Row, trimmed
+from smp_train.data.source import Row, refuse_uncounted, trimmed
 from smp_train.errors import DataError
 
 IGNORED = -100
@@ -47,15 +47,20 @@ class Batch:
 
 
 def crop(row: Row, name: str, seq_len: int, key: str) -> tuple[Row, str]:
-    """Return ``seq_len`` tokens of a longer row from a place drawn by ``key`` alone, every place as likely."""
+    """Return ``seq_len`` tokens of a longer row from a place drawn by ``key`` alone, every place as likely.
+
+    Raises DataError when nothing is counted there.
+    """
     row = trimmed(row)
     spare = row.input_ids.size - seq_len
     if spare <= 0:
         return row, name
     draw = int.from_bytes(hashlib.blake2b(f"smp-train crop {key}".encode(), digest_size=8).digest(), "little")
     span = slice(draw % (spare + 1), draw % (spare + 1) + seq_len)
-    counted = None if row.counted is None else row.counted[span]
-    return Row(row.input_ids[span], counted), f"{name}[{span.start}:{span.stop}]"
+    window = Row(row.input_ids[span], None if row.counted is None else row.counted[span])
+    name = f"{name}[{span.start}:{span.stop}]"
+    refuse_uncounted(window, f"{name}: no token of this window", "raise --max_context_width, or leave --long crop out")
+    return window, name
 
 
 def _cut(row: Row, name: str, seq_len: int, long: str) -> Row:
@@ -66,13 +71,9 @@ def _cut(row: Row, name: str, seq_len: int, long: str) -> Row:
             "use --long split or truncate, or prepare shorter rows"
         )
     row = trimmed(row)
-    counted = None if row.counted is None else row.counted[:seq_len]
-    if counted is not None and not counted[1:].any():
-        raise DataError(
-            f"{name}: none of its first {seq_len} tokens is counted: nothing to learn; "
-            "use --long split, or raise --max_context_width"
-        )
-    return Row(row.input_ids[:seq_len], counted)
+    beginning = Row(row.input_ids[:seq_len], None if row.counted is None else row.counted[:seq_len])
+    refuse_uncounted(beginning, f"{name}: none of its first {seq_len} tokens", "raise --max_context_width")
+    return beginning
 
 
 def collate(

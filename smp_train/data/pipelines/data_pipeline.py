@@ -34,6 +34,7 @@ STATE_VERSION = 1
 ONE_ROW = "a sample is a row"
 DATA_KEYS = {
     "layout": "samples are made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint",
+    "long": "--long", "seq_len": "--max_context_width",
 }  # fmt: skip
 """What in a state says which sample is at a position, apart from seed and shuffle; with what messages call it."""
 
@@ -86,6 +87,10 @@ class TrainingData(Dealing):
         self.long = _checked_long(long, source, seq_len)
         self.named = named
         self._fill = getattr(source, "fill", None)
+
+    def sizes(self) -> dict[str, int]:
+        """Return how many samples there are: of each place of a blend, or, under ``""``, of all."""
+        return self.order.sizes() if isinstance(self.order, BlendOrder) else super().sizes()
 
     def step(self, consumed: int) -> list[Batch]:
         """Read this rank's micro-batches of the step that starts at ``consumed``."""
@@ -143,11 +148,17 @@ class TrainingData(Dealing):
             "long": self.long,
         }
 
+    def _cuts(self, *seq_lens: Any) -> bool:
+        """Tell whether a row may be longer than one of ``seq_lens``: not where those are refused, or known."""
+        report = getattr(self.source, "report", None)
+        return self.long in ("truncate", "crop") and (report is None or report()["longest"] > min(seq_lens))
+
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Return ``consumed`` of a saved state; DataError names what would make it mean other samples.
 
-        Batch sizes, ranks and, where a sample is a row, seq_len may change: they do not decide which sample is at a
-        position. ``allow_data_change`` goes on at the same position of other data, and says so.
+        Batch sizes and ranks may change: they do not decide which sample is at a position. So may seq_len where it
+        cuts no row, neither now nor before. ``allow_data_change`` goes on at the same position of other data, and
+        says so.
         """
         if state.get("version") != STATE_VERSION:
             raise DataError(
@@ -163,7 +174,7 @@ class TrainingData(Dealing):
                 )
         for key, what in DATA_KEYS.items():
             before, after = state.get(key, ONE_ROW if key == "layout" else None), now.get(key)
-            if before == after:
+            if before == after or (key == "seq_len" and not self._cuts(before, after)):
                 continue
             changed = f"the training data changed: {what} {before} in the checkpoint, {after} now"
             if not allow_data_change:
@@ -194,7 +205,7 @@ class ValidationData:
         dp_rank: this rank among the data-parallel ones.
         dp_size: data-parallel ranks.
         max_batches: at most so many batches per rank; None for all.
-        fast: the last shard only (--fast_validation).
+        fast: the last shard that has samples only (--fast_validation).
         long: as in `TrainingData`; a crop is the same at every evaluation.
         pin_memory: as in `TrainingData`.
     """
@@ -223,7 +234,8 @@ class ValidationData:
         self.dp_size = dp_size
         self.long = _checked_long(long, source, seq_len)
         self.pin_memory = pin_memory
-        self.rows = shards(source)[-1] if fast else range(len(source))
+        # A shard may have no sample of its own, when its rows went into one that began in the shard before.
+        self.rows = [rows for rows in shards(source) if rows][-1] if fast else range(len(source))
         batches = -(-len(self.rows) // (micro_batch * dp_size))
         self._batches = batches if max_batches is None else min(batches, max_batches)
 

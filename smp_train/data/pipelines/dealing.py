@@ -37,6 +37,10 @@ class Dealing:
     rows_in_epoch: int | None = None
     """Samples of an epoch; None when nobody knows."""
 
+    def sizes(self) -> dict[str, int]:
+        """Return how many samples there are, under ``""``; nothing when nobody knows."""
+        return {} if self.rows_in_epoch is None else {"": self.rows_in_epoch}
+
     def __init__(
         self,
         *,

@@ -94,6 +94,11 @@ class TextData(Dealing):
         pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-text")
         try:
             opening: dict[int, Future[None]] = {v: pool.submit(stream.open) for v, stream in mine.items()}
+            if consumed == 0:
+                # A stream without a document stops the run before its first step, not where its turn comes.
+                for v, stream in mine.items():
+                    opening.pop(v).result()
+                    stream.refuse()
             while True:
                 batches = []
                 positions = self.positions(consumed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from smp_train.errors import DataError
 
 if TYPE_CHECKING:
     from smp_train.data.text.hub import Split
+
+logger = logging.getLogger("smp_train.data")
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".txt.gz")
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
@@ -60,8 +63,9 @@ def find_files(
     In the order of a hash of their names: always the same, and its beginning is a fair sample of the whole.
 
     ``patterns`` select by file name, or, when empty, `SUFFIXES`. A file or folder whose name matches one of
-    ``exclude`` is left out with all below it. A file given itself is always taken. ``config`` and ``split`` are for
-    the hub. Raises DataError when there is none, or an input is not there; messages name ``flag``.
+    ``exclude`` is left out with all below it, and so are files of 0 bytes. A file given itself is taken whatever its
+    name. ``config`` and ``split`` are for the hub. Raises DataError when there is none, or an input is not there;
+    messages name ``flag``.
     """
     found: list[TextFile] = []
     for given in inputs:
@@ -84,6 +88,7 @@ def find_files(
             + (" or --pattern" if flag == "--input" else "")
         )
     _refuse_duplicates(found)
+    found = _without_empty(found, flag)
     return sorted(found, key=lambda file: (_digest(file.name), file.name, file.path))
 
 
@@ -98,6 +103,17 @@ def _refuse_duplicates(found: list[TextFile]) -> None:
         if key in seen:
             raise DataError(f"{file.path}: is given twice, so its documents would count twice; give it once")
         seen.add(key)
+
+
+def _without_empty(found: list[TextFile], flag: str) -> list[TextFile]:
+    """Leave out empty local files: elsewhere a size of 0 is one that nobody knows, and streams are dealt by size."""
+    kept = [file for file in found if file.size or file.split or s3.is_s3(file.path)]
+    empty = [file for file in found if not (file.size or file.split or s3.is_s3(file.path))]
+    if not kept:
+        raise DataError(f"{found[0].path}: is empty, as is all of {flag}; write it again")
+    if empty:
+        logger.warning("left out %d empty files of %d; the first is %s", len(empty), len(found), empty[0].path)
+    return kept
 
 
 def _local(path: Path, name: str) -> TextFile:

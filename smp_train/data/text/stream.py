@@ -138,19 +138,23 @@ class Stream:
         self._first: Exception | None = None
 
     def open(self) -> None:
-        """Read up to the first document already; what goes wrong is raised by `take`."""
+        """Read up to the first document already; what goes wrong is raised by `refuse` and `take`."""
         try:
             self._next = self._next or next(self._tokenised)
         except Exception as error:
             self._first = error
+
+    def refuse(self) -> None:
+        """Raise what went wrong in `open`, if anything."""
+        if self._first is not None:
+            raise self._first
 
     def take(self) -> tuple[np.ndarray, list[Span]]:
         """Return the next sample, uint32 [seq_len], and, where wanted, what it is made of; move the cursor behind it.
 
         Raises DataError.
         """
-        if self._first is not None:
-            raise self._first
+        self.refuse()
         parts: list[np.ndarray] = []
         spans: list[Span] = []
         wanted = self.reading.seq_len
