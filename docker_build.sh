@@ -2,7 +2,8 @@
 # Make the image and, where Enroot is installed, the .sqsh file that launch_training_enroot.sh starts from.
 # Run it on a worker node: image caches are on its local disks.
 #   bash docker_build.sh                       SMP v2 image of AWS, region $AWS_REGION
-#   TARGET=native bash docker_build.sh         public PyTorch image, for the native backend
+#   TARGET=native bash docker_build.sh         public PyTorch image, for the native backend; on an aarch64 node
+#                                              (p6e-gb200) AWS's PyTorch image for it
 # Variables: AWS_REGION, ACCOUNT (registry), TAG (of the base image), IMAGE_NAME, OUTPUT (.sqsh file), ENGINE (docker or
 # podman), BASE (any other base image), EXTRA_PACKAGES (for pip, such as hyperpod-elastic-agent), and
 # PUSH=123456789012.dkr.ecr.REGION.amazonaws.com/smp-train:1, the repository that Kubernetes and SageMaker pull from.
@@ -11,9 +12,20 @@ set -euo pipefail
 refuse() { echo "error: $*" >&2; exit 2; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${TARGET:=smp}" "${AWS_REGION:=${AWS_DEFAULT_REGION:-us-west-2}}" "${ACCOUNT:=658645717510}" "${TAG:=2.5.1-gpu-py311-cu124}"
+machine=$(uname -m)
 case "$TARGET" in
-  smp) : "${IMAGE_NAME:=smpv2}" "${BASE:=$ACCOUNT.dkr.ecr.$AWS_REGION.amazonaws.com/smdistributed-modelparallel:$TAG}" ;;
-  native) : "${IMAGE_NAME:=smp-train}" "${BASE:=docker.io/pytorch/pytorch:2.8.0-cuda12.8-cudnn9-runtime}" ;;
+  smp)
+    [ "$machine" = x86_64 ] || [ -n "${BASE:-}" ] ||
+      refuse "AWS has SMP images for x86_64 only, and this machine is $machine: use TARGET=native"
+    : "${IMAGE_NAME:=smpv2}" "${BASE:=$ACCOUNT.dkr.ecr.$AWS_REGION.amazonaws.com/smdistributed-modelparallel:$TAG}" ;;
+  native)
+    : "${IMAGE_NAME:=smp-train}"
+    case "$machine" in
+      # PyTorch's own images with CUDA are for x86_64.
+      aarch64) : "${BASE:=763104351884.dkr.ecr.$AWS_REGION.amazonaws.com/pytorch-training-arm64:2.7.0-gpu-py312-cu128-ubuntu22.04-ec2}" ;;
+      *) : "${BASE:=docker.io/pytorch/pytorch:2.8.0-cuda12.8-cudnn9-runtime}" ;;
+    esac
+    ;;
   *) refuse "TARGET=$TARGET: is not smp or native" ;;
 esac
 : "${OUTPUT:=$root/$IMAGE_NAME.sqsh}"

@@ -10,6 +10,8 @@
 #   shard_degree=                          processes that share one copy of the model; all of them when empty
 #   NPROC=auto                             processes on each node: one per GPU, or one
 #   INSTANCE_TYPE=                         such as p5.48xlarge: each node is checked against the table
+#   PREFLIGHT=                             such as 180: before training, all nodes reach each other within so many seconds,
+#                                          or those that do not are named
 #   PROFILE=                               torch or nsys
 #   MAX_ATTEMPTS=3                         starts without a new checkpoint before giving up
 #   FSX_MOUNT=/fsx                         mounted into the container where it exists

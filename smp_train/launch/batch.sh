@@ -4,7 +4,7 @@
 # launchers/hyperpod_slurm, and is part of the text that `smp-train launch slurm` submits.
 #
 # Takes from its script: CODE_DIR, RUN_DIR, PYTHON, TRAIN_FLAGS (array), MOUNTS (array); and where set: IMAGE,
-# NPROC, INSTANCE_TYPE, PROFILE, MAX_ATTEMPTS, NSYS_DIR, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and DRY_RUN, which prints
+# NPROC, INSTANCE_TYPE, PREFLIGHT, PROFILE, MAX_ATTEMPTS, NSYS_DIR, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and DRY_RUN, which prints
 # what srun would be given. Ends the script.
 
 say() { printf 'smp-train: %s\n' "$*" >&2; }
@@ -33,6 +33,9 @@ step=(--kill-on-bad-exit=1 --ntasks-per-node=1 --label)
 if srun --help 2>&1 | grep -q -- --auto-resume; then step+=(--auto-resume=1); fi
 task=(--nproc "${NPROC:-auto}" --max_attempts "${MAX_ATTEMPTS:-3}" --failures "$RUN_DIR/logs")
 [ -z "${INSTANCE_TYPE:-}" ] || task+=(--instance_type "$INSTANCE_TYPE")
+[ -z "${PREFLIGHT:-}" ] || task+=(--preflight "$PREFLIGHT")
+left=$([ -n "${DRY_RUN:-}" ] || squeue --noheader --jobs "$SLURM_JOB_ID" --format %L 2>/dev/null)
+[ -z "$left" ] || task+=(--time_left "$left")
 case "${PROFILE:-}" in
   '' | 0 | none) ;;
   torch) TRAIN_FLAGS+=(--use_profiler 1) ;;

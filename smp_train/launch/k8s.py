@@ -13,7 +13,7 @@ from smp_train.arguments import parse
 from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
 from smp_train.launch.flags import inline_files, without
-from smp_train.launch.instances import check_image
+from smp_train.launch.images import check_image
 from smp_train.launch.manifests import Target, manifest
 from smp_train.launch.options import COMMON, Option, help_text, split
 from smp_train.launch.spec import VARIABLE, Spec, build, explain, profile_flags
@@ -74,8 +74,7 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
         raise ConfigError(
             f"--image {image}: Kubernetes pulls images from a registry; push the one docker_build.sh made"
         )
-    if spec.instance:
-        check_image(spec.instance, image)
+    check_image(spec.instance, image, spec.resolved.args.backend)
     if options["operator"] not in OPERATORS:
         raise ConfigError(
             f"--operator {options['operator']}: is not kubeflow or hyperpod{nearest(options['operator'], OPERATORS)}"

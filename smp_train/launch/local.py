@@ -18,6 +18,7 @@ OPTIONS = (
     Option("node_rank", "number of this machine, from 0 ($NODE_RANK)"),
     Option("master_addr", "name or address of machine 0, the same on all ($MASTER_ADDR)"),
     Option("master_port", "a port that is free on machine 0, the same on all ($MASTER_PORT)", int),
+    Option("preflight", "before training, all machines reach each other within so many seconds, or are named", int),
     Option("env", "further environment variables: NAME=VALUE", many=True),
     Option("profile", "torch: PyTorch profiler; nsys: Nsight Systems"),
 )
@@ -45,6 +46,7 @@ def main(words: Sequence[str]) -> int:
     )
     command = [
         sys.executable, "-m", "smp_train.launch.task", "--nproc", str(processes),
+        *(["--preflight", str(options["preflight"])] if options["preflight"] else []),
         *(["--nsys"] if options["profile"] == "nsys" else []), "--", *spec.train_flags,
     ]  # fmt: skip
     if options["dry_run"]:

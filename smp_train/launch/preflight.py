@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smp_train.arguments import Resolved
+from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance
-from smp_train.models.resolve import presets
+from smp_train.models.resolve import presets, settled_flags
 
 WIDTHS = ("vocab_size", "hidden_width", "num_layers", "intermediate_size", "num_key_value_heads", "num_local_experts")
 STATE_BYTES = 16
@@ -39,6 +40,7 @@ def check(resolved: Resolved, instance: Instance | None, world_size: int) -> Non
         ConfigError: with the setting to change.
     """
     args = resolved.args
+    divides(resolved)
     if instance is None:
         return
     if args.fp8 and instance.gpu in NO_FP8:
@@ -75,23 +77,83 @@ def lacks(resolved: Resolved, environ: Mapping[str, str]) -> list[str]:
     return [f"{model} is gated and there is no Hugging Face token here: `hf auth login`, or set HF_TOKEN"]
 
 
-def places(resolved: Resolved, folder: str, nodes: int) -> list[str]:
-    """Return what is wrong with the run folder's disk: too small for two checkpoints, or not shared by nodes."""
-    found = []
+def divides(resolved: Resolved) -> None:
+    """Refuse degrees that do not divide the model, where flags or a preset tell its widths.
+
+    Raises:
+        ConfigError: as the training would, but before it has nodes.
+    """
+    args = resolved.args
+    tensor, context = args.tensor_parallel_degree, args.context_parallel_degree
+    settled = settled_flags(args) if max(tensor, context) > 1 else {}
+    if not settled:
+        return
+
+    def width(name: str) -> int:
+        given = getattr(args, name, None)
+        return int(given if given is not None else settled.get(name, (0, ""))[0] or 0)
+
+    length = width("max_context_width")
+    if context > 1 and length % (2 * context):
+        raise ConfigError(
+            f"--context_parallel_degree {context}: --max_context_width {length} does not split into the {2 * context} "
+            f"pieces that it needs; make it a multiple of {2 * context}"
+        )
+    sizes = {"attention heads": width("num_heads")}
+    if args.backend == "native":
+        sizes["key-value heads"] = width("num_key_value_heads")
+        sizes["tokens of vocabulary"] = width("vocab_size")
+        sizes["tokens that a rank has of each sequence"] = length // context
+    for what, size in sizes.items():
+        if size % tensor:
+            raise ConfigError(
+                f"--tensor_parallel_degree {tensor} does not divide the {size} {what} of this model; "
+                "give one that divides all of its widths"
+            )
+
+
+def places(resolved: Resolved, nodes: int, needed: Sequence[str] = ()) -> list[str]:
+    """Return what is wrong with the disks of a run: too small for its checkpoints, or not shared by its nodes.
+
+    ``needed`` are further files and folders that every node has to see.
+    """
+    args = resolved.args
+    own = [place for place in args.checkpoint_dir if "://" not in place and not place.startswith(NODE_LOCAL)]
+    return [*_too_small(resolved, own), *(_not_shared([args.run_dir, *own, *needed]) if nodes > 1 else [])]
+
+
+def _too_small(resolved: Resolved, folders: Sequence[str]) -> list[str]:
     count = parameters(resolved)
-    free = shutil.disk_usage(folder).free
-    if count and free < 2 * CHECKPOINT_BYTES * count:
-        found.append(
-            f"{folder}: {free / 1e9:.0f} GB are free, and two checkpoints of this model take "
-            f"{2 * CHECKPOINT_BYTES * count / 1e9:.0f} GB; a new one is complete before an old one goes"
-        )
-    if nodes > 1:
-        asked = subprocess.run(
-            ["stat", "--file-system", "--format=%T", folder], capture_output=True, text=True, check=False
-        )
-        kind = asked.stdout.strip()
-        if kind in LOCAL_DISKS:
+    found = []
+    for folder in folders if count else ():
+        free = shutil.disk_usage(folder).free
+        if free < 2 * CHECKPOINT_BYTES * (count or 0):
             found.append(
-                f"{folder}: is on a local disk ({kind}); {nodes} nodes need a file system that all of them mount"
+                f"{folder}: {free / 1e9:.0f} GB are free, and two checkpoints of this model take "
+                f"{2 * CHECKPOINT_BYTES * (count or 0) / 1e9:.0f} GB; a new one is complete before an old one goes"
             )
     return found
+
+
+def _not_shared(needed: Sequence[str]) -> list[str]:
+    found: dict[str, tuple[str, list[str]]] = {}
+    for place in dict.fromkeys(place for place in needed if place and os.path.exists(place)):
+        kind = file_system(place)
+        if kind in LOCAL_DISKS:
+            found.setdefault(kind, (kind, []))[1].append(place)
+    return [
+        f"{', '.join(names)}: on a local disk ({kind}) of this machine; the nodes need a file system that all of them "
+        "mount"
+        for kind, names in found.values()
+    ]
+
+
+def file_system(place: str | Path) -> str:
+    """Return the kind of file system that ``place`` is on, such as lustre or ext2/ext3; "" where nobody tells."""
+    try:
+        asked = subprocess.run(
+            ["stat", "--file-system", "--format=%T", place], capture_output=True, text=True, check=False, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return asked.stdout.strip()

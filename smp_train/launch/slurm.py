@@ -14,8 +14,8 @@ from typing import Any
 
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import preflight
-from smp_train.launch.instances import check_image
+from smp_train.launch import cluster, preflight, timing
+from smp_train.launch.images import check_image
 from smp_train.launch.options import COMMON, Option, help_text, split
 from smp_train.launch.spec import CODE_DIR, Spec, build, explain, profile_flags
 
@@ -39,6 +39,10 @@ OPTIONS = (
     Option("exclude", "not on these nodes"),
     Option("dependency", "Slurm dependency, such as singleton"),
     Option("save_before", "seconds before the time limit at which to stop and save", int, 300),
+    Option("probe", "ask a compute node too, in one short step: pyxis, image, code and folders", bool, False),
+    Option(
+        "preflight", "before training, all-reduce over all nodes; name those that do not within so many seconds", int
+    ),
     Option("max_attempts", "starts without a new checkpoint before giving up", int, 3),
     Option("profile", "torch: PyTorch profiler; nsys: Nsight Systems"),
     Option("sbatch", "further sbatch options, such as --comment=x", many=True),
@@ -66,6 +70,7 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
         ("INSTANCE_TYPE", spec.instance.name if spec.instance else ""),
         ("PROFILE", options["profile"] or ""),
         ("MAX_ATTEMPTS", str(options["max_attempts"])),
+        ("PREFLIGHT", str(options["preflight"] or "")),
     ):
         lines.append(f"{name}={shlex.quote(value)}")
     lines.append(_array("MOUNTS", _mounts(spec, options) if options["image"] else []))
@@ -123,8 +128,11 @@ def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
         raise ConfigError(f"--python {options['python']}: no such interpreter; make it with setup_conda_env.sh")
     for name in ("training_dir", "test_dir"):
         place = getattr(spec.resolved.args, name)
-        if place and "://" not in place and not Path(place).is_dir():
-            raise ConfigError(f"--{name} {place}: no such folder")
+        if place and "://" not in place:
+            if not Path(place).is_dir():
+                raise ConfigError(f"--{name} {place}: no such folder")
+            if not any(os.scandir(place)):
+                raise ConfigError(f"--{name} {place}: is empty; `smp-train prepare` makes shards")
     for mount in options["mounts"]:
         if not Path(mount.partition(":")[0]).exists():
             raise ConfigError(f"--mounts {mount}: {mount.partition(':')[0]} does not exist")
@@ -135,11 +143,24 @@ def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise ConfigError(f"{folder}: {problem.strerror}; the run could not write there") from None
-    found = preflight.places(spec.resolved, spec.run_dir, spec.nodes)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"{folder}: may not be written to by you; the run could not write there")
+    found = preflight.places(spec.resolved, spec.nodes, _seen_by_nodes(spec, options))
     recipe = CODE_DIR / "Dockerfile"
     if image and os.path.isfile(image) and recipe.exists() and recipe.stat().st_mtime > os.stat(image).st_mtime:
         found.append(f"--image {image}: is older than {recipe}; make it again with docker_build.sh")
     return found
+
+
+def _seen_by_nodes(spec: Spec, options: dict[str, Any]) -> list[str]:
+    """Return what is read on every node: code, image or interpreter, data, and what is mounted."""
+    image = options["image"]
+    start = [image] if image and image.startswith((".", "/")) else []
+    if not image:
+        start = [shutil.which(options["python"]) or "" if options["python"] else sys.executable]
+    data = [str(place) for place in (spec.resolved.args.training_dir, spec.resolved.args.test_dir) if place]
+    mounts = [mount.partition(":")[0] for mount in options["mounts"]]
+    return [str(CODE_DIR), *map(os.path.abspath, start), *(one for one in data if "://" not in one), *mounts]
 
 
 def sbatch(script: str, *options: str) -> str:
@@ -171,29 +192,6 @@ def _advice(said: str) -> str:
     return ""
 
 
-def warnings(options: dict[str, Any]) -> list[str]:
-    """Return what this cluster's configuration will do to the run, found out by asking scontrol."""
-    found = []
-    shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False).stdout
-    config = dict(re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
-    if config.get("JobRequeue") == "0":
-        found.append("JobRequeue=0: this cluster does not requeue jobs by itself; a lost node ends the run")
-    helped = subprocess.run(["srun", "--help"], capture_output=True, text=True, check=False).stdout
-    if "--auto-resume" in helped and config.get("TaskPlugin") not in ("task/none", "(null)"):
-        found.append(
-            f"TaskPlugin={config.get('TaskPlugin')}: HyperPod's auto-resume needs task/none; a lost node "
-            "is answered by a requeue"
-        )
-    if options["image"] and "--container-image" not in helped:
-        raise ConfigError(
-            "this cluster's srun knows no --container-image; install pyxis, or use --python instead of --image"
-        )
-    gres = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, check=False).stdout
-    if "gpu" in gres and not options["gpus_per_node"]:
-        found.append("this cluster has GRES: without --gpus_per_node the job may see no GPU")
-    return found
-
-
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch slurm`` and return its exit code."""
     if {"-h", "--help"} & set(words):
@@ -211,16 +209,18 @@ def main(words: Sequence[str]) -> int:
         instance_type=options["instance_type"],
         env=options["env"],
     )
-    if spec.instance and options["image"]:
-        check_image(spec.instance, options["image"])
+    timing.check_limit(timing.slurm_seconds(options["time"]), options["save_before"], f"--time {options['time']}")
+    if options["image"]:
+        check_image(spec.instance, options["image"], spec.resolved.args.backend)
     script = render(spec, options)
     if options["dry_run"]:
         print(script, end="")
         return 0
-    for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *_ask(options)])]:
+    told = [*spec.warnings, *cluster.warnings(spec, options), *check_places(spec, options)]
+    if options["probe"]:
+        told += cluster.probe(spec, options, _seen_by_nodes(spec, options))
+    for line in [*explain(spec), *(f"warning: {line}" for line in told)]:
         print(line, file=sys.stderr)
-    for line in check_places(spec, options):
-        print(f"warning: {line}", file=sys.stderr)
     print(sbatch(script, "--test-only"), file=sys.stderr)
     if options["check"]:
         return 0
@@ -233,7 +233,3 @@ def main(words: Sequence[str]) -> int:
     print(f"stop:   touch {spec.run_dir}/STOP    (saves first)")
     print(f"cancel: scancel {job}")
     return 0
-
-
-def _ask(options: dict[str, Any]) -> list[str]:
-    return warnings(options) if shutil.which("scontrol") else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -16,13 +17,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from smp_train.arguments import Resolved
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags as launch_flags
-from smp_train.launch import preflight
+from smp_train.launch import preflight, timing
 from smp_train.launch.environment import variables
 from smp_train.launch.instances import Instance, find
+from smp_train.launch.meet import BAD_NODE, HOSTS, UNREACHABLE
 from smp_train.launch.nsys import recording
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 from smp_train.runtime import expand_hostlist
@@ -31,6 +35,8 @@ INSIDE = "/.smp-train-inside"
 """Launchers mount something here; where it is missing, the container was not entered."""
 FIRST_PORT, PORTS = 20000, 10000  # below the range that systems hand out by themselves
 GUARD = "launches.jsonl"
+USR1_SECONDS = 300
+"""How long before the time limit the batch scripts have Slurm say so."""
 NSYS = "SMP_TRAIN_UNDER_NSYS"
 """Set for the second start of a task, the one that nsys makes."""
 
@@ -38,7 +44,7 @@ NSYS = "SMP_TRAIN_UNDER_NSYS"
 class BadNodeError(SmpTrainError):
     """A node that is not what the run needs; another may be."""
 
-    exit_code = 75
+    exit_code = BAD_NODE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--failures", type=Path, help="folder for what failed where (default: logs of the run folder)")
     options.add_argument("--inside", action="store_true", help="insist on running inside the container")
     options.add_argument("--max_attempts", type=int, default=3, help="starts without a new checkpoint that are allowed")
+    options.add_argument("--preflight", type=float, default=0, help="seconds for all nodes to reach each other, first")
+    options.add_argument("--time_left", help="until the time limit of the job, as Slurm writes it")
     options.add_argument("--nsys", action="store_true", help="record this node with Nsight Systems")
     options.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
     return options
@@ -126,10 +134,15 @@ def check_node(instance: Instance | None, nproc: str, gpus: int) -> int:
     Raises:
         BadNodeError: when GPUs or network adapters are missing.
     """
-    here = socket.gethostname()
+    here, machine = socket.gethostname(), platform.machine()
     wanted = None if nproc == "auto" else int(nproc)
     if instance is None:
         return wanted or gpus or 1
+    if machine in ("x86_64", "aarch64") and machine != instance.arch:
+        raise ConfigError(
+            f"{here}: has {machine} processors, and a {instance.name} has {instance.arch}; give the instance type that "
+            "the nodes have"
+        )
     if gpus < (wanted or instance.gpus):
         raise BadNodeError(
             f"{here}: {gpus} of {wanted or instance.gpus} GPUs are visible on this {instance.name}; in Slurm with GRES "
@@ -188,13 +201,48 @@ def nsys_command(report: Path, words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: when nsys is not to be found.
     """
-    places = ["nsys", "/fsx/nsight-efa/target-linux-x64/nsys", "/usr/local/cuda/bin/nsys"]
+    target = "target-linux-sbsa-armv8" if platform.machine() == "aarch64" else "target-linux-x64"
+    places = ["nsys", f"/fsx/nsight-efa/{target}/nsys", "/usr/local/cuda/bin/nsys"]
     nsys = next((found for found in map(shutil.which, places) if found), None)
     if nsys is None:
         raise ConfigError(
             f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
         )
     return recording(nsys, str(report), words)
+
+
+def warn(resolved: Resolved, instance: Instance | None, place: Place, left: float | None) -> None:
+    """Say what speaks against this start having saved when the job's time is up."""
+    told = timing.doubts(
+        resolved, limit=left, margin=USR1_SECONDS, instance=instance, nodes=place.nodes, processes=place.processes,
+        setting="--signal=B:USR1@SECONDS (sbatch)",
+    )  # fmt: skip
+    for line in told if left is not None else ():
+        print(f"smp-train: warning: {line}", file=sys.stderr, flush=True)
+
+
+def meet(
+    place: Place, seconds: float, resolved: Resolved, instance: Instance | None, environ: Mapping[str, str], logs: Path
+) -> tuple[int, Failure | None]:
+    """Have all ranks reach each other within ``seconds``; return (exit code, failure that names the node at fault).
+
+    Rank 0 speaks for all: on the other nodes there is a failure only when it could not be reached.
+    """
+    file = logs / "preflight.json"
+    command = [sys.executable, "-m", "smp_train.launch.meet", "--seconds", str(seconds), "--verdict", str(file)]
+    command += ["--backend", resolved.args.distributed_backend, "--efa", str(instance.efa if instance else 0)]
+    hosts = environ.get("SLURM_STEP_NODELIST")
+    known = {HOSTS: ",".join(expand_hostlist(hosts))} if hosts else {}
+    # A port of its own: the training's may be asked for while rank 0 still serves this one.
+    here = replace(place, master_port=place.master_port - 1)
+    code, failure = supervise(command, here, environ={**environ, **known}, log_dir=logs, say=lambda line: None)
+    if failure is None or (failure.code == BAD_NODE and place.node_rank > 0):
+        return code, None
+    if failure.code in (BAD_NODE, UNREACHABLE):
+        found = json.loads(file.read_text(encoding="utf-8"))["nodes"] if file.exists() else []
+        failure = Failure(-1, ",".join(found) or failure.node, BAD_NODE, "node")
+    print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
+    return failure.code, failure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -205,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures: Path | None = options.failures
     attempt = attempt_name(os.environ)
     node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
+    code, failure = 0, None
     try:
         if options.inside and not os.path.exists(INSIDE):
             raise BadNodeError(
@@ -231,7 +280,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             again = nsys_command(report, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
             os.execve(again[0], again, {**os.environ, NSYS: "1"})
         environ = variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1) | dict(os.environ)
-        code, failure = supervise(command, place, environ=environ, log_dir=run_dir / "logs" / attempt)
+        logs = run_dir / "logs" / attempt
+        if node == 0:
+            warn(resolved, instance, place, timing.slurm_seconds(options.time_left))
+        if options.preflight and place.nodes > 1:
+            code, failure = meet(place, options.preflight, resolved, instance, environ, logs)
+        if not code:
+            code, failure = supervise(command, place, environ=environ, log_dir=logs)
     except SmpTrainError as error:
         print(f"smp-train: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = error.exit_code

@@ -14,7 +14,8 @@ from smp_train.arguments.parse import canonical, read_command_line
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight
 from smp_train.launch.flags import inline_files
-from smp_train.launch.instances import Instance, check_image, find
+from smp_train.launch.images import check_image
+from smp_train.launch.instances import Instance, find
 from smp_train.launch.options import COMMON, Option
 from smp_train.launch.spec import read_env
 
@@ -239,7 +240,7 @@ def _check(job: Job) -> None:
         place = getattr(job, name)
         if place and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", place):
             raise ConfigError(f"--{name} {place}: is not s3://bucket/prefix")
-    check_image(job.instance, job.image or job.image_uri("us-west-2"))
+    check_image(job.instance, job.image or job.image_uri("us-west-2"), args.backend)
     if job.input_mode not in ("FastFile", "File"):
         raise ConfigError(f"--input_mode {job.input_mode}: is not FastFile or File")
     if job.fsx:
