@@ -110,7 +110,7 @@ EXPECTED_SAVE = 60
 """Seconds that a step and a checkpoint of a model of some size take."""
 
 
-def probe(spec: Spec, options: Mapping[str, Any], needed: Sequence[str]) -> list[str]:
+def probe(options: Mapping[str, Any], needed: Sequence[str]) -> list[str]:
     """Run one short step on a compute node and ask it for pyxis, image, code and folders.
 
     Returns what could not be asked; raises `ConfigError` for what is not there.

@@ -12,9 +12,10 @@ from typing import Any
 from smp_train.arguments import parse
 from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
+from smp_train.launch import timing
 from smp_train.launch.flags import inline_files, without
 from smp_train.launch.images import check_image
-from smp_train.launch.manifests import Target, manifest
+from smp_train.launch.manifests import GRACE_SECONDS, Target, manifest
 from smp_train.launch.options import COMMON, Option, help_text, split
 from smp_train.launch.spec import VARIABLE, Spec, build, explain, profile_flags
 
@@ -237,7 +238,12 @@ def main(words: Sequence[str]) -> int:
     if options["dry_run"]:
         print(text, end="")
         return 0
-    for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *warnings(target)])]:
+    told = [*spec.warnings, *warnings(target)]
+    told += timing.doubts(
+        spec.resolved, limit=None, margin=GRACE_SECONDS, instance=spec.instance, nodes=spec.nodes,
+        processes=spec.processes,
+    )  # fmt: skip
+    for line in [*explain(spec), *(f"warning: {line}" for line in told)]:
         print(f"smp-train: {line}", file=sys.stderr)
     check(text, target)
     if options["check"]:

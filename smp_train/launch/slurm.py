@@ -218,7 +218,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     told = [*spec.warnings, *cluster.warnings(spec, options), *check_places(spec, options)]
     if options["probe"]:
-        told += cluster.probe(spec, options, _seen_by_nodes(spec, options))
+        told += cluster.probe(options, _seen_by_nodes(spec, options))
     for line in [*explain(spec), *(f"warning: {line}" for line in told)]:
         print(line, file=sys.stderr)
     print(sbatch(script, "--test-only"), file=sys.stderr)

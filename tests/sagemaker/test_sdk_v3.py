@@ -173,6 +173,7 @@ def container(request: dict[str, Any], base: Path) -> tuple[list[str], dict[str,
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.timeout(900)  # torch is imported twice, and the machine may be busy
 @pytest.mark.skipif("SMP_TRAIN_PYTHON" not in os.environ, reason="SMP_TRAIN_PYTHON names no interpreter with torch")
 def test_container_trains_with_what_the_drivers_make_of_the_request(aws: None, tmp_path: Path) -> None:
     """The whole way: trainer, request, uploaded code, the drivers' command line, our entry script, metrics."""
@@ -195,7 +196,7 @@ def test_container_trains_with_what_the_drivers_make_of_the_request(aws: None, t
     def run(*words: str) -> str:
         done = subprocess.run(
             [*python, *words], cwd=tmp_path / "ml/input/data/code", env=training_environ(**variables),
-            capture_output=True, text=True, timeout=180, check=False,
+            capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -29,6 +29,7 @@ NPROC=8
 INSTANCE_TYPE=p5.48xlarge
 PROFILE=''
 MAX_ATTEMPTS=3
+PREFLIGHT=''
 MOUNTS=(
   /fsx
   /fsx/data/train

@@ -20,6 +20,7 @@ NPROC=2
 INSTANCE_TYPE=''
 PROFILE=nsys
 MAX_ATTEMPTS=3
+PREFLIGHT=''
 MOUNTS=()
 TRAIN_FLAGS=(
   --use_synthetic_data
