@@ -10,6 +10,8 @@ HERE = Path(__file__).parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Processes that tests start compile the package once, not each for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for name in list(os.environ):
     if name.startswith(("SM_", "SLURM_", "OMPI_", "PMI_", "PALS_")) or name in {
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
