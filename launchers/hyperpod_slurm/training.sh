@@ -40,7 +40,7 @@ given() {
 }
 
 EXTRA=(${FLAGS[@]+"${FLAGS[@]}"})
-DRY_RUN=${DRY_RUN:-}
+DRY_RUN=
 for word in "$@"; do
   case "$word" in --dry_run | --dry-run) DRY_RUN=1 ;; *) EXTRA+=("$word") ;; esac
 done

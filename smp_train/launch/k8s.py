@@ -66,6 +66,7 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
         instance_type=options["instance_type"],
         env=options["env"],
         kubernetes=True,
+        container=True,
         environ={name: "from a secret" for name, _, _ in secrets},  # nothing of this shell reaches the pods
     )
     image = options["image"]

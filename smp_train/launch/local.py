@@ -6,8 +6,9 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from smp_train.launch import task
+from smp_train.launch import preflight, task
 from smp_train.launch.options import COMMON, Option, help_text, split
 from smp_train.launch.spec import build, explain, profile_flags
 
@@ -50,12 +51,18 @@ def main(words: Sequence[str]) -> int:
         *(["--nsys"] if options["profile"] == "nsys" else []), "--", *spec.train_flags,
     ]  # fmt: skip
     if options["dry_run"]:
-        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())))
+        exported = {**spec.environment, **given}
+        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())))
         print(shlex.join(command))
         return 0
+    preflight.check_data(spec.resolved.args)
+    if options["profile"] == "nsys":
+        task.nsys_command(Path(spec.run_dir) / "profile", [])  # refuses where there is none
     for line in [*explain(spec), *(f"warning: {line}" for line in spec.warnings)]:
         print(f"smp-train: {line}", file=sys.stderr)
     if options["check"]:
         return 0
-    os.environ.update(given | spec.environment)
+    os.environ.update(given | {name: spec.environment[name] for name in spec.added})
+    for name, value in spec.environment.items():
+        os.environ.setdefault(name, value)
     return task.main(command[3:])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from smp_train.arguments import Resolved
 from smp_train.arguments.capabilities import NODE_LOCAL
@@ -21,6 +24,7 @@ CHECKPOINT_BYTES = 12
 """Per parameter: weight and Adam's two moments in float32."""
 NO_FP8 = ("A100", "A10G")  # before compute capability 8.9
 GATED = ("meta-llama/", "mistralai/Mixtral", "mistralai/Mistral-7B-v0.3", "google/gemma")
+PLUGIN_PLACES = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/opt/amazon/aws-ofi-nccl", "/opt/aws-ofi-nccl/install")
 LOCAL_DISKS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs")
 
 
@@ -40,53 +44,96 @@ def check(resolved: Resolved, instance: Instance | None, world_size: int) -> Non
         ConfigError: with the setting to change.
     """
     args = resolved.args
-    divides(resolved)
+    settled = settled_flags(args)  # an unknown preset is known to be one here
+    divides(resolved, settled)
     if instance is None:
         return
     if args.fp8 and instance.gpu in NO_FP8:
         raise ConfigError(
             f"--fp8 1: the {instance.gpu} of {instance.name} has no FP8; take p5 or later, or leave it out"
         )
-    count = parameters(resolved)
+    count, over = parameters(resolved), spread(resolved, world_size)
     if count is None or args.cpu_offload:
         return
-    tensor = args.tensor_parallel_degree * args.expert_parallel_degree
-    replicated = args.sharding_strategy == "no_shard"
-    shards = 1 if replicated else (args.hybrid_shard_degree or world_size // tensor)
-    gigabytes = STATE_BYTES * count / (shards * tensor) / 1e9
+    gigabytes = STATE_BYTES * count / over / 1e9
     if gigabytes > instance.gpu_memory_gb:
         raise ConfigError(
             f"weights, gradients and optimizer of this model ({count / 1e9:.1f} B parameters) take {gigabytes:.0f} GB "
-            f"on each GPU, spread over {shards * tensor}; the {instance.gpu} of {instance.name} has "
+            f"on each GPU, spread over {over}; the {instance.gpu} of {instance.name} has "
             f"{instance.gpu_memory_gb} GB: "
             + (
                 "raise --hybrid_shard_degree"
-                if shards * tensor < world_size
+                if over < world_size
                 else "take more nodes, a larger instance type, or --cpu_offload 1"
             )
         )
 
 
-def lacks(resolved: Resolved, environ: Mapping[str, str]) -> list[str]:
-    """Return what this run will ask for and not find, as far as this machine tells."""
+def spread(resolved: Resolved, world_size: int) -> int:
+    """Return how many GPUs share one copy of weights, gradients and optimizer."""
+    args = resolved.args
+    split = args.tensor_parallel_degree * args.expert_parallel_degree
+    shards = 1 if args.sharding_strategy == "no_shard" else (args.hybrid_shard_degree or world_size // split)
+    return int(shards * split)
+
+
+def memory(resolved: Resolved, instance: Instance | None, world_size: int) -> str:
+    """Return what the model's states take of each GPU, for people; "" where nobody knows."""
+    count, over = parameters(resolved), spread(resolved, world_size)
+    if count is None or instance is None or resolved.args.cpu_offload:
+        return ""
+    return (
+        f"weights, gradients and optimizer ({count / 1e9:.1f} B parameters): {STATE_BYTES * count / over / 1e9:.1f} of "
+        f"the {instance.gpu_memory_gb} GB of each {instance.gpu}, spread over {over}; activations come on top"
+    )
+
+
+def lacks(resolved: Resolved, environ: Mapping[str, str], *, home: bool = True) -> list[str]:
+    """Return what this run will ask for and not find, as far as is known; ``home``: it sees this home folder."""
     names = (resolved.args.hf_pretrained_model_name_or_dir, resolved.args.pretrained_model_name)
     model = next((str(name) for name in names if name and str(name).startswith(GATED)), None)
-    home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "/")) / ".cache/huggingface")
-    if model is None or os.path.isdir(model) or environ.get("HF_TOKEN") or (home / "token").exists():
+    if model is None or os.path.isdir(model) or environ.get("HF_TOKEN"):
+        return []
+    if not home:
+        return [f"{model} is gated, and a container sees no login of this home folder: set HF_TOKEN"]
+    folder = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "/")) / ".cache/huggingface")
+    if (folder / "token").exists():
         return []
     return [f"{model} is gated and there is no Hugging Face token here: `hf auth login`, or set HF_TOKEN"]
 
 
-def divides(resolved: Resolved) -> None:
+def nccl_plugin(environ: Mapping[str, str]) -> str | None:
+    """Return the file of NCCL's EFA plugin (aws-ofi-nccl), where this machine or image has it."""
+    folders = [*environ.get("LD_LIBRARY_PATH", "").split(":"), *(f"{place}/lib*" for place in PLUGIN_PLACES)]
+    folders += [f"{place}/lib*/*" for place in PLUGIN_PLACES]
+    for folder in folders:
+        found = sorted(glob.glob(f"{folder}/libnccl-net*.so*")) if folder else []
+        if found:
+            return found[0]
+    return None
+
+
+def lacks_plugin(instance: Instance) -> list[str]:
+    """Return what is said where EFA adapters are and NCCL has nothing to use them through."""
+    if nccl_plugin(os.environ):
+        return []
+    return [
+        f"no EFA plugin for NCCL here (libnccl-net*.so of aws-ofi-nccl): {instance.name} has {instance.efa} adapters, "
+        "and nodes would reach each other through TCP; take an image that has it (docker_build.sh), or install it"
+    ]
+
+
+def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
     """Refuse degrees that do not divide the model, where flags or a preset tell its widths.
+
+    ``settled`` is what `settled_flags` says of the flags that were not given.
 
     Raises:
         ConfigError: as the training would, but before it has nodes.
     """
     args = resolved.args
     tensor, context = args.tensor_parallel_degree, args.context_parallel_degree
-    settled = settled_flags(args) if max(tensor, context) > 1 else {}
-    if not settled:
+    if not settled or max(tensor, context) == 1:
         return
 
     def width(name: str) -> int:
@@ -112,6 +159,26 @@ def divides(resolved: Resolved) -> None:
             )
 
 
+def data(args: Any) -> list[tuple[str, str]]:
+    """Return (flag, folder) of the data that flags name on a file system, without the weights of a blend."""
+    named = [("training_dir", word) for word in args.training_dir or ()]
+    named += [("test_dir", args.test_dir)] if args.test_dir else []
+    return [
+        (flag, word if Path(word).exists() else re.sub(r":[0-9.eE+-]+$", "", word))
+        for flag, word in named
+        if "://" not in word
+    ]
+
+
+def check_data(args: Any) -> None:
+    """Refuse folders of data that are not there, or empty; `ConfigError` names them."""
+    for flag, folder in data(args):
+        if not Path(folder).exists():
+            raise ConfigError(f"--{flag} {folder}: no such folder")
+        if Path(folder).is_dir() and not any(os.scandir(folder)):
+            raise ConfigError(f"--{flag} {folder}: is empty; `smp-train prepare` makes shards")
+
+
 def places(resolved: Resolved, nodes: int, needed: Sequence[str] = ()) -> list[str]:
     """Return what is wrong with the disks of a run: too small for its checkpoints, or not shared by its nodes.
 
@@ -126,7 +193,10 @@ def _too_small(resolved: Resolved, folders: Sequence[str]) -> list[str]:
     count = parameters(resolved)
     found = []
     for folder in folders if count else ():
-        free = shutil.disk_usage(folder).free
+        there = Path(folder).absolute()
+        while not there.exists():
+            there = there.parent
+        free = shutil.disk_usage(there).free
         if free < 2 * CHECKPOINT_BYTES * (count or 0):
             found.append(
                 f"{folder}: {free / 1e9:.0f} GB are free, and two checkpoints of this model take "
@@ -137,8 +207,11 @@ def _too_small(resolved: Resolved, folders: Sequence[str]) -> list[str]:
 
 def _not_shared(needed: Sequence[str]) -> list[str]:
     found: dict[str, tuple[str, list[str]]] = {}
-    for place in dict.fromkeys(place for place in needed if place and os.path.exists(place)):
-        kind = file_system(place)
+    for place in dict.fromkeys(place for place in needed if place):
+        there = Path(place).absolute()
+        while not there.exists():
+            there = there.parent
+        kind = file_system(there)
         if kind in LOCAL_DISKS:
             found.setdefault(kind, (kind, []))[1].append(place)
     return [

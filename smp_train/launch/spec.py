@@ -19,6 +19,8 @@ from smp_train.launch.instances import Instance, find
 
 CODE_DIR = Path(__file__).resolve().parents[2]
 """The folder that contains the package: a checkout, or site-packages."""
+CHECKOUT = (CODE_DIR / "launchers").is_dir()
+"""Whether it is a checkout, which has nothing besides that could be imported instead of what is installed."""
 PLACES = (
     "config", "smp_config", "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint",
     "hf_pretrained_model_name_or_dir",
@@ -37,6 +39,8 @@ class Spec:
     instance: Instance | None
     environment: dict[str, str] = field(default_factory=dict)
     """What the launcher exports: by instance type, and what the user added with --env."""
+    added: frozenset[str] = frozenset()
+    """Names of those that the user added; the others give way to what is set where the run is submitted."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -59,6 +63,8 @@ class Spec:
         found: list[str] = []
         for name in PLACES:
             value = getattr(self.resolved.args, name)
+            if name == "training_dir":
+                value = [folder for flag, folder in preflight.data(self.resolved.args) if flag == name]
             for place in value if isinstance(value, list) else [value]:
                 elsewhere = not place or "://" in place or place.startswith(NODE_LOCAL)
                 if not elsewhere and (name != PLACES[-1] or os.path.isdir(place)):
@@ -75,12 +81,14 @@ def build(
     env: Sequence[str] = (),
     absolute_run_dir: bool = True,
     kubernetes: bool = False,
+    container: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Spec:
     """Check a run and return it, its training flags completed.
 
     ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE;
-    ``environ`` (default ``os.environ``) is what the processes will find besides, which `lint` looks at.
+    ``environ`` (default ``os.environ``) is what the processes will find besides, which `lint` looks at; in a
+    ``container`` they find nothing of the home folder.
 
     Raises:
         ConfigError: for everything that would stop the training at its start and that can be seen here.
@@ -105,7 +113,8 @@ def build(
         instance=instance,
         environment=variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
         | added,
-        warnings=(*lint(found), *ineffective(resolved), *preflight.lacks(resolved, found)),
+        added=frozenset(added),
+        warnings=(*lint(found), *ineffective(resolved), *preflight.lacks(resolved, found, home=not container)),
     )
 
 
@@ -143,8 +152,10 @@ def explain(spec: Spec) -> list[str]:
     where = spec.instance.name if spec.instance else "nodes"
     plural = "es" if spec.processes > 1 else ""
     args: Any = spec.resolved.args
+    states = preflight.memory(spec.resolved, spec.instance, spec.world_size)
     return [
         f"{spec.name}: {spec.nodes} x {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
         f"run folder {args.run_dir}; checkpoints {', '.join(args.checkpoint_dir)}; "
         f"resumes from {args.resume_from_checkpoint}",
+        *([states] if states else []),
     ]

@@ -202,7 +202,8 @@ def nsys_command(report: Path, words: Sequence[str]) -> list[str]:
         ConfigError: when nsys is not to be found.
     """
     target = "target-linux-sbsa-armv8" if platform.machine() == "aarch64" else "target-linux-x64"
-    places = ["nsys", f"/fsx/nsight-efa/{target}/nsys", "/usr/local/cuda/bin/nsys"]
+    own = os.environ.get("NSYS_DIR") or "/fsx/nsight-efa"
+    places = ["nsys", f"{own}/nsys", f"{own}/{target}/nsys", "/usr/local/cuda/bin/nsys"]
     nsys = next((found for found in map(shutil.which, places) if found), None)
     if nsys is None:
         raise ConfigError(
@@ -212,12 +213,15 @@ def nsys_command(report: Path, words: Sequence[str]) -> list[str]:
 
 
 def warn(resolved: Resolved, instance: Instance | None, place: Place, left: float | None) -> None:
-    """Say what speaks against this start having saved when the job's time is up."""
+    """Say what this node lacks, and what speaks against this start having saved when the job's time is up."""
     told = timing.doubts(
         resolved, limit=left, margin=USR1_SECONDS, instance=instance, nodes=place.nodes, processes=place.processes,
         setting="--signal=B:USR1@SECONDS (sbatch)",
     )  # fmt: skip
-    for line in told if left is not None else ():
+    told = [*(told if left is not None else []), *preflight.lacks(resolved, os.environ)]
+    if instance and instance.efa and place.nodes > 1 and resolved.args.distributed_backend != "gloo":
+        told += preflight.lacks_plugin(instance)
+    for line in told:
         print(f"smp-train: warning: {line}", file=sys.stderr, flush=True)
 
 

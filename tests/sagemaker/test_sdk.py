@@ -131,8 +131,7 @@ def test_container_trains_with_what_the_toolkit_makes_of_the_request(aws: None, 
 
     pytest.importorskip("sagemaker_training")
     tiny = {**TINY, "vocab_size": 1024, "use_synthetic_data": 0, "validation_freq": 2, "max_steps": 4}
-    places = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_freq": [2]}
-    request = fit({**tiny, **places}, **OPTIONS)
+    request = fit({**tiny, "checkpoint_freq": [2]}, **OPTIONS)
     words, variables = container(request, tmp_path / "ml")
     for name in ("train", "test"):
         shutil.copytree(SAMPLE / name, tmp_path / "ml/input/data" / name)
@@ -140,9 +139,12 @@ def test_container_trains_with_what_the_toolkit_makes_of_the_request(aws: None, 
     code.mkdir()
     sagemaker.stage(code)
 
+    here = ["--checkpoint_dir", str(tmp_path / "checkpoints")]  # not /opt/ml/checkpoints, on this machine
+
     def train(*more: str) -> str:
         done = subprocess.run(
-            [os.environ["SMP_TRAIN_PYTHON"], "train.py", *words, *more], cwd=code, env=training_environ(**variables),
+            [os.environ["SMP_TRAIN_PYTHON"], "train.py", *words, *here, *more], cwd=code,
+            env=training_environ(**variables),
             capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

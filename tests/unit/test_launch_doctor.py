@@ -116,9 +116,9 @@ def test_adapters_against_the_instance_type(bin_: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(machine, "count_efa", lambda: 31)
     assert found("EFA", machine.adapters()).seen == "31 of the 32 adapters of a p5.48xlarge"
     monkeypatch.setattr(machine, "count_efa", lambda: 32)
-    monkeypatch.setattr(machine, "PLUGINS", (str(tmp_path / "plugin"),))
+    monkeypatch.setattr(machine, "nccl_plugin", lambda environ: None)
     assert "NCCL goes through TCP" in found("EFA", machine.adapters()).fix
-    (tmp_path / "plugin").mkdir()
+    monkeypatch.setattr(machine, "nccl_plugin", lambda environ: "/opt/libnccl-net.so")
     assert found("EFA", machine.adapters()).level == OK
     unlimited = machine.resource.RLIM_INFINITY
     monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (65536, unlimited))

@@ -183,6 +183,7 @@ def test_impossible_places_are_refused(environ: dict[str, str], complaint: str) 
 
 def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     p5 = find("p5.48xlarge")
+    monkeypatch.setattr(task.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(task, "count_efa", lambda: 32)
     assert task.check_node(p5, "auto", 8) == 8
     assert task.check_node(p5, "2", 8) == 2
@@ -191,6 +192,8 @@ def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None
         4,
         3,
     )
+    with pytest.raises(ConfigError, match=r"has x86_64 processors, and a p6e-gb200\.36xlarge has aarch64"):
+        task.check_node(find("p6e-gb200.36xlarge"), "auto", 4)
     with pytest.raises(task.BadNodeError, match="7 of 8 GPUs are visible"):
         task.check_node(p5, "auto", 7)
     monkeypatch.setattr(task, "count_efa", lambda: 31)
@@ -319,6 +322,11 @@ def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert command[-3:] == ["python", "-m", "x"]
     assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
     assert command[command.index("--output") + 1] == str(tmp_path / "run/report")
+    (tmp_path / "nsys").rename(tmp_path / "elsewhere")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "own/nsys")
+    monkeypatch.setenv("NSYS_DIR", str(tmp_path / "own"))
+    assert task.nsys_command(tmp_path, ["x"])[0] == str(tmp_path / "own/nsys")
 
 
 def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,23 @@ def test_not_refused(words: list[str], instance: str, processes: int) -> None:
     preflight.check(parse(words, {}), None, processes)
 
 
+def test_data(tmp_path: Path) -> None:
+    for name in ("a", "b", "c:1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.json").touch()
+    args = parse(
+        ["--training_dir", f"{tmp_path}/a:0.3", f"{tmp_path}/c:1", "s3://x/y:0.7", "--test_dir", f"{tmp_path}/b"], {}
+    ).args
+    assert [place for _, place in preflight.data(args)] == [f"{tmp_path}/{name}" for name in ("a", "c:1", "b")]
+    preflight.check_data(args)
+    (tmp_path / "b/0.json").unlink()
+    with pytest.raises(ConfigError, match=r"--test_dir .*/b: is empty"):
+        preflight.check_data(args)
+    (tmp_path / "a").rename(tmp_path / "z")
+    with pytest.raises(ConfigError, match=r"--training_dir .*/a: no such folder"):
+        preflight.check_data(args)
+
+
 def test_gated_model_without_a_token(tmp_path: Path) -> None:
     gated = parse(["--hf_model", "meta-llama/Llama-2-7b-hf"], {})
     home = {"HOME": str(tmp_path)}
@@ -62,6 +79,20 @@ def test_gated_model_without_a_token(tmp_path: Path) -> None:
     (tmp_path / "hub/token").touch()
     assert preflight.lacks(gated, {"HF_HOME": str(tmp_path / "hub")}) == []
     assert preflight.lacks(parse(["--hf_model", "gpt2"], {}), home) == []
+    in_container = preflight.lacks(gated, {"HF_HOME": str(tmp_path / "hub")}, home=False)
+    assert "a container sees no login of this home folder: set HF_TOKEN" in in_container[0]
+    assert preflight.lacks(gated, {"HF_TOKEN": "x"}, home=False) == []
+
+
+def test_plugin_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "PLUGIN_PLACES", (str(tmp_path / "ofi"),))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert "p5.48xlarge has 32 adapters, and nodes would reach each other through TCP" in preflight.lacks_plugin(
+        find("p5.48xlarge")
+    )[0].replace("\n", " ")
+    (tmp_path / "ofi/lib/x86_64-linux-gnu").mkdir(parents=True)
+    (tmp_path / "ofi/lib/x86_64-linux-gnu/libnccl-net-ofi.so").touch()
+    assert preflight.lacks_plugin(find("p5.48xlarge")) == []
 
 
 def test_disks_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +106,7 @@ def test_disks_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.setattr(preflight, "LOCAL_DISKS", ("", preflight.file_system(tmp_path)))
     (image := tmp_path / "x.sqsh").touch()
-    (said,) = preflight.places(small, 2, [str(image), "/no/such"])
+    (said,) = preflight.places(small, 2, [str(image)])
     assert said.startswith(f"{tmp_path}, {image}: on a local disk (")
     assert preflight.places(small, 1, [str(image)]) == []
 

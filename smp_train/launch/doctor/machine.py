@@ -12,14 +12,13 @@ from pathlib import Path
 
 from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
 from smp_train.launch.instances import Instance, instances
-from smp_train.launch.preflight import LOCAL_DISKS, file_system
+from smp_train.launch.preflight import LOCAL_DISKS, PLUGIN_PLACES, file_system, nccl_plugin
 from smp_train.launch.task import count_efa
 
 PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_LEAST = 1 << 30
 OPEN_FILES_LEAST = 4096
-PLUGINS = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/opt/amazon/aws-ofi-nccl")
 
 
 def instance() -> Instance | None:
@@ -66,14 +65,14 @@ def adapters() -> Iterator[Finding]:
     if not count:
         yield ok("EFA", "no adapters: nodes reach each other through TCP" if known is None else "this type has none")
         return
-    plugin = next((place for place in PLUGINS if os.path.isdir(place)), None)
+    plugin = nccl_plugin(os.environ)
     if plugin is None:
         yield warn(
-            "EFA", f"{count} adapters, no NCCL plugin in {', '.join(PLUGINS)}",
+            "EFA", f"{count} adapters, no NCCL plugin (libnccl-net*.so) in {', '.join(PLUGIN_PLACES)}",
             "in a container it is the image's; else install aws-ofi-nccl, or NCCL goes through TCP",
         )  # fmt: skip
     else:
-        yield ok("EFA", f"{count} adapters, NCCL plugin in {plugin}")
+        yield ok("EFA", f"{count} adapters, NCCL plugin {plugin}")
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
         fix = "`ulimit -l unlimited`, in /etc/security/limits.conf, or for the container: --ulimit memlock=-1"
         yield fail("locked memory", "is limited, and EFA registers memory", fix)

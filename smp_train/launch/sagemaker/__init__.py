@@ -64,7 +64,13 @@ def main(words: Sequence[str]) -> int:
     if session is None:
         print(json.dumps(wanted, indent=2))
         return 0
-    told = [*lint(job.environment), *ineffective(job.resolved), *preflight.lacks(job.resolved, job.environment)]
+    told = [*lint(job.environment), *ineffective(job.resolved)]
+    if job.subnets:
+        told.append(
+            "--subnets: packages are installed when the container starts; the subnets need a way to PyPI (NAT), or "
+            "give an --image that has them"
+        )
+    told += preflight.lacks(job.resolved, job.environment, home=False)
     told += timing.doubts(
         job.resolved, limit=job.max_run, margin=STOP_SECONDS, instance=job.instance, nodes=job.instance_count,
         processes=job.instance.gpus,
