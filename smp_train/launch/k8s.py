@@ -17,7 +17,7 @@ from smp_train.launch.flags import inline_files, without
 from smp_train.launch.images import check_image
 from smp_train.launch.manifests import GRACE_SECONDS, Target, manifest
 from smp_train.launch.options import COMMON, Option, help_text, split
-from smp_train.launch.spec import VARIABLE, Spec, build, explain, profile_flags
+from smp_train.launch.spec import VARIABLE, Spec, build, profile_flags, tell
 
 OPERATORS = ("kubeflow", "hyperpod")
 OPTIONS = (
@@ -236,16 +236,15 @@ def main(words: Sequence[str]) -> int:
     options, training = split(words, OPTIONS)
     spec, target = prepare(options, training)
     text = text_of(spec, target)
-    if options["dry_run"]:
-        print(text, end="")
-        return 0
-    told = [*spec.warnings, *warnings(target)]
+    told = warnings(target)
     told += timing.doubts(
         spec.resolved, limit=None, margin=GRACE_SECONDS, instance=spec.instance, nodes=spec.nodes,
         processes=spec.processes,
     )  # fmt: skip
-    for line in [*explain(spec), *(f"warning: {line}" for line in told)]:
-        print(f"smp-train: {line}", file=sys.stderr)
+    tell(spec, told)
+    if options["dry_run"]:
+        print(text, end="")
+        return 0
     check(text, target)
     if options["check"]:
         print(f"smp-train: the cluster would take {target.resource}/{target.name}", file=sys.stderr)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from smp_train.launch import preflight, task
 from smp_train.launch.options import COMMON, Option, help_text, split
-from smp_train.launch.spec import build, explain, profile_flags
+from smp_train.launch.spec import build, profile_flags, tell
 
 OPTIONS = (
     *COMMON,
@@ -51,6 +51,7 @@ def main(words: Sequence[str]) -> int:
         *(["--nsys"] if options["profile"] == "nsys" else []), "--", *spec.train_flags,
     ]  # fmt: skip
     if options["dry_run"]:
+        tell(spec)
         exported = {**spec.environment, **given}
         print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())))
         print(shlex.join(command))
@@ -58,8 +59,7 @@ def main(words: Sequence[str]) -> int:
     preflight.check_data(spec.resolved.args)
     if options["profile"] == "nsys":
         task.nsys_command(Path(spec.run_dir) / "profile", [])  # refuses where there is none
-    for line in [*explain(spec), *(f"warning: {line}" for line in spec.warnings)]:
-        print(f"smp-train: {line}", file=sys.stderr)
+    tell(spec)
     if options["check"]:
         return 0
     os.environ.update(given | {name: spec.environment[name] for name in spec.added})

@@ -17,7 +17,7 @@ from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, preflight, timing
 from smp_train.launch.images import check_image
 from smp_train.launch.options import COMMON, Option, help_text, split
-from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, explain, profile_flags
+from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, profile_flags, tell
 
 BODY = Path(__file__).with_name("batch.sh")
 OPTIONS = (
@@ -252,13 +252,13 @@ def main(words: Sequence[str]) -> int:
         check_image(spec.instance, options["image"], spec.resolved.args.backend)
     script = render(spec, options)
     if options["dry_run"]:
+        tell(spec)
         print(script, end="")
         return 0
-    told = [*spec.warnings, *cluster.warnings(spec, options), *check_places(spec, options)]
+    told = [*cluster.warnings(spec, options), *check_places(spec, options)]
     if options["probe"]:
         told += cluster.probe(options, _seen_by_nodes(spec, options))
-    for line in [*explain(spec), *(f"warning: {line}" for line in told)]:
-        print(line, file=sys.stderr)
+    tell(spec, told)
     print(sbatch(script, "--test-only"), file=sys.stderr)
     if options["check"]:
         return 0

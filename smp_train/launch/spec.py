@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,6 +146,12 @@ def profile_flags(kind: str | None) -> list[str]:
     if kind not in known:
         raise ConfigError(f"--profile {kind}: is not torch or nsys")
     return known[kind]
+
+
+def tell(spec: Spec, further: Sequence[str] = ()) -> None:
+    """Print on stderr what this run is, its warnings, and ``further`` ones."""
+    for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *further])]:
+        print(f"smp-train: {line}", file=sys.stderr)
 
 
 def explain(spec: Spec) -> list[str]:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import flags, task
+from smp_train.launch import flags, task, timing
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -300,6 +302,49 @@ def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert left.read_text().strip() == err.splitlines()[1].removeprefix("smp-train: ")
     assert task.main(["--failures", str(run), "--", "--max_stepz", "1"]) == 2
     assert "cause=configuration" in capsys.readouterr().err
+
+
+def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, code: int, nodes: list[str]) -> tuple[Any, Any]:
+    """Return what the ranks of a preflight were started with, and what is made of their end."""
+    started: list[Any] = []
+
+    def supervise(command: list[str], place: Place, **options: Any) -> tuple[int, Failure | None]:
+        started.append((command, place, options["environ"]))
+        if nodes:
+            (tmp_path / "preflight.json").write_text(json.dumps({"nodes": nodes}))
+        return code, Failure(node, "here", code, "error") if code else None
+
+    monkeypatch.setattr(task, "supervise", supervise)
+    place = Place(1, nodes=2, node_rank=node, master_addr="n1", master_port=20087)
+    return started, task.meet(place, 60, parse([], {}), find("p5.48xlarge"), STEP, tmp_path)
+
+
+def test_preflight_names_the_node_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started, ended = meet(tmp_path, monkeypatch, 0, 0, [])
+    assert ended == (0, None)
+    ((command, place, environ),) = started
+    assert command[1:3] == ["-m", "smp_train.launch.meet"]
+    assert command[-2:] == ["--efa", "32"]
+    assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20086, "n1,n3")
+    _, (code, failure) = meet(tmp_path, monkeypatch, 0, 75, ["n3"])
+    assert (code, failure.node, failure.cause) == (75, "n3", "node")
+    assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
+    assert meet(tmp_path, monkeypatch, 1, 75, [])[1] == (75, None), "the first node speaks for all"
+    (tmp_path / "preflight.json").unlink()
+    assert meet(tmp_path, monkeypatch, 1, 74, [])[1][1].node == "here", "who does not reach it speaks for itself"
+    code, failure = meet(tmp_path, monkeypatch, 1, 1, [])[1]
+    assert (code, failure.cause) == (1, "error"), "torch, say, could not be imported"
+
+
+def test_task_warns_on_the_first_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_sec": 100.0}\n')
+    resolved = parse(["--run_dir", str(tmp_path)], {})
+    task.warn(resolved, None, Place(1), timing.slurm_seconds("1:00:00"))
+    assert "warning: --checkpoint_freq 1000: that takes 27.8 h" in capsys.readouterr().err
+    task.warn(resolved, None, Place(1), None)
+    assert capsys.readouterr().err == ""
 
 
 def test_task_without_torch_or_anything_installed() -> None:
