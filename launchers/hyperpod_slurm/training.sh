@@ -14,6 +14,7 @@
 #                                          or those that do not are named
 #   PROFILE=                               torch or nsys
 #   MAX_ATTEMPTS=3                         starts without a new checkpoint before giving up
+#   CONTAINER_ENV=                         variables, separated by commas, whose values here beat those of the image
 #   FSX_MOUNT=/fsx                         mounted into the container where it exists
 
 # shellcheck disable=SC2034 # batch.sh reads what is set here

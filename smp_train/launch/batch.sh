@@ -4,8 +4,8 @@
 # launchers/hyperpod_slurm, and is part of the text that `smp-train launch slurm` submits.
 #
 # Takes from its script: CODE_DIR, RUN_DIR, PYTHON, TRAIN_FLAGS (array), MOUNTS (array); and where set: IMAGE,
-# NPROC, INSTANCE_TYPE, PREFLIGHT, PROFILE, MAX_ATTEMPTS, NSYS_DIR, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and DRY_RUN, which prints
-# what srun would be given. Ends the script.
+# NPROC, INSTANCE_TYPE, PREFLIGHT, PROFILE, MAX_ATTEMPTS, NSYS_DIR, CONTAINER_ENV, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and
+# DRY_RUN, which prints what srun would be given. Ends the script.
 
 say() { printf 'smp-train: %s\n' "$*" >&2; }
 refuse() { say "error: $*"; exit 2; }

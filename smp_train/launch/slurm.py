@@ -179,7 +179,10 @@ def _written(spec: Spec) -> list[Path]:
 def _check_interpreter(python: str) -> None:
     """Refuse an interpreter that has no torch: every process of the run would."""
     asked = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    done = subprocess.run([python, "-c", asked], capture_output=True, check=False)
+    try:
+        done = subprocess.run([python, "-c", asked], capture_output=True, check=False)
+    except OSError:  # for the nodes' processors, say, and not for this machine's
+        return
     if done.returncode == 1:
         raise ConfigError(
             f"{python} has no torch: give --python of an environment that has it (setup_conda_env.sh makes one), or "
