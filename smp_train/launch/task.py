@@ -150,10 +150,12 @@ def attempt_name(environ: Mapping[str, str]) -> str:
     return time.strftime("%Y%m%d-%H%M%S")
 
 
-def guard(run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int, attempt: str) -> None:
+def guard(
+    run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int, attempt: str, *, in_s3: bool = True
+) -> None:
     """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint."""
     job = environ.get("SLURM_JOB_ID")
-    step, _ = launch_flags.newest_committed(folders, in_s3=True)
+    step, _ = launch_flags.newest_committed(folders, in_s3=in_s3)
     path = run_dir / GUARD
     before: list[dict[str, object]] = []
     if path.exists():
@@ -205,19 +207,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures: Path | None = options.failures
     attempt = attempt_name(os.environ)
     node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
+    outside = options.inside and not os.path.exists(INSIDE)  # where the packages that S3 needs may be missing too
     try:
-        if options.inside and not os.path.exists(INSIDE):
-            raise BadNodeError(
-                f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
-                "installed on this compute node"
-            )
-        training, resolved = launch_flags.complete(training, in_s3=True)
+        training, resolved = launch_flags.complete(training, in_s3=not outside)
         run_dir = Path(resolved.args.run_dir)
         failures = failures or run_dir / "logs"
         if not options.dry_run:
             _make(run_dir / "logs" / attempt)
             if node == 0 and NSYS not in os.environ:
-                guard(run_dir, resolved.args.checkpoint_dir, os.environ, options.max_attempts, attempt)
+                folders = resolved.args.checkpoint_dir
+                guard(run_dir, folders, os.environ, options.max_attempts, attempt, in_s3=not outside)
+        if outside:
+            raise BadNodeError(
+                f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
+                "installed on this compute node"
+            )
         instance = find(options.instance_type) if options.instance_type else None
         place = find_place(os.environ, check_node(instance, options.nproc, count_gpus()))
         preflight.check(resolved, instance, place.nodes * place.processes)

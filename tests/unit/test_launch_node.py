@@ -81,6 +81,30 @@ def test_first_failure_is_named_and_its_code_returned(tmp_path: Path, ending: st
     assert said == [failure.line()]
 
 
+def test_a_worker_that_lost_its_peer_is_told_from_one_that_failed(tmp_path: Path) -> None:
+    command = program(
+        tmp_path,
+        """
+        from smp_train import cli
+        from smp_train.errors import LostPeerError
+        def lose(*_):
+            raise LostPeerError("no word from rank 7")
+        cli._run = lose
+        sys.exit(cli.main([]))
+        """,
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code, failure = supervise(command, Place(1), environ=environ, log_dir=tmp_path, say=lambda line: None)
+    assert failure is not None
+    assert (code, failure.cause) == (1, "lost-peer")
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").mkdir()
+    command = program(tmp_path, "for _ in range(4000): say('a line that fills the pipe when nobody reads')")
+    assert supervise(command, Place(1), log_dir=tmp_path) == (0, None)
+
+
 def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
     """Run a supervisor of two workers in a process of its own and wait until both are ready."""
     command = program(tmp_path, text)
@@ -295,6 +319,7 @@ def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "this is not a container; pyxis is not installed on this compute node" in err
     (left,) = run.glob("*/failed-*-node-0")
     assert left.read_text().strip() == err.splitlines()[1].removeprefix("smp-train: ")
+    assert (run / "launches.jsonl").exists(), "a start that counts: pyxis will be missing the next time too"
     assert task.main(["--failures", str(run), "--", "--max_stepz", "1"]) == 2
     assert "cause=configuration" in capsys.readouterr().err
 
