@@ -21,6 +21,10 @@ case "${CHECKPOINT_DIR:-}" in
   '' | *://*) ;;
   *) [ -n "${DRY_RUN:-}" ] || mkdir -p "$CHECKPOINT_DIR" || refuse "cannot write CHECKPOINT_DIR=$CHECKPOINT_DIR on $(hostname)"; MOUNTS+=("$CHECKPOINT_DIR") ;;
 esac
+for folder in ${WRITTEN[@]+"${WRITTEN[@]}"}; do
+  [ -n "${DRY_RUN:-}" ] || mkdir -p "$folder" || refuse "cannot write $folder on $(hostname)"
+  MOUNTS+=("$folder")
+done
 [ -n "${DRY_RUN:-}" ] || mkdir -p "$RUN_DIR/logs" || refuse "cannot write RUN_DIR=$RUN_DIR on $(hostname); set it to a folder on a shared file system"
 for name in LD_PRELOAD FI_PROVIDER RDMAV_FORK_SAFE NCCL_PROTO NCCL_SOCKET_NTHREADS FI_EFA_USE_DEVICE_RDMA; do
   if [ -n "${!name:-}" ]; then say "warning: $name=${!name} comes from the shell that submitted this job; current images need it unset"; fi
@@ -52,6 +56,7 @@ if [ -n "${IMAGE:-}" ]; then
   [ "${PROFILE:-}" != nsys ] || [ ! -d "${NSYS_DIR:=/fsx/nsight-efa}" ] || mounts+=",$NSYS_DIR"
   for mount in "${MOUNTS[@]}"; do
     [ -n "${DRY_RUN:-}" ] || [ -e "${mount%%:*}" ] || refuse "no ${mount%%:*} to mount on $(hostname); make it, or take it out of MOUNTS"
+    case "$mount" in /*) ;; *) mount=$PWD/$mount ;; esac
     mounts+=",$mount"
   done
   step+=(--container-image="$IMAGE" --container-mounts="$mounts" --no-container-mount-home --container-workdir="$PWD")
@@ -87,8 +92,8 @@ fi
 launches=$RUN_DIR/launches.jsonl starts=$RUN_DIR/logs/starts-$SLURM_JOB_ID
 newest=$(sed -n 's/.*"committed_step": \([0-9]*\).*/\1/p' "$launches" 2>/dev/null | tail -n 1)
 in_vain=0
-while read -r restart step; do
-  [ "$step" != "${newest:-0}" ] || grep -qF "\"attempt\": \"$SLURM_JOB_ID.$restart." "$launches" 2>/dev/null || in_vain=$((in_vain + 1))
+while read -r restart committed; do
+  [ "$committed" != "${newest:-0}" ] || grep -qF "\"attempt\": \"$SLURM_JOB_ID.$restart." "$launches" 2>/dev/null || in_vain=$((in_vain + 1))
 done < <(cat "$starts" 2>/dev/null)
 if [ "$in_vain" -ge "${MAX_ATTEMPTS:-3}" ]; then
   say "error: $in_vain starts of job $SLURM_JOB_ID ended before anything of smp-train ran: not trying again; what srun and the nodes said is above. When that is mended, submit the same script again"
@@ -130,10 +135,13 @@ attempts=$RUN_DIR/logs/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} last=-1
 for folder in "$attempts".*; do
   if [ -d "$folder" ] && [ "${folder##*.}" -gt "$last" ]; then last=${folder##*.}; fi
 done
-# Ranks that lost touch with another one, or that NCCL aborted for it, say nothing of why: their word counts where
-# there is no other, and then those matter that have left none.
+# The guard's word counts before all others. Ranks that lost touch with another one, or that NCCL aborted for it, say
+# nothing of why: theirs counts where there is no other, and then those matter that have left none.
 failures=$(for file in "$attempts.$last"/failed-*; do
-  [ ! -e "$file" ] || printf '%d %s %s\n' "$(grep -cE 'cause=(lost-peer|aborted)' "$file")" "${file##*/}" "$(cat "$file")"
+  [ -e "$file" ] || continue
+  line=$(cat "$file")
+  case "$line" in *cause=crash-loop) order=0 ;; *cause=lost-peer | *cause=aborted) order=2 ;; *) order=1 ;; esac
+  printf '%s %s %s\n' "$order" "${file##*/}" "$line"
 done | sort | cut -d' ' -f3-)
 first=$(head -n 1 <<<"$failures")
 silent='' down=''

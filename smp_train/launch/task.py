@@ -18,9 +18,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch import preflight
+from smp_train.launch.container import kept_by_nobody
 from smp_train.launch.environment import variables
 from smp_train.launch.instances import Instance, find
 from smp_train.launch.nsys import recording
@@ -48,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--instance_type", help="check this node against the table of instance types")
     options.add_argument("--failures", type=Path, help="folder for what failed where (default: logs of the run folder)")
     options.add_argument("--inside", action="store_true", help="insist on running inside the container")
-    options.add_argument("--max_attempts", type=int, default=3, help="starts without a new checkpoint that are allowed")
+    options.add_argument("--max_attempts", type=int, help="refuse to start after so many without a new checkpoint")
     options.add_argument("--nsys", action="store_true", help="record this node with Nsight Systems")
     options.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
     return options
@@ -151,9 +153,14 @@ def attempt_name(environ: Mapping[str, str]) -> str:
 
 
 def guard(
-    run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int, attempt: str, *, in_s3: bool = True
-) -> None:
-    """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint."""
+    run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int | None, attempt: str, *,
+    in_s3: bool = True,
+) -> None:  # fmt: skip
+    """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint.
+
+    Without ``limit`` (a person starts it, and sees) it is recorded alone. What ended in `DONE` or `STOPPED` was not in
+    vain.
+    """
     job = environ.get("SLURM_JOB_ID")
     step, _ = launch_flags.newest_committed(folders, in_s3=in_s3)
     path = run_dir / GUARD
@@ -166,8 +173,12 @@ def guard(
         "attempt": attempt, "time": time.time(), "job": job, "committed_step": step,
         "nodes": environ.get("SLURM_STEP_NODELIST") or socket.gethostname(),
     }  # fmt: skip
-    if job:
-        in_vain = [one for one in before if one.get("job") == job and one.get("committed_step") == step]
+    if job and limit:
+        ended = max((_time(run_dir / marker) for marker in ("DONE", "STOPPED")), default=0.0)
+        in_vain = [
+            one for one in before
+            if one.get("job") == job and one.get("committed_step") == step and float(str(one.get("time", 0))) > ended
+        ]  # fmt: skip
         if len(in_vain) >= limit:
             raise CrashLoopError(
                 f"{len(in_vain)} starts of job {job} brought no checkpoint beyond step {step}: not trying again; the "
@@ -177,11 +188,28 @@ def guard(
         file.write(json.dumps(record) + "\n")
 
 
+def _time(marker: Path) -> float:
+    """Return when a marker was written, by its own word; 0 without one."""
+    with suppress(OSError, ValueError, TypeError):
+        return float(json.loads(marker.read_text(encoding="utf-8"))["time"])
+    return 0.0
+
+
 class CrashLoopError(SmpTrainError):
     """The run fails again and again without getting further."""
 
 
 CAUSES = {ConfigError: "configuration", BadNodeError: "node", CrashLoopError: "crash-loop"}
+
+
+def refuse_lost(folders: Sequence[str]) -> None:
+    """Refuse, inside of a container, folders of checkpoints that would go away with it."""
+    lost = kept_by_nobody([place for place in folders if "://" not in place and not place.startswith(NODE_LOCAL)])
+    if lost:
+        raise ConfigError(
+            f"--checkpoint_dir {lost[0]} is in the container alone, and its checkpoints would go away with it; give a "
+            "folder on a file system that all nodes mount (FSX_MOUNT of the scripts, --mounts)"
+        )
 
 
 def nsys_command(report: Path, words: Sequence[str]) -> list[str]:
@@ -222,6 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
                 "installed on this compute node"
             )
+        if options.inside:
+            refuse_lost(resolved.args.checkpoint_dir)
         instance = find(options.instance_type) if options.instance_type else None
         place = find_place(os.environ, check_node(instance, options.nproc, count_gpus()))
         preflight.check(resolved, instance, place.nodes * place.processes)

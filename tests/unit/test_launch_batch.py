@@ -94,6 +94,11 @@ def reach(cluster: Cluster, step: int, restart: int | None = None) -> None:
         file.write(json.dumps({"attempt": f"{JOB}.{restart}.0", "time": 1.0, "committed_step": step}) + "\n")
 
 
+def words(cluster: Cluster) -> list[str]:
+    """Return what srun was given."""
+    return (cluster.folder / "srun-words").read_text().splitlines()
+
+
 UNPACK = "echo \"pyxis: couldn't start container\" >&2; exit 1"
 
 
@@ -102,6 +107,7 @@ def test_starts_that_reach_no_task_come_to_an_end(cluster: Cluster) -> None:
     assert [code for code, _ in said] == [143, 143, 143, 1]
     assert "3 starts of job 77 ended before anything of smp-train ran: not trying again" in said[-1][1]
     assert len(cluster.calls("srun")) == 3
+    assert words(cluster)[:2] == ["--kill-on-bad-exit=1", "--ntasks-per-node=1"]
     assert cluster.calls("scontrol") == ["requeue 77"] * 3
 
 
@@ -148,7 +154,7 @@ def test_a_job_that_has_trained_makes_no_mistakes(cluster: Cluster) -> None:
     assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"])
     code, _ = cluster.start(fails("checkpoint", code=4) + "exit 4")
     assert code == 143
-    code, said = cluster.start(fails("crash-loop") + "exit 1")
+    code, said = cluster.start(fails("node", node="n2", at="0") + fails("crash-loop") + "exit 1")
     assert (code, len(cluster.calls("scontrol"))) == (1, 2), said
 
 
@@ -218,3 +224,39 @@ def test_a_job_stays_off_a_bad_node_while_there_are_others(cluster: Cluster) -> 
     _, said = cluster.start(bad, NODES="n1\nn2\nn9", EXCLUDED="n9")
     assert cluster.calls("scontrol")[2:] == ["requeue 77"], "it would wait for ever"
     assert "no other node can take the place of n2" in said
+
+
+def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
+    for name in ("train", "test", "data/more", "image.sqsh"):
+        (cluster.folder / name).mkdir(parents=True)
+    new = cluster.folder / "elsewhere/new"
+    flags = ["--training_dir", "train:0.3", f"{cluster.folder}/data/more:0.7", "--test_dir=test", "--hf_model", "gpt2"]
+    flags += ["--checkpoint_dir", str(new), "s3://bucket/x", "local:/nvme/y"]
+    container = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
+    code, said = cluster.start("exit 1", *flags, script="launch_training_enroot.sh", **container)
+    assert code == 143, said
+    (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
+    wanted = [f"{cluster.folder}/{name}" for name in ("train", "data/more", "test", "elsewhere/new")]
+    assert set(wanted) <= set(mounts)
+    assert new.is_dir()
+    assert all(mount.startswith("/") for mount in mounts), mounts
+    assert not any("bucket" in mount or "nvme" in mount or "gpt2" in mount for mount in mounts)
+    relative = {"TRAINING_DIR": "train", "CHECKPOINT_DIR": "ck"}
+    cluster.start("exit 1", script="launch_training_enroot.sh", **container, **relative)
+    (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
+    assert {f"{cluster.folder}/train", f"{cluster.folder}/ck"} <= set(mounts)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_clusters_own_logs_are_mounted_where_they_are(cluster: Cluster, there: bool) -> None:
+    """SMP tells HyperPod by them; elsewhere the mount would fail."""
+    (cluster.folder / "image.sqsh").touch()
+    cluster.environ |= {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
+    # A batch script that believes the folder to be there, or not to be there; this machine may have it or not.
+    cluster.environ["BASH_ENV"] = str(cluster.folder / "env")
+    asked = "! -d /var/log/aws/clusters ]"
+    lie = f'[() {{ if builtin [ "$*" = "{asked}" ]; then return $THERE; fi; builtin [ "$@"; }}'
+    (cluster.folder / "env").write_text(lie + "\n")
+    cluster.start("exit 1", script="launch_training_enroot.sh", THERE=str(int(there)))
+    (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
+    assert ("/var/log/aws/clusters" in mounts) is there

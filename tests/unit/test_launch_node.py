@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import flags, task
+from smp_train.launch import container, flags, local, task
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -311,6 +311,24 @@ def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path)
     assert [json.loads(line)["attempt"] for line in lines] == ["1.1", "1.2", "2.1", "2.2", "2.3"]
 
 
+def test_guard_lets_people_try_again_and_does_not_count_what_ended_well(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "1"}
+    for number in range(5):
+        task.guard(tmp_path, [], job, None, f"1.0.{number}")
+    with pytest.raises(task.CrashLoopError, match="5 starts of job 1"):
+        task.guard(tmp_path, [], job, 3, "1.0.5")
+    (tmp_path / "STOPPED").write_text(json.dumps({"step": 0, "time": 4e9}))
+    task.guard(tmp_path, [], job, 3, "1.0.5")
+
+
+def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an interactive allocation every try is one of the same job."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr(task, "supervise", lambda *words, **options: (0, None))
+    words = ["--nproc", "1", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
+    assert [local.main(words) for _ in "12345"] == [0] * 5
+
+
 def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     code = task.main(["--inside", "--failures", str(run), "--", "--use_synthetic_data", "1", "--run_dir", str(run)])
@@ -331,6 +349,21 @@ def test_task_without_torch_or_anything_installed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 0 0:1 / / rw - overlay overlay rw\n2 1 0:2 /x /fsx/my\\040data rw - lustre /x rw\n"
+        "3 1 0:2 /x /runs rw - lustre /x rw\n"
+    )
+    monkeypatch.setattr(container, "MOUNTS", mounts)
+    task.refuse_lost(["/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck"])
+    for lost in ("/fsx/ck", "/runs2", "/lustre/ck"):
+        with pytest.raises(ConfigError, match=f"--checkpoint_dir {lost} is in the container alone"):
+            task.refuse_lost(["/runs", lost])
+    monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
+    task.refuse_lost(["/anywhere"])
 
 
 def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
