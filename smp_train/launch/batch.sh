@@ -26,9 +26,11 @@ for folder in ${WRITTEN[@]+"${WRITTEN[@]}"}; do
   MOUNTS+=("$folder")
 done
 [ -n "${DRY_RUN:-}" ] || mkdir -p "$RUN_DIR/logs" || refuse "cannot write RUN_DIR=$RUN_DIR on $(hostname); set it to a folder on a shared file system"
-for name in LD_PRELOAD FI_PROVIDER RDMAV_FORK_SAFE NCCL_PROTO NCCL_SOCKET_NTHREADS FI_EFA_USE_DEVICE_RDMA; do
-  if [ -n "${!name:-}" ]; then say "warning: $name=${!name} comes from the shell that submitted this job; current images need it unset"; fi
-done
+# Slurm chooses GPUs where it has GRES; anything else comes from the shell that submitted this job.
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ] && [ "${NPROC:-auto}" = auto ] && [ -z "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ]; then
+  say "warning: CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES is left out: each node has its own GPUs; NPROC keeps it"
+  unset CUDA_VISIBLE_DEVICES
+fi
 
 # --- the step ----------------------------------------------------------------------------------------------
 command=("$PYTHON" -m smp_train.launch.task)

@@ -226,6 +226,18 @@ def test_a_job_stays_off_a_bad_node_while_there_are_others(cluster: Cluster) -> 
     assert "no other node can take the place of n2" in said
 
 
+@pytest.mark.parametrize(
+    ("environ", "left"),
+    [({}, "none"), ({"SLURM_JOB_GPUS": "0,1"}, "0"), ({"NPROC": "1"}, "0")],
+    ids=["leaked", "of Slurm", "meant"],
+)
+def test_gpus_of_the_shell_that_submitted_are_not_the_jobs(
+    cluster: Cluster, environ: dict[str, str], left: str
+) -> None:
+    cluster.start('echo "${CUDA_VISIBLE_DEVICES-none}" >"$CLUSTER/seen"', CUDA_VISIBLE_DEVICES="0", **environ)
+    assert (cluster.folder / "seen").read_text() == f"{left}\n"
+
+
 def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
     for name in ("train", "test", "data/more", "image.sqsh"):
         (cluster.folder / name).mkdir(parents=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import container, flags, local, task
+from smp_train.launch import container, flags, instances, local, nodes, task
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -220,6 +220,106 @@ def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(task, "count_efa", lambda: 31)
     with pytest.raises(task.BadNodeError, match="31 of 32 EFA adapters"):
         task.check_node(p5, "auto", 8)
+    monkeypatch.setattr(task, "count_efa", lambda: 0)
+    assert task.check_node(p5, "auto", 8, nodes=1) == 8
+    with pytest.raises(task.BadNodeError, match=r"0 of 32 EFA adapters are there; .* to do without EFA"):
+        task.check_node(p5, "auto", 8, nodes=2)
+
+
+def test_what_a_node_says_of_itself_does_not_overrule_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    p5 = find("p5.48xlarge")
+    monkeypatch.setattr(task, "count_efa", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert task.check_node(p5, "2", 0, nodes=2, told=False) == 2, "on the CPU, say"
+    with pytest.raises(task.BadNodeError, match="7 of 8 GPUs are visible"):
+        task.check_node(p5, "auto", 7, told=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert task.check_node(p5, "auto", 2, told=False) == 2
+    with pytest.raises(task.BadNodeError, match=r"2 of 8 GPUs are visible .*\(CUDA_VISIBLE_DEVICES=0,1\)"):
+        task.check_node(p5, "auto", 2)
+
+
+def test_efa_adapters_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "ADAPTERS", tmp_path)
+    assert task.count_efa() == 0
+    for name in ("rdmap0s0", "rdmap1s0"):
+        (tmp_path / name).mkdir()
+    assert task.count_efa() == 2
+
+
+def test_the_machine_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product_name")
+    assert instances.here() is None
+    for text, name in (("p5.48xlarge\n", "p5.48xlarge"), ("VirtualBox\n", None)):
+        (tmp_path / "product_name").write_text(text)
+        assert getattr(instances.here(), "name", None) == name
+
+
+@pytest.mark.parametrize(
+    ("counts", "odd"),
+    [
+        ([(8, 32)] * 3, []),
+        ([(8, 32), (7, 32), (8, 32)], ["n2"]),
+        ([(7, 32), (8, 32)], ["n1"]),
+        ([(8, 32), (8, 32), (8, 0)], ["n3"]),
+    ],
+)
+def test_the_node_that_is_not_as_the_others_is_named_by_all(
+    counts: list[tuple[int, int]], odd: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NODELIST", f"n[1-{len(counts)}]")
+    found = [nodes.Node(f"n{number}", *count) for number, count in enumerate(counts, 1)]
+    for number, node in enumerate(found):
+        nodes.tell(tmp_path, number, node)
+    for number, node in enumerate(found):
+        place = Place(node.processes, len(found), number)
+        if not odd:
+            task.compare(tmp_path, place, node)
+            continue
+        with pytest.raises(task.BadNodeError, match=f"{odd[0]}: . GPUs and .* other nodes have 8 and 32") as refused:
+            task.compare(tmp_path, place, node)
+        assert (refused.value.node, refused.value.exit_code) == (odd[0], 75)
+
+
+def test_a_node_that_never_starts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-3]")
+    nodes.tell(tmp_path, 2, nodes.Node("n3", 8))
+    with pytest.raises(task.BadNodeError, match="no word from n2 within 0 s") as refused:
+        task.compare(tmp_path, Place(8, 3, 0), nodes.Node("n1", 8), seconds=0)
+    assert refused.value.node == "n2"
+
+
+def test_a_task_gives_its_processes_what_the_instance_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "product_name").write_text("p5.48xlarge\n")
+    monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product_name")
+    monkeypatch.setattr(task, "INSIDE", str(tmp_path))
+    monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
+    for name in ("NCCL_DEBUG", "HF_HOME", "HF_HUB_CACHE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("FI_PROVIDER", "efa")
+    given: dict[str, str] = {}
+    monkeypatch.setattr(task, "supervise", lambda *_, environ, **__: (given.update(environ), (0, None))[1])
+    run = tmp_path / "run"
+    assert task.main(["--nproc", "1", "--inside", "--", "--use_synthetic_data", "1", "--run_dir", str(run)]) == 0
+    assert (given["FI_EFA_USE_HUGE_PAGE"], given["PYTORCH_CUDA_ALLOC_CONF"]) == ("0", "expandable_segments:True")
+    assert given["NCCL_DEBUG"] == "INFO", "the user's own"
+    assert given["HF_HOME"] == f"{run}/huggingface"
+    assert given["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(f"{run}/logs/")
+    assert "smp-train: warning: FI_PROVIDER=efa is set: the NCCL plugin finds EFA by itself" in capsys.readouterr().err
+
+
+def test_a_task_refuses_a_model_that_its_gpus_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(task, "count_gpus", lambda: 8)
+    monkeypatch.setattr(task, "count_efa", lambda: 32)
+    monkeypatch.setattr(task, "supervise", lambda *_, **__: (0, None))
+    words = ["--instance_type", "p5.48xlarge", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
+    assert task.main([*words, "--model_type", "llama_v2", "--model_size", "70b"]) == 2
+    assert "weights, gradients and optimizer of this model" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_as_the_job_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -384,6 +484,8 @@ def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pyt
     nsys.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\n')
     nsys.chmod(0o755)
     words = ["--nproc", "1", "--nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
+    (tmp_path / "run/logs/12.2.3").mkdir(parents=True)
+    nodes.tell(tmp_path / "run/logs/12.2.3", 0, nodes.Node("n1", 1))
     environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "-m", "smp_train.launch.task", *words], cwd=ROOT, env=environ, check=False)
     assert done.returncode == 0

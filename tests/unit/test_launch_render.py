@@ -248,7 +248,14 @@ def test_lint_names_what_is_better_unset() -> None:
         {"FI_PROVIDER": "efa", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG_SUBSYS": "off", "HOME": "/"}
     )
     assert [line.partition("=")[0] for line in lines] == ["FI_PROVIDER", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG_SUBSYS"]
-    assert environment.lint({"NCCL_SOCKET_IFNAME": "^lo"}) == []
+    for value in ("^lo", environment.SOCKETS_SLURM, environment.SOCKETS_KUBERNETES):
+        assert environment.lint({"NCCL_SOCKET_IFNAME": value}) == []
+    for name, value in (
+        ("NCCL_SOCKET_IFNAME", "^docker0,eth"), ("GLOO_SOCKET_IFNAME", "^lo"), ("TMPDIR", "/no/folder"),
+        *((name, "1") for name in environment.DROPPED),
+    ):  # fmt: skip
+        (line,) = environment.lint({name: value, "GLOO": "eth0"})
+        assert line.startswith(f"{name}={value} is set: "), "with its reason"
 
 
 def test_image_must_know_the_gpu() -> None:
