@@ -429,6 +429,19 @@ def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest
     assert [local.main(words) for _ in "12345"] == [0] * 5
 
 
+def test_launch_local_passes_on_where_this_machine_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+    for name in (*place, "GREETING"):
+        monkeypatch.delenv(name, raising=False)
+    words = [word for name, value in place.items() for word in (f"--{name.lower()}", value)]
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(task, "main", lambda _: (seen.update(os.environ), 0)[1])
+    run = ["--nproc", "1", "--env", "GREETING=hello", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert local.main([*words, *run]) == 0
+    assert {**place, "GREETING": "hello"}.items() <= seen.items()
+
+
 def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     code = task.main(["--inside", "--failures", str(run), "--", "--use_synthetic_data", "1", "--run_dir", str(run)])
