@@ -14,12 +14,13 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from smp_train import __version__
-from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.errors import CAUSE_VARIABLE, LOST_PEER, ConfigError, LostPeerError, SmpTrainError
 from smp_train.runtime import start_attempted, world_size
 
 if TYPE_CHECKING:
@@ -80,9 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 130
     except SmpTrainError as error:
         code = error.exit_code
+        _tell_launcher(error)
         _report(error, f"error: {error}", failing)
     except Exception as error:
         code = 1
+        _tell_launcher(error)
         _report(error, _internal(error), failing)
     _leave(code)
     return code
@@ -176,14 +179,28 @@ def _without_debug(words: Sequence[str]) -> list[str]:
 
 
 # What communication libraries say when the other end is gone or silent; its own message tells why.
-LOST_PEER = re.compile(
+SAYS_LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited", re.IGNORECASE
 )
 
 
+def _lost_peer(error: Exception) -> bool:
+    if isinstance(error, LostPeerError):
+        return True
+    return isinstance(error, RuntimeError) and world_size() > 1 and bool(SAYS_LOST_PEER.search(str(error)))
+
+
+def _tell_launcher(error: Exception) -> None:
+    """Leave word for the launcher that this process is not the one to blame."""
+    path = os.environ.get(CAUSE_VARIABLE)
+    if path and _lost_peer(error):
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            file.write(LOST_PEER)
+
+
 def _internal(error: Exception) -> str:
     text = " ".join(str(error).split())
-    if isinstance(error, RuntimeError) and world_size() > 1 and LOST_PEER.search(text):
+    if _lost_peer(error):
         reason = re.sub(r"^\[\S+:\d+\] ", "", text).partition(". ")[0]
         return f"error: lost touch with another rank; its own message, or the launcher's, says why ({reason[:200]})"
     return f"internal error: {type(error).__name__}: {text} (run again with --debug 1 for the traceback)"

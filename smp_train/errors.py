@@ -10,6 +10,10 @@ class SmpTrainError(Exception):
     exit_code = 1
 
 
+class LostPeerError(SmpTrainError):
+    """Another rank is gone or cannot be reached: why, this one cannot tell."""
+
+
 class ConfigError(SmpTrainError):
     """Bad arguments, a bad combination of them, or an environment that does not fit them."""
 
@@ -27,6 +31,10 @@ class CheckpointError(SmpTrainError):
 
     exit_code = 4
 
+
+CAUSE_VARIABLE = "SMP_TRAIN_CAUSE_FILE"
+"""Names the file in which a process leaves one word for its launcher, where its exit code does not say enough."""
+LOST_PEER = "lost-peer"
 
 EXIT_CODES: dict[int, type[SmpTrainError]] = {
     cls.exit_code: cls for cls in (SmpTrainError, ConfigError, DataError, CheckpointError)

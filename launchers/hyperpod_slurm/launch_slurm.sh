@@ -20,7 +20,6 @@ fi
 # shellcheck source-path=SCRIPTDIR source=../local/local.sh
 source "$HYPERPOD_PATH/launchers/local/local.sh" || exit 2
 unset RUN_ROOT
-RUN_NAME=$([ "$USE_HF_MODEL" = true ] && basename "$HF_MODEL" || echo "scratch-${MODEL_SIZE,,}")
 # shellcheck source-path=SCRIPTDIR source=training.sh
 source "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh" || exit 2
 if [ -z "${SLURM_JOB_ID:-}$DRY_RUN" ]; then exec sbatch "$0" "$@"; fi

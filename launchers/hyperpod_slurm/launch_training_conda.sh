@@ -17,7 +17,7 @@ if [ -z "${HYPERPOD_PATH:-}" ]; then
   script=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
   HYPERPOD_PATH=$(cd "$(dirname "${script:-$0}")/../.." && pwd) || exit 2
 fi
-unset FLAGS RUN_NAME RUN_ROOT # of other scripts, which set them for training.sh
+unset FLAGS RUN_ROOT # of other scripts, which set them for training.sh
 # shellcheck source-path=SCRIPTDIR source=training.sh
 source "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh" || exit 2
 if [ -z "${SLURM_JOB_ID:-}$DRY_RUN" ]; then exec sbatch "$0" "$@"; fi

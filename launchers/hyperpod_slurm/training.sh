@@ -26,20 +26,8 @@ MOUNTS=()
 : "${FSX_MOUNT:=/fsx}"
 [ ! -e "${FSX_MOUNT%%:*}" ] || MOUNTS+=("$FSX_MOUNT")
 
-# given NAME [ALIAS ...]: print the value that the command line gives to a flag under any of its names.
-given() {
-  local names=" $* " word name found="" take=""
-  for word in "${EXTRA[@]}"; do
-    if [ -n "$take" ]; then found=$word; take=""; continue; fi
-    [[ $word == --* ]] || continue
-    name=${word#--}
-    name=${name%%=*}
-    [[ $names == *" ${name//-/_} "* ]] || continue
-    if [[ $word == *=* ]]; then found=${word#*=}; else take=1; fi
-  done
-  printf '%s' "$found"
-}
-
+# shellcheck source-path=SCRIPTDIR source=../local/given.sh
+source "$HYPERPOD_PATH/launchers/local/given.sh"
 EXTRA=(${FLAGS[@]+"${FLAGS[@]}"})
 DRY_RUN=
 for word in "$@"; do
@@ -48,24 +36,38 @@ done
 
 RUN_DIR=${RUN_DIR:-$(given run_dir)}
 if [ -z "$RUN_DIR" ]; then
-  type=$(given model_type) size=$(given model_size)
+  type=$(given model_type) size=$(given model_size) hf=$(given hf_model hf_pretrained_model_name_or_dir)
   [ -n "$type$size" ] || size=$model_size
-  label=${type:-$model_type}${size:+-$size}
+  [ -z "$(given from_scratch)" ] || type=${type:-scratch}
+  label=${type:-$model_type}${size:+-${size,,}}
+  [ -z "$hf" ] || label=$(basename "$hf")
   name=$(given run_name)
-  RUN_DIR=runs/${name:-${RUN_NAME:-$label}}
+  RUN_DIR=runs/${name:-$label}
 fi
 case "$RUN_DIR" in /*) ;; *) RUN_DIR=${RUN_ROOT:-$PWD}/$RUN_DIR ;; esac
 
 TRAIN_FLAGS=()
-if [ -z "$(given model hf_model hf_pretrained_model_name_or_dir model_name from_scratch)" ]; then
+if [ -z "$(given "${MODEL_FLAGS[@]}")" ]; then
   [ -n "$(given model_type)" ] || TRAIN_FLAGS+=(--model_type "$model_type")
   [ -n "$(given model_type model_size)" ] || TRAIN_FLAGS+=(--model_size "$model_size")
 fi
-if [ -z "$(given use_synthetic_data training_dir train_data data_path dataset_path)" ]; then
+if [ -z "$(given "${DATA_FLAGS[@]}")" ]; then
   TRAIN_FLAGS+=(--use_synthetic_data "$use_synthetic_data")
   [ -z "$TRAINING_DIR" ] || TRAIN_FLAGS+=(--training_dir "$TRAINING_DIR")
-  [ -z "$TEST_DIR" ] || TRAIN_FLAGS+=(--test_dir "$TEST_DIR")
 fi
+[ -z "$TEST_DIR" ] || [ -n "$(given test_dir val_data)" ] || TRAIN_FLAGS+=(--test_dir "$TEST_DIR")
 [ -z "${CHECKPOINT_DIR:-}" ] || TRAIN_FLAGS+=(--checkpoint_dir "$CHECKPOINT_DIR")
 [ -z "$shard_degree" ] || TRAIN_FLAGS+=(--hybrid_shard_degree "$shard_degree")
 TRAIN_FLAGS+=("${EXTRA[@]}" --run_dir "$RUN_DIR")
+
+# A container sees what is mounted: folders that flags name too, and those that the run writes, made where they are missing.
+WRITTEN=()
+while read -r place; do
+  place=${place%%:[0-9]*} # the weight of a blend
+  case "$place" in *:*) ;; *) [ ! -e "$place" ] || MOUNTS+=("$place") ;; esac
+done < <(given "${DATA_FLAGS[@]:1}"; given test_dir val_data; given resume_from_checkpoint ckpt_load_path restart_checkpoint_file
+  given hf_model hf_pretrained_model_name_or_dir; given pretrained_model_name; given pretrained_model_weights; given tokenizer
+  given config; given smp_config)
+while read -r place; do
+  case "$place" in '' | *:*) ;; *) WRITTEN+=("$place") ;; esac
+done < <(given checkpoint_dir ckpt_save_path; given data_cache_dir; given tensorboard_dir)

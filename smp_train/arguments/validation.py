@@ -331,6 +331,10 @@ def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
             continue
         if resolved.given(name) and not getattr(args, other):
             lines.append(f"--{name} {show(getattr(args, name))} has no effect: it needs --{other} 1")
+    for name in ("training_dir", "test_dir") if args.use_synthetic_data else ():
+        if resolved.given(name):
+            value = " ".join(_numbers(args, name))
+            lines.append(f"--{name} {value} has no effect: --use_synthetic_data 1 trains on random tokens")
     for name in ("data_cache_dir", "data_num_workers", "dataset_type") if args.dataset else ("text_column",):
         if resolved.given(name):
             why = "streamed text is not cached" if args.dataset else "it needs --dataset"

@@ -21,10 +21,16 @@ case "${CHECKPOINT_DIR:-}" in
   '' | *://*) ;;
   *) [ -n "${DRY_RUN:-}" ] || mkdir -p "$CHECKPOINT_DIR" || refuse "cannot write CHECKPOINT_DIR=$CHECKPOINT_DIR on $(hostname)"; MOUNTS+=("$CHECKPOINT_DIR") ;;
 esac
-[ -n "${DRY_RUN:-}" ] || mkdir -p "$RUN_DIR/logs" || refuse "cannot write RUN_DIR=$RUN_DIR on $(hostname); set it to a folder on a shared file system"
-for name in LD_PRELOAD FI_PROVIDER RDMAV_FORK_SAFE NCCL_PROTO NCCL_SOCKET_NTHREADS FI_EFA_USE_DEVICE_RDMA; do
-  if [ -n "${!name:-}" ]; then say "warning: $name=${!name} comes from the shell that submitted this job; current images need it unset"; fi
+for folder in ${WRITTEN[@]+"${WRITTEN[@]}"}; do
+  [ -n "${DRY_RUN:-}" ] || mkdir -p "$folder" || refuse "cannot write $folder on $(hostname)"
+  MOUNTS+=("$folder")
 done
+[ -n "${DRY_RUN:-}" ] || mkdir -p "$RUN_DIR/logs" || refuse "cannot write RUN_DIR=$RUN_DIR on $(hostname); set it to a folder on a shared file system"
+# Slurm chooses GPUs where it has GRES; anything else comes from the shell that submitted this job.
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ] && [ "${NPROC:-auto}" = auto ] && [ -z "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ]; then
+  say "warning: CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES is left out: each node has its own GPUs; NPROC keeps it"
+  unset CUDA_VISIBLE_DEVICES
+fi
 
 # --- the step ----------------------------------------------------------------------------------------------
 command=("$PYTHON" -m smp_train.launch.task)
@@ -59,6 +65,7 @@ if [ -n "${IMAGE:-}" ]; then
   [ "${PROFILE:-}" != nsys ] || [ ! -d "$NSYS_DIR" ] || mounts+=",$NSYS_DIR"
   for mount in "${MOUNTS[@]}"; do
     [ -n "${DRY_RUN:-}" ] || [ -e "${mount%%:*}" ] || refuse "no ${mount%%:*} to mount on $(hostname); make it, or take it out of MOUNTS"
+    case "$mount" in /*) ;; *) mount=$PWD/$mount ;; esac
     mounts+=",$mount"
   done
   step+=(--container-image="$IMAGE" --container-mounts="$mounts" --no-container-mount-home --container-workdir="$PWD")
@@ -83,53 +90,120 @@ if [ -n "${DRY_RUN:-}" ]; then
 fi
 
 # --- run it, and stop it when asked ----------------------------------------------------------------------------
+# A STOP of this script has a word in it, a user's has none. One from before the job was submitted is another run's;
+# a later one holds, also when it comes while the job waits or its image is unpacked.
+stop=$RUN_DIR/STOP
+if [ -e "$stop" ]; then
+  submitted=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*SubmitTime=\([^ ]*\).*/\1/p')
+  old=$([ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || [ "$(stat -c %Y "$stop")" -ge "$(date -d "${submitted:-now}" +%s)" ] || echo old)
+  [ ! -s "$stop" ] || old=ours
+  rm -f "$stop"
+  if [ -z "$old" ]; then
+    say "stopped on request before it started: $stop was there; submit the same script again to go on"
+    exit 0
+  fi
+fi
+# Starts that end before the task counts them: an image that does not unpack, a node without the interpreter.
+launches=$RUN_DIR/launches.jsonl starts=$RUN_DIR/logs/starts-$SLURM_JOB_ID
+newest=$(sed -n 's/.*"committed_step": \([0-9]*\).*/\1/p' "$launches" 2>/dev/null | tail -n 1)
+in_vain=0
+while read -r restart committed; do
+  [ "$committed" != "${newest:-0}" ] || grep -qF "\"attempt\": \"$SLURM_JOB_ID.$restart." "$launches" 2>/dev/null || in_vain=$((in_vain + 1))
+done < <(cat "$starts" 2>/dev/null)
+if [ "$in_vain" -ge "${MAX_ATTEMPTS:-3}" ]; then
+  say "error: $in_vain starts of job $SLURM_JOB_ID ended before anything of smp-train ran: not trying again; what srun and the nodes said is above. When that is mended, submit the same script again"
+  exit 1
+fi
+echo "${SLURM_RESTART_COUNT:-0} ${newest:-0}" >>"$starts" || refuse "cannot write $starts on $(hostname)"
+export SMP_TRAIN_KEEP_STOP=1 # from here on a STOP is meant for this start
 # Markers of an earlier run in this folder are told by their text, which has the time.
 finished_before=$(cat "$RUN_DIR/DONE" 2>/dev/null)
 stopped_before=$(cat "$RUN_DIR/STOPPED" 2>/dev/null)
+recorded_before=$(wc -c 2>/dev/null <"$RUN_DIR/metrics.jsonl")
 asked=
 trap 'asked=USR1' USR1 # time is up, or the job gives way to another: stop, save, go on later
 trap 'asked=${asked:-TERM}' TERM
-say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST, run folder $RUN_DIR; to stop and save: touch $RUN_DIR/STOP"
+say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST, run folder $RUN_DIR; to stop and save: touch $stop"
 srun "${step[@]}" "${command[@]}" "${task[@]}" -- "${TRAIN_FLAGS[@]}" &
 srun_pid=$!
 while :; do
+  [ -z "$asked" ] || echo "$asked" >"$stop"
   wait "$srun_pid"
   code=$?
   kill -0 "$srun_pid" 2>/dev/null || break # else a signal ended the wait, not the step
-  # Until it is gone: a run that is just starting takes an older STOP away.
-  while [ -n "$asked" ] && kill -0 "$srun_pid" 2>/dev/null; do
-    touch "$RUN_DIR/STOP"
-    sleep 2
-  done
 done
+[ ! -s "$stop" ] || rm -f "$stop"
 
 # --- how it ended: by what the run left behind; srun returns 0 also for a node that died ---------------------
-finished=$(cat "$RUN_DIR/DONE" 2>/dev/null)
-if [ -n "$finished" ] && [ "$finished" != "$finished_before" ]; then
+# new MARKER BEFORE: whether this start wrote DONE or STOPPED.
+new() { local text; text=$(cat "$RUN_DIR/$1" 2>/dev/null); [ -n "$text" ] && [ "$text" != "$2" ]; }
+if new DONE "$finished_before"; then
   say "finished: $RUN_DIR/DONE"
   exit 0
 fi
-attempts="$RUN_DIR/logs/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
-first=$(for file in "$attempts".*/failed-*; do [ -e "$file" ] && printf '%s %s\n' "${file##*/}" "$(cat "$file")"; done | sort | head -n 1 | cut -d' ' -f2-)
-[ -z "$first" ] || say "first failure of this start: $first"
+if [ -z "$asked" ] && new STOPPED "$stopped_before"; then
+  say "stopped on request and saved: $RUN_DIR/STOPPED; submit the same script again to go on"
+  exit 0
+fi
+# Auto-resume runs several steps in one start; the last of them tells how it ended.
+attempts=$RUN_DIR/logs/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} last=-1
+for folder in "$attempts".*; do
+  if [ -d "$folder" ] && [ "${folder##*.}" -gt "$last" ]; then last=${folder##*.}; fi
+done
+# The guard's word counts before all others. Ranks that lost touch with another one, or that NCCL aborted for it, say
+# nothing of why: theirs counts where there is no other, and then those matter that have left none.
+failures=$(for file in "$attempts.$last"/failed-*; do
+  [ -e "$file" ] || continue
+  line=$(cat "$file")
+  case "$line" in *cause=crash-loop) order=0 ;; *cause=lost-peer | *cause=aborted) order=2 ;; *) order=1 ;; esac
+  printf '%s %s %s\n' "$order" "${file##*/}" "$line"
+done | sort | cut -d' ' -f3-)
+first=$(head -n 1 <<<"$failures")
+silent='' down=''
 case "$first" in
-  *cause=configuration | *cause=data | *cause=checkpoint | *cause=crash-loop)
-    say "error: this would fail again in the same way: not starting it again; logs: $attempts.*"
-    code=${first##*rc=}
-    exit "${code%% *}"
-    ;;
+  *cause=lost-peer | *cause=aborted)
+    heard=$(sed -n 's/.* node=\([^ ]*\) .*/\1/p' <<<"$failures")
+    silent=$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | grep -vxF "$heard" | paste -sd,)
+    down=$(sinfo --noheader --Node --nodes "$SLURM_JOB_NODELIST" --format '%N %T' 2>/dev/null | awk '$2 ~ /down|fail|[*]$/ {print $1}' | sort -u | paste -sd,) ;;
 esac
+[ -z "$first" ] || say "first failure of this start: $first${silent:+; no word from $silent}${down:+; Slurm has lost $down}"
+# A mistake shows at the first start, before its first step; later the same words mean a disk, a network, another node.
+again=yes
+case "$first" in
+  *cause=crash-loop) again= ;;
+  *cause=configuration | *cause=data | *cause=checkpoint)
+    [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || tail -c "+$((${recorded_before:-0} + 1))" "$RUN_DIR/metrics.jsonl" 2>/dev/null | grep -q '"loss"' || again= ;;
+esac
+if [ -z "$again" ]; then
+  say "error: this would fail again in the same way: not starting it again; logs: $attempts.*"
+  code=${first##*rc=}
+  exit "${code%% *}"
+fi
 state=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
 if [ "$asked" = TERM ] && [ "$state" != RUNNING ]; then
   say "ended by Slurm ($state): it starts the job again when it lost a node; otherwise submit the same script again to go on"
   exit 143
 fi
-stopped=$(cat "$RUN_DIR/STOPPED" 2>/dev/null)
-if [ -z "$asked$first" ] && [ -n "$stopped" ] && [ "$stopped" != "$stopped_before" ]; then
-  say "stopped on request and saved: $RUN_DIR/STOPPED; submit the same script again to go on"
-  exit 0
-fi
+
+# exclude NODES: keep the job off bad nodes as long as enough others are left for it.
+exclude() {
+  local before left
+  before=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p' | grep -vx '(null)')
+  left=$(sinfo --noheader --Node --partition "${SLURM_JOB_PARTITION:-}" --responding --states idle,alloc,mix,comp --format %N | sort -u |
+    grep -cvxF "$(scontrol show hostnames "$1${before:+,$before}")")
+  if [ "$left" -lt "${SLURM_JOB_NUM_NODES:-1}" ]; then
+    say "warning: no other node can take the place of $1; replace or reboot it"
+  elif scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${before:+$before,}$1"; then
+    say "the job stays off $1 from now on"
+  fi
+}
+
 say "not finished (${asked:+asked to stop by $asked; }srun returned $code): putting the job back into the queue"
-scontrol requeue "$SLURM_JOB_ID" && { sleep 60; }
+trap 'gone=yes' TERM # Slurm ends this script, and all it runs, as it takes the job back
+if (trap '' TERM; exec scontrol requeue "$SLURM_JOB_ID"); then
+  case "$first" in *cause=node) (trap '' TERM; bad=${first#*node=}; exclude "${bad%% *}") ;; esac
+  [ -n "${gone:-}" ] || { sleep 60 & wait $!; }
+  exit 143
+fi
 say "error: the job could not be requeued (is it submitted with --requeue, and does the cluster allow it?); submit the same script again to go on"
 exit 1

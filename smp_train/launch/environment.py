@@ -6,6 +6,7 @@ itself for each instance type; most lines that scripts carry along were workarou
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from smp_train.launch.instances import Instance
@@ -58,14 +59,37 @@ def variables(instance: Instance | None, *, tensor_parallel: bool = False, kuber
     return chosen
 
 
+def places(run_dir: str, logs: str, environ: Mapping[str, str], *, inside: bool) -> dict[str, str]:
+    """Return variables that keep below the run folder what would be lost with a node or a container.
+
+    NCCL's flight recorder writes what each rank did when a collective hangs; and with ``inside``, a container, the
+    models and data that Hugging Face downloads are kept for the next start.
+    """
+    chosen = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{logs}/nccl-trace-rank-"}
+    if inside and not environ.get("HF_HUB_CACHE"):
+        chosen["HF_HOME"] = f"{run_dir}/huggingface"
+    return chosen
+
+
 def lint(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each variable of ``environ`` that is better not set."""
     lines = [f"{name}={environ[name]} is set: {why}; unset it" for name, why in DROPPED.items() if name in environ]
     sockets = environ.get("NCCL_SOCKET_IFNAME", "")
+    excluded = sockets.removeprefix("^").split(",")
     if sockets and not sockets.startswith("^"):
         lines.append(
             f"NCCL_SOCKET_IFNAME={sockets} is set: names of interfaces differ between instance types; unset it"
         )
+    elif any((name and "ens32".startswith(name)) or name.startswith("eth") for name in excluded):
+        lines.append(f"NCCL_SOCKET_IFNAME={sockets} is set: it may exclude the only interface there is; unset it")
+    if environ.get("GLOO_SOCKET_IFNAME", "").startswith("^"):
+        lines.append(
+            f"GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']} is set: Gloo knows no ^ and looks for an interface of "
+            "that name; unset it"
+        )
+    temporary = environ.get("TMPDIR")
+    if temporary and not os.path.isdir(temporary):
+        lines.append(f"TMPDIR={temporary} is set: there is no such folder here; unset it")
     if environ.get("NCCL_DEBUG_SUBSYS", "").lower() == "off":
         lines.append("NCCL_DEBUG_SUBSYS=off is set: that is not a value of it; unset it")
     return lines

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from smp_train.errors import ConfigError
 
+PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
+"""Where EC2 tells a machine its own instance type."""
 TABLE = Path(__file__).with_name("instances.json")
 
 
@@ -50,6 +52,14 @@ def instances() -> dict[str, Instance]:
     """Return the table by name, without the prefix ``ml.``."""
     rows = json.loads(TABLE.read_text(encoding="utf-8"))["instances"]
     return {name: Instance(name, **row) for name, row in rows.items()}
+
+
+def here() -> Instance | None:
+    """Return the instance type of this machine; None where it is none of the table."""
+    try:
+        return instances().get(PRODUCT.read_text(encoding="utf-8").strip())
+    except (OSError, ValueError):
+        return None
 
 
 def find(name: str) -> Instance:

@@ -18,11 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
+
+from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 GRACE_SECONDS = 10.0
@@ -153,7 +155,7 @@ class _Supervisor:
         self.workers.append(
             subprocess.Popen(
                 self.command,
-                env=self.place.environment(local_rank, self.environ),
+                env=self.place.environment(local_rank, self.environ) | self._cause_file(local_rank),
                 stdout=subprocess.PIPE if self.log_dir else None,
                 stderr=subprocess.PIPE if self.log_dir else None,
                 # ^C of a terminal reaches this process alone, which turns it into a request to stop.
@@ -161,6 +163,11 @@ class _Supervisor:
                 preexec_fn=_die_with_parent,
             )
         )
+
+    def _cause_file(self, local_rank: int) -> dict[str, str]:
+        if self.log_dir is None:
+            return {}
+        return {CAUSE_VARIABLE: str(self.log_dir / f"cause-rank-{self.place.first_rank + local_rank}")}
 
     def _watch(self, index: int) -> None:
         self.workers[index].wait()
@@ -206,7 +213,12 @@ class _Supervisor:
 
     def _failed(self, index: int, code: int) -> Failure:
         rank = self.place.first_rank + index
-        failure = Failure(rank, socket.gethostname(), code, _cause(code, self.asked))
+        cause = _cause(code, self.asked)
+        for told in self._cause_file(index).values():
+            with suppress(OSError):
+                if Path(told).read_text(encoding="utf-8") == LOST_PEER:
+                    cause = LOST_PEER
+        failure = Failure(rank, socket.gethostname(), code, cause)
         self.say(failure.line())
         return failure
 
@@ -242,11 +254,16 @@ def _die_with_parent() -> None:
 
 def _copy(source: IO[bytes], path: Path, sink: TextIO) -> None:
     """Write each line to the log and to our own output; go on reading when either cannot be written."""
-    with source, path.open("ab", buffering=0) as log:
+    # A full disk, a folder that cannot be written or a closed terminal must not stop the reading: the worker would
+    # wait for ever.
+    with source, ExitStack() as opened:
+        log: IO[bytes] | None = None
+        with suppress(OSError):
+            log = opened.enter_context(path.open("ab", buffering=0))
         for line in iter(source.readline, b""):
-            # A full disk or a closed terminal must not stop the reading: the worker would wait for ever.
-            with suppress(OSError):
-                log.write(line)
+            if log is not None:
+                with suppress(OSError):
+                    log.write(line)
             with suppress(OSError):
                 sink.buffer.write(line)
                 sink.buffer.flush()

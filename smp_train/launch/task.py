@@ -19,27 +19,32 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import before as before_training
+from smp_train.launch import environment, instances, nodes, preflight, timing
 from smp_train.launch import flags as launch_flags
-from smp_train.launch import preflight, timing
-from smp_train.launch.environment import variables
-from smp_train.launch.instances import Instance, find
+from smp_train.launch.container import kept_by_nobody
+from smp_train.launch.instances import Instance
 from smp_train.launch.meet import BAD_NODE
 from smp_train.launch.nsys import recording
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 from smp_train.runtime import expand_hostlist
+from smp_train.runtime.group import RENDEZVOUS_SECONDS
 
 INSIDE = "/.smp-train-inside"
 """Launchers mount something here; where it is missing, the container was not entered."""
 FIRST_PORT, PORTS = 20000, 10000  # below the range that systems hand out by themselves
 GUARD = "launches.jsonl"
+ADAPTERS = Path("/sys/class/infiniband")
 NSYS = "SMP_TRAIN_UNDER_NSYS"
 """Set for the second start of a task, the one that nsys makes."""
 
 
 class BadNodeError(SmpTrainError):
-    """A node that is not what the run needs; another may be."""
+    """A node that is not what the run needs; another may be. ``node`` is its name where it is not this one."""
+
+    node: str | None = None
 
     exit_code = BAD_NODE
 
@@ -51,12 +56,17 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--instance_type", help="check this node against the table of instance types")
     options.add_argument("--failures", type=Path, help="folder for what failed where (default: logs of the run folder)")
     options.add_argument("--inside", action="store_true", help="insist on running inside the container")
-    options.add_argument("--max_attempts", type=int, default=3, help="starts without a new checkpoint that are allowed")
+    options.add_argument("--max_attempts", type=int, help="refuse to start after so many without a new checkpoint")
     options.add_argument("--preflight", type=float, default=0, help="seconds for all nodes to reach each other, first")
     options.add_argument("--time_left", help="until the time limit of the job, as Slurm writes it")
     options.add_argument("--nsys", action="store_true", help="record this node with Nsight Systems")
     options.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
     return options
+
+
+def name() -> str:
+    """Return this node's name, as Slurm calls it where Slurm started it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def find_place(environ: Mapping[str, str], processes: int) -> Place:
@@ -122,11 +132,13 @@ def count_gpus() -> int:
 
 def count_efa() -> int:
     """Return how many Elastic Fabric Adapters this node shows."""
-    return len(list(Path("/sys/class/infiniband").glob("*")))
+    return len(list(ADAPTERS.glob("*")))
 
 
-def check_node(instance: Instance | None, nproc: str, gpus: int) -> int:
+def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int = 1, told: bool = True) -> int:
     """Return how many processes to start, after comparing this node with what its instance type has.
+
+    Not ``told`` means that the node itself says what it is: then GPUs that somebody chose, and no EFA at all, are fine.
 
     Raises:
         BadNodeError: when GPUs or network adapters are missing.
@@ -140,15 +152,53 @@ def check_node(instance: Instance | None, nproc: str, gpus: int) -> int:
             f"{here}: has {machine} processors, and a {instance.name} has {instance.arch}; give the instance type that "
             "the nodes have"
         )
-    if gpus < (wanted or instance.gpus):
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus < (wanted or instance.gpus) and (told or (wanted is None and chosen is None)):
         raise BadNodeError(
-            f"{here}: {gpus} of {wanted or instance.gpus} GPUs are visible on this {instance.name}; in Slurm with GRES "
-            "ask for them (--gpus-per-node), otherwise replace the node"
+            f"{here}: {gpus} of {wanted or instance.gpus} GPUs are visible on this {instance.name}"
+            + (f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else "")
+            + "; in Slurm with GRES ask for them (--gpus-per-node), otherwise replace the node"
         )
     efa = count_efa()
-    if 0 < efa < instance.efa:
-        raise BadNodeError(f"{here}: {efa} of {instance.efa} EFA adapters are there; replace the node")
-    return wanted or gpus
+    if 0 < efa < instance.efa or (not efa and instance.efa and nodes > 1 and told):
+        raise BadNodeError(
+            f"{here}: {efa} of {instance.efa} EFA adapters are there; replace the node"
+            + ("" if efa else ", or leave the instance type out where nodes are to do without EFA")
+        )
+    return wanted or gpus or 1
+
+
+def compare(folder: Path, place: Place, node: nodes.Node, seconds: float = RENDEZVOUS_SECONDS) -> None:
+    """Refuse a step whose nodes differ, or one of which never says a word; every node says the same.
+
+    Raises:
+        BadNodeError: with the node that is to blame.
+    """
+    try:
+        nodes.tell(folder, place.node_rank, node)
+    except OSError as problem:
+        raise BadNodeError(f"{node.name}: cannot write {folder} ({problem.strerror}), as other nodes can") from None
+    found = nodes.gather(folder, place.nodes, seconds)
+    hosts = expand_hostlist(os.environ["SLURM_STEP_NODELIST"])
+    silent = [host for host, one in zip(hosts, found, strict=True) if one is None]
+    if silent:
+        raise _bad(silent, f"no word from {', '.join(silent)} within {seconds:g} s: the task has not started there")
+    told = [one for one in found if one is not None]
+    others = nodes.odd(told)
+    if others:
+        names = [one.name for one in others]
+        usual = next(one for one in told if one not in others)
+        raise _bad(
+            names,
+            f"{', '.join(names)}: {others[0].processes} GPUs and {others[0].efa} EFA adapters, other nodes have "
+            f"{usual.processes} and {usual.efa}; replace the node, or set NPROC and INSTANCE_TYPE",
+        )
+
+
+def _bad(names: Sequence[str], message: str) -> BadNodeError:
+    error = BadNodeError(message)
+    error.node = ",".join(names)
+    return error
 
 
 def attempt_name(environ: Mapping[str, str]) -> str:
@@ -160,10 +210,17 @@ def attempt_name(environ: Mapping[str, str]) -> str:
     return time.strftime("%Y%m%d-%H%M%S")
 
 
-def guard(run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int, attempt: str) -> None:
-    """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint."""
+def guard(
+    run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int | None, attempt: str, *,
+    in_s3: bool = True,
+) -> None:  # fmt: skip
+    """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint.
+
+    Without ``limit`` (a person starts it, and sees) it is recorded alone. What ended in `DONE` or `STOPPED` was not in
+    vain.
+    """
     job = environ.get("SLURM_JOB_ID")
-    step, _ = launch_flags.newest_committed(folders, in_s3=True)
+    step, _ = launch_flags.newest_committed(folders, in_s3=in_s3)
     path = run_dir / GUARD
     before: list[dict[str, object]] = []
     if path.exists():
@@ -174,8 +231,12 @@ def guard(run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], lim
         "attempt": attempt, "time": time.time(), "job": job, "committed_step": step,
         "nodes": environ.get("SLURM_STEP_NODELIST") or socket.gethostname(),
     }  # fmt: skip
-    if job:
-        in_vain = [one for one in before if one.get("job") == job and one.get("committed_step") == step]
+    if job and limit:
+        ended = max((_time(run_dir / marker) for marker in ("DONE", "STOPPED")), default=0.0)
+        in_vain = [
+            one for one in before
+            if one.get("job") == job and one.get("committed_step") == step and float(str(one.get("time", 0))) > ended
+        ]  # fmt: skip
         if len(in_vain) >= limit:
             raise CrashLoopError(
                 f"{len(in_vain)} starts of job {job} brought no checkpoint beyond step {step}: not trying again; the "
@@ -185,11 +246,28 @@ def guard(run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], lim
         file.write(json.dumps(record) + "\n")
 
 
+def _time(marker: Path) -> float:
+    """Return when a marker was written, by its own word; 0 without one."""
+    with suppress(OSError, ValueError, TypeError):
+        return float(json.loads(marker.read_text(encoding="utf-8"))["time"])
+    return 0.0
+
+
 class CrashLoopError(SmpTrainError):
     """The run fails again and again without getting further."""
 
 
 CAUSES = {ConfigError: "configuration", BadNodeError: "node", CrashLoopError: "crash-loop"}
+
+
+def refuse_lost(folders: Sequence[str]) -> None:
+    """Refuse, inside of a container, folders of checkpoints that would go away with it."""
+    lost = kept_by_nobody([place for place in folders if "://" not in place and not place.startswith(NODE_LOCAL)])
+    if lost:
+        raise ConfigError(
+            f"--checkpoint_dir {lost[0]} is in the container alone, and its checkpoints would go away with it; give a "
+            "folder on a file system that all nodes mount (FSX_MOUNT of the scripts, --mounts)"
+        )
 
 
 def nsys_command(report: Path, words: Sequence[str]) -> list[str]:
@@ -218,22 +296,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     attempt = attempt_name(os.environ)
     node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
     code, failure = 0, None
+    outside = options.inside and not os.path.exists(INSIDE)  # where the packages that S3 needs may be missing too
     try:
-        if options.inside and not os.path.exists(INSIDE):
-            raise BadNodeError(
-                f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
-                "installed on this compute node"
-            )
-        training, resolved = launch_flags.complete(training, in_s3=True)
+        training, resolved = launch_flags.complete(training, in_s3=not outside)
         run_dir = Path(resolved.args.run_dir)
         failures = failures or run_dir / "logs"
         if not options.dry_run:
             _make(run_dir / "logs" / attempt)
             if node == 0 and NSYS not in os.environ:
-                guard(run_dir, resolved.args.checkpoint_dir, os.environ, options.max_attempts, attempt)
-        instance = find(options.instance_type) if options.instance_type else None
-        place = find_place(os.environ, check_node(instance, options.nproc, count_gpus()))
-        preflight.check(resolved, instance, place.nodes * place.processes)
+                folders = resolved.args.checkpoint_dir
+                guard(run_dir, folders, os.environ, options.max_attempts, attempt, in_s3=not outside)
+        if outside:
+            raise BadNodeError(
+                f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
+                "installed on this compute node"
+            )
+        if options.inside:
+            refuse_lost(resolved.args.checkpoint_dir)
+        told = bool(options.instance_type)
+        instance = instances.find(options.instance_type) if told else instances.here()
+        place = find_place(os.environ, 1)
+        processes = check_node(instance, options.nproc, count_gpus(), nodes=place.nodes, told=told)
+        place = find_place(os.environ, processes)
+        if told or options.nproc == "auto":
+            preflight.check(resolved, instance, place.nodes * place.processes)
+        if place.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ and not options.dry_run:
+            itself = nodes.Node(name(), processes, count_efa() if options.nproc == "auto" else 0)
+            compare(run_dir / "logs" / attempt, place, itself)
         command = [sys.executable, "-m", "smp_train", "train", *training]
         if options.dry_run:
             print(json.dumps({"place": vars(place), "command": command}, indent=1))
@@ -243,7 +332,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = run_dir / "profile" / f"{attempt}_node{node}_{socket.gethostname()}"
             again = nsys_command(report, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
             os.execve(again[0], again, {**os.environ, NSYS: "1"})
-        environ = variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1) | dict(os.environ)
+        if node == 0:
+            for line in environment.lint(os.environ):
+                print(f"smp-train: warning: {line}", file=sys.stderr, flush=True)
+        environ = {
+            **environment.variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1),
+            **environment.places(str(run_dir), f"{run_dir}/logs/{attempt}", os.environ, inside=options.inside),
+            **os.environ,
+        }
         logs = run_dir / "logs" / attempt
         if node == 0:
             before_training.warn(resolved, instance, place, timing.slurm_seconds(options.time_left))
@@ -254,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SmpTrainError as error:
         print(f"smp-train: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = error.exit_code
-        failure = Failure(-1, socket.gethostname(), code, CAUSES.get(type(error), "error"))
+        failure = Failure(-1, getattr(error, "node", None) or name(), code, CAUSES.get(type(error), "error"))
         print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
     if failure is not None and failures is not None:
         _remember(failures / attempt, node, failure)

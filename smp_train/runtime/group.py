@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from smp_train.errors import EXIT_CODES, ConfigError, SmpTrainError
+from smp_train.errors import EXIT_CODES, ConfigError, LostPeerError, SmpTrainError
 from smp_train.runtime.place import Runtime
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def start(
     """Choose this process's device and form the process group, also in a world of one.
 
     Ranks have ``rendezvous_seconds`` to find each other (at most ``timeout_seconds``); collectives have
-    ``timeout_seconds`` from then on. Raises `ConfigError` when the device does not exist or the ranks do
-    not meet.
+    ``timeout_seconds`` from then on. Raises `ConfigError` when the device does not exist, and `LostPeerError`
+    when the ranks do not meet.
     """
     import torch
     import torch.distributed as dist
@@ -59,7 +59,9 @@ def start(
         )
     except (RuntimeError, ValueError, OSError) as problem:
         first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise ConfigError(
+        # Not the user's mistake as such: a node that is slow, or lost, while all start.
+        kind = SmpTrainError if "address already in use" in first_line.lower() else LostPeerError
+        raise kind(
             f"rank {runtime.rank} of {runtime.world_size} on {runtime.hostname} could not form the "
             f"process group at {where} "
             f"within {waited:g} s: {first_line[:200]}; check that all ranks were started, that "

@@ -34,9 +34,10 @@ class RunFolder:
         self.stopped = self.path / "STOPPED"
         self.stop = self.path / "STOP"
 
-    def create(self) -> None:
+    def create(self, *, keep_stop: bool = False) -> None:
         """Make the folder, or take it over from an earlier attempt, whose `STOP` no longer holds.
 
+        ``keep_stop``: who started this process has taken away a `STOP` that was not meant for it.
         `DONE` and `STOPPED` stay until `reopen`: an attempt that fails before it trains leaves them true.
 
         Raises:
@@ -44,7 +45,8 @@ class RunFolder:
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            self.stop.unlink(missing_ok=True)
+            if not keep_stop:
+                self.stop.unlink(missing_ok=True)
         except OSError as failure:
             raise self._unwritable(failure) from None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from smp_train.errors import CheckpointError, ConfigError, DataError, SmpTrainError
+from smp_train.errors import CheckpointError, ConfigError, DataError, LostPeerError, SmpTrainError
 from tests.harness import free_port, run
 
 ROOT = Path(__file__).parents[2]
@@ -219,9 +219,10 @@ def test_ranks_that_never_start_are_named() -> None:
             "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "MASTER_PORT": str(free_port()),
         }
     )  # fmt: skip
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(LostPeerError) as refused:
         start(place, timeout_seconds=60, rendezvous_seconds=1)
     message = str(refused.value)
+    assert refused.value.exit_code == 1, "no mistake of the user's: another start may go well"
     assert "no word from ranks 1, 2" in message
     assert f"{place.master_addr}:{place.master_port}" in message
     assert "\n" not in message
@@ -237,7 +238,7 @@ def test_a_master_that_is_not_there_is_named() -> None:
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(port),
         }
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=f"rank 1 of 2 .* at 127.0.0.1:{port} within 1 s"):
+    with pytest.raises(LostPeerError, match=f"rank 1 of 2 .* at 127.0.0.1:{port} within 1 s"):
         start(place, timeout_seconds=60, rendezvous_seconds=1)
 
 

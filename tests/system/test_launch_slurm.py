@@ -85,7 +85,7 @@ def test_environment_trains_to_done(undisturbed: Path) -> None:
     (start,) = starts(undisturbed)
     assert start["nodes"] == "n[1-2]"
     logs = undisturbed / "run/logs" / start["attempt"]
-    assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
+    assert sorted(path.name for path in logs.glob("rank-*")) == [f"rank-{rank}.log" for rank in range(4)]
 
 
 def test_container_trains_to_done(rig: Rig, tmp_path: Path) -> None:

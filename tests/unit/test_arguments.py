@@ -566,6 +566,13 @@ def test_validation_that_is_never_due_asks_for_no_data() -> None:
     assert read("--validation_freq 4 --max_steps 4 --training_dir d").validation_freq == 4
 
 
+def test_data_that_nobody_reads_is_said_not_to_be_read() -> None:
+    (line,) = ineffective(parse(["--use_synthetic_data", "1", "--training_dir", "/a", "/b"], {}))
+    assert line == "--training_dir /a /b has no effect: --use_synthetic_data 1 trains on random tokens"
+    channel = {"SM_CHANNEL_TRAIN": "/opt/ml/input/data/train"}
+    assert ineffective(parse(["--use_synthetic_data", "1"], channel)) == [], "the platform gave it"
+
+
 def test_ineffective_flags_are_answered_only_when_given() -> None:
     assert ineffective(parse([], {})) == []
     lines = ineffective(parse(shlex.split("--delayed_param 0 --framework=fsdp --lr 1"), {}))

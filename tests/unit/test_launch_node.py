@@ -16,7 +16,7 @@ import pytest
 
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import before, flags, task, timing
+from smp_train.launch import before, container, flags, instances, local, nodes, task, timing
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -81,6 +81,30 @@ def test_first_failure_is_named_and_its_code_returned(tmp_path: Path, ending: st
     assert failure is not None
     assert (failure.rank, failure.code, failure.cause) == (1, code, cause)
     assert said == [failure.line()]
+
+
+def test_a_worker_that_lost_its_peer_is_told_from_one_that_failed(tmp_path: Path) -> None:
+    command = program(
+        tmp_path,
+        """
+        from smp_train import cli
+        from smp_train.errors import LostPeerError
+        def lose(*_):
+            raise LostPeerError("no word from rank 7")
+        cli._run = lose
+        sys.exit(cli.main([]))
+        """,
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code, failure = supervise(command, Place(1), environ=environ, log_dir=tmp_path, say=lambda line: None)
+    assert failure is not None
+    assert (code, failure.cause) == (1, "lost-peer")
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_a_worker(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").mkdir()
+    command = program(tmp_path, "for _ in range(4000): say('a line that fills the pipe when nobody reads')")
+    assert supervise(command, Place(1), log_dir=tmp_path) == (0, None)
 
 
 def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
@@ -201,6 +225,106 @@ def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(task, "count_efa", lambda: 31)
     with pytest.raises(task.BadNodeError, match="31 of 32 EFA adapters"):
         task.check_node(p5, "auto", 8)
+    monkeypatch.setattr(task, "count_efa", lambda: 0)
+    assert task.check_node(p5, "auto", 8, nodes=1) == 8
+    with pytest.raises(task.BadNodeError, match=r"0 of 32 EFA adapters are there; .* to do without EFA"):
+        task.check_node(p5, "auto", 8, nodes=2)
+
+
+def test_what_a_node_says_of_itself_does_not_overrule_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    p5 = find("p5.48xlarge")
+    monkeypatch.setattr(task, "count_efa", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert task.check_node(p5, "2", 0, nodes=2, told=False) == 2, "on the CPU, say"
+    with pytest.raises(task.BadNodeError, match="7 of 8 GPUs are visible"):
+        task.check_node(p5, "auto", 7, told=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert task.check_node(p5, "auto", 2, told=False) == 2
+    with pytest.raises(task.BadNodeError, match=r"2 of 8 GPUs are visible .*\(CUDA_VISIBLE_DEVICES=0,1\)"):
+        task.check_node(p5, "auto", 2)
+
+
+def test_efa_adapters_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "ADAPTERS", tmp_path)
+    assert task.count_efa() == 0
+    for name in ("rdmap0s0", "rdmap1s0"):
+        (tmp_path / name).mkdir()
+    assert task.count_efa() == 2
+
+
+def test_the_machine_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product_name")
+    assert instances.here() is None
+    for text, name in (("p5.48xlarge\n", "p5.48xlarge"), ("VirtualBox\n", None)):
+        (tmp_path / "product_name").write_text(text)
+        assert getattr(instances.here(), "name", None) == name
+
+
+@pytest.mark.parametrize(
+    ("counts", "odd"),
+    [
+        ([(8, 32)] * 3, []),
+        ([(8, 32), (7, 32), (8, 32)], ["n2"]),
+        ([(7, 32), (8, 32)], ["n1"]),
+        ([(8, 32), (8, 32), (8, 0)], ["n3"]),
+    ],
+)
+def test_the_node_that_is_not_as_the_others_is_named_by_all(
+    counts: list[tuple[int, int]], odd: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NODELIST", f"n[1-{len(counts)}]")
+    found = [nodes.Node(f"n{number}", *count) for number, count in enumerate(counts, 1)]
+    for number, node in enumerate(found):
+        nodes.tell(tmp_path, number, node)
+    for number, node in enumerate(found):
+        place = Place(node.processes, len(found), number)
+        if not odd:
+            task.compare(tmp_path, place, node)
+            continue
+        with pytest.raises(task.BadNodeError, match=f"{odd[0]}: . GPUs and .* other nodes have 8 and 32") as refused:
+            task.compare(tmp_path, place, node)
+        assert (refused.value.node, refused.value.exit_code) == (odd[0], 75)
+
+
+def test_a_node_that_never_starts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-3]")
+    nodes.tell(tmp_path, 2, nodes.Node("n3", 8))
+    with pytest.raises(task.BadNodeError, match="no word from n2 within 0 s") as refused:
+        task.compare(tmp_path, Place(8, 3, 0), nodes.Node("n1", 8), seconds=0)
+    assert refused.value.node == "n2"
+
+
+def test_a_task_gives_its_processes_what_the_instance_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "product_name").write_text("p5.48xlarge\n")
+    monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product_name")
+    monkeypatch.setattr(task, "INSIDE", str(tmp_path))
+    monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
+    for name in ("NCCL_DEBUG", "HF_HOME", "HF_HUB_CACHE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("FI_PROVIDER", "efa")
+    given: dict[str, str] = {}
+    monkeypatch.setattr(task, "supervise", lambda *_, environ, **__: (given.update(environ), (0, None))[1])
+    run = tmp_path / "run"
+    assert task.main(["--nproc", "1", "--inside", "--", "--use_synthetic_data", "1", "--run_dir", str(run)]) == 0
+    assert (given["FI_EFA_USE_HUGE_PAGE"], given["PYTORCH_CUDA_ALLOC_CONF"]) == ("0", "expandable_segments:True")
+    assert given["NCCL_DEBUG"] == "INFO", "the user's own"
+    assert given["HF_HOME"] == f"{run}/huggingface"
+    assert given["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(f"{run}/logs/")
+    assert "smp-train: warning: FI_PROVIDER=efa is set: the NCCL plugin finds EFA by itself" in capsys.readouterr().err
+
+
+def test_a_task_refuses_a_model_that_its_gpus_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(task, "count_gpus", lambda: 8)
+    monkeypatch.setattr(task, "count_efa", lambda: 32)
+    monkeypatch.setattr(task, "supervise", lambda *_, **__: (0, None))
+    words = ["--instance_type", "p5.48xlarge", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
+    assert task.main([*words, "--model_type", "llama_v2", "--model_size", "70b"]) == 2
+    assert "weights, gradients and optimizer of this model" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_as_the_job_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -292,6 +416,37 @@ def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path)
     assert [json.loads(line)["attempt"] for line in lines] == ["1.1", "1.2", "2.1", "2.2", "2.3"]
 
 
+def test_guard_lets_people_try_again_and_does_not_count_what_ended_well(tmp_path: Path) -> None:
+    job = {"SLURM_JOB_ID": "1"}
+    for number in range(5):
+        task.guard(tmp_path, [], job, None, f"1.0.{number}")
+    with pytest.raises(task.CrashLoopError, match="5 starts of job 1"):
+        task.guard(tmp_path, [], job, 3, "1.0.5")
+    (tmp_path / "STOPPED").write_text(json.dumps({"step": 0, "time": 4e9}))
+    task.guard(tmp_path, [], job, 3, "1.0.5")
+
+
+def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an interactive allocation every try is one of the same job."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr(task, "supervise", lambda *words, **options: (0, None))
+    words = ["--nproc", "1", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
+    assert [local.main(words) for _ in "12345"] == [0] * 5
+
+
+def test_launch_local_passes_on_where_this_machine_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+    for name in (*place, "GREETING"):
+        monkeypatch.delenv(name, raising=False)
+    words = [word for name, value in place.items() for word in (f"--{name.lower()}", value)]
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(task, "main", lambda _: (seen.update(os.environ), 0)[1])
+    run = ["--nproc", "1", "--env", "GREETING=hello", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert local.main([*words, *run]) == 0
+    assert {**place, "GREETING": "hello"}.items() <= seen.items()
+
+
 def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     code = task.main(["--inside", "--failures", str(run), "--", "--use_synthetic_data", "1", "--run_dir", str(run)])
@@ -300,6 +455,7 @@ def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "this is not a container; pyxis is not installed on this compute node" in err
     (left,) = run.glob("*/failed-*-node-0")
     assert left.read_text().strip() == err.splitlines()[1].removeprefix("smp-train: ")
+    assert (run / "launches.jsonl").exists(), "a start that counts: pyxis will be missing the next time too"
     assert task.main(["--failures", str(run), "--", "--max_stepz", "1"]) == 2
     assert "cause=configuration" in capsys.readouterr().err
 
@@ -356,6 +512,21 @@ def test_task_without_torch_or_anything_installed() -> None:
     assert done.stdout.split() == []
 
 
+def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 0 0:1 / / rw - overlay overlay rw\n2 1 0:2 /x /fsx/my\\040data rw - lustre /x rw\n"
+        "3 1 0:2 /x /runs rw - lustre /x rw\n"
+    )
+    monkeypatch.setattr(container, "MOUNTS", mounts)
+    task.refuse_lost(["/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck"])
+    for lost in ("/fsx/ck", "/runs2", "/lustre/ck"):
+        with pytest.raises(ConfigError, match=f"--checkpoint_dir {lost} is in the container alone"):
+            task.refuse_lost(["/runs", lost])
+    monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
+    task.refuse_lost(["/anywhere"])
+
+
 def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no nsys"):
@@ -379,6 +550,8 @@ def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pyt
     nsys.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\n')
     nsys.chmod(0o755)
     words = ["--nproc", "1", "--nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
+    (tmp_path / "run/logs/12.2.3").mkdir(parents=True)
+    nodes.tell(tmp_path / "run/logs/12.2.3", 0, nodes.Node("n1", 1))
     environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "-m", "smp_train.launch.task", *words], cwd=ROOT, env=environ, check=False)
     assert done.returncode == 0

@@ -278,7 +278,14 @@ def test_lint_names_what_is_better_unset() -> None:
         {"FI_PROVIDER": "efa", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG_SUBSYS": "off", "HOME": "/"}
     )
     assert [line.partition("=")[0] for line in lines] == ["FI_PROVIDER", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG_SUBSYS"]
-    assert environment.lint({"NCCL_SOCKET_IFNAME": "^lo"}) == []
+    for value in ("^lo", environment.SOCKETS_SLURM, environment.SOCKETS_KUBERNETES):
+        assert environment.lint({"NCCL_SOCKET_IFNAME": value}) == []
+    for name, value in (
+        ("NCCL_SOCKET_IFNAME", "^docker0,eth"), ("GLOO_SOCKET_IFNAME", "^lo"), ("TMPDIR", "/no/folder"),
+        *((name, "1") for name in environment.DROPPED),
+    ):  # fmt: skip
+        (line,) = environment.lint({name: value, "GLOO": "eth0"})
+        assert line.startswith(f"{name}={value} is set: "), "with its reason"
 
 
 def test_instance_table_makes_sense() -> None:
@@ -432,6 +439,36 @@ def test_every_script_shows_what_it_would_do(script: str, environ: dict[str, str
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     compare(f"{Path(script).stem}.txt", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["hyperpod_slurm/launch_training_conda.sh", "hyperpod_slurm/launch_slurm.sh", "local/launch_single_node.sh"],
+)
+@pytest.mark.parametrize(
+    ("words", "there", "gone"),
+    [
+        (["--training_dir", str(SAMPLE / "train")], [], ["synthetic"]),
+        (["--dataset", "org/name", "--tokenizer", "gpt2"], [], ["synthetic", "training_dir"]),
+        (["--hf_model", "gpt2", "--use_synthetic_data"], ["runs/gpt2"], ["from-scratch", "model-size", "70b", "7b"]),
+        (["--train_batch_size", "3", "--use_synthetic_data"], [], ["--batch-size"]),
+    ],
+    ids=lambda value: value[0] if value else "",
+)
+def test_flags_win_over_what_scripts_choose(
+    script: str, words: list[str], there: list[str], gone: list[str], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [ROOT / "launchers" / script, *words, "--dry_run"], capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"], "PYTHON": sys.executable, "NPROC": "1", "TEST_DIR": str(SAMPLE / "test"),
+            "TRAINING_DIR": "" if "training_dir" not in gone else str(SAMPLE / "train"),
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.replace(str(tmp_path), "")
+    assert all(word in shown for word in [*there, "--test_dir"]), shown
+    assert not any(word in shown for word in gone), shown
 
 
 def test_multi_node_script_asks_for_what_it_needs() -> None:

@@ -79,6 +79,12 @@ def test_an_attempt_takes_the_folder_over_and_withdraws_the_markers_once_it_trai
     assert folder.done_step() is None
 
 
+def test_a_stop_that_is_meant_for_this_start_stays(folder):
+    folder.stop.touch()
+    folder.create(keep_stop=True)
+    assert folder.stop_requested()
+
+
 def test_a_run_has_stopped_or_is_done_but_not_both(folder):
     folder.mark_done(9)
     folder.stop.touch()

@@ -1,0 +1,274 @@
+"""The batch scripts' own decisions, with doubles of Slurm's commands: when a job goes back into the queue."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "launchers/hyperpod_slurm"
+JOB = "77"
+
+SRUN = """#!/bin/bash
+if [ "$1" = --help ]; then echo "$SRUN_HELP"; exit; fi
+printf '%s\\n' "$@" >"$CLUSTER/srun-words"
+echo srun >>"$CLUSTER/calls"
+source "$CLUSTER/step"
+"""
+# Slurm ends what runs of a job as it requeues it; this double reaches the script's whole process group.
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+  "show job") echo "   JobState=$STATE Restarts=0 SubmitTime=$SUBMITTED ExcNodeList=$EXCLUDED" ;;
+  "show hostnames") tr , '\\n' <<<"$3" ;;
+  *) echo "scontrol $*" >>"$CLUSTER/calls" ;;
+esac
+if [ "$1" = requeue ]; then
+  [ -z "$NO_REQUEUE" ] || exit 1
+  trap '' TERM
+  kill -TERM 0
+fi
+"""
+SINFO = '#!/bin/bash\necho "$NODES"\n'
+
+
+@dataclass
+class Cluster:
+    """One job of one run, as its batch script meets it at each start."""
+
+    folder: Path
+    environ: dict[str, str] = field(default_factory=dict)
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        (self.folder / "bin").mkdir(parents=True)
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
+            (self.folder / "bin" / name).write_text(text)
+            (self.folder / "bin" / name).chmod(0o755)
+
+    @property
+    def run(self) -> Path:
+        """The run folder."""
+        return self.folder / "run"
+
+    def start(
+        self, step: str, *words: str, script: str = "launch_training_conda.sh", **environ: str
+    ) -> tuple[int, str]:
+        """Run the batch script once; its srun does ``step``. Return (exit code, what was said)."""
+        (self.folder / "step").write_text(f'logs="{self.run}/logs/{JOB}.{self.restarts}"; RUN="{self.run}"\n{step}\n')
+        environ = {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CLUSTER": str(self.folder), "HYPERPOD_PATH": str(ROOT),
+            "SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_NUM_NODES": "2", "STATE": "RUNNING",
+            "SLURM_RESTART_COUNT": str(self.restarts), "RUN_DIR": str(self.run), "PYTHON": sys.executable,
+            "FSX_MOUNT": "/nowhere", "MAX_ATTEMPTS": "9", "SUBMITTED": "2020-01-01T00:00:00", **self.environ, **environ,
+        }  # fmt: skip
+        done = subprocess.run(
+            ["bash", SCRIPTS / script, *words], cwd=self.folder, env=environ, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        self.restarts += 1
+        return done.returncode, done.stdout
+
+    def calls(self, name: str) -> list[str]:
+        """Return the calls of a command, without its name."""
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line.removeprefix(name).strip() for line in lines if line.split()[0] == name]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path / "cluster")
+
+
+def reach(cluster: Cluster, step: int, restart: int | None = None) -> None:
+    """Leave what a task leaves that began with the checkpoint of ``step``."""
+    cluster.run.mkdir(exist_ok=True)
+    restart = cluster.restarts if restart is None else restart
+    with (cluster.run / "launches.jsonl").open("a") as file:
+        file.write(json.dumps({"attempt": f"{JOB}.{restart}.0", "time": 1.0, "committed_step": step}) + "\n")
+
+
+def words(cluster: Cluster) -> list[str]:
+    """Return what srun was given."""
+    return (cluster.folder / "srun-words").read_text().splitlines()
+
+
+UNPACK = "echo \"pyxis: couldn't start container\" >&2; exit 1"
+
+
+def test_starts_that_reach_no_task_come_to_an_end(cluster: Cluster) -> None:
+    said = [cluster.start(UNPACK, MAX_ATTEMPTS="3") for _ in "1234"]
+    assert [code for code, _ in said] == [143, 143, 143, 1]
+    assert "3 starts of job 77 ended before anything of smp-train ran: not trying again" in said[-1][1]
+    assert len(cluster.calls("srun")) == 3
+    assert words(cluster)[:2] == ["--kill-on-bad-exit=1", "--ntasks-per-node=1"]
+    assert cluster.calls("scontrol") == ["requeue 77"] * 3
+
+
+def test_starts_that_reach_a_task_are_the_tasks_to_count(cluster: Cluster) -> None:
+    for step in (0, 0, 10):
+        reach(cluster, step)
+        cluster.start(UNPACK, MAX_ATTEMPTS="1")
+    code, said = cluster.start(UNPACK, MAX_ATTEMPTS="1")
+    assert (code, len(cluster.calls("srun"))) == (143, 4), said
+    reach(cluster, 20)  # progress since the start that did not get so far
+    assert cluster.start(UNPACK, MAX_ATTEMPTS="1")[0] == 143
+    assert cluster.start(UNPACK, MAX_ATTEMPTS="1")[0] == 143
+    assert cluster.start(UNPACK, MAX_ATTEMPTS="1")[0] == 1
+
+
+def test_a_requeue_is_not_called_a_failure(cluster: Cluster) -> None:
+    _, said = cluster.start("exit 1")
+    assert "putting the job back into the queue" in said
+    assert "could not be requeued" not in said
+    code, said = cluster.start("exit 1", NO_REQUEUE="yes")
+    assert code == 1
+    assert "error: the job could not be requeued" in said
+
+
+def fails(cause: str, node: str = "n1", step: int = 0, code: int = 1, at: str = "1") -> str:
+    """Return what a task does that fails on a node in a step."""
+    line = f"LAUNCH-FAIL node={node} rank=0 rc={code} cause={cause}"
+    return f'mkdir -p "$logs.{step}"; echo "{line}" >"$logs.{step}/failed-{at}-node-{node}"\n'
+
+
+@pytest.mark.parametrize(("cause", "code"), [("configuration", 2), ("data", 3), ("checkpoint", 4)])
+def test_mistakes_are_not_tried_again(cluster: Cluster, cause: str, code: int) -> None:
+    ended, said = cluster.start(fails(cause, code=code) + f"exit {code}")
+    assert (ended, cluster.calls("scontrol")) == (code, [])
+    assert "this would fail again in the same way" in said
+
+
+TRAIN = 'echo \'{"step": 10, "loss": 3.1}\' >>"$RUN/metrics.jsonl"\n'
+
+
+def test_a_job_that_has_trained_makes_no_mistakes(cluster: Cluster) -> None:
+    """S3 that does not answer after hours, or a new node without the data: the guards bound it, not the word."""
+    code, _ = cluster.start(TRAIN + fails("data", code=3) + "exit 3")
+    assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"])
+    code, _ = cluster.start(fails("checkpoint", code=4) + "exit 4")
+    assert code == 143
+    code, said = cluster.start(fails("node", node="n2", at="0") + fails("crash-loop") + "exit 1")
+    assert (code, len(cluster.calls("scontrol"))) == (1, 2), said
+
+
+def test_a_stop_after_a_swap_of_nodes_is_a_stop(cluster: Cluster) -> None:
+    steps = fails("killed", step=0) + 'mkdir "$logs.1"; echo now >"$RUN/STOPPED"; exit 0'
+    code, said = cluster.start(steps)
+    assert (code, cluster.calls("scontrol")) == (0, [])
+    assert "stopped on request and saved" in said
+
+
+def test_only_the_last_step_tells_how_a_start_ended(cluster: Cluster) -> None:
+    steps = fails("configuration", step=9) + fails("error", node="n2", step=10) + "exit 1"
+    code, said = cluster.start(steps)
+    assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"])
+    assert "first failure of this start: LAUNCH-FAIL node=n2 rank=0 rc=1 cause=error" in said
+
+
+@pytest.mark.parametrize("marker", ["DONE", "STOPPED"])
+def test_markers_of_an_earlier_run_do_not_count(cluster: Cluster, marker: str) -> None:
+    cluster.run.mkdir()
+    (cluster.run / marker).write_text("yesterday\n")
+    assert cluster.start("exit 0")[0] == 143
+    assert cluster.start(f'echo today >"$RUN/{marker}"')[0] == 0
+
+
+def test_a_run_that_slurm_stopped_goes_on_by_itself(cluster: Cluster) -> None:
+    asked = 'kill -USR1 $PPID; until [ -s "$RUN/STOP" ]; do :; done; rm "$RUN/STOP"; echo now >"$RUN/STOPPED"'
+    code, said = cluster.start(asked)
+    assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"])
+    assert "asked to stop by USR1" in said
+    ended = 'kill -USR1 $PPID; until [ -s "$RUN/STOP" ]; do :; done; exit 1'
+    cluster.start(ended)
+    assert not (cluster.run / "STOP").exists(), "nobody asked the next start to stop"
+
+
+def test_a_wish_to_stop_holds_for_a_job_that_waits(cluster: Cluster) -> None:
+    cluster.run.mkdir()
+    (cluster.run / "STOP").touch()
+    code, said = cluster.start("exit 1", SUBMITTED="2100-01-01T00:00:00")
+    assert (code, len(cluster.calls("srun"))) == (143, 1), "it was meant for a run before this one"
+    assert not (cluster.run / "STOP").exists()
+    (cluster.run / "STOP").touch()
+    code, said = cluster.start("exit 1", SUBMITTED="2100-01-01T00:00:00")
+    assert (code, len(cluster.calls("srun"))) == (0, 1), "between two starts of this job"
+    assert "stopped on request before it started" in said
+    cluster.start('touch "$RUN/STOP"; echo "$SMP_TRAIN_KEEP_STOP" >"$CLUSTER/keep"; exit 1')
+    assert (cluster.folder / "keep").read_text() == "1\n"
+    assert (cluster.run / "STOP").exists(), "the next start is to see it"
+    cluster.restarts = 0
+    assert cluster.start("exit 1")[0] == 0, "after the job was submitted"
+
+
+def test_the_node_that_went_silent_is_named(cluster: Cluster) -> None:
+    two = {"SLURM_JOB_NODELIST": "n1,n2,n3", "NODES": "n1 idle\nn2 down*\nn3 idle"}
+    lost = fails("lost-peer", node="n1") + fails("lost-peer", node="n3")
+    _, said = cluster.start(lost + "exit 1", **two)
+    assert "node=n1 rank=0 rc=1 cause=lost-peer; no word from n2; Slurm has lost n2" in said
+    _, said = cluster.start(lost + fails("killed", node="n2", at="2") + "exit 1", **two)
+    assert "first failure of this start: LAUNCH-FAIL node=n2 rank=0 rc=1 cause=killed" in said, "later, but the cause"
+
+
+def test_a_job_stays_off_a_bad_node_while_there_are_others(cluster: Cluster) -> None:
+    bad = fails("node", node="n2", code=75) + "exit 75"
+    _, said = cluster.start(bad, NODES="n1\nn2\nn3\nn9", EXCLUDED="n9")
+    assert cluster.calls("scontrol") == ["requeue 77", "update JobId=77 ExcNodeList=n9,n2"]
+    assert "the job stays off n2 from now on" in said
+    _, said = cluster.start(bad, NODES="n1\nn2\nn9", EXCLUDED="n9")
+    assert cluster.calls("scontrol")[2:] == ["requeue 77"], "it would wait for ever"
+    assert "no other node can take the place of n2" in said
+
+
+@pytest.mark.parametrize(
+    ("environ", "left"),
+    [({}, "none"), ({"SLURM_JOB_GPUS": "0,1"}, "0"), ({"NPROC": "1"}, "0")],
+    ids=["leaked", "of Slurm", "meant"],
+)
+def test_gpus_of_the_shell_that_submitted_are_not_the_jobs(
+    cluster: Cluster, environ: dict[str, str], left: str
+) -> None:
+    cluster.start('echo "${CUDA_VISIBLE_DEVICES-none}" >"$CLUSTER/seen"', CUDA_VISIBLE_DEVICES="0", **environ)
+    assert (cluster.folder / "seen").read_text() == f"{left}\n"
+
+
+def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
+    for name in ("train", "test", "data/more", "image.sqsh"):
+        (cluster.folder / name).mkdir(parents=True)
+    new = cluster.folder / "elsewhere/new"
+    flags = ["--training_dir", "train:0.3", f"{cluster.folder}/data/more:0.7", "--test_dir=test", "--hf_model", "gpt2"]
+    flags += ["--checkpoint_dir", str(new), "s3://bucket/x", "local:/nvme/y"]
+    container = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
+    code, said = cluster.start("exit 1", *flags, script="launch_training_enroot.sh", **container)
+    assert code == 143, said
+    (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
+    wanted = [f"{cluster.folder}/{name}" for name in ("train", "data/more", "test", "elsewhere/new")]
+    assert set(wanted) <= set(mounts)
+    assert new.is_dir()
+    assert all(mount.startswith("/") for mount in mounts), mounts
+    assert not any("bucket" in mount or "nvme" in mount or "gpt2" in mount for mount in mounts)
+    relative = {"TRAINING_DIR": "train", "CHECKPOINT_DIR": "ck"}
+    cluster.start("exit 1", script="launch_training_enroot.sh", **container, **relative)
+    (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
+    assert {f"{cluster.folder}/train", f"{cluster.folder}/ck"} <= set(mounts)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_clusters_own_logs_are_mounted_where_they_are(cluster: Cluster, there: bool) -> None:
+    """SMP tells HyperPod by them; elsewhere the mount would fail."""
+    (cluster.folder / "image.sqsh").touch()
+    cluster.environ |= {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
+    # A batch script that believes the folder to be there, or not to be there; this machine may have it or not.
+    cluster.environ["BASH_ENV"] = str(cluster.folder / "env")
+    asked = "! -d /var/log/aws/clusters ]"
+    lie = f'[() {{ if builtin [ "$*" = "{asked}" ]; then return $THERE; fi; builtin [ "$@"; }}'
+    (cluster.folder / "env").write_text(lie + "\n")
+    cluster.start("exit 1", script="launch_training_enroot.sh", THERE=str(int(there)))
+    (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
+    assert ("/var/log/aws/clusters" in mounts) is there
