@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from smp_train import cli
-from smp_train.launch import environment
+from smp_train.launch import environment, instances
 from smp_train.launch.doctor import examine, machine, packages, services
 from smp_train.launch.doctor.finding import FAIL, OK, WARN, Finding
 
@@ -35,7 +35,7 @@ def bin_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "PRODUCT", tmp_path / "product")
+    monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product")
     monkeypatch.setattr(machine, "count_efa", lambda: 0)
     monkeypatch.setattr(packages, "ASK_TORCH", f"print('''{json.dumps({**TORCH, 'gpus': 0})}''')")
     return folder

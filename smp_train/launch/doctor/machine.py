@@ -10,28 +10,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from smp_train.launch import instances
 from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
-from smp_train.launch.instances import Instance, instances
 from smp_train.launch.preflight import LOCAL_DISKS, PLUGIN_PLACES, file_system, nccl_plugin
 from smp_train.launch.task import count_efa
 
-PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_LEAST = 1 << 30
 OPEN_FILES_LEAST = 4096
 
 
-def instance() -> Instance | None:
-    """Return the instance type that this machine says it is; None outside of EC2, or for one not in the table."""
-    try:
-        return instances().get(PRODUCT.read_text(encoding="utf-8").strip())
-    except OSError:
-        return None
-
-
 def gpus() -> Iterator[Finding]:
     """Look at the driver, the number of GPUs, and errors of their memory."""
-    known = instance()
+    known = instances.here()
     code, said = ask("nvidia-smi", "--query-gpu=name,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader")
     if code == 127:
         if known:
@@ -55,7 +46,7 @@ def gpus() -> Iterator[Finding]:
 
 def adapters() -> Iterator[Finding]:
     """Look at the EFA adapters, and at the plugin that NCCL uses them through."""
-    known, count = instance(), count_efa()
+    known, count = instances.here(), count_efa()
     wanted = known.efa if known else 0
     if known and count < wanted:
         level = fail if count else warn
