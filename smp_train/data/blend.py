@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -19,6 +20,7 @@ import numpy as np
 
 from smp_train.data.order import Order, permute
 from smp_train.data.source import Row, Source, shards
+from smp_train.data.utils import is_shard_name
 from smp_train.errors import ConfigError
 
 BLOCK = 10_000
@@ -36,8 +38,7 @@ def read_weights(given: Sequence[str]) -> tuple[list[str], list[float] | None]:
             weight = None
         places.append(word if weight is None else place)
         weights.append(weight)
-    if len(set(places)) < len(places):
-        raise ConfigError(f"--training_dir {' '.join(given)}: names one place twice; its rows would count twice")
+    _refuse_twice(given, places)
     found = [weight for weight in weights if weight is not None]
     if not found:
         return places, None
@@ -47,6 +48,16 @@ def read_weights(given: Sequence[str]) -> tuple[list[str], list[float] | None]:
     if not all(0 < weight < float("inf") for weight in found):
         raise ConfigError(f"--training_dir {' '.join(given)}: weights must be above 0")
     return places, found
+
+
+def _refuse_twice(given: Sequence[str], places: Sequence[str]) -> None:
+    """Refuse one place under two names, and a file beside the folder that it is in."""
+    seen = [place.rstrip("/") if place.startswith("s3://") else os.path.realpath(place) for place in places]
+    for one in seen:
+        folder, _, name = one.rpartition("/")
+        is_file = is_shard_name(name) or os.path.isfile(one)
+        if seen.count(one) > 1 or (is_file and folder in seen):
+            raise ConfigError(f"--training_dir {' '.join(given)}: names one place twice; its rows would count twice")
 
 
 class Joined(Source):
@@ -71,6 +82,11 @@ class Joined(Source):
         layouts = {getattr(source, "layout", None) for source in sources} - {None}
         if layouts:
             self.layout = layouts.pop()
+        # Where each source can, so can all together; whoever uses one of these asks whether it is there.
+        if all(hasattr(source, "fill") for source in self.sources):
+            self.fill = self._fill
+        if all(hasattr(source, "report") for source in self.sources):
+            self.report = self._report
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -85,6 +101,23 @@ class Joined(Source):
         """Return a row of the source that ``index`` falls into."""
         number, row = self._locate(index)
         return self.sources[number].row(row)
+
+    def _fill(self, indices: list[int], into: np.ndarray) -> bool:
+        for place, index in enumerate(indices):
+            number, row = self._locate(index)
+            if not self.sources[number].fill([row], into[place : place + 1]):  # type: ignore[attr-defined]
+                return False
+        return True
+
+    def _report(self) -> dict[str, int | str]:
+        """Totals over all, and the longest row of any."""
+        reports = [source.report() for source in self.sources]  # type: ignore[attr-defined]
+        totals = {
+            key: sum(report.get(key, 0) for report in reports)
+            for key in ("shards", "rows", "tokens", "counted_tokens", "lines_left_out")
+        }
+        longest = max(reports, key=lambda report: report["longest"])
+        return {**totals, "longest": longest["longest"], "longest_at": longest["longest_at"]}
 
     def name(self, index: int) -> str:
         """Return ``place/name``."""
@@ -133,9 +166,7 @@ class BlendOrder:
 
     def _draw(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (source, how often it was drawn in this block before) of each slot."""
-        slots = permute(np.arange(BLOCK), BLOCK, self.seed, np.full(BLOCK, f"blend {block}")).astype(np.int64)
-        ends = np.cumsum(self.slots)
-        whose = np.searchsorted(ends, slots, side="right")
+        whose = sources_of(block, self.slots, self.seed)
         before = np.empty(BLOCK, dtype=np.int64)
         for number, share in enumerate(self.slots):
             before[whose == number] = np.arange(share)
@@ -163,6 +194,12 @@ class BlendOrder:
         """Return (epoch of its source, row index) of one position."""
         epochs, rows = self.rows(np.array([position]))
         return int(epochs[0]), int(rows[0])
+
+
+def sources_of(block: int, slots: Sequence[int], seed: int) -> np.ndarray:
+    """Return the source of each position of a block, of which source s has ``slots[s]``."""
+    places = permute(np.arange(BLOCK), BLOCK, seed, np.full(BLOCK, f"blend {block}")).astype(np.int64)
+    return np.searchsorted(np.cumsum(slots), places, side="right")
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:

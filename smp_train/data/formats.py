@@ -7,15 +7,16 @@ import logging
 import os
 from itertools import pairwise
 
-from smp_train.data import arrow, index, s3, token_cache
+from smp_train.data import arrow, bad_rows, index, s3, token_cache
 from smp_train.data.index import Caches, TokenShards, share
 from smp_train.data.source import Source
 from smp_train.data.utils import Shard, is_shard_name
-from smp_train.errors import DataError
+from smp_train.errors import ConfigError, DataError
 
 logger = logging.getLogger("smp_train.data")
 
 SHARDS, PREPARED, ARROW = "JSON-lines shards", "prepared tokens", "Hugging Face data set"
+LEFT_OUT = "; such lines were left out when this was made: make it again, or accept that with --bad_rows skip"
 
 
 def kind_of(location: str, dataset_type: str = "gpt_jsonl") -> str:
@@ -57,6 +58,8 @@ def convert_place(
     No collectives. Raises DataError.
     """
     kind = kind_of(location, dataset_type)
+    if kind != SHARDS and zipped is not None:
+        raise ConfigError(f"--zipped_data {int(zipped)} is for JSON-lines shards; {location} is a {kind}, leave it out")
     if kind == SHARDS:
         return index.convert(
             location, vocab_size=vocab_size, cache_dir=cache_dir, zipped=zipped, max_bad=max_bad, rank=rank,
@@ -64,7 +67,10 @@ def convert_place(
         )  # fmt: skip
     if s3.is_s3(location):
         return len(bring(location, cache_dir, rank, world)[1])
-    return arrow.check_share(Caches(location, vocab_size, cache_dir), location, rank, world) if kind == ARROW else 0
+    if kind == PREPARED:
+        return 0
+    caches = Caches(location, vocab_size, cache_dir, skip_bad=max_bad is not None)
+    return arrow.check_share(caches, location, rank, world)
 
 
 def open_place(
@@ -89,12 +95,15 @@ def open_place(
     logger.info("%s: %s", location, kind)
     here = bring(location, cache_dir)[0] if s3.is_s3(location) else location
     if kind == PREPARED:
-        return open_prepared(here, vocab_size)
-    return arrow.open_arrow(Caches(here, vocab_size, cache_dir), here)
+        return open_prepared(here, vocab_size, max_bad)
+    return arrow.open_arrow(Caches(here, vocab_size, cache_dir, skip_bad=max_bad is not None), here, max_bad)
 
 
-def open_prepared(location: str, vocab_size: int) -> TokenShards:
-    """Open a folder of ``.tok`` and ``.idx`` files, in order of the names of the shards they were made from."""
+def open_prepared(location: str, vocab_size: int, max_bad: float | None = None) -> TokenShards:
+    """Open a folder of ``.tok`` and ``.idx`` files, in order of the names of the shards they were made from.
+
+    ``max_bad`` is the fraction of lines that may have been left out when they were made; None tolerates none.
+    """
     found = []
     for name in sorted(os.listdir(location)):
         if not name.endswith(".idx") or name[0] in "._":
@@ -115,7 +124,10 @@ def open_prepared(location: str, vocab_size: int) -> TokenShards:
         if name == again:
             raise DataError(f"{base}.tok: {other}.tok holds the same shard, {name}; remove one of the two")
     files = [Shard(base + ".tok", name, header.size, 0) for name, base, header in found]
-    return TokenShards(files, [(base, header) for _, base, header in found])
+    source = TokenShards(files, [(base, header) for _, base, header in found])
+    left_out = [(f"{base}.tok: {name}", header.skipped, header.first_bad) for name, base, header in found]
+    bad_rows.judge(left_out, len(source), max_bad, LEFT_OUT)
+    return source
 
 
 def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -> tuple[str, list[str]]:

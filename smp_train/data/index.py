@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from smp_train.data import conversion, token_cache
+from smp_train.data import bad_rows, conversion, token_cache
 from smp_train.data.s3 import is_s3
 from smp_train.data.source import Row, Source
 from smp_train.data.token_cache import Header, ShardReader, cache_key
@@ -90,15 +90,19 @@ class Caches:
         try:
             token_cache.write(shard, base, self.vocab_size, tick, read_from=read_from, skip_bad=self.skip_bad)
         except OSError as error:
-            hint = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
-            raise DataError(
-                f"{self.folder}: cannot write the token cache ({error.strerror}); "
-                f"{hint} a --data_cache_dir that can be written"
-            ) from None
+            raise self.unwritable(error) from None
         except DataError as error:
             with contextlib.suppress(OSError), token_cache.atomic_file(base + self._failed) as file:
                 file.write(str(error).encode())
             raise
+
+    def unwritable(self, error: OSError) -> DataError:
+        """Return the message about what could not be written here."""
+        hint = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
+        return DataError(
+            f"{self.folder}: cannot write the token cache ({error.strerror}); "
+            f"{hint} a --data_cache_dir that can be written"
+        )
 
     def forget_failures(self, shards: list[Shard]) -> None:
         """Remove what an earlier run left about shards that are about to be tried again."""
@@ -326,17 +330,8 @@ def open_source(
 
 
 def _judge_bad_rows(source: TokenShards, max_bad: float | None) -> None:
-    """Hold what conversions have left out against what may be; the same verdict on every rank and every start."""
-    skipped = sum(header.skipped for header in source.headers)
-    if not skipped:
-        return
-    shard, header = next(found for found in zip(source.files, source.headers, strict=True) if found[1].skipped)
-    first = f"{shard.path}:{header.first_bad}"
-    if max_bad is None:
-        raise DataError(first)
-    lines = len(source) + skipped
-    if skipped > max_bad * lines:
-        raise DataError(
-            f"{skipped} of {lines} lines are no rows, more than --max_bad {max_bad:.4%}; the first is {first}"
-        )
-    logger.warning("left out %d of %d lines that are no rows (--bad_rows skip); the first is %s", skipped, lines, first)
+    left_out = [
+        (shard.path, header.skipped, header.first_bad)
+        for shard, header in zip(source.files, source.headers, strict=True)
+    ]
+    bad_rows.judge(left_out, len(source), max_bad)

@@ -200,10 +200,19 @@ def write(
             tok.write(rows.bitmap())
         tok_bytes = tok.tell()
         if read_from is None:
-            status = os.stat(shard.path)
-            if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
-                raise DataError(f"{shard.path}: changed while it was being read; start again when it is complete")
+            _refuse_changed(shard)
     _write_index(shard, base, vocab_size, dtype, rows, tok_bytes)
+
+
+def _refuse_changed(shard: Shard) -> None:
+    try:
+        status = os.stat(shard.path)
+    except OSError as error:
+        raise DataError(
+            f"{shard.path}: vanished while it was being read ({error.strerror}); put it back and start again"
+        ) from None
+    if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+        raise DataError(f"{shard.path}: changed while it was being read; start again when it is complete")
 
 
 def write_rows(source: str, base: str, vocab_size: int, block: np.ndarray) -> None:

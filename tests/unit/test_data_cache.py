@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from smp_train.data import conversion, index, token_cache
-from smp_train.data.index import BESIDE, convert, open_source
+from smp_train.data.index import BESIDE, Caches, convert, open_source
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
@@ -235,6 +235,8 @@ def test_a_shard_that_changes_under_the_converter(tmp_path):
     with pytest.raises(DataError, match=r"a\.json: changed while it was being read"):
         token_cache.write(shard, str(tmp_path / "base"), 97, grow)
     assert not list(tmp_path.glob("base*"))
+    with pytest.raises(DataError, match=r"a\.json: vanished while it was being read .*put it back"):
+        Caches(str(tmp_path), 97, None).write(list_shards(str(tmp_path))[0], lambda done: path.unlink(missing_ok=True))
 
 
 @pytest.mark.parametrize("suffix", [".tok", ".idx"])

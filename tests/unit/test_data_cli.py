@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from smp_train.cli import main
 from smp_train.data import cli
+from smp_train.data.blend import BLOCK, apportion, sources_of
 from smp_train.data.index import BESIDE, open_source
 from smp_train.data.order import Order
 from smp_train.errors import ConfigError
@@ -117,6 +119,28 @@ def test_audit_finds_samples_of_a_blend_that_are_never_used(tmp_path, capsys):
     (tmp_path / "run.json").write_text(json.dumps({"config": config, "samples": {"a": 2, "b": 3}}))
     assert cli.audit(tmp_path) == 3
     assert "b: 1 of 3 samples were never used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [40, BLOCK + 40])
+def test_audit_knows_how_often_each_place_of_a_blend_comes(tmp_path, capsys, count):
+    slots = apportion([0.7, 0.299, 0.001], BLOCK)
+    whose = np.concatenate([sources_of(block, slots, 5) for block in range(2)])[:count]
+    taken, samples = [0, 0, 0], []
+    for place in whose.tolist():
+        samples.append(f"{'abc'[place]}/x:{taken[place]}")
+        taken[place] += 1
+    config = {"training_dir": ["a:0.7", "b:0.299", "c:0.001"], "seed": 5}
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "samples": dict.fromkeys("abc", count)}))
+    write_run(tmp_path, [samples], world=1)
+    assert cli.audit(tmp_path) == 0
+    assert f"drawn from a: {taken[0]}, b: {taken[1]}, c: {taken[2]}\n" in capsys.readouterr().out
+    # As if b were no place of the run: what it should have given came from a.
+    write_run(tmp_path, [[name if name[0] != "b" else f"a/more:{name}" for name in samples]], world=1)
+    assert cli.audit(tmp_path) == 3
+    assert f"b: was drawn from 0 times, its weight gives it {taken[1]}\n" in capsys.readouterr().out
+    (tmp_path / "data_audit-rank0.jsonl").unlink()
+    write_run(tmp_path, [samples], world=1, start=7)
+    assert cli.audit(tmp_path) == 0
 
 
 def write_attempt(folder, attempt, steps, *, start, world, peers=1):
