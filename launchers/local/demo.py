@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from statistics import mean
-from typing import cast
+from statistics import mean, median
+from typing import Any, cast
 
 from smp_train.telemetry.metrics import history, read_metrics
 from smp_train.telemetry.run_folder import RunFolder
@@ -31,6 +31,7 @@ MARKER = ".made-by-make-demo"
 STEPS = 300  # one pass over 1,200 rows in global batches of 2 processes x 2
 LOGGING_FREQ = 2
 MARGIN = 0.5  # nats by which the losses must end below the unigram entropy
+DATA_WAIT = 0.01  # of a step, at most, that may go by in waiting for its data
 
 TOKENIZER_SIZE = 2048
 SEQ_LEN = 512
@@ -173,11 +174,20 @@ def check(run: RunFolder, entropy: float, *, stopped_at: int, steps: int) -> dic
         and set(range(LOGGING_FREQ, steps + 1, LOGGING_FREQ)) <= set(numbers),
         f"the training loss ends below {below:.3f}": losses["last train"] < below,
         f"the validation loss ends below {below:.3f}": losses["last validation"] < below,
+        f"a step waits for its data less than {DATA_WAIT:.0%} of its time": data_wait(logged) < DATA_WAIT,
     }
     failed = [claim for claim, true in claims.items() if not true]
     if failed:
-        raise DemoFailed(f"not true: {'; '.join(failed)} (losses: {losses}, unigram entropy: {entropy:.3f})")
+        raise DemoFailed(
+            f"not true: {'; '.join(failed)} (losses: {losses}, unigram entropy: {entropy:.3f}, "
+            f"waiting for data: {data_wait(logged):.2%})"
+        )
     return losses
+
+
+def data_wait(logged: list[dict[str, Any]]) -> float:
+    """Return the part of a step that goes by in waiting for data: the median, as other programs share the machine."""
+    return median(record["data_wait_sec"] / record["step_sec"] for record in logged)
 
 
 def start_afresh(folder: Path) -> None:

@@ -13,6 +13,9 @@ import json
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -64,15 +67,19 @@ def _known(caches: Caches, shard: Shard) -> Checked | None:
     return None
 
 
-def check_share(caches: Caches, location: str, rank: int, world: int) -> int:
+def check_share(caches: Caches, location: str, rank: int, world: int, threads: int = 1) -> int:
     """Check this rank's share of the files that have not been; return how many that were.
 
     Raises DataError at the first row that is none, but where ``caches`` are to leave those out.
     """
     missing = [shard for shard in share(files_of(location)[0], rank, world) if _known(caches, shard) is None]
-    with Progress("checking", sum(shard.size for shard in missing), "B", rank == 0) as progress:
-        for shard in missing:
-            found = check(shard.path, caches.vocab_size, (lambda row, why: None) if caches.skip_bad else None)
+    skip = (lambda row, why: None) if caches.skip_bad else None
+    # Threads: what takes time, reading and NumPy's passes over large arrays, gives up the interpreter lock.
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="smp-train-check")
+    with Progress("checking", sum(shard.size for shard in missing), "B", rank == 0) as progress, _cancelling(pool):
+        for shard, found in zip(
+            missing, pool.map(lambda shard: check(shard.path, caches.vocab_size, skip), missing), strict=True
+        ):
             try:
                 with atomic_file(caches.base(shard) + CHECKED) as file:
                     file.write(json.dumps(asdict(found)).encode())
@@ -80,6 +87,14 @@ def check_share(caches: Caches, location: str, rank: int, world: int) -> int:
                 raise caches.unwritable(error) from None
             progress.update(shard.size)
     return len(missing)
+
+
+@contextmanager
+def _cancelling(pool: ThreadPoolExecutor) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class _Files:

@@ -68,9 +68,11 @@ def convert_place(
     if s3.is_s3(location):
         return len(bring(location, cache_dir, rank, world)[1])
     if kind == PREPARED:
+        if cache_dir is not None:
+            logger.info("--data_cache_dir %s has no effect on %s: it is prepared already", cache_dir, location)
         return 0
     caches = Caches(location, vocab_size, cache_dir, skip_bad=max_bad is not None)
-    return arrow.check_share(caches, location, rank, world)
+    return arrow.check_share(caches, location, rank, world, processes)
 
 
 def open_place(

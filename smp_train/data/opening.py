@@ -77,7 +77,7 @@ def open_data(
         source = sources[0] if len(sources) == 1 else Joined(sources, places)
         if weights is not None and isinstance(source, Joined):
             order = BlendOrder(source, weights, args.seed, args.shuffle)
-        if args.test_dir is not None:
+        if args.test_dir is not None and (args.validation_freq or args.evaluate_only):
             held_out = opened(args.test_dir)
     with runtime.together("preparing the data"):
         training = TrainingData(
