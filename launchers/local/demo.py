@@ -156,7 +156,7 @@ def stop_half_way(
 def check(run: RunFolder, entropy: float, *, stopped_at: int, steps: int) -> dict[str, float]:
     """Check the whole run and return its losses; the last of training is a mean, as its batches are small."""
     records = history(read_metrics(run.path))
-    logged = [record for record in records if "event" not in record]
+    logged = steps_of(run)
     evaluated = [record for record in records if record.get("event") == "evaluate"]
     resumed = [record["step"] for record in records if record.get("event") == "resume"]
     numbers = [record["step"] for record in logged]
@@ -185,6 +185,11 @@ def check(run: RunFolder, entropy: float, *, stopped_at: int, steps: int) -> dic
     return losses
 
 
+def steps_of(run: RunFolder) -> list[dict[str, Any]]:
+    """Return the logged steps of a run."""
+    return [record for record in history(read_metrics(run.path)) if "event" not in record]
+
+
 def data_wait(logged: list[dict[str, Any]]) -> float:
     """Return the part of a step that goes by in waiting for data: the median, as other programs share the machine."""
     return median(record["data_wait_sec"] / record["step_sec"] for record in logged)
@@ -201,12 +206,13 @@ def start_afresh(folder: Path) -> None:
     marker.touch()
 
 
-def summary(entropy: float, losses: dict[str, float], seconds: float) -> None:
+def summary(entropy: float, losses: dict[str, float], wait: float, seconds: float) -> None:
     """Print the result and where everything is."""
     heading(f"Done in {seconds:.0f} s, every claim checked")
     print(f"  unigram entropy of the text   {entropy:.3f} nats per token (what word counts alone can reach)")
     for name, loss in losses.items():
         print(f"  {name + ' loss':<30}{loss:.3f}")
+    print(f"  {'waiting for data':<30}{wait:.2%} of a step (median)")
     checkpoints = sorted(path.parent.name for path in DEMO.glob("checkpoints/*/COMMITTED"))
     for name, where in (
         ("report", DEMO / "run/report.png"),
@@ -241,7 +247,8 @@ def demo() -> None:
     heading("Draw the report")
     with started([str(BIN / "smp-train"), "report", str(run.path)]) as process:
         finish(process, 120)
-    summary(entropy, losses, time.monotonic() - began)
+    wait = data_wait(steps_of(run))
+    summary(entropy, losses, wait, time.monotonic() - began)
 
 
 def main() -> int:
