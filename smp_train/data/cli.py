@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from smp_train.data import arrow, formats, s3
+from smp_train.data import arrow, formats, manifest, s3
 from smp_train.data.blend import BLOCK, apportion, read_weights, sources_of
 from smp_train.data.index import own_folder
 from smp_train.data.rows import RowParser
@@ -57,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     if args.verb == "audit":
         return audit(Path(args.run), args.rows)
     survey = look(args.path, args.vocab_size, args.cache_dir)
+    if args.verb == "verify":
+        survey.problems += manifest.differences(args.path)
     for problem in survey.problems[:SHOWN]:
         print(problem)
     if len(survey.problems) > SHOWN:

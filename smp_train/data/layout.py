@@ -74,6 +74,8 @@ class Layout(Source):
         sizes = lengths(source)
         if long == "error":
             _refuse_long(source, sizes, seq_len)
+        if short == "pack":
+            _refuse_holes(source, sizes)
         self._whole = sizes
         self._sizes = np.minimum(sizes, seq_len) if long == "truncate" else sizes
         self._short = short
@@ -170,6 +172,19 @@ def _refuse_long(source: Source, sizes: np.ndarray, seq_len: int) -> None:
             f"{source.name(longest)}: row of {sizes[longest]} tokens is longer than the {seq_len} of "
             "--max_context_width; use --long split or truncate, or prepare shorter rows"
         )
+
+
+def _refuse_holes(source: Source, sizes: np.ndarray) -> None:
+    """Refuse before the first step, where the source knows how many tokens count, rows that cannot be packed."""
+    report = getattr(source, "report", None)
+    if report is None or report()["counted_tokens"] == sizes.sum():
+        return
+    for index in range(len(source)):
+        if trimmed(source.row(index)).counted is not None:
+            raise DataError(
+                f"{source.name(index)}: attention_mask leaves out tokens inside the row, which cannot be packed with "
+                "others; use --short pad"
+            )
 
 
 def lay_out(source: Source, seq_len: int, *, long: str, short: str) -> Source:

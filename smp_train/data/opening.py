@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
@@ -18,6 +19,8 @@ from smp_train.data.text.opening import open_text
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
     from smp_train.runtime import Runtime
+
+logger = logging.getLogger("smp_train.data")
 
 KEEP_ALL = ("concat", "pack")
 
@@ -52,6 +55,7 @@ def open_data(
     def opened(place: str) -> Source:
         source = _open_place(args, place, vocab_size, ranks)
         with runtime.together(f"laying out {place}"):
+            say(place, source)
             return lay_out(source, seq_len, long=long_rows(args), short=args.short)
 
     if args.dataset is not None:
@@ -97,6 +101,17 @@ def open_data(
             fast=args.fast_validation,
             **share,
         )
+
+
+def say(place: str, source: Source) -> None:
+    """Say in the log what is in a place, where its source knows."""
+    report = getattr(source, "report", None)
+    if report is not None:
+        totals = report()
+        logger.info(
+            "%s: %d rows in %d files, %d tokens of which %d count, the longest row of %d",
+            place, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"], totals["longest"],
+        )  # fmt: skip
 
 
 def _open_place(args: Arguments, place: str, vocab_size: int, ranks: Runtime) -> Source:

@@ -1,6 +1,8 @@
 """``smp-train data``: what it says of good data, of bad data, and of runs that used data once or not."""
 
+import gzip
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -58,6 +60,23 @@ def test_verify_prepared(tmp_path, capsys):
     tok.write_bytes(content)
     assert main(["data", "verify", str(here)]) == 3
     assert "row 2 (a.json:3) does not match its checksum" in capsys.readouterr().out
+
+
+def test_verify_holds_a_preparation_against_its_manifest(tmp_path, capsys):
+    shutil.copytree(SAMPLE, tmp_path / "sample")
+    train = tmp_path / "sample" / "train"
+    assert cli.main(["verify", str(train)]) == 0
+    shutil.copy(train / "train-00000.json.gz", train / "more.json.gz")
+    (train / "train-00001.json.gz").unlink()
+    content = gzip.decompress((train / "train-00002.json.gz").read_bytes())
+    (train / "train-00002.json.gz").write_bytes(gzip.compress(content[: content.index(b"\n") + 1]))
+    capsys.readouterr()
+    assert cli.main(["verify", str(train)]) == 3
+    said = capsys.readouterr().out
+    assert "train-00001.json.gz: is listed in _manifest.json and missing" in said
+    assert "train-00002.json.gz: differs from its checksum in _manifest.json" in said
+    assert "more.json.gz: is not listed in _manifest.json" in said
+    assert said.endswith(", 3 problems\n")
 
 
 def test_mistakes_of_use(tmp_path, capsys):

@@ -16,7 +16,9 @@ from smp_train.data import cli
 from smp_train.data.arrow import ArrowRows
 from smp_train.data.formats import ARROW, PREPARED, SHARDS, convert_place, kind_of, open_place
 from smp_train.data.index import BESIDE, open_source
+from smp_train.data.layout import lay_out
 from smp_train.data.mounts import is_local
+from smp_train.data.opening import say
 from smp_train.data.source import lengths
 from smp_train.errors import ConfigError, DataError
 
@@ -300,6 +302,30 @@ def test_prepared_files_that_lack_lines(tmp_path, caplog, capsys):
         opened(tmp_path / "tokens", max_bad=0.01)
     assert cli.main(["inspect", str(tmp_path / "tokens")]) == 0
     assert "left out when this was made, as no rows: 1 lines" in capsys.readouterr().out
+
+
+def test_rows_with_holes_are_not_packed(tmp_path, caplog):
+    """Refused before the first step, not where such a row comes up."""
+    masks = [[1] * len(row) for row in ROWS]
+    masks[3] = [0, *masks[3][1:]]
+    masks[4] = [1, 1, 0]
+    caplog.set_level("INFO")
+    for holed in (False, True):
+        if holed:
+            masks[30][1] = 0
+        save(tmp_path / f"arrow {holed}", masks=masks)
+        (tmp_path / f"json {holed}").mkdir()
+        lines = [json.dumps({"input_ids": i, "attention_mask": m}) for i, m in zip(ROWS, masks, strict=True)]
+        (tmp_path / f"json {holed}/a.json").write_text("\n".join(lines))
+        for kind, name in (("arrow", r"\.arrow:6"), ("json", r"a\.json:31")):
+            source = opened(tmp_path / f"{kind} {holed}")
+            if not holed:
+                assert len(lay_out(source, 8, long="split", short="pack")) < 50
+                say("here", source)
+                assert f"here: 50 rows in {len(source.files)} files, 223 tokens of which 221 count" in caplog.text
+                continue
+            with pytest.raises(DataError, match=name + ": attention_mask leaves out tokens inside.*--short pad"):
+                lay_out(source, 8, long="split", short="pack")
 
 
 def test_flags_that_mean_nothing_to_a_kind_are_refused(tmp_path):

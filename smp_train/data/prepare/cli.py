@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare import pipeline, writing
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.documents import held_out, numbered
@@ -25,7 +26,6 @@ from smp_train.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MANIFEST = "_manifest.json"
 MAKER = "smp-train prepare"
 FORMAT = 1
 TOKENIZER_SAMPLE_PER_ENTRY = 512
