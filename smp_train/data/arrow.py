@@ -144,9 +144,15 @@ class _Column:
             return np.arange(place.rows + 1, dtype=np.int64) * place.size
         return self._array(np.dtype(place.starts_type), place.starts, place.rows + 1)
 
+    @cached_property
+    def _view(self) -> np.ndarray:
+        return self._array(self._type, self._place.values, int(self.starts[-1]))
+
     def numbers(self, first: int, last: int) -> np.ndarray:
         """Return the numbers of the rows from ``first`` to before ``last``, end to end."""
         begin, end = int(self.starts[first]), int(self.starts[last])
+        if self._mapped is not None:
+            return self._view[begin:end]
         return self._array(self._type, self._place.values + begin * self._type.itemsize, end - begin)
 
     def padded_lengths(self) -> np.ndarray:
