@@ -26,7 +26,8 @@ import numpy as np
 
 from smp_train.data import bad_rows
 from smp_train.data.arrow_file import Checked, Lists, check
-from smp_train.data.index import Caches, share
+from smp_train.data.conversion import SLACK_SECONDS
+from smp_train.data.index import Caches, clock, share
 from smp_train.data.mounts import is_local
 from smp_train.data.source import Row, Source
 from smp_train.data.token_cache import atomic_file
@@ -70,16 +71,28 @@ def _known(caches: Caches, shard: Shard) -> Checked | None:
 def check_share(caches: Caches, location: str, rank: int, world: int, threads: int = 1) -> int:
     """Check this rank's share of the files that have not been; return how many that were.
 
-    Raises DataError at the first row that is none, but where ``caches`` are to leave those out.
+    Raises DataError at the first row that is none, but where ``caches`` are to leave those out; and, behind each file,
+    what a peer has met in its own.
     """
-    missing = [shard for shard in share(files_of(location)[0], rank, world) if _known(caches, shard) is None]
-    skip = (lambda row, why: None) if caches.skip_bad else None
+    files = files_of(location)[0]
+    missing = [shard for shard in share(files, rank, world) if _known(caches, shard) is None]
+    if not missing:
+        return 0
+    since = clock(caches.folder) - SLACK_SECONDS
+    caches.forget_failures(missing)
+
+    def checked(shard: Shard) -> Checked:
+        try:
+            return check(shard.path, caches.vocab_size, (lambda row, why: None) if caches.skip_bad else None)
+        except DataError as error:
+            caches.leave_word(shard, error)
+            raise
+
     # Threads: what takes time, reading and NumPy's passes over large arrays, gives up the interpreter lock.
     pool = ThreadPoolExecutor(threads, thread_name_prefix="smp-train-check")
     with Progress("checking", sum(shard.size for shard in missing), "B", rank == 0) as progress, _cancelling(pool):
-        for shard, found in zip(
-            missing, pool.map(lambda shard: check(shard.path, caches.vocab_size, skip), missing), strict=True
-        ):
+        for shard, found in zip(missing, pool.map(checked, missing), strict=True):
+            caches.raise_failure(files, since)
             try:
                 with atomic_file(caches.base(shard) + CHECKED) as file:
                     file.write(json.dumps(asdict(found)).encode())

@@ -92,8 +92,7 @@ class Caches:
         except OSError as error:
             raise self.unwritable(error) from None
         except DataError as error:
-            with contextlib.suppress(OSError), token_cache.atomic_file(base + self._failed) as file:
-                file.write(str(error).encode())
+            self.leave_word(shard, error)
             raise
 
     def unwritable(self, error: OSError) -> DataError:
@@ -103,6 +102,11 @@ class Caches:
             f"{self.folder}: cannot write the token cache ({error.strerror}); "
             f"{hint} a --data_cache_dir that can be written"
         )
+
+    def leave_word(self, shard: Shard, error: DataError) -> None:
+        """Let the peers know what is wrong with a shard."""
+        with contextlib.suppress(OSError), token_cache.atomic_file(self.base(shard) + self._failed) as file:
+            file.write(str(error).encode())
 
     def forget_failures(self, shards: list[Shard]) -> None:
         """Remove what an earlier run left about shards that are about to be tried again."""

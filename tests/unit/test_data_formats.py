@@ -237,6 +237,15 @@ def test_bad_rows_are_left_out_and_said(tmp_path, caplog):
         opened(tmp_path / "none", max_bad=1)
 
 
+def test_a_bad_file_stops_the_peers(tmp_path):
+    save(tmp_path, [[1, 2]] * 3 + [[1, 200]] + [[1, 2]] * 6, shards=5)
+    with pytest.raises(DataError, match="row 2: token id 200") as first:
+        convert_place(str(tmp_path), vocab_size=100, rank=1, world=5)
+    with pytest.raises(DataError) as peers:
+        convert_place(str(tmp_path), vocab_size=100, rank=0, world=5)
+    assert str(peers.value) == str(first.value)
+
+
 def test_what_another_version_kept_is_checked_again(tmp_path):
     save(tmp_path, shards=1)
     opened(tmp_path)

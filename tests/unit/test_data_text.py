@@ -399,6 +399,15 @@ def test_finding_files(tmp_path):
     assert [file.name for file in find_files([str(tmp_path)])] == ["a.txt"]
 
 
+def test_a_text_beside_its_zipped_copy_would_count_twice(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.txt"):
+        (tmp_path / name).write_bytes(b'{"text": "x"}\n')
+    assert len(find_files([str(tmp_path)])) == 3
+    (tmp_path / "a.jsonl.gz").write_bytes(b'{"text": "x"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: a\.jsonl is beside it, so its documents would count twice"):
+        find_files([str(tmp_path)])
+
+
 def test_what_is_called_json_is_looked_into(tmp_path, caplog):
     lines = b'\n{"text": "one"}\n{"text": "two"}\n'
     (tmp_path / "a.jsonl").write_bytes(lines)

@@ -155,6 +155,13 @@ def _refuse_duplicates(found: list[TextFile]) -> None:
         if key in seen:
             raise DataError(f"{file.path}: is given twice, so its documents would count twice; give it once")
         seen.add(key)
+    paths = {file.path for file in found}
+    for file in found:
+        if file.path.endswith(".gz") and file.path[:-3] in paths:
+            raise DataError(
+                f"{file.path}: {os.path.basename(file.path)[:-3]} is beside it, so its documents would count twice; "
+                "remove one of the two"
+            )
 
 
 def _without_empty(found: list[TextFile], flag: str) -> list[TextFile]:
