@@ -257,6 +257,9 @@ def audit(run: Path, rows: int | None = None) -> int:
     """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code."""
     config, mesh, sizes = _config(run, "config"), _config(run, "mesh"), _config(run, "samples")
     steps = _records(run, int(mesh.get("tensor", 1)) * int(mesh.get("context", 1)))
+    if not steps:
+        print(f"{run}: no step was recorded yet")
+        return 0
     problems = [
         f"step {step} is missing" for step in range(min(steps), max(steps) + 1) if step not in steps
     ]

@@ -213,6 +213,12 @@ def test_audit_needs_audits(tmp_path):
         cli.audit(tmp_path)
 
 
+def test_audit_of_a_run_without_a_step(tmp_path, capsys):
+    (tmp_path / "data_audit-rank0.jsonl").touch()
+    assert cli.audit(tmp_path) == 0
+    assert "no step was recorded yet" in capsys.readouterr().out
+
+
 GOOD_TEXT = [
     ["a:1[0:5]+b+c:2[0:3]"], ["b+c:2[3:9]"], ["b+c:2[9:10]+a:1[0:5]+b+c:2[0:2]"], ["b+c:2[2:4]", "b+c:2[4:10]"],
 ]  # fmt: skip
