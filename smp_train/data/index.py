@@ -15,7 +15,6 @@ import logging
 import os
 import tempfile
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from smp_train.data import conversion, token_cache
+from smp_train.data.open_files import OpenFiles
 from smp_train.data.s3 import is_s3
 from smp_train.data.source import Row, Source
 from smp_train.data.token_cache import Header, ShardReader, cache_key
@@ -32,7 +32,6 @@ from smp_train.errors import DataError
 logger = logging.getLogger("smp_train.data")
 
 BESIDE = ".smp_train_cache"
-OPEN_SHARDS = 256
 STALE_SECONDS = 3600
 FAILED = ".err"
 
@@ -208,7 +207,9 @@ class TokenShards(Source):
         self._bases = [base for base, _ in found]
         self.headers = [header for _, header in found]
         self._starts = [0, *accumulate(header.rows for header in self.headers)]
-        self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        self._readers: dict[int, ShardReader] = {}
+        self._files = OpenFiles(len(shards))
+        self._scratch = np.empty(0, dtype=np.uint16)
         # One thread reads ahead while another asks for names: no reader may be closed under the other's
         # hands.
         self._lock = threading.Lock()
@@ -229,29 +230,31 @@ class TokenShards(Source):
     def lengths(self, shard: int) -> np.ndarray:
         """Return the tokens of each row of a shard, without padding at its ends."""
         with self._lock:
-            return self._reader(shard).lengths()
+            return self._index(shard).lengths()
 
-    def _locate(self, index: int) -> tuple[ShardReader, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._starts[-1]:
             raise IndexError(f"row {index} of {len(self)}")
         number = bisect.bisect_right(self._starts, index) - 1
-        return self._reader(number), index - self._starts[number]
+        return number, index - self._starts[number]
+
+    def _index(self, number: int) -> ShardReader:
+        """Return the reader of a shard. Its index stays in memory: rows of a thousand shards come in no order."""
+        reader = self._readers.get(number)
+        if reader is None:
+            reader = self._readers[number] = ShardReader(self._bases[number])
+        return reader
 
     def _reader(self, number: int) -> ShardReader:
-        reader = self._open.get(number)
-        if reader is None:
-            reader = self._open[number] = ShardReader(self._bases[number])
-            if len(self._open) > OPEN_SHARDS:
-                self._open.popitem(last=False)[1].close()
-        elif len(self._bases) > OPEN_SHARDS:
-            self._open.move_to_end(number)
+        reader = self._index(number)
+        self._files.use(reader)
         return reader
 
     def row(self, index: int) -> Row:
         """Read one row. Raises DataError when the cache under it is damaged."""
         with self._lock:
-            reader, row = self._locate(index)
-            return reader.row(row)
+            number, row = self._locate(index)
+            return self._reader(number).row(row)
 
     def fill(self, indices: list[int], into: np.ndarray) -> bool:
         """Read rows into int64 [rows, tokens], faster than one by one; False when one is not just ``tokens`` long and
@@ -259,16 +262,19 @@ class TokenShards(Source):
         """
         with self._lock:
             for place, index in enumerate(indices):
-                reader, row = self._locate(index)
-                if not reader.fill(row, into[place]):
+                number, row = self._locate(index)
+                reader = self._reader(number)
+                if self._scratch.size != into.shape[1] or self._scratch.dtype != reader.dtype:
+                    self._scratch = np.empty(into.shape[1], dtype=reader.dtype)
+                if not reader.fill(row, into[place], self._scratch):
                     return False
         return True
 
     def name(self, index: int) -> str:
         """Return ``shard-file:line``."""
         with self._lock:
-            reader, row = self._locate(index)
-            return f"{reader.header.source}:{reader.line(row)}"
+            number, row = self._locate(index)
+            return f"{self.headers[number].source}:{self._index(number).line(row)}"
 
     def report(self) -> dict[str, int | str]:
         """Totals: shards, rows, tokens, counted tokens, and the longest row with its shard and line."""
@@ -287,8 +293,7 @@ class TokenShards(Source):
     def close(self) -> None:
         """Close all files; they open again when a row is read."""
         with self._lock:
-            while self._open:
-                self._open.popitem()[1].close()
+            self._files.close()
 
 
 def open_source(

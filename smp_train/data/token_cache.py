@@ -253,8 +253,11 @@ def _write_index(
             idx.write(values.tobytes())
 
 
-def read_header(base: str) -> tuple[Header, int] | None:
-    """Return the header and where the arrays start, or None when there is no whole cache at ``base``."""
+def read_header(base: str, *, index_alone: bool = False) -> tuple[Header, int] | None:
+    """Return the header and where the arrays start, or None when there is no whole cache at ``base``.
+
+    ``index_alone`` asks for the ``.idx`` only, whatever has become of the ``.tok``.
+    """
     try:
         # Thousands of these are read at a start: no more calls than it takes.
         file = os.open(base + ".idx", os.O_RDONLY)
@@ -270,23 +273,33 @@ def read_header(base: str) -> tuple[Header, int] | None:
         arrays = sum(np.dtype(kind).itemsize * count for kind, count in header.arrays.values())
         whole = (
             header.version == VERSION
-            and os.stat(base + ".tok").st_size == header.tok_bytes
             and size == _PREFIX.size + length + arrays
+            and (index_alone or os.stat(base + ".tok").st_size == header.tok_bytes)
         )
         return (header, _PREFIX.size + length) if whole else None
     except (OSError, struct.error, ValueError, TypeError):
         return None
 
 
-class ShardReader:
-    """Rows of one converted shard, from one open file; `close` it to give the descriptor back."""
+def _missing(base: str) -> DataError:
+    return DataError(f"{base}.tok: the token cache is missing or damaged; start again and it is rebuilt")
 
-    def __init__(self, base: str) -> None:
-        opened = read_header(base)
+
+class ShardReader:
+    """Rows of one converted shard.
+
+    The index is read once and kept. The file of ids is opened when a row is read, and stays open until `close`, after
+    which the next row opens it again.
+
+    Args:
+        base: name of the cache without suffix.
+        index_alone: the ``.tok`` need not be there yet.
+    """
+
+    def __init__(self, base: str, *, index_alone: bool = False) -> None:
+        opened = read_header(base, index_alone=index_alone)
         if opened is None:
-            raise DataError(
-                f"{base}.tok: the token cache is missing or damaged; start again and it is rebuilt"
-            )
+            raise _missing(base)
         self.base = base
         self.header, offset = opened
         self._tok = -1
@@ -302,22 +315,39 @@ class ShardReader:
                 digest.update(name.encode() + values.tobytes())
         if digest.hexdigest() != self.header.digest:
             raise self._damaged("its index does not match its checksum")
-        self._dtype = np.dtype(self.header.dtype)
+        self.dtype = np.dtype(self.header.dtype)
         self._crc = self._arrays["crc"]
         # Most shards have rows of one length, all counted: those are read with nothing to look up.
         plain = self.header.mask == "none" and self.header.row_length is not None
-        self._plain_bytes = (self.header.row_length or 0) * self._dtype.itemsize if plain else 0
+        self._plain_bytes = (self.header.row_length or 0) * self.dtype.itemsize if plain else 0
         self._plain_tail = (self.header.row_length or 0).to_bytes(8, "little")
-        self._scratch = np.empty(self._plain_bytes // self._dtype.itemsize, dtype=self._dtype)
-        self._tok = os.open(base + ".tok", os.O_RDONLY)
+
+    def open(self) -> None:
+        """Open the file of ids. Raises DataError."""
+        if self._tok < 0:
+            try:
+                self._tok = os.open(self.base + ".tok", os.O_RDONLY)
+            except FileNotFoundError:
+                raise _missing(self.base) from None
+            except OSError as error:
+                raise self._unreadable(error) from None
+
+    def __del__(self) -> None:
+        if getattr(self, "_tok", -1) >= 0:
+            os.close(self._tok)
 
     def _damaged(self, what: str) -> DataError:
         return DataError(
             f"{self.base}.tok: {what}; remove this file and its .idx, start again, and they are rebuilt"
         )
 
+    def _unreadable(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self.base}.tok: cannot be read ({error.strerror}); is the file system of --data_cache_dir still there?"
+        )
+
     def close(self) -> None:
-        """Close the file; reading after this is an error."""
+        """Close the file of ids."""
         if self._tok >= 0:
             os.close(self._tok)
             self._tok = -1
@@ -344,31 +374,30 @@ class ShardReader:
         return int(starts[row]), int(starts[row + 1]) - int(starts[row])
 
     def _bytes(self, size: int, offset: int) -> bytes:
+        self.open()
         try:
             return os.pread(self._tok, size, offset)
         except OSError as error:
-            raise DataError(
-                f"{self.base}.tok: cannot be read ({error.strerror}); "
-                "is the file system of --data_cache_dir still there?"
-            ) from None
+            raise self._unreadable(error) from None
 
-    def fill(self, row: int, into: np.ndarray) -> bool:
+    def fill(self, row: int, into: np.ndarray, scratch: np.ndarray) -> bool:
         """Read row ``row`` into int64 [tokens] of its own length; False, with nothing read, when it is no such row.
 
-        Raises DataError as `row`.
+        ``scratch`` is [tokens] of `dtype`, to read into first. Raises DataError as `row`.
         """
         size = self._plain_bytes
-        if into.size != self._scratch.size or not size:
+        if scratch.nbytes != size:
             return False
+        self.open()
         try:
-            read = os.preadv(self._tok, [self._scratch.data], row * size)
+            read = os.preadv(self._tok, [scratch.data], row * size)
         except OSError:
             read = 0
-        if read != size or crc32(self._plain_tail, crc32(self._scratch)) != self._crc[row]:
+        if read != size or crc32(self._plain_tail, crc32(scratch)) != self._crc[row]:
             # Again, for the message.
             self.row(row)
             return False
-        into[:] = self._scratch
+        into[:] = scratch
         return True
 
     def row(self, row: int) -> Row:
@@ -377,9 +406,9 @@ class ShardReader:
         if size:
             data = self._bytes(size, row * size)
             if crc32(self._plain_tail, crc32(data)) == self._crc[row]:
-                return Row(np.frombuffer(data, dtype=self._dtype))
+                return Row(np.frombuffer(data, dtype=self.dtype))
         start, n = self._span(row)
-        size = self._dtype.itemsize
+        size = self.dtype.itemsize
         data = self._bytes(n * size, start * size)
         valid, bits = n, b""
         if self.header.mask != "none":
@@ -393,7 +422,7 @@ class ShardReader:
             raise self._damaged(
                 f"row {row} ({self.header.source}:{self.line(row)}) does not match its checksum"
             )
-        ids = np.frombuffer(data, dtype=self._dtype)
+        ids = np.frombuffer(data, dtype=self.dtype)
         if valid == n:
             return Row(ids)
         return Row(ids, mask if bits else np.arange(n) < valid)
