@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from itertools import pairwise
+from typing import Any
 
 from smp_train.data import arrow, index, s3, token_cache
 from smp_train.data.index import Caches, TokenShards, share
@@ -67,6 +68,20 @@ def convert_place(
     return arrow.check_share(Caches(location, vocab_size, cache_dir), location, rank, world) if kind == ARROW else 0
 
 
+def check_place(
+    location: str, *, dataset_type: str = "gpt_jsonl", vocab_size: int, cache_dir: str | None = None, rank: int = 0,
+    world: int = 1, **_: Any,
+) -> int:  # fmt: skip
+    """Do this rank's share of what needs the whole of a place that was brought from S3; return how many files.
+
+    For after `convert_place` on all ranks. No collectives. Raises DataError.
+    """
+    if not s3.is_s3(location) or kind_of(location, dataset_type) != ARROW:
+        return 0
+    here, _fetched = bring(location, cache_dir, rank, world)
+    return arrow.check_share(Caches(here, vocab_size, cache_dir), here, rank, world)
+
+
 def open_place(
     location: str,
     *,
@@ -79,7 +94,11 @@ def open_place(
     world: int = 1,
     processes: int = 1,
 ) -> Source:
-    """Open a place after `convert_place` on all ranks. Raises DataError."""
+    """Open a place after `convert_place` and `check_place` on all ranks.
+
+    What they have left out, being called for one rank alone or by ranks that do not see each other's files, is done
+    here first. Raises DataError.
+    """
     kind = kind_of(location, dataset_type)
     if kind == SHARDS:
         return index.open_source(
@@ -128,14 +147,22 @@ def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -
     for shard in objects:
         digest.update(f"{shard.path} {shard.size} {shard.etag}\n".encode())
     folder = os.path.join(cache_dir or index.own_folder(), f"s3-{digest.hexdigest()}")
-    os.makedirs(folder, exist_ok=True)
-    missing = [
-        shard
-        for shard in share(objects, rank, world)
-        if shard.size and not _is_file_of(os.path.join(folder, shard.name), shard.size)
-    ]
-    for shard, copy in s3.staged(missing, folder) if missing else ():
-        os.replace(copy, os.path.join(folder, shard.name))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        index.sweep(folder)
+        # Dealt before looking: what is there changes while ranks look, and they must agree on the deal.
+        missing = [
+            shard
+            for shard in share(objects, rank, world)
+            if shard.size and not _is_file_of(os.path.join(folder, shard.name), shard.size)
+        ]
+        for shard, copy in s3.staged(missing, folder) if missing else ():
+            os.replace(copy, os.path.join(folder, shard.name))
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot hold a copy of {location} ({error.strerror or error}); "
+            "give a --data_cache_dir that can be written"
+        ) from None
     return folder, [shard.name for shard in missing]
 
 

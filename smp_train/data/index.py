@@ -83,11 +83,21 @@ class Caches:
         self._writable = self._writable or self._first_writable()
         return self._writable[0]
 
+    @property
+    def copies(self) -> str:
+        """The folder that objects of S3 are fetched into, to be converted."""
+        return self.folder
+
+    def _convert(self, shard: Shard, base: str, tick: Callable[[int], None], read_from: str | None) -> None:
+        token_cache.write(shard, base, self.vocab_size, tick, read_from=read_from, skip_bad=self.skip_bad)
+
     def write(self, shard: Shard, tick: Callable[[int], None], read_from: str | None = None) -> None:
         """Convert a shard; a line that is no row leaves word of it beside the caches, for the peers."""
         base = self.base(shard)
         try:
-            token_cache.write(shard, base, self.vocab_size, tick, read_from=read_from, skip_bad=self.skip_bad)
+            self._convert(shard, base, tick, read_from)
+        except InterruptedError:
+            raise
         except OSError as error:
             hint = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
             raise DataError(
@@ -122,7 +132,7 @@ class Caches:
         for place in self.places:
             try:
                 os.makedirs(place[0], mode=0o777 if place is self.places[0] else 0o700, exist_ok=True)
-                _sweep(place[0])
+                sweep(place[0])
                 ignore = Path(place[0], ".gitignore")
                 if os.path.basename(place[0]) == BESIDE and not ignore.exists():
                     ignore.write_text("*\n")
@@ -149,7 +159,7 @@ def clock(folder: str) -> float:
         return os.fstat(probe.fileno()).st_mtime
 
 
-def _sweep(folder: str) -> None:
+def sweep(folder: str) -> None:
     """Remove what a killed or failed conversion left, an hour after its last write.
 
     Raises OSError when the folder cannot be written.

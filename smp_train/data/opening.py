@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train import runtime
 from smp_train.data.blend import BlendOrder, Joined, read_weights
 from smp_train.data.conversion import processes_for
-from smp_train.data.formats import convert_place, open_place
+from smp_train.data.formats import check_place, convert_place, open_place
 from smp_train.data.layout import lay_out
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import Dealing, TrainingData, ValidationData
@@ -108,7 +108,13 @@ def _open_place(args: Arguments, place: str, vocab_size: int, ranks: Runtime) ->
         "processes": processes_for(args.data_num_workers, ranks.local_world_size),
         "max_bad": args.max_bad if args.bad_rows == "skip" else None,
     }
+    here: dict[str, Any] = {"rank": ranks.local_rank, "world": ranks.local_world_size, **options}
     with runtime.together(f"reading {place}"):
         convert_place(place, rank=ranks.rank, world=ranks.world_size, **options)
+    # Where nodes keep files of their own, the ranks of each do what the other nodes have done for themselves.
+    with runtime.together(f"reading {place}"):
+        convert_place(place, **here)
+    with runtime.together(f"checking {place}"):
+        check_place(place, **here)
     with runtime.together(f"opening {place}"):
-        return open_place(place, rank=ranks.local_rank, world=ranks.local_world_size, **options)
+        return open_place(place, **here)

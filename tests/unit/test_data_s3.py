@@ -4,12 +4,14 @@ import json
 import os
 import random
 
+import numpy as np
 import pytest
 
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.data import s3
+from smp_train.data import s3, token_cache
+from smp_train.data.formats import convert_place
 from smp_train.data.index import convert, open_source
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
@@ -227,6 +229,16 @@ def test_a_full_disk(server, bucket, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".stage*"))
 
 
+def test_a_place_that_cannot_hold_what_is_brought(bucket, tmp_path):
+    """A plain file where the folder would be stands for any that cannot be made."""
+    token_cache.write_rows("a", str(tmp_path / "a"), 9, np.ones((2, 4), dtype=int))
+    for suffix in (".tok", ".idx"):
+        put(bucket, f"t/a{suffix}", (tmp_path / f"a{suffix}").read_bytes())
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"file/s3-\w+: cannot hold a copy of s3://b\d+/t \(Not a directory\); give a"):
+        convert_place(f"s3://{bucket[1]}/t", vocab_size=9, cache_dir=str(tmp_path / "file"))
+
+
 def test_bad_lines_are_named_by_their_object(bucket, tmp_path):
     put(bucket, "t/a.json", line(1, 2) + line(1, -2))
     with pytest.raises(DataError, match=rf"^s3://{bucket[1]}/t/a\.json:2: token id -2 is outside"):
@@ -251,7 +263,6 @@ def test_text_is_read_in_pieces_and_mended(server, bucket, tmp_path, monkeypatch
 
     monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(s3, "READ_AHEAD", 1 << 14)
-    s3._shared.cache_clear()
     body = text_lines(1200)
     table = io.BytesIO()
     pq.write_table(pa.table({"text": [json.loads(line)["text"] for line in body.splitlines()]}), table)
