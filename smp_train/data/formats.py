@@ -11,6 +11,7 @@ from typing import Any
 from smp_train.data import arrow, index, s3, token_cache
 from smp_train.data.index import Caches, TokenShards, share
 from smp_train.data.source import Source
+from smp_train.data.token_cache import Header
 from smp_train.data.utils import Shard, is_shard_name
 from smp_train.errors import DataError
 
@@ -123,18 +124,28 @@ def open_prepared(location: str, vocab_size: int) -> TokenShards:
         opened = token_cache.read_header(base)
         if opened is None:
             raise DataError(f"{path}: is damaged, of another version, or without its .tok; make it or copy it again")
-        if opened[0].vocab_size > vocab_size:
+        found.append((opened[0], base))
+    ordered = in_order(found, vocab_size)
+    files = [Shard(base + ".tok", header.source, header.size, 0) for header, base in ordered]
+    return TokenShards(files, [(base, header) for header, base in ordered])
+
+
+def in_order(found: list[tuple[Header, str]], vocab_size: int) -> list[tuple[Header, str]]:
+    """Sort (header, base name) of prepared files by the shards they were made from.
+
+    Raises DataError for two of one shard, and for another vocabulary.
+    """
+    for header, base in found:
+        if header.vocab_size > vocab_size:
             raise DataError(
-                f"{path}: was made for a vocabulary of {opened[0].vocab_size}, the model has {vocab_size}; "
+                f"{base}.idx: was made for a vocabulary of {header.vocab_size}, the model has {vocab_size}; "
                 "use the tokenizer of the model, or set --vocab_size"
             )
-        found.append((opened[0].source, base, opened[0]))
-    found.sort(key=lambda entry: entry[:2])
-    for (name, base, _), (again, other, _) in pairwise(found):
-        if name == again:
-            raise DataError(f"{base}.tok: {other}.tok holds the same shard, {name}; remove one of the two")
-    files = [Shard(base + ".tok", name, header.size, 0) for name, base, header in found]
-    return TokenShards(files, [(base, header) for _, base, header in found])
+    ordered = sorted(found, key=lambda entry: (entry[0].source, entry[1]))
+    for (header, base), (again, other) in pairwise(ordered):
+        if header.source == again.source:
+            raise DataError(f"{base}.tok: {other}.tok holds the same shard, {header.source}; remove one of the two")
+    return ordered
 
 
 def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -> tuple[str, list[str]]:

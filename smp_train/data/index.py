@@ -336,11 +336,11 @@ def open_source(
                 f"{shard.path}: its token cache vanished; is something clearing the --data_cache_dir?"
             )
     source = TokenShards(shards, [cache for cache in found if cache is not None])
-    _judge_bad_rows(source, max_bad)
+    judge_bad_rows(source, max_bad)
     return source
 
 
-def _judge_bad_rows(source: TokenShards, max_bad: float | None) -> None:
+def judge_bad_rows(source: TokenShards, max_bad: float | None) -> None:
     """Hold what conversions have left out against what may be; the same verdict on every rank and every start."""
     skipped = sum(header.skipped for header in source.headers)
     if not skipped:

@@ -108,6 +108,18 @@ def fetch(shard: Shard, path: str, client: Any, tick: Callable[[], None] = lambd
         get_bytes(shard.path, shard.etag, shard.size, client, 0, shard.size, file.write, tick)
 
 
+def read_small(path: str) -> bytes | None:
+    """Return the content of an object that may not be there, or not be ours to read: then None."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, key = split(path)
+    try:
+        content: bytes = shared().get_object(Bucket=bucket, Key=key)["Body"].read()
+        return content
+    except (ClientError, BotoCoreError):
+        return None
+
+
 def get_bytes(
     path: str,
     etag: str,

@@ -178,7 +178,7 @@ def write(
     rows. A damaged gzip stream is an error all the same: where it breaks off, nobody knows what is missing.
     """
     parse = RowParser(vocab_size)
-    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    dtype = dtype_for(vocab_size)
     rows = _Rows()
     with atomic_file(base + ".tok") as tok:
         for number, line in read_lines(read_from or shard.path, tick, shown=shard.path):
@@ -208,7 +208,7 @@ def write(
 
 def write_rows(source: str, base: str, vocab_size: int, block: np.ndarray) -> None:
     """Write rows that need no parsing, [rows, tokens], all counted, as the cache of a shard called ``source``."""
-    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    dtype = dtype_for(vocab_size)
     rows = _Rows()
     with atomic_file(base + ".tok") as tok:
         for number, ids in enumerate(block.astype(dtype), 1):
@@ -219,14 +219,46 @@ def write_rows(source: str, base: str, vocab_size: int, block: np.ndarray) -> No
     _write_index(Shard(base + ".tok", source, tok_bytes, 0), base, vocab_size, dtype, rows, tok_bytes)
 
 
-def _write_index(
-    shard: Shard, base: str, vocab_size: int, dtype: np.dtype, rows: _Rows, tok_bytes: int
-) -> None:
-    arrays = rows.arrays()
+def dtype_for(vocab_size: int) -> np.dtype:
+    """Return the type that ids below ``vocab_size`` are stored as."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def digests_of_block(block: np.ndarray, vocab_size: int) -> dict[str, str]:
+    """Return, by type of id, the digest of a cache of rows [rows, tokens], all counted, on lines 1, 2, ..."""
+    found = {}
+    for dtype in {dtype_for(vocab_size), np.dtype("<u4")}:
+        rows = _Rows()
+        for number, ids in enumerate(block.astype(dtype), 1):
+            rows.add(number, ids, ids.tobytes(), None)
+        found[dtype.str] = _digest(rows.arrays())
+    return found
+
+
+def header_of_block(
+    rows: int, seq_len: int, dtype: str, digest: str, *, source: str, size: int, vocab_size: int
+) -> Header:
+    """Return what the index of a shard says whose rows are all of one length and counted."""
+    tokens = rows * seq_len
+    return Header(
+        rows=rows, tokens=tokens, counted=tokens, dtype=dtype, row_length=seq_len, longest=seq_len, longest_line=1,
+        mask="none", tok_bytes=tokens * np.dtype(dtype).itemsize, digest=digest, source=source, size=size,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def _digest(arrays: dict[str, np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, values in arrays.items():
         if name != "lines":
             digest.update(name.encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def _write_index(
+    shard: Shard, base: str, vocab_size: int, dtype: np.dtype, rows: _Rows, tok_bytes: int
+) -> None:
+    arrays = rows.arrays()
     header = Header(
         rows=len(rows.crc),
         tokens=rows.starts[-1],
@@ -237,7 +269,7 @@ def _write_index(
         longest_line=rows.longest_line,
         mask="bits" if rows.odd else "prefix" if "valid" in arrays else "none",
         tok_bytes=tok_bytes,
-        digest=digest.hexdigest(),
+        digest=_digest(arrays),
         source=shard.name,
         size=shard.size,
         vocab_size=vocab_size,
@@ -309,11 +341,7 @@ class ShardReader:
                 name: np.fromfile(file, dtype=kind, count=count)
                 for name, (kind, count) in self.header.arrays.items()
             }
-        digest = hashlib.blake2b(digest_size=16)
-        for name, values in self._arrays.items():
-            if name != "lines":
-                digest.update(name.encode() + values.tobytes())
-        if digest.hexdigest() != self.header.digest:
+        if _digest(self._arrays) != self.header.digest:
             raise self._damaged("its index does not match its checksum")
         self.dtype = np.dtype(self.header.dtype)
         self._crc = self._arrays["crc"]

@@ -4,7 +4,6 @@ import json
 import os
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ pytest.importorskip("moto.server")
 from smp_train import runtime
 from smp_train.data import s3, token_cache
 from smp_train.data.opening import open_data
-from smp_train.errors import DataError
 from tests.harness import run
 from tests.s3_server import environment, serving
 
