@@ -105,9 +105,13 @@ class Caches:
                 f"{hint} a --data_cache_dir that can be written"
             ) from None
         except DataError as error:
-            with contextlib.suppress(OSError), token_cache.atomic_file(base + self._failed) as file:
-                file.write(str(error).encode())
+            self.leave_word(shard, error)
             raise
+
+    def leave_word(self, shard: Shard, error: Exception) -> None:
+        """Tell the peers that a shard cannot be had."""
+        with contextlib.suppress(OSError), token_cache.atomic_file(self.base(shard) + self._failed) as file:
+            file.write(str(error).encode())
 
     def forget_failures(self, shards: list[Shard]) -> None:
         """Remove what an earlier run left about shards that are about to be tried again."""

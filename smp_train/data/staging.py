@@ -161,9 +161,11 @@ class Scratch:
     def remove(self) -> None:
         """Remove the folder with all in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.unlink(self._mark)
-        os.close(self._lock)
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._mark)
+            os.close(self._lock)
+            self._lock = -1
 
 
 def _sweep(folder: str) -> None:
@@ -217,7 +219,9 @@ class Stager:
         self._owner: dict[int, int] = {}
         """Who stages each of the shards that are wanted, in the order in which they are."""
         self._seen: set[int] = set()
-        self._error: BaseException | None = None
+        self._missed: dict[int, float | None] = {}
+        """Of this rank's part, what was here at some time, and since when it is not."""
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -235,6 +239,7 @@ class Stager:
             for number in gone:
                 del self._owner[number]
                 self._seen.discard(number)
+                self._missed.pop(number, None)
             for group in (needed, following):
                 self._deal([number for number in group if number in wanted and number not in self._owner])
             self._owner = {number: self._owner[number] for number in wanted}
@@ -287,11 +292,28 @@ class Stager:
             thread.join()
 
     def _todo(self) -> list[int]:
-        mine = [number for number, owner in self._owner.items() if owner == self.rank]
-        return [number for number in mine if self.stage.find(self.files[number]) is None]
+        """Return what of this rank's part is missing.
+
+        What was here before must be missing for a while: rank 0 removes a shard a moment before this rank is told that
+        it is not wanted any more.
+        """
+        found = []
+        for number, owner in self._owner.items():
+            if owner != self.rank:
+                continue
+            if self.stage.find(self.files[number]) is not None:
+                self._missed[number] = None
+            elif number not in self._missed:
+                found.append(number)
+            else:
+                since = self._missed[number] = self._missed[number] or time.monotonic()
+                if time.monotonic() - since >= CHECK_SECONDS:
+                    found.append(number)
+        return found
 
     def _run(self) -> None:
         scratch = None
+        todo: list[int] = []
         try:
             scratch = Scratch(self.stage.folder)
             self.stage.work = scratch.path
@@ -311,19 +333,31 @@ class Stager:
                 )  # fmt: skip
                 with self._changed:
                     self._changed.notify_all()
+                    for number in todo:
+                        if number not in self._owner:
+                            # Nobody looks for it any more, and rank 0 has.
+                            self.stage.remove(self.files[number])
         except InterruptedError:
             return
-        except DataError as error:
-            self._error = error
-        except OSError as error:
-            self._error = DataError(f"{self.stage.folder}: shards cannot be staged here ({error.strerror or error})")
-        except BaseException as error:
-            self._error = error
+        except Exception as error:
+            self._fail(error, todo, scratch)
         finally:
             if scratch is not None:
                 scratch.remove()
-            with self._changed:
-                self._changed.notify_all()
+
+    def _fail(self, error: Exception, todo: list[int], scratch: Scratch | None) -> None:
+        """Let every rank know that of this rank's part something cannot be had."""
+        if isinstance(error, OSError):
+            error = DataError(f"{self.stage.folder}: shards cannot be staged here ({error.strerror or error})")
+        if scratch is not None:
+            # First of all: the disk may be full, and word could not be left.
+            scratch.remove()
+        for number in todo:
+            if self.stage.find(self.files[number]) is None:
+                self.stage.leave_word(self.files[number], error)
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
 
 
 def needs_bytes(headers: list[Header], shards: int) -> int:

@@ -11,8 +11,9 @@ pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
 from smp_train.data import s3, token_cache
-from smp_train.data.formats import convert_place
+from smp_train.data.formats import check_place, convert_place, open_place
 from smp_train.data.index import convert, open_source
+from smp_train.data.prepare.writing import finish_arrow, write_block
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 from tests.s3_server import serving
@@ -227,6 +228,23 @@ def test_a_full_disk(server, bucket, tmp_path, monkeypatch):
         open_source(place, vocab_size=10000, cache_dir=str(tmp_path))
     assert f"{tmp_path}: cannot hold a copy of {place}/a.json (No space left on device); free" in str(refused.value)
     assert not list(tmp_path.glob(".stage*"))
+
+
+def test_a_data_set_of_arrow_files_is_brought_and_checked_in_shares(server, bucket, tmp_path):
+    """By two ranks, each part by one of them."""
+    made = tmp_path / "made"
+    made.mkdir()
+    entries = [write_block("arrow", str(made), f"{n}", np.full((5, 4), n + 1), 99, False) for n in range(4)]
+    finish_arrow(made, "train", entries)
+    for path in made.iterdir():
+        put(bucket, f"t/{path.name}", path.read_bytes())
+    place = f"s3://{bucket[1]}/t"
+    options = {"vocab_size": 99, "cache_dir": str(tmp_path / "cache"), "world": 2}
+    assert sum(convert_place(place, rank=rank, **options) for rank in (0, 1)) == 6
+    assert [check_place(place, rank=rank, **options) for rank in (0, 1)] == [2, 2]
+    source = open_place(place, **options)
+    assert [source.row(5 * n).input_ids.tolist() for n in range(4)] == [[n + 1] * 4 for n in range(4)]
+    assert len([key for key, _ in server.gets if key.startswith("t/")]) == 6, "each object once"
 
 
 def test_a_place_that_cannot_hold_what_is_brought(bucket, tmp_path):
