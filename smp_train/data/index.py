@@ -24,8 +24,9 @@ import numpy as np
 from smp_train.data import conversion, token_cache
 from smp_train.data.open_files import OpenFiles
 from smp_train.data.s3 import is_s3
+from smp_train.data.shard_reader import ShardReader
 from smp_train.data.source import Row, Source
-from smp_train.data.token_cache import Header, ShardReader, cache_key
+from smp_train.data.token_cache import Header, cache_key
 from smp_train.data.utils import Shard, list_shards
 from smp_train.errors import DataError
 

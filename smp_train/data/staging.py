@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import socket
@@ -25,6 +26,8 @@ from smp_train.data.index import FAILED, STALE_SECONDS, Caches, clock, share
 from smp_train.data.token_cache import Header
 from smp_train.data.utils import Shard
 from smp_train.errors import DataError
+
+logger = logging.getLogger("smp_train.data")
 
 POLL_SECONDS = 0.05
 """Between looks for a shard that a peer stages."""
@@ -355,6 +358,7 @@ class Stager:
         for number in todo:
             if self.stage.find(self.files[number]) is None:
                 self.stage.leave_word(self.files[number], error)
+        logger.warning("%s; the run stops when it comes to these rows", error)
         with self._changed:
             self._error = error
             self._changed.notify_all()

@@ -19,9 +19,10 @@ import numpy as np
 
 from smp_train.data import conversion, formats, s3, token_cache
 from smp_train.data.index import TokenShards, judge_bad_rows, share
+from smp_train.data.shard_reader import ShardReader
 from smp_train.data.source import Row
 from smp_train.data.staging import PreparedStage, Scratch, Stage, Stager, free_bytes, needs_bytes
-from smp_train.data.token_cache import Header, ShardReader, atomic_file
+from smp_train.data.token_cache import Header, atomic_file
 from smp_train.data.utils import Shard, list_shards
 from smp_train.errors import DataError
 
@@ -111,7 +112,8 @@ class Windows:
         if self.prepared:
             objects = s3.list_folder(location)[0]
             self.shards = [shard for shard in objects if shard.name.endswith(".tok") and shard.name[0] not in "._"]
-            self._indexes = {shard.name: shard for shard in objects}
+            self._indexes = {shard.name: shard for shard in objects if shard.name.endswith(".idx")}
+            _refuse_unpaired(self.shards, self._indexes)
         else:
             self.shards = list_shards(location, zipped)
         self._said: dict[str, Header] = {}
@@ -123,6 +125,8 @@ class Windows:
             return False
         if not self.prepared:
             self._said = _from_manifest(self.location, self.shards, self.vocab_size)
+            if self._said:
+                logger.info("%s: the rows of %d shards are those of its %s", self.location, len(self._said), MANIFEST)
         return True
 
     def forget_failures(self) -> None:
@@ -168,22 +172,20 @@ class Windows:
             scratch.remove()
 
     def _bring_indexes(self, missing: list[Shard]) -> int:
-        names = {self._index_of(shard).name: shard for shard in missing}
-        for index, copy in s3.staged([self._indexes[name] for name in names], self.stage.work):
-            os.replace(copy, self.stage.base(names[index.name]) + ".idx")
-        for shard in missing:
-            assert isinstance(self.stage, PreparedStage)
-            if self.stage.find_index(shard) is None:
+        assert isinstance(self.stage, PreparedStage)
+        by_index = {shard.name[: -len(".tok")] + ".idx": shard for shard in missing}
+        for index, copy in s3.staged([self._indexes[name] for name in by_index], self.stage.work):
+            shard = by_index[index.name]
+            try:
+                os.replace(copy, self.stage.base(shard) + ".idx")
+            except OSError as error:
+                raise self._unwritable(error) from None
+            header = self.stage.find_index(shard)
+            if header is None or header.tok_bytes != shard.size:
                 raise DataError(
-                    f"{self._index_of(shard).path}: is damaged or of another version; make it or copy it again"
+                    f"{index.path}: is damaged, of another version, or of another .tok; make both or copy them again"
                 )
         return len(missing)
-
-    def _index_of(self, shard: Shard) -> Shard:
-        found = self._indexes.get(shard.name[: -len(".tok")] + ".idx")
-        if found is None:
-            raise DataError(f"{shard.path}: its .idx is not beside it; make it or copy it again")
-        return found
 
     def indexes(self, rank: int, world: int) -> bytes:
         """Return the index files of this rank's share of shards, for nodes that have not counted them."""
@@ -238,6 +240,7 @@ class Windows:
     def _header(self, shard: Shard) -> Header:
         if shard.name in self._said:
             return self._said[shard.name]
+        header: Header | None
         if isinstance(self.stage, PreparedStage):
             header = self.stage.find_index(shard)
         else:
@@ -257,6 +260,17 @@ class Windows:
                 "%s: has room for %.2f GB of them only; lower the %d of --shuffle window:%d, or give another "
                 "--data_cache_dir", self.stage.folder, free / 1e9, self.window, self.window,
             )  # fmt: skip
+
+
+def _refuse_unpaired(shards: list[Shard], indexes: dict[str, Shard]) -> None:
+    """Raise DataError for a .tok without .idx, and for the other, whose rows would be left out."""
+    wanted = {shard.name[: -len(".tok")] + ".idx": shard for shard in shards}
+    for name, shard in wanted.items():
+        if name not in indexes:
+            raise DataError(f"{shard.path}: its .idx is not beside it; make both or copy them again")
+    for name, index in indexes.items():
+        if name not in wanted:
+            raise DataError(f"{index.path}: its .tok is not beside it; make both or copy them again")
 
 
 def _unpacked(indexes: bytes) -> Iterator[tuple[str, bytes]]:

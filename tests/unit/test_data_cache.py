@@ -19,6 +19,7 @@ from smp_train.data import conversion, index, open_files, token_cache
 from smp_train.data.formats import open_prepared
 from smp_train.data.index import BESIDE, convert, open_source
 from smp_train.data.order import Order
+from smp_train.data.shard_reader import ShardReader
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
@@ -271,7 +272,7 @@ def test_no_flipped_bit_is_read(tmp_path, kind):
                 noticed += 1
                 continue
             try:
-                reader = token_cache.ShardReader(str(path)[:-4])
+                reader = ShardReader(str(path)[:-4])
                 for i, (ids, mask) in enumerate(rows):
                     row = reader.row(i)
                     assert row.input_ids.tolist() == ids

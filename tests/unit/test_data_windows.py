@@ -278,6 +278,25 @@ def test_a_manifest_makes_the_counting_unnecessary(bucket, server, tmp_path, cap
     assert len(opened(str(made), tmp_path / "third")) == 70
 
 
+def test_prepared_tokens_that_are_not_whole(bucket, tmp_path):
+    made = tmp_path / "made"
+    made.mkdir()
+    for n in range(5):
+        token_cache.write_rows(f"{n}", str(made / f"{n}"), 300, np.arange(1, 41).reshape(10, 4))
+    put_folder(bucket, "p", made)
+    place = f"s3://{bucket[1]}/p"
+    bucket[0].put_object(Bucket=bucket[1], Key="p/3.tok", Body=(made / "3.tok").read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"p/3\.idx: is damaged, of another version, or of another \.tok"):
+        opened(place, tmp_path / "cache")
+    bucket[0].delete_object(Bucket=bucket[1], Key="p/3.tok")
+    with pytest.raises(DataError, match=r"p/3\.idx: its \.tok is not beside it"):
+        opened(place, tmp_path / "cache")
+    bucket[0].delete_object(Bucket=bucket[1], Key="p/3.idx")
+    bucket[0].delete_object(Bucket=bucket[1], Key="p/1.idx")
+    with pytest.raises(DataError, match=r"p/1\.tok: its \.idx is not beside it"):
+        opened(place, tmp_path / "cache")
+
+
 @pytest.mark.parametrize(("short", "long"), [("pad", "split"), ("concat", "split"), ("pack", "truncate")])
 def test_samples_that_are_laid_out(tmp_path, short, long):
     """A sample may be of rows in several shards, which are at hand then though they are not of its window."""
