@@ -298,11 +298,14 @@ def look(location: str, dataset_type: str, *, window: int, vocab_size: int, **op
 
 def _from_manifest(location: str, shards: list[Shard], vocab_size: int) -> dict[str, Header]:
     """Return headers of all shards out of the manifest of `smp-train prepare` beside them; none unless it names all."""
-    parent, _, split = location.rstrip("/").rpartition("/")
-    for place in (location.rstrip("/"), parent):
+    whole = location.rstrip("/") if s3.is_s3(location) else os.path.realpath(location)
+    parent, _, split = whole.rpartition("/")
+    for place in (whole, parent):
+        if place in ("s3:/", "s3:"):
+            continue
         manifest = _manifest(f"{place}/{MANIFEST}")
-        totals = (manifest.get("splits") or {}).get(split)
         try:
+            totals = (manifest.get("splits") or {}).get(split)
             found = {} if totals is None else {entry["name"]: entry for entry in totals["shards"]}
             if all(shard.name in found and found[shard.name]["bytes"] == shard.size for shard in shards):
                 dtype = token_cache.dtype_for(vocab_size).str

@@ -215,7 +215,8 @@ def test_ranks_share_a_stage_and_come_and_go(bucket, server, tmp_path):
 
 FAULTS = {
     "denied": (["AccessDenied"] * 40, r"access denied \(403 AccessDenied\)"),
-    "replaced": ([lambda: None], r"was replaced while it was being read \(412\)"),
+    "replaced": ("replaced", r"was replaced while it was being read \(412\)"),
+    "full": ("full", r"cannot write the token cache \(No space left on device\); free some space or give a"),
 }
 
 
@@ -229,15 +230,25 @@ def test_a_stage_that_fails_stops_every_rank(bucket, server, tmp_path, monkeypat
     order = Order(len(source), 5, f"window:{WINDOW}", shards(source))
     third, _ = order.window(order.window(0)[0])
     bad = source.files[order.window(third)[1][0]]
-    replace = [lambda: bucket[0].put_object(Bucket=bucket[1], Key=f"t/{bad.name}", Body=b"other")]
-    server.faults[f"t/{bad.name}"].extend(faults if isinstance(faults[0], str) else replace)
+    convert = staging.Stage._convert
+
+    def full(self, shard, *given):
+        if shard == bad:
+            raise OSError(28, "No space left on device")
+        convert(self, shard, *given)
+
+    if faults == "full":
+        monkeypatch.setattr(staging.Stage, "_convert", full)
+    elif faults == "replaced":
+        faults = [lambda: bucket[0].put_object(Bucket=bucket[1], Key=f"t/{bad.name}", Body=b"other")]
+    server.faults[f"t/{bad.name}"].extend(faults if isinstance(faults, list) else ())
     results = as_ranks(place, tmp_path / "cache", 2, 0, len(source))
     assert all(isinstance(result, DataError) for result in results)
-    assert f"{place}/{bad.name}: " in str(results[0])
     with pytest.raises(DataError, match=message):
         raise results[0]
     server.faults.clear()
-    if isinstance(faults[0], str):
+    monkeypatch.setattr(staging.Stage, "_convert", convert)
+    if "replaced" not in message:
         assert len(in_turn(as_ranks(place, tmp_path / "cache", 2, 0, len(source)))) >= len(source), "mended, it goes on"
 
 
@@ -272,10 +283,12 @@ def test_a_manifest_makes_the_counting_unnecessary(bucket, server, tmp_path, cap
     (made.parent / "_manifest.json").write_text(json.dumps({"seq_len": 4, "splits": {"train": {"shards": entries}}}))
     with pytest.raises(DataError, match=r"train-00003\.json: its rows are not those that the order was made from"):
         read(training(opened(str(made), tmp_path / "other"), seq_len=4), 0, 70)
-    # A manifest of other files is none.
+    # A manifest of other files is none, and so is anything else of its name.
     entries.pop()
     (made.parent / "_manifest.json").write_text(json.dumps({"seq_len": 4, "splits": {"train": {"shards": entries}}}))
     assert len(opened(str(made), tmp_path / "third")) == 70
+    (made.parent / "_manifest.json").write_text('{"splits": [1]}')
+    assert len(opened(str(made), tmp_path / "fourth")) == 70
 
 
 def test_prepared_tokens_that_are_not_whole(bucket, tmp_path):
