@@ -226,7 +226,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
 def digests_of_block(block: np.ndarray, vocab_size: int) -> dict[str, str]:
     """Return, by type of id, the digest of a cache of rows [rows, tokens], all counted, on lines 1, 2, ..."""
     found = {}
-    for dtype in {dtype_for(vocab_size), np.dtype("<u4")}:
+    for dtype in dict.fromkeys((dtype_for(vocab_size), np.dtype("<u4"))):
         rows = _Rows()
         for number, ids in enumerate(block.astype(dtype), 1):
             rows.add(number, ids, ids.tobytes(), None)
