@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from smp_train.data.order import Order, permute
-from smp_train.data.source import Row, Source, shards
+from smp_train.data.source import Row, Source, nothing, shards
 from smp_train.data.utils import is_shard_name
 from smp_train.errors import ConfigError
 
@@ -79,6 +79,7 @@ class Joined(Source):
             for source, start in zip(self.sources, self.starts, strict=False)
             for rows in shards(source)
         ]
+        self.shard_starts = [0, *accumulate(len(shards(source)) for source in self.sources)][:-1]
         layouts = {getattr(source, "layout", None) for source in sources} - {None}
         if layouts:
             self.layout = layouts.pop()
@@ -119,6 +120,18 @@ class Joined(Source):
         longest = max(reports, key=lambda report: report["longest"])
         return {**totals, "longest": longest["longest"], "longest_at": longest["longest_at"]}
 
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Tell each source which of its shards are read next."""
+        ends = [*self.shard_starts[1:], len(self.shards)]
+        for source, begin, end in zip(self.sources, self.shard_starts, ends, strict=True):
+            parts = [[shard - begin for shard in group if begin <= shard < end] for group in (needed, following)]
+            getattr(source, "want", nothing)(*parts)
+
+    def rest(self) -> None:
+        """Tell each source that no more is read for now."""
+        for source in self.sources:
+            getattr(source, "rest", nothing)()
+
     def name(self, index: int) -> str:
         """Return ``place/name``."""
         number, row = self._locate(index)
@@ -153,7 +166,25 @@ class BlendOrder:
             Order(len(one), seed if number == 0 else seed + (number << 64), shuffle, shards(one))
             for number, one in enumerate(source.sources)
         ]
+        self._shard_starts = source.shard_starts
         self._block = lru_cache(maxsize=64)(self._draw)
+
+    def _drawn(self, position: int) -> list[int]:
+        """Return how many rows of each source come before a position."""
+        block, slot = divmod(position, BLOCK)
+        counts = np.bincount(self._block(block)[0][:slot], minlength=len(self.slots))
+        return (counts + block * np.array(self.slots)).tolist()
+
+    def ahead(self, first: int, last: int) -> tuple[list[int], list[int]]:
+        """Return what `Order.ahead` does, for all sources, in numbers of the joined source's shards."""
+        needed: list[int] = []
+        following: list[int] = []
+        spans = zip(self._drawn(first), self._drawn(last + 1), strict=True)
+        for order, begin, (before, after) in zip(self.orders, self._shard_starts, spans, strict=True):
+            now, then = order.ahead(before, max(before, after - 1))
+            needed += [begin + shard for shard in now]
+            following += [begin + shard for shard in then]
+        return needed, following
 
     def sizes(self) -> dict[str, int]:
         """Return how many rows each source has, by its place."""

@@ -7,11 +7,12 @@ per row; every rank computes the same tables.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 
 import numpy as np
 
-from smp_train.data.source import Row, Source, lengths, refuse_uncounted, shards, trimmed
+from smp_train.data.source import Row, Source, lengths, nothing, refuse_uncounted, shards, trimmed
 from smp_train.errors import ConfigError, DataError
 
 LONG = ("truncate", "split", "crop", "error")
@@ -80,6 +81,7 @@ class Layout(Source):
         self._sizes = np.minimum(sizes, seq_len) if long == "truncate" else sizes
         self._short = short
         of_shards = shards(source)
+        self._shard_starts = [rows.start for rows in of_shards]
         self._bins: list[list[int]] = []
         if short == "concat":
             self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
@@ -130,6 +132,26 @@ class Layout(Source):
             if stop > begin:
                 found.append((row, max(begin - start, 0), min(end, stop) - start))
         return found
+
+    def _stored(self, shard: int) -> list[int]:
+        """Return the shards of the source that samples of a shard are made of: of joined rows, the next ones too."""
+        samples = self.shards[shard]
+        if not samples:
+            return []
+        if self._short != "concat":
+            return [shard]
+        rows = self.pieces(samples.start)[0][0], self.pieces(samples.stop - 1)[-1][0]
+        first, last = (bisect.bisect_right(self._shard_starts, row) - 1 for row in rows)
+        return list(range(first, last + 1))
+
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Tell the source which of its shards are read next."""
+        stored = [dict.fromkeys(one for shard in group for one in self._stored(shard)) for group in (needed, following)]
+        getattr(self.source, "want", nothing)(*map(list, stored))
+
+    def rest(self) -> None:
+        """Tell the source that no more is read for now."""
+        getattr(self.source, "rest", nothing)()
 
     def __len__(self) -> int:
         return self._size

@@ -115,6 +115,18 @@ class Order:
         last = min(first + self._window, len(turns))
         return epoch * self.size + int(begins[last]), sorted(turns[first:last].tolist())
 
+    def ahead(self, first: int, last: int) -> tuple[list[int], list[int]]:
+        """Return (shards that positions ``first`` to ``last`` draw from, those of the window behind), in order of need.
+
+        For ``window:K``.
+        """
+        needed: list[int] = []
+        position = first
+        while position <= last:
+            position, shards = self.window(position)
+            needed += shards
+        return needed, self.window(position)[1]
+
     def _windowed(self, epoch: int, within: np.ndarray) -> np.ndarray:
         turns, begins = self._of_epoch(epoch)
         first = (np.searchsorted(begins, within, side="right") - 1) // self._window * self._window

@@ -339,7 +339,7 @@ def test_rows_with_holes_are_not_packed(tmp_path, caplog):
 
 def test_flags_that_mean_nothing_to_a_kind_are_refused(tmp_path):
     save(tmp_path)
-    with pytest.raises(ConfigError, match=r"--zipped_data 1 is for JSON-lines shards; .* is a Hugging Face data set"):
+    with pytest.raises(ConfigError, match=r"--zipped_data 1 is for JSON-lines shards, .* holds none: leave it out"):
         opened(tmp_path, zipped=True)
 
 
