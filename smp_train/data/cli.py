@@ -288,7 +288,9 @@ def audit(run: Path, rows: int | None = None) -> int:
     for place, seen in streams.items():
         problems += _repeats(place, seen, (rows if not place else None) or sizes.get(place))
     if weights:
-        drawn = {place: len(streams.get(place, ())) for place in places}
+        # Not of a last step that only some ranks wrote down: its samples are no beginning of the order.
+        whole = max(steps) - _absent(steps[max(steps)])
+        drawn = {place: sum(step <= whole for step, _, _ in streams.get(place, ())) for place in places}
         problems += _shares(drawn, weights, config.get("seed") if min(steps) == 1 else None)
         print(f"{run}: drawn from " + ", ".join(f"{place}: {number}" for place, number in drawn.items()))
     for problem in problems[:SHOWN]:

@@ -160,6 +160,13 @@ def test_audit_knows_how_often_each_place_of_a_blend_comes(tmp_path, capsys, cou
     (tmp_path / "data_audit-rank0.jsonl").unlink()
     write_run(tmp_path, [samples], world=1, start=7)
     assert cli.audit(tmp_path) == 0
+    # Killed when one rank of two had written its part of the last step.
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    write_attempt(tmp_path, 1, [samples[: count // 2], samples[count // 2 :]], start=1, world=2)
+    lines = (tmp_path / "data_audit-rank0.jsonl").read_text().splitlines()
+    (tmp_path / "data_audit-rank0.jsonl").write_text(lines[0] + "\n")
+    assert cli.audit(tmp_path) == 0
 
 
 def write_attempt(folder, attempt, steps, *, start, world, peers=1):
