@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from statistics import mean
-from typing import cast
+from statistics import mean, median
+from typing import Any, cast
 
 from smp_train.telemetry.metrics import history, read_metrics
 from smp_train.telemetry.run_folder import RunFolder
@@ -31,6 +31,7 @@ MARKER = ".made-by-make-demo"
 STEPS = 300  # one pass over 1,200 rows in global batches of 2 processes x 2
 LOGGING_FREQ = 2
 MARGIN = 0.5  # nats by which the losses must end below the unigram entropy
+DATA_WAIT = 0.01  # of a step, at most, that may go by in waiting for its data
 
 TOKENIZER_SIZE = 2048
 SEQ_LEN = 512
@@ -155,7 +156,7 @@ def stop_half_way(
 def check(run: RunFolder, entropy: float, *, stopped_at: int, steps: int) -> dict[str, float]:
     """Check the whole run and return its losses; the last of training is a mean, as its batches are small."""
     records = history(read_metrics(run.path))
-    logged = [record for record in records if "event" not in record]
+    logged = steps_of(run)
     evaluated = [record for record in records if record.get("event") == "evaluate"]
     resumed = [record["step"] for record in records if record.get("event") == "resume"]
     numbers = [record["step"] for record in logged]
@@ -173,11 +174,25 @@ def check(run: RunFolder, entropy: float, *, stopped_at: int, steps: int) -> dic
         and set(range(LOGGING_FREQ, steps + 1, LOGGING_FREQ)) <= set(numbers),
         f"the training loss ends below {below:.3f}": losses["last train"] < below,
         f"the validation loss ends below {below:.3f}": losses["last validation"] < below,
+        f"a step waits for its data less than {DATA_WAIT:.0%} of its time": data_wait(logged) < DATA_WAIT,
     }
     failed = [claim for claim, true in claims.items() if not true]
     if failed:
-        raise DemoFailed(f"not true: {'; '.join(failed)} (losses: {losses}, unigram entropy: {entropy:.3f})")
+        raise DemoFailed(
+            f"not true: {'; '.join(failed)} (losses: {losses}, unigram entropy: {entropy:.3f}, "
+            f"waiting for data: {data_wait(logged):.2%})"
+        )
     return losses
+
+
+def steps_of(run: RunFolder) -> list[dict[str, Any]]:
+    """Return the logged steps of a run."""
+    return [record for record in history(read_metrics(run.path)) if "event" not in record]
+
+
+def data_wait(logged: list[dict[str, Any]]) -> float:
+    """Return the part of a step that goes by in waiting for data: the median, as other programs share the machine."""
+    return median(record["data_wait_sec"] / record["step_sec"] for record in logged)
 
 
 def start_afresh(folder: Path) -> None:
@@ -191,12 +206,13 @@ def start_afresh(folder: Path) -> None:
     marker.touch()
 
 
-def summary(entropy: float, losses: dict[str, float], seconds: float) -> None:
+def summary(entropy: float, losses: dict[str, float], wait: float, seconds: float) -> None:
     """Print the result and where everything is."""
     heading(f"Done in {seconds:.0f} s, every claim checked")
     print(f"  unigram entropy of the text   {entropy:.3f} nats per token (what word counts alone can reach)")
     for name, loss in losses.items():
         print(f"  {name + ' loss':<30}{loss:.3f}")
+    print(f"  {'waiting for data':<30}{wait:.2%} of a step (median)")
     checkpoints = sorted(path.parent.name for path in DEMO.glob("checkpoints/*/COMMITTED"))
     for name, where in (
         ("report", DEMO / "run/report.png"),
@@ -231,7 +247,8 @@ def demo() -> None:
     heading("Draw the report")
     with started([str(BIN / "smp-train"), "report", str(run.path)]) as process:
         finish(process, 120)
-    summary(entropy, losses, time.monotonic() - began)
+    wait = data_wait(steps_of(run))
+    summary(entropy, losses, wait, time.monotonic() - began)
 
 
 def main() -> int:

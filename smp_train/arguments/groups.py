@@ -268,7 +268,9 @@ class DataArguments:
         None, "Processes per rank that convert shards, once", unit="processes", shown="the cores over the ranks"
     )
     shuffle: str = flag(
-        "global", "Order of each epoch: global (a permutation of the whole), none (as stored), or window:K shards"
+        "global",
+        "Order of each epoch: global (a permutation of the whole), none (as stored), or window:K (K shards at a time, "
+        "with two windows on disk)",
     )
     long: str | None = flag(
         None,

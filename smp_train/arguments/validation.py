@@ -41,6 +41,11 @@ ABOVE_ZERO = (
     "adam_epsilon", "initializer_range", "rotary_emb_base", "rotary_pct", "distributed_timeout_minutes",
     "rope_scaling_factor", "rope_scaling_high_freq_factor", "rope_scaling_low_freq_factor",
 )  # fmt: skip
+OF_FILES = (
+    "training_dir", "test_dir", "dataset_type", "zipped_data", "data_num_workers", "data_cache_dir", "bad_rows", "long",
+    "short",
+)  # fmt: skip
+"""Flags of data that lies somewhere."""
 BELOW_ONE = ("beta1", "beta2", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop")
 
 
@@ -312,6 +317,25 @@ def _of_hub(dataset: str | None) -> bool:
     return bool(dataset) and not str(dataset).startswith("s3://") and not os.path.exists(str(dataset))
 
 
+def _idle_data(args: Arguments) -> dict[str, str]:
+    """Return the flags of the data that change nothing beside the others, and why."""
+    idle: dict[str, str] = {}
+    if args.dataset:
+        of_shards = ("data_cache_dir", "data_num_workers", "dataset_type")
+        idle.update(dict.fromkeys(of_shards, "streamed text is not cached"))
+    else:
+        idle["text_column"] = "it needs --dataset"
+    if args.use_synthetic_data:
+        idle.update(dict.fromkeys(OF_FILES, "--use_synthetic_data 1 reads no file"))
+        idle.update(dict.fromkeys(("training_dir", "test_dir"), "--use_synthetic_data 1 trains on random tokens"))
+    if args.bad_rows != "skip":
+        idle["max_bad"] = "it needs --bad_rows skip"
+    if not (args.validation_freq or args.evaluate_only):
+        of_validation = ("test_dir", "validation_batches", "val_batch_size", "fast_validation")
+        idle.update(dict.fromkeys(of_validation, "nothing is validated without --validation_freq"))
+    return idle
+
+
 def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
     """Return one line per setting that was given and changes nothing on ``backend``, and the notes of parsing.
 
@@ -331,13 +355,8 @@ def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
             continue
         if resolved.given(name) and not getattr(args, other):
             lines.append(f"--{name} {show(getattr(args, name))} has no effect: it needs --{other} 1")
-    for name in ("training_dir", "test_dir") if args.use_synthetic_data else ():
+    for name, why in _idle_data(args).items():
         if resolved.given(name):
-            value = " ".join(_numbers(args, name))
-            lines.append(f"--{name} {value} has no effect: --use_synthetic_data 1 trains on random tokens")
-    for name in ("data_cache_dir", "data_num_workers", "dataset_type") if args.dataset else ("text_column",):
-        if resolved.given(name):
-            why = "streamed text is not cached" if args.dataset else "it needs --dataset"
             lines.append(f"--{name} {show(getattr(args, name))} has no effect: {why}")
     if args.activation_checkpointing == checkpointing.NONE and args.selective_checkpointing not in (0, 1):
         lines.append(

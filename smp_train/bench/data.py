@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from smp_train.data import s3, token_cache
+from smp_train.data.formats import open_prepared
 from smp_train.data.index import convert, open_source
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData
@@ -33,6 +34,8 @@ BATCH = 4
 LATENCY_SECONDS = 0.025
 BYTES_PER_SECOND = 85e6
 """Of one connection: what S3 gives."""
+CUT_ROWS = 16_000
+"""Rows read to compare few shards with many."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=1000, help="rows of each of two shards (default 1000)")
     parser.add_argument("--seq_len", type=int, default=4096, help="tokens of a row (default 4096)")
     parser.add_argument("--objects", type=int, default=8, help="objects fetched from the S3-like server (default 8)")
+    parser.add_argument("--shards", type=int, default=0, help="compare so many shards with 8 (default: not)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -66,6 +70,9 @@ def main(argv: Sequence[str]) -> int:
             size = options.objects * OBJECT_BYTES
             title = f"fetch {options.objects} objects from an S3-like server (25 ms, 85 MB/s a connection), bytes/s"
             print_table(title, compare(fetchers, options.rounds), size)
+        if options.shards:
+            cuts = {f"{count} shards": cut(folder / f"cut{count}", count) for count in (8, options.shards)}
+            print_table("load batches of 4 rows of 512, tokens/s", compare(cuts, options.rounds), CUT_ROWS * 512)
     return 0
 
 
@@ -94,6 +101,27 @@ def ours(folder: Path, seq_len: int) -> Callable[[], None]:
 
     def epoch() -> None:
         for _ in range(len(source) // BATCH):
+            next(batches)
+
+    return epoch
+
+
+def cut(folder: Path, shards: int) -> Callable[[], None]:
+    """Return the next epoch over `CUT_ROWS` rows of 512 tokens in so many converted shards, in the global shuffle."""
+    folder.mkdir()
+    rows = -(-CUT_ROWS // shards)
+    block = np.random.default_rng(0).integers(0, VOCAB, (rows, 512))
+    for number in range(shards):
+        token_cache.write_rows(f"{number:06}", str(folder / f"{number:06}"), VOCAB, block)
+    source = open_prepared(str(folder), VOCAB)
+    data = TrainingData(
+        source, Order(len(source)), seq_len=512, micro_batch=BATCH, accumulation=1, dp_rank=0, dp_size=1,
+        prefetch=0, named=False,
+    )  # fmt: skip
+    batches = data.batches(0)
+
+    def epoch() -> None:
+        for _ in range(CUT_ROWS // BATCH):
             next(batches)
 
     return epoch
@@ -217,13 +245,13 @@ def compare(kinds: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
 def print_table(title: str, seconds: dict[str, list[tuple[float, float]]], amount: float) -> None:
     """Print the median speed of each kind, and how many times as fast the first is: by the clock, and in CPU time."""
     print(title)
-    first = next(iter(seconds.values()))
+    best, first = next(iter(seconds.items()))
     for name, times in seconds.items():
         text = f"  {name:<26}{amount / statistics.median(wall for wall, _ in times) / 1e6:>10.1f} M"
         if times is not first:
             wall, cpu = (
                 sorted(other[kind] / mine[kind] for other, mine in zip(times, first, strict=True)) for kind in (0, 1)
             )
-            text += f"   this package: {statistics.median(wall):.1f} x ({wall[0]:.1f} to {wall[-1]:.1f})"
+            text += f"   {best}: {statistics.median(wall):.1f} x ({wall[0]:.1f} to {wall[-1]:.1f})"
             text += f"; in CPU time {statistics.median(cpu):.1f} x ({cpu[0]:.1f} to {cpu[-1]:.1f})"
         print(text)

@@ -1,8 +1,8 @@
 """Hugging Face ``datasets`` saved to disk, read from their Arrow files without a copy.
 
-Files are checked once, column by column at the speed of memory, and what was found is kept beside the token caches;
-afterwards a row is a slice of a mapped file. Mapped, because that is what zero-copy means: on storage where another
-node may truncate a file in use, convert to shards instead.
+Files are checked once, and what was found is kept beside the token caches, with where in the file every list is;
+afterwards a row is a slice of the mapped file. On storage that another machine may write to, a file is read with pread
+instead: when it is truncated or gone, a mapped one ends the process with no message.
 """
 
 from __future__ import annotations
@@ -11,35 +11,32 @@ import bisect
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import numpy as np
 
-from smp_train.data.index import Caches, share
+from smp_train.data import bad_rows
+from smp_train.data.arrow_file import Checked, Lists, check
+from smp_train.data.conversion import SLACK_SECONDS
+from smp_train.data.index import Caches, clock, share
+from smp_train.data.mounts import is_local
 from smp_train.data.source import Row, Source
 from smp_train.data.token_cache import atomic_file
-from smp_train.data.utils import Shard
+from smp_train.data.utils import Progress, Shard, open_file
 from smp_train.errors import ConfigError, DataError
 
-IDS, MASK = "input_ids", "attention_mask"
 CHECKED = ".checked"
-CHECK_VERSION = 1
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What the check of one file found."""
-
-    rows: int
-    tokens: int
-    counted: int
-    longest: int
-    longest_row: int
-    digest: str
+OPEN_FILES = 256
 
 
 def files_of(location: str) -> tuple[list[Shard], list[Shard]]:
@@ -60,133 +57,134 @@ def files_of(location: str) -> tuple[list[Shard], list[Shard]]:
     return found[: len(names)], found[len(names) :]
 
 
-def _table(path: str) -> Any:
-    try:
-        import pyarrow as pa
-    except ImportError:
-        raise ConfigError("Arrow files need the package pyarrow: pip install 'smp-train[hf]'") from None
-    try:
-        mapped = pa.memory_map(path)
-        try:
-            return pa.ipc.open_stream(mapped).read_all()
-        except pa.ArrowInvalid:
-            return pa.ipc.open_file(mapped).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: not a whole Arrow file ({' '.join(str(error).split())}); copy it again") from None
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One chunk of a column of lists: its numbers end to end, and where each row begins (one more than rows)."""
-
-    values: np.ndarray
-    starts: np.ndarray
-
-
-def _columns(path: str, table: Any, name: str) -> list[_Column]:
-    import pyarrow as pa
-
-    chunks = []
-    for chunk in table.column(name).chunks:
-        kind = chunk.type
-        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
-            raise DataError(f"{path}: column {name} is {kind}; lists of integers are needed")
-        if not pa.types.is_integer(kind.value_type):
-            raise DataError(f"{path}: column {name} is {kind}; lists of integers are needed")
-        if chunk.null_count or chunk.values.null_count:
-            raise DataError(f"{path}: column {name} has empty places (null); leave those rows out")
-        if pa.types.is_fixed_size_list(kind):
-            starts = (np.arange(len(chunk) + 1) + chunk.offset) * kind.list_size
-        else:
-            starts = chunk.offsets.to_numpy()
-        chunks.append(_Column(chunk.values.to_numpy(zero_copy_only=True), starts))
-    return chunks
-
-
-def _read(path: str) -> tuple[list[_Column], list[_Column] | None]:
-    table = _table(path)
-    if IDS not in table.column_names:
-        has = ", ".join(table.column_names)
-        raise DataError(f"{path}: no column {IDS} (it has {has}); turn text into tokens with: smp-train prepare")
-    masks = _columns(path, table, MASK) if MASK in table.column_names else None
-    return _columns(path, table, IDS), masks
-
-
-def check(path: str, vocab_size: int) -> Checked:
-    """Look at every token of a file. Raises DataError ``PATH: row N: reason; what to do``."""
-    columns, masks = _read(path)
-    digest = hashlib.blake2b(digest_size=16)
-    rows = tokens = counted = longest = longest_row = 0
-    for number, column in enumerate(columns):
-        starts = column.starts.astype(np.int64)
-        sizes = np.diff(starts)
-        ids = column.values[starts[0] : starts[-1]]
-
-        def refuse(place: int, why: str, before: int = rows) -> None:
-            raise DataError(f"{path}: row {before + place + 1}: {why}")
-
-        if sizes.size and sizes.min() < 2:
-            refuse(int(sizes.argmin()), "a row of fewer than two tokens has none to predict; remove the row")
-        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-            place = int(np.argmax((ids < 0) | (ids >= vocab_size)))
-            row = int(np.searchsorted(starts - starts[0], place, side="right")) - 1
-            refuse(
-                row,
-                f"token id {int(ids[place])} is outside the vocabulary [0, {vocab_size}); "
-                "use the tokenizer of the model, or set --vocab_size",
-            )
-        digest.update(np.ascontiguousarray(ids).tobytes() + sizes.tobytes())
-        counted += ids.size
-        if masks is not None:
-            mask = masks[number]
-            edges = mask.starts.astype(np.int64)
-            if (np.diff(edges) != sizes).any():
-                refuse(int(np.argmax(np.diff(edges) != sizes)), f"{IDS} and {MASK} differ in length")
-            bits = mask.values[edges[0] : edges[-1]]
-            if bits.size and (bits.min() < 0 or bits.max() > 1):
-                place = int(np.argmax((bits < 0) | (bits > 1)))
-                row = int(np.searchsorted(edges - edges[0], place, side="right")) - 1
-                refuse(row, f"{MASK} holds {int(bits[place])}; use 0 or 1")
-            if bits.size and not bits.all():
-                # Of each row, all but the first token: that one has nothing before it.
-                total = np.concatenate([[0], np.cumsum(bits, dtype=np.int64)])
-                begins = edges[:-1] - edges[0]
-                learnt = total[edges[1:] - edges[0]] - total[begins + 1]
-                if (learnt == 0).any():
-                    why = f"{MASK} counts no token that has one before it; remove the row"
-                    refuse(int(np.argmax(learnt == 0)), why)
-                counted += int(total[-1]) - bits.size
-                digest.update(np.packbits(bits.astype(bool)).tobytes())
-        if sizes.size and sizes.max() > longest:
-            longest, longest_row = int(sizes.max()), rows + int(sizes.argmax()) + 1
-        rows += sizes.size
-        tokens += ids.size
-    return Checked(rows, tokens, counted, longest, longest_row, digest.hexdigest())
-
-
 def _known(caches: Caches, shard: Shard) -> Checked | None:
     for base in caches.bases(shard):
         try:
-            return Checked(**json.loads(Path(base + CHECKED).read_text()))
-        except (OSError, ValueError, TypeError):
+            found = Checked.read(json.loads(Path(base + CHECKED).read_text()))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
+        if found is not None:
+            return found
     return None
 
 
-def check_share(caches: Caches, location: str, rank: int, world: int) -> int:
-    """Check this rank's share of the files that have not been; return how many that were. Raises DataError."""
-    done = 0
-    for shard in share(files_of(location)[0], rank, world):
-        if _known(caches, shard) is None:
-            found = check(shard.path, caches.vocab_size)
-            with atomic_file(caches.base(shard) + CHECKED) as file:
-                file.write(json.dumps(asdict(found)).encode())
-            done += 1
-    return done
+def check_share(caches: Caches, location: str, rank: int, world: int, threads: int = 1) -> int:
+    """Check this rank's share of the files that have not been; return how many that were.
+
+    Raises DataError at the first row that is none, but where ``caches`` are to leave those out; and, behind each file,
+    what a peer has met in its own.
+    """
+    files = files_of(location)[0]
+    missing = [shard for shard in share(files, rank, world) if _known(caches, shard) is None]
+    if not missing:
+        return 0
+    since = clock(caches.folder) - SLACK_SECONDS
+    caches.forget_failures(missing)
+
+    def checked(shard: Shard) -> Checked:
+        try:
+            return check(shard.path, caches.vocab_size, (lambda row, why: None) if caches.skip_bad else None)
+        except DataError as error:
+            caches.leave_word(shard, error)
+            raise
+
+    # Threads: what takes time, reading and NumPy's passes over large arrays, gives up the interpreter lock.
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="smp-train-check")
+    with Progress("checking", sum(shard.size for shard in missing), "B", rank == 0) as progress, _cancelling(pool):
+        for shard, found in zip(missing, pool.map(checked, missing), strict=True):
+            caches.raise_failure(files, since)
+            try:
+                with atomic_file(caches.base(shard) + CHECKED) as file:
+                    file.write(json.dumps(asdict(found)).encode())
+            except OSError as error:
+                raise caches.unwritable(error) from None
+            progress.update(shard.size)
+    return len(missing)
+
+
+@contextmanager
+def _cancelling(pool: ThreadPoolExecutor) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Files:
+    """Some open files, for reads at a place; those not used for longest are closed when there are too many."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[str, IO[bytes]] = OrderedDict()
+        # One thread reads ahead while another may ask for a row.
+        self._lock = threading.Lock()
+
+    def read(self, path: str, size: int, offset: int) -> bytes:
+        """Read bytes. Raises DataError when they are not there."""
+        with self._lock:
+            file = self._open.pop(path, None) or open_file(path)
+            self._open[path] = file
+            if len(self._open) > OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            try:
+                data = os.pread(file.fileno(), size, offset)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read ({error.strerror}); is its file system still there?") from None
+        if len(data) != size:
+            raise DataError(f"{path}: is shorter than when it was opened; start again when the data is complete")
+        return data
+
+
+class _Column:
+    """The lists of one batch in a file that is mapped, or read from where ``mapped`` is None."""
+
+    def __init__(self, path: str, place: Lists, mapped: np.ndarray | None, files: _Files) -> None:
+        self._path, self._place, self._mapped, self._files = path, place, mapped, files
+        self._type = np.dtype(place.values_type)
+
+    def __len__(self) -> int:
+        return self._place.rows
+
+    def _array(self, kind: np.dtype, offset: int, count: int) -> np.ndarray:
+        if self._mapped is not None and count:
+            return np.frombuffer(self._mapped, kind, count, offset)
+        return np.frombuffer(self._files.read(self._path, count * kind.itemsize, offset), kind)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Where each list begins among the numbers, one more than rows."""
+        place = self._place
+        if place.starts < 0:
+            return np.arange(place.rows + 1, dtype=np.int64) * place.size
+        return self._array(np.dtype(place.starts_type), place.starts, place.rows + 1)
+
+    @cached_property
+    def _view(self) -> np.ndarray:
+        return self._array(self._type, self._place.values, int(self.starts[-1]))
+
+    def numbers(self, first: int, last: int) -> np.ndarray:
+        """Return the numbers of the rows from ``first`` to before ``last``, end to end."""
+        begin, end = int(self.starts[first]), int(self.starts[last])
+        if self._mapped is not None:
+            return self._view[begin:end]
+        return self._array(self._type, self._place.values + begin * self._type.itemsize, end - begin)
+
+    def padded_lengths(self) -> np.ndarray:
+        """Return of each row how far it is from its first 1 to its last, 0 where there is none, as of a mask."""
+        begins = self.starts.astype(np.int64) - int(self.starts[0])
+        sizes = np.diff(begins)
+        ones = np.flatnonzero(self.numbers(0, len(self)))
+        if ones.size == begins[-1]:
+            return sizes
+        first = np.searchsorted(ones, begins[:-1])
+        after = np.searchsorted(ones, begins[1:])
+        some = after > first
+        lengths = np.zeros_like(sizes)
+        lengths[some] = ones[after[some] - 1] - ones[first[some]] + 1
+        return lengths
 
 
 class ArrowRows(Source):
-    """Rows of the Arrow files of one data set, as slices of mapped memory.
+    """Rows of the Arrow files of one data set, as slices of mapped memory where the files are on a local disk.
 
     Args:
         files: data files, in order.
@@ -197,70 +195,87 @@ class ArrowRows(Source):
     def __init__(self, files: list[Shard], checked: list[Checked], indices: list[Shard]) -> None:
         self.files = files
         self.checked = checked
-        self._chunks: list[_Column] = []
-        self._masks: list[_Column] | None = []
-        for shard in files:
-            columns, masks = _read(shard.path)
-            self._chunks += columns
-            self._masks = None if masks is None or self._masks is None else self._masks + masks
-        self._starts = [0, *accumulate(column.starts.size - 1 for column in self._chunks)]
-        self._file_starts = [0, *accumulate(found.rows for found in checked)]
+        self._ids: list[_Column] = []
+        self._masks: list[_Column | None] = []
+        self._columns_of = [0]
+        opened = _Files()
+        for shard, found in zip(files, checked, strict=True):
+            mapped = np.memmap(shard.path, dtype=np.uint8, mode="r") if is_local(shard.path) else None
+            for ids, mask in found.batches:
+                self._ids.append(_Column(shard.path, ids, mapped, opened))
+                self._masks.append(None if mask is None else _Column(shard.path, mask, mapped, opened))
+            self._columns_of.append(len(self._ids))
+        self._starts = [0, *accumulate(len(column) for column in self._ids)]
+        self._file_starts = [0, *accumulate(found.rows + len(found.left_out) for found in checked)]
         if self._starts[-1] != self._file_starts[-1]:
-            raise DataError(f"{files[0].path}: changed since it was checked; start again when the data is complete")
-        self._indices = (
-            np.concatenate([_table(one.path).column(0).to_numpy() for one in indices]).astype(np.int64)
-            if indices
-            else None
-        )
+            raise DataError(f"{files[0].path}: its check is damaged; remove the files *{CHECKED} and start again")
+        self.shards = [range(a, b) for a, b in pairwise([0, *accumulate(found.rows for found in checked)])]
+        """Rows of each file; all of them as one when an index puts them in another order."""
+        kept = self._kept()
+        if indices:
+            order = np.concatenate([_index(one) for one in indices]).astype(np.int64)
+            kept = order if kept is None else order[np.isin(order, kept)]
+            self.shards = [range(kept.size)]
+        self._order = kept
         digest = hashlib.blake2b(digest_size=16)
         for found in checked:
             digest.update(f"{found.digest} {found.rows} {found.tokens}\n".encode())
-        if self._indices is not None:
-            digest.update(self._indices.tobytes())
+        if indices:
+            digest.update(np.asarray(kept).tobytes())
         self.fingerprint = digest.hexdigest()
 
-    def __len__(self) -> int:
-        return self._starts[-1] if self._indices is None else self._indices.size
+    def _kept(self) -> np.ndarray | None:
+        """Return the stored rows that are used, int64; None when all are."""
+        left_out = [
+            start + row for start, found in zip(self._file_starts, self.checked, strict=False) for row in found.left_out
+        ]
+        if not left_out:
+            return None
+        return np.delete(np.arange(self._starts[-1]), left_out)
 
-    @property
-    def shards(self) -> list[range]:
-        """Rows of each file; all of them as one when an index puts them in another order."""
-        if self._indices is not None:
-            return [range(len(self))]
-        return [range(a, b) for a, b in pairwise(self._file_starts)]
+    def __len__(self) -> int:
+        return self._starts[-1] if self._order is None else self._order.size
 
     def lengths(self, shard: int) -> np.ndarray:
         """Return the tokens of each row of a file, without padding at its ends."""
-        found = []
-        for number, column in enumerate(self._chunks):
-            sizes = np.diff(column.starts.astype(np.int64))
-            mask = None if self._masks is None else self._masks[number]
-            if mask is not None and not mask.values.all():
-                for row in range(sizes.size):
-                    places = np.flatnonzero(mask.values[mask.starts[row] : mask.starts[row + 1]])
-                    sizes[row] = places[-1] - places[0] + 1
-            found.append(sizes)
-        sizes = np.concatenate(found)
+        whole = len(self.shards) != len(self.files)
+        span = range(len(self._ids)) if whole else range(*self._columns_of[shard : shard + 2])
+        none = np.empty(0, dtype=np.int64)
+        sizes = np.concatenate([none, *(self._column_lengths(number) for number in span)])
+        if self._order is None:
+            return sizes
         rows = self.shards[shard]
-        return sizes[self._indices] if self._indices is not None else sizes[rows.start : rows.stop]
+        return sizes[self._order[rows.start : rows.stop] - self._starts[span.start]]
+
+    def _column_lengths(self, number: int) -> np.ndarray:
+        mask = self._masks[number]
+        return np.diff(self._ids[number].starts.astype(np.int64)) if mask is None else mask.padded_lengths()
 
     def _stored(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return index if self._indices is None else int(self._indices[index])
+        return index if self._order is None else int(self._order[index])
 
     def row(self, index: int) -> Row:
-        """Return one row; its ids are a view of the file."""
+        """Return one row; of a mapped file its ids are a view. Raises DataError when it cannot be read."""
         stored = self._stored(index)
         number = bisect.bisect_right(self._starts, stored) - 1
         row = stored - self._starts[number]
-        column = self._chunks[number]
-        ids = column.values[column.starts[row] : column.starts[row + 1]]
-        if self._masks is None:
-            return Row(ids)
+        ids = self._ids[number].numbers(row, row + 1)
         mask = self._masks[number]
-        counted = mask.values[mask.starts[row] : mask.starts[row + 1]]
+        if mask is None:
+            return Row(ids)
+        counted = mask.numbers(row, row + 1)
         return Row(ids, None if counted.all() else counted.astype(bool))
+
+    def fill(self, indices: list[int], into: np.ndarray) -> bool:
+        """Read rows into int64 [rows, tokens]; False when one is not just ``tokens`` long and all counted."""
+        for place, index in enumerate(indices):
+            row = self.row(index)
+            if row.counted is not None or row.input_ids.size != into.shape[1]:
+                return False
+            into[place] = row.input_ids
+        return True
 
     def name(self, index: int) -> str:
         """Return ``file:row``, counted from 1."""
@@ -276,13 +291,30 @@ class ArrowRows(Source):
             "rows": len(self),
             "tokens": sum(found.tokens for found in self.checked),
             "counted_tokens": sum(found.counted for found in self.checked),
+            "lines_left_out": sum(len(found.left_out) for found in self.checked),
             "longest": self.checked[longest].longest,
             "longest_at": f"{self.files[longest].path}:{self.checked[longest].longest_row}",
         }
 
 
-def open_arrow(caches: Caches, location: str) -> ArrowRows:
-    """Open a checked data set, checking what this rank cannot see the check of."""
+def _index(shard: Shard) -> np.ndarray:
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise ConfigError("Arrow files need the package pyarrow: pip install 'smp-train[hf]'") from None
+    try:
+        with pa.OSFile(shard.path) as file:
+            return np.asarray(pa.ipc.open_stream(file).read_all().column(0).to_numpy())
+    except (pa.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())
+        raise DataError(f"{shard.path}: not a whole Arrow file ({why}); copy it again") from None
+
+
+def open_arrow(caches: Caches, location: str, max_bad: float | None = None) -> ArrowRows:
+    """Open a checked data set, checking what this rank cannot see the check of.
+
+    ``max_bad`` is the fraction of rows that may be left out because they are none; None tolerates none.
+    """
     files, indices = files_of(location)
     check_share(caches, location, 0, 1)
     checked = []
@@ -291,6 +323,13 @@ def open_arrow(caches: Caches, location: str) -> ArrowRows:
         if found is None:
             raise DataError(f"{shard.path}: its check vanished; is something clearing the --data_cache_dir?")
         checked.append(found)
+    rows = sum(found.rows for found in checked)
+    left_out = [
+        (shard.path, len(found.left_out), found.first_bad) for shard, found in zip(files, checked, strict=True)
+    ]
+    bad_rows.judge(left_out, rows, max_bad)
+    if not rows:
+        raise DataError(f"{location}: the data set has no row; save it again with save_to_disk")
     return ArrowRows(files, checked, indices)
 
 

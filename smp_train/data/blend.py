@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -18,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from smp_train.data.order import Order, permute
-from smp_train.data.source import Row, Source, shards
+from smp_train.data.source import Row, Source, nothing, shards
+from smp_train.data.utils import is_shard_name
 from smp_train.errors import ConfigError
 
 BLOCK = 10_000
@@ -36,8 +38,7 @@ def read_weights(given: Sequence[str]) -> tuple[list[str], list[float] | None]:
             weight = None
         places.append(word if weight is None else place)
         weights.append(weight)
-    if len(set(places)) < len(places):
-        raise ConfigError(f"--training_dir {' '.join(given)}: names one place twice; its rows would count twice")
+    _refuse_twice(given, places)
     found = [weight for weight in weights if weight is not None]
     if not found:
         return places, None
@@ -47,6 +48,16 @@ def read_weights(given: Sequence[str]) -> tuple[list[str], list[float] | None]:
     if not all(0 < weight < float("inf") for weight in found):
         raise ConfigError(f"--training_dir {' '.join(given)}: weights must be above 0")
     return places, found
+
+
+def _refuse_twice(given: Sequence[str], places: Sequence[str]) -> None:
+    """Refuse one place under two names, and a file beside the folder that it is in."""
+    seen = [place.rstrip("/") if place.startswith("s3://") else os.path.realpath(place) for place in places]
+    for one in seen:
+        folder, _, name = one.rpartition("/")
+        is_file = is_shard_name(name) or os.path.isfile(one)
+        if seen.count(one) > 1 or (is_file and folder in seen):
+            raise ConfigError(f"--training_dir {' '.join(given)}: names one place twice; its rows would count twice")
 
 
 class Joined(Source):
@@ -68,9 +79,15 @@ class Joined(Source):
             for source, start in zip(self.sources, self.starts, strict=False)
             for rows in shards(source)
         ]
+        self.shard_starts = [0, *accumulate(len(shards(source)) for source in self.sources)][:-1]
         layouts = {getattr(source, "layout", None) for source in sources} - {None}
         if layouts:
             self.layout = layouts.pop()
+        # Where each source can, so can all together; whoever uses one of these asks whether it is there.
+        if all(hasattr(source, "fill") for source in self.sources):
+            self.fill = self._fill
+        if all(hasattr(source, "report") for source in self.sources):
+            self.report = self._report
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -85,6 +102,35 @@ class Joined(Source):
         """Return a row of the source that ``index`` falls into."""
         number, row = self._locate(index)
         return self.sources[number].row(row)
+
+    def _fill(self, indices: list[int], into: np.ndarray) -> bool:
+        for place, index in enumerate(indices):
+            number, row = self._locate(index)
+            if not self.sources[number].fill([row], into[place : place + 1]):  # type: ignore[attr-defined]
+                return False
+        return True
+
+    def _report(self) -> dict[str, int | str]:
+        """Totals over all, and the longest row of any."""
+        reports = [source.report() for source in self.sources]  # type: ignore[attr-defined]
+        totals = {
+            key: sum(report.get(key, 0) for report in reports)
+            for key in ("shards", "rows", "tokens", "counted_tokens", "lines_left_out")
+        }
+        longest = max(reports, key=lambda report: report["longest"])
+        return {**totals, "longest": longest["longest"], "longest_at": longest["longest_at"]}
+
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Tell each source which of its shards are read next."""
+        ends = [*self.shard_starts[1:], len(self.shards)]
+        for source, begin, end in zip(self.sources, self.shard_starts, ends, strict=True):
+            parts = [[shard - begin for shard in group if begin <= shard < end] for group in (needed, following)]
+            getattr(source, "want", nothing)(*parts)
+
+    def rest(self) -> None:
+        """Tell each source that no more is read for now."""
+        for source in self.sources:
+            getattr(source, "rest", nothing)()
 
     def name(self, index: int) -> str:
         """Return ``place/name``."""
@@ -120,7 +166,25 @@ class BlendOrder:
             Order(len(one), seed if number == 0 else seed + (number << 64), shuffle, shards(one))
             for number, one in enumerate(source.sources)
         ]
+        self._shard_starts = source.shard_starts
         self._block = lru_cache(maxsize=64)(self._draw)
+
+    def _drawn(self, position: int) -> list[int]:
+        """Return how many rows of each source come before a position."""
+        block, slot = divmod(position, BLOCK)
+        counts = np.bincount(self._block(block)[0][:slot], minlength=len(self.slots))
+        return (counts + block * np.array(self.slots)).tolist()
+
+    def ahead(self, first: int, last: int) -> tuple[list[int], list[int]]:
+        """Return what `Order.ahead` does, for all sources, in numbers of the joined source's shards."""
+        needed: list[int] = []
+        following: list[int] = []
+        spans = zip(self._drawn(first), self._drawn(last + 1), strict=True)
+        for order, begin, (before, after) in zip(self.orders, self._shard_starts, spans, strict=True):
+            now, then = order.ahead(before, max(before, after - 1))
+            needed += [begin + shard for shard in now]
+            following += [begin + shard for shard in then]
+        return needed, following
 
     def sizes(self) -> dict[str, int]:
         """Return how many rows each source has, by its place."""
@@ -133,9 +197,7 @@ class BlendOrder:
 
     def _draw(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (source, how often it was drawn in this block before) of each slot."""
-        slots = permute(np.arange(BLOCK), BLOCK, self.seed, np.full(BLOCK, f"blend {block}")).astype(np.int64)
-        ends = np.cumsum(self.slots)
-        whose = np.searchsorted(ends, slots, side="right")
+        whose = sources_of(block, self.slots, self.seed)
         before = np.empty(BLOCK, dtype=np.int64)
         for number, share in enumerate(self.slots):
             before[whose == number] = np.arange(share)
@@ -163,6 +225,12 @@ class BlendOrder:
         """Return (epoch of its source, row index) of one position."""
         epochs, rows = self.rows(np.array([position]))
         return int(epochs[0]), int(rows[0])
+
+
+def sources_of(block: int, slots: Sequence[int], seed: int) -> np.ndarray:
+    """Return the source of each position of a block, of which source s has ``slots[s]``."""
+    places = permute(np.arange(BLOCK), BLOCK, seed, np.full(BLOCK, f"blend {block}")).astype(np.int64)
+    return np.searchsorted(np.cumsum(slots), places, side="right")
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from smp_train.data import arrow, formats, s3
-from smp_train.data.blend import read_weights
-from smp_train.data.index import Caches, own_folder
+from smp_train.data import arrow, formats, manifest, s3
+from smp_train.data.blend import BLOCK, apportion, read_weights, sources_of
+from smp_train.data.index import own_folder
 from smp_train.data.rows import RowParser
 from smp_train.data.source import Row, Source
 from smp_train.data.utils import Progress, list_shards, read_lines
@@ -57,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     if args.verb == "audit":
         return audit(Path(args.run), args.rows)
     survey = look(args.path, args.vocab_size, args.cache_dir)
+    if args.verb == "verify":
+        survey.problems += manifest.differences(args.path)
     for problem in survey.problems[:SHOWN]:
         print(problem)
     if len(survey.problems) > SHOWN:
@@ -79,6 +81,8 @@ class Survey:
     counted: int = 0
     lowest: int = ANY_VOCABULARY
     highest: int = -1
+    left_out: int = 0
+    """Lines that were left out when prepared tokens were made."""
     lengths: Counter[int] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     sample: list[int] = field(default_factory=list)
@@ -119,6 +123,8 @@ class Survey:
             from smp_train.data.prepare.tokenizer import load
 
             lines.append(f"as text: {load(tokenizer).decode(self.sample)!r}")
+        if self.left_out:
+            lines.append(f"left out when this was made, as no rows: {self.left_out} lines")
         lines.append(f"problems: {len(self.problems)}")
         return "\n".join(lines)
 
@@ -131,25 +137,36 @@ def look(path: str, vocab_size: int, cache_dir: str | None = None) -> Survey:
         return survey
     here = formats.bring(path, cache_dir)[0] if s3.is_s3(path) else path
     if survey.kind == formats.ARROW:
-        for shard in arrow.files_of(here)[0]:
-            survey.shards += 1
-            try:
-                arrow.check(shard.path, vocab_size)
-            except DataError as error:
-                survey.problems.append(str(error))
-        if survey.problems:
-            return survey
-        source: Source = arrow.open_arrow(Caches(here, vocab_size, cache_dir), here)
+        source: Source | None = _check_arrow(survey, here, vocab_size)
     else:
-        prepared = formats.open_prepared(here, vocab_size)
+        source = prepared = formats.open_prepared(here, vocab_size, max_bad=1)
         survey.shards = len(prepared.files)
-        source = prepared
+        survey.left_out = sum(header.skipped for header in prepared.headers)
+    if source is None:
+        return survey
     for index in range(len(source)):
         try:
             survey.add(source.name(index), source.row(index))
         except DataError as error:
             survey.problems.append(str(error))
     return survey
+
+
+def _check_arrow(survey: Survey, folder: str, vocab_size: int) -> Source | None:
+    """Look for problems in a Hugging Face data set; return its good rows, or None when it cannot be opened."""
+    files, indices = arrow.files_of(folder)
+    checked = []
+    for shard in files:
+        survey.shards += 1
+
+        def bad(row: int, why: str, path: str = shard.path) -> None:
+            survey.problems.append(f"{path}: row {row}: {why}")
+
+        try:
+            checked.append(arrow.check(shard.path, vocab_size, bad))
+        except DataError as error:
+            survey.problems.append(str(error))
+    return arrow.ArrowRows(files, checked, indices) if len(checked) == len(files) else None
 
 
 def _look_at_shards(survey: Survey, path: str, vocab_size: int, cache_dir: str | None) -> None:
@@ -240,6 +257,9 @@ def audit(run: Path, rows: int | None = None) -> int:
     """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code."""
     config, mesh, sizes = _config(run, "config"), _config(run, "mesh"), _config(run, "samples")
     steps = _records(run, int(mesh.get("tensor", 1)) * int(mesh.get("context", 1)))
+    if not steps:
+        print(f"{run}: no step was recorded yet")
+        return 0
     problems = [
         f"step {step} is missing" for step in range(min(steps), max(steps) + 1) if step not in steps
     ]
@@ -267,6 +287,12 @@ def audit(run: Path, rows: int | None = None) -> int:
         consumed_as = "each once per epoch"
     for place, seen in streams.items():
         problems += _repeats(place, seen, (rows if not place else None) or sizes.get(place))
+    if weights:
+        # Not of a last step that only some ranks wrote down: its samples are no beginning of the order.
+        whole = max(steps) - _absent(steps[max(steps)])
+        drawn = {place: sum(step <= whole for step, _, _ in streams.get(place, ())) for place in places}
+        problems += _shares(drawn, weights, config.get("seed") if min(steps) == 1 else None)
+        print(f"{run}: drawn from " + ", ".join(f"{place}: {number}" for place, number in drawn.items()))
     for problem in problems[:SHOWN]:
         print(problem)
     distinct = len({name for ranks in steps.values() for one in ranks for name in one.samples})
@@ -302,6 +328,26 @@ def _repeats(place: str, seen: list[tuple[int, int, str]], rows: int | None) -> 
     if rows is not None and full and len(times) < rows:
         problems.append(f"{place or 'the data'}: {rows - len(times)} of {rows} samples were never used")
     return problems
+
+
+def _shares(drawn: dict[str, int], weights: list[float], seed: int | None) -> list[str]:
+    """Return which places of a blend were drawn from less or more often than its order says.
+
+    Every block of positions has equally many of each place. With the ``seed`` of a run that is audited from its
+    beginning, the rest is known too; without, not even where in a block the audit begins.
+    """
+    blocks, rest = divmod(sum(drawn.values()), BLOCK)
+    slots = apportion(weights, BLOCK)
+    least, most = [max(0, blocks - 1) * n for n in slots], [(blocks + 2) * n for n in slots]
+    if seed is not None:
+        within = np.bincount(sources_of(blocks, slots, seed)[:rest], minlength=len(slots))
+        least = most = [blocks * n + int(more) for n, more in zip(slots, within, strict=True)]
+    return [
+        f"{place}: was drawn from {number} times, its weight gives it "
+        + (f"{low}" if low == high else f"{low} to {high}")
+        for (place, number), low, high in zip(drawn.items(), least, most, strict=True)
+        if not low <= number <= high
+    ]
 
 
 def torn(steps: dict[int, list[str]]) -> list[str]:

@@ -6,16 +6,19 @@ import hashlib
 import logging
 import os
 from itertools import pairwise
+from typing import Any
 
-from smp_train.data import arrow, index, s3, token_cache
+from smp_train.data import arrow, bad_rows, index, s3, token_cache
 from smp_train.data.index import Caches, TokenShards, share
 from smp_train.data.source import Source
+from smp_train.data.token_cache import Header
 from smp_train.data.utils import Shard, is_shard_name
-from smp_train.errors import DataError
+from smp_train.errors import ConfigError, DataError
 
 logger = logging.getLogger("smp_train.data")
 
 SHARDS, PREPARED, ARROW = "JSON-lines shards", "prepared tokens", "Hugging Face data set"
+LEFT_OUT = "; such lines were left out when this was made: make it again, or accept that with --bad_rows skip"
 
 
 def kind_of(location: str, dataset_type: str = "gpt_jsonl") -> str:
@@ -40,6 +43,12 @@ def _names(location: str) -> set[str]:
     return set(os.listdir(location)) if os.path.isdir(location) else {os.path.basename(location)}
 
 
+def refuse_zipped(location: str, kind: str, zipped: bool | None) -> None:
+    """Raise ConfigError for a check of how shards are stored where there are none."""
+    if kind != SHARDS and zipped is not None:
+        raise ConfigError(f"--zipped_data {int(zipped)} is for JSON-lines shards, {location} holds none: leave it out")
+
+
 def convert_place(
     location: str,
     *,
@@ -57,6 +66,7 @@ def convert_place(
     No collectives. Raises DataError.
     """
     kind = kind_of(location, dataset_type)
+    refuse_zipped(location, kind, zipped)
     if kind == SHARDS:
         return index.convert(
             location, vocab_size=vocab_size, cache_dir=cache_dir, zipped=zipped, max_bad=max_bad, rank=rank,
@@ -64,7 +74,27 @@ def convert_place(
         )  # fmt: skip
     if s3.is_s3(location):
         return len(bring(location, cache_dir, rank, world)[1])
-    return arrow.check_share(Caches(location, vocab_size, cache_dir), location, rank, world) if kind == ARROW else 0
+    if kind == PREPARED:
+        if cache_dir is not None:
+            logger.info("--data_cache_dir %s has no effect on %s: it is prepared already", cache_dir, location)
+        return 0
+    caches = Caches(location, vocab_size, cache_dir, skip_bad=max_bad is not None)
+    return arrow.check_share(caches, location, rank, world, processes)
+
+
+def check_place(
+    location: str, *, dataset_type: str = "gpt_jsonl", vocab_size: int, cache_dir: str | None = None,
+    max_bad: float | None = None, rank: int = 0, world: int = 1, processes: int = 1, **_: Any,
+) -> int:  # fmt: skip
+    """Do this rank's share of what needs the whole of a place that was brought from S3; return how many files.
+
+    For after `convert_place` on all ranks. No collectives. Raises DataError.
+    """
+    if not s3.is_s3(location) or kind_of(location, dataset_type) != ARROW:
+        return 0
+    here, _fetched = bring(location, cache_dir, rank, world)
+    caches = Caches(here, vocab_size, cache_dir, skip_bad=max_bad is not None)
+    return arrow.check_share(caches, here, rank, world, processes)
 
 
 def open_place(
@@ -79,7 +109,11 @@ def open_place(
     world: int = 1,
     processes: int = 1,
 ) -> Source:
-    """Open a place after `convert_place` on all ranks. Raises DataError."""
+    """Open a place after `convert_place` and `check_place` on all ranks.
+
+    What they have left out, being called for one rank alone or by ranks that do not see each other's files, is done
+    here first. Raises DataError.
+    """
     kind = kind_of(location, dataset_type)
     if kind == SHARDS:
         return index.open_source(
@@ -89,12 +123,15 @@ def open_place(
     logger.info("%s: %s", location, kind)
     here = bring(location, cache_dir)[0] if s3.is_s3(location) else location
     if kind == PREPARED:
-        return open_prepared(here, vocab_size)
-    return arrow.open_arrow(Caches(here, vocab_size, cache_dir), here)
+        return open_prepared(here, vocab_size, max_bad)
+    return arrow.open_arrow(Caches(here, vocab_size, cache_dir, skip_bad=max_bad is not None), here, max_bad)
 
 
-def open_prepared(location: str, vocab_size: int) -> TokenShards:
-    """Open a folder of ``.tok`` and ``.idx`` files, in order of the names of the shards they were made from."""
+def open_prepared(location: str, vocab_size: int, max_bad: float | None = None) -> TokenShards:
+    """Open a folder of ``.tok`` and ``.idx`` files, in order of the names of the shards they were made from.
+
+    ``max_bad`` is the fraction of lines that may have been left out when they were made; None tolerates none.
+    """
     found = []
     for name in sorted(os.listdir(location)):
         if not name.endswith(".idx") or name[0] in "._":
@@ -104,18 +141,36 @@ def open_prepared(location: str, vocab_size: int) -> TokenShards:
         opened = token_cache.read_header(base)
         if opened is None:
             raise DataError(f"{path}: is damaged, of another version, or without its .tok; make it or copy it again")
-        if opened[0].vocab_size > vocab_size:
+        found.append((opened[0], base))
+    ordered = in_order(found, vocab_size)
+    files = [Shard(base + ".tok", header.source, header.size, 0) for header, base in ordered]
+    source = TokenShards(files, [(base, header) for header, base in ordered])
+    judge_left_out(ordered, len(source), max_bad)
+    return source
+
+
+def judge_left_out(found: list[tuple[Header, str]], rows: int, max_bad: float | None) -> None:
+    """Hold what was left out when prepared files were made against what may be, as `bad_rows.judge`."""
+    left_out = [(f"{base}.tok: {header.source}", header.skipped, header.first_bad) for header, base in found]
+    bad_rows.judge(left_out, rows, max_bad, LEFT_OUT)
+
+
+def in_order(found: list[tuple[Header, str]], vocab_size: int) -> list[tuple[Header, str]]:
+    """Sort (header, base name) of prepared files by the shards they were made from.
+
+    Raises DataError for two of one shard, and for another vocabulary.
+    """
+    for header, base in found:
+        if header.vocab_size > vocab_size:
             raise DataError(
-                f"{path}: was made for a vocabulary of {opened[0].vocab_size}, the model has {vocab_size}; "
+                f"{base}.idx: was made for a vocabulary of {header.vocab_size}, the model has {vocab_size}; "
                 "use the tokenizer of the model, or set --vocab_size"
             )
-        found.append((opened[0].source, base, opened[0]))
-    found.sort(key=lambda entry: entry[:2])
-    for (name, base, _), (again, other, _) in pairwise(found):
-        if name == again:
-            raise DataError(f"{base}.tok: {other}.tok holds the same shard, {name}; remove one of the two")
-    files = [Shard(base + ".tok", name, header.size, 0) for name, base, header in found]
-    return TokenShards(files, [(base, header) for _, base, header in found])
+    ordered = sorted(found, key=lambda entry: (entry[0].source, entry[1]))
+    for (header, base), (again, other) in pairwise(ordered):
+        if header.source == again.source:
+            raise DataError(f"{base}.tok: {other}.tok holds the same shard, {header.source}; remove one of the two")
+    return ordered
 
 
 def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -> tuple[str, list[str]]:
@@ -128,14 +183,22 @@ def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -
     for shard in objects:
         digest.update(f"{shard.path} {shard.size} {shard.etag}\n".encode())
     folder = os.path.join(cache_dir or index.own_folder(), f"s3-{digest.hexdigest()}")
-    os.makedirs(folder, exist_ok=True)
-    missing = [
-        shard
-        for shard in share(objects, rank, world)
-        if shard.size and not _is_file_of(os.path.join(folder, shard.name), shard.size)
-    ]
-    for shard, copy in s3.staged(missing, folder) if missing else ():
-        os.replace(copy, os.path.join(folder, shard.name))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        index.sweep(folder)
+        # Dealt before looking: what is there changes while ranks look, and they must agree on the deal.
+        missing = [
+            shard
+            for shard in share(objects, rank, world)
+            if shard.size and not _is_file_of(os.path.join(folder, shard.name), shard.size)
+        ]
+        for shard, copy in s3.staged(missing, folder) if missing else ():
+            os.replace(copy, os.path.join(folder, shard.name))
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot hold a copy of {location} ({error.strerror or error}); "
+            "give a --data_cache_dir that can be written"
+        ) from None
     return folder, [shard.name for shard in missing]
 
 

@@ -15,24 +15,24 @@ import logging
 import os
 import tempfile
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 
-from smp_train.data import conversion, token_cache
+from smp_train.data import bad_rows, conversion, token_cache
+from smp_train.data.open_files import OpenFiles
 from smp_train.data.s3 import is_s3
+from smp_train.data.shard_reader import ShardReader
 from smp_train.data.source import Row, Source
-from smp_train.data.token_cache import Header, ShardReader, cache_key
+from smp_train.data.token_cache import Header, cache_key
 from smp_train.data.utils import Shard, list_shards
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
 
 BESIDE = ".smp_train_cache"
-OPEN_SHARDS = 256
 STALE_SECONDS = 3600
 FAILED = ".err"
 
@@ -84,21 +84,39 @@ class Caches:
         self._writable = self._writable or self._first_writable()
         return self._writable[0]
 
+    @property
+    def copies(self) -> str:
+        """The folder that objects of S3 are fetched into, to be converted."""
+        return self.folder
+
+    def _convert(self, shard: Shard, base: str, tick: Callable[[int], None], read_from: str | None) -> None:
+        token_cache.write(shard, base, self.vocab_size, tick, read_from=read_from, skip_bad=self.skip_bad)
+
     def write(self, shard: Shard, tick: Callable[[int], None], read_from: str | None = None) -> None:
         """Convert a shard; a line that is no row leaves word of it beside the caches, for the peers."""
         base = self.base(shard)
         try:
-            token_cache.write(shard, base, self.vocab_size, tick, read_from=read_from, skip_bad=self.skip_bad)
-        except OSError as error:
-            hint = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
-            raise DataError(
-                f"{self.folder}: cannot write the token cache ({error.strerror}); "
-                f"{hint} a --data_cache_dir that can be written"
-            ) from None
-        except DataError as error:
-            with contextlib.suppress(OSError), token_cache.atomic_file(base + self._failed) as file:
-                file.write(str(error).encode())
+            self._convert(shard, base, tick, read_from)
+        except InterruptedError:
             raise
+        except OSError as error:
+            raise self.unwritable(error) from None
+        except DataError as error:
+            self.leave_word(shard, error)
+            raise
+
+    def unwritable(self, error: OSError) -> DataError:
+        """Return the message about what could not be written here."""
+        hint = "free some space or give" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "give"
+        return DataError(
+            f"{self.folder}: cannot write the token cache ({error.strerror}); "
+            f"{hint} a --data_cache_dir that can be written"
+        )
+
+    def leave_word(self, shard: Shard, error: Exception) -> None:
+        """Tell the peers that a shard cannot be had."""
+        with contextlib.suppress(OSError), token_cache.atomic_file(self.base(shard) + self._failed) as file:
+            file.write(str(error).encode())
 
     def forget_failures(self, shards: list[Shard]) -> None:
         """Remove what an earlier run left about shards that are about to be tried again."""
@@ -123,7 +141,7 @@ class Caches:
         for place in self.places:
             try:
                 os.makedirs(place[0], mode=0o777 if place is self.places[0] else 0o700, exist_ok=True)
-                _sweep(place[0])
+                sweep(place[0])
                 ignore = Path(place[0], ".gitignore")
                 if os.path.basename(place[0]) == BESIDE and not ignore.exists():
                     ignore.write_text("*\n")
@@ -150,7 +168,7 @@ def clock(folder: str) -> float:
         return os.fstat(probe.fileno()).st_mtime
 
 
-def _sweep(folder: str) -> None:
+def sweep(folder: str) -> None:
     """Remove what a killed or failed conversion left, an hour after its last write.
 
     Raises OSError when the folder cannot be written.
@@ -208,7 +226,9 @@ class TokenShards(Source):
         self._bases = [base for base, _ in found]
         self.headers = [header for _, header in found]
         self._starts = [0, *accumulate(header.rows for header in self.headers)]
-        self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        self._readers: dict[int, ShardReader] = {}
+        self._files = OpenFiles(len(shards))
+        self._scratch = np.empty(0, dtype=np.uint16)
         # One thread reads ahead while another asks for names: no reader may be closed under the other's
         # hands.
         self._lock = threading.Lock()
@@ -229,29 +249,31 @@ class TokenShards(Source):
     def lengths(self, shard: int) -> np.ndarray:
         """Return the tokens of each row of a shard, without padding at its ends."""
         with self._lock:
-            return self._reader(shard).lengths()
+            return self._index(shard).lengths()
 
-    def _locate(self, index: int) -> tuple[ShardReader, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._starts[-1]:
             raise IndexError(f"row {index} of {len(self)}")
         number = bisect.bisect_right(self._starts, index) - 1
-        return self._reader(number), index - self._starts[number]
+        return number, index - self._starts[number]
+
+    def _index(self, number: int) -> ShardReader:
+        """Return the reader of a shard. Its index stays in memory: rows of a thousand shards come in no order."""
+        reader = self._readers.get(number)
+        if reader is None:
+            reader = self._readers[number] = ShardReader(self._bases[number])
+        return reader
 
     def _reader(self, number: int) -> ShardReader:
-        reader = self._open.get(number)
-        if reader is None:
-            reader = self._open[number] = ShardReader(self._bases[number])
-            if len(self._open) > OPEN_SHARDS:
-                self._open.popitem(last=False)[1].close()
-        elif len(self._bases) > OPEN_SHARDS:
-            self._open.move_to_end(number)
+        reader = self._index(number)
+        self._files.use(reader)
         return reader
 
     def row(self, index: int) -> Row:
         """Read one row. Raises DataError when the cache under it is damaged."""
         with self._lock:
-            reader, row = self._locate(index)
-            return reader.row(row)
+            number, row = self._locate(index)
+            return self._reader(number).row(row)
 
     def fill(self, indices: list[int], into: np.ndarray) -> bool:
         """Read rows into int64 [rows, tokens], faster than one by one; False when one is not just ``tokens`` long and
@@ -259,16 +281,19 @@ class TokenShards(Source):
         """
         with self._lock:
             for place, index in enumerate(indices):
-                reader, row = self._locate(index)
-                if not reader.fill(row, into[place]):
+                number, row = self._locate(index)
+                reader = self._reader(number)
+                if self._scratch.size != into.shape[1] or self._scratch.dtype != reader.dtype:
+                    self._scratch = np.empty(into.shape[1], dtype=reader.dtype)
+                if not reader.fill(row, into[place], self._scratch):
                     return False
         return True
 
     def name(self, index: int) -> str:
         """Return ``shard-file:line``."""
         with self._lock:
-            reader, row = self._locate(index)
-            return f"{reader.header.source}:{reader.line(row)}"
+            number, row = self._locate(index)
+            return f"{self.headers[number].source}:{self._index(number).line(row)}"
 
     def report(self) -> dict[str, int | str]:
         """Totals: shards, rows, tokens, counted tokens, and the longest row with its shard and line."""
@@ -287,8 +312,7 @@ class TokenShards(Source):
     def close(self) -> None:
         """Close all files; they open again when a row is read."""
         with self._lock:
-            while self._open:
-                self._open.popitem()[1].close()
+            self._files.close()
 
 
 def open_source(
@@ -321,22 +345,14 @@ def open_source(
                 f"{shard.path}: its token cache vanished; is something clearing the --data_cache_dir?"
             )
     source = TokenShards(shards, [cache for cache in found if cache is not None])
-    _judge_bad_rows(source, max_bad)
+    judge_bad_rows(source, max_bad)
     return source
 
 
-def _judge_bad_rows(source: TokenShards, max_bad: float | None) -> None:
-    """Hold what conversions have left out against what may be; the same verdict on every rank and every start."""
-    skipped = sum(header.skipped for header in source.headers)
-    if not skipped:
-        return
-    shard, header = next(found for found in zip(source.files, source.headers, strict=True) if found[1].skipped)
-    first = f"{shard.path}:{header.first_bad}"
-    if max_bad is None:
-        raise DataError(first)
-    lines = len(source) + skipped
-    if skipped > max_bad * lines:
-        raise DataError(
-            f"{skipped} of {lines} lines are no rows, more than --max_bad {max_bad:.4%}; the first is {first}"
-        )
-    logger.warning("left out %d of %d lines that are no rows (--bad_rows skip); the first is %s", skipped, lines, first)
+def judge_bad_rows(source: TokenShards, max_bad: float | None) -> None:
+    """Hold what conversions have left out against what may be, as `bad_rows.judge`."""
+    left_out = [
+        (shard.path, header.skipped, header.first_bad)
+        for shard, header in zip(source.files, source.headers, strict=True)
+    ]
+    bad_rows.judge(left_out, len(source), max_bad)

@@ -7,11 +7,12 @@ per row; every rank computes the same tables.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 
 import numpy as np
 
-from smp_train.data.source import Row, Source, lengths, refuse_uncounted, shards, trimmed
+from smp_train.data.source import Row, Source, lengths, nothing, refuse_uncounted, shards, trimmed
 from smp_train.errors import ConfigError, DataError
 
 LONG = ("truncate", "split", "crop", "error")
@@ -74,10 +75,13 @@ class Layout(Source):
         sizes = lengths(source)
         if long == "error":
             _refuse_long(source, sizes, seq_len)
+        if short == "pack":
+            _refuse_holes(source, sizes)
         self._whole = sizes
         self._sizes = np.minimum(sizes, seq_len) if long == "truncate" else sizes
         self._short = short
         of_shards = shards(source)
+        self._shard_starts = [rows.start for rows in of_shards]
         self._bins: list[list[int]] = []
         if short == "concat":
             self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
@@ -129,6 +133,26 @@ class Layout(Source):
                 found.append((row, max(begin - start, 0), min(end, stop) - start))
         return found
 
+    def _stored(self, shard: int) -> list[int]:
+        """Return the shards of the source that samples of a shard are made of: of joined rows, the next ones too."""
+        samples = self.shards[shard]
+        if not samples:
+            return []
+        if self._short != "concat":
+            return [shard]
+        rows = self.pieces(samples.start)[0][0], self.pieces(samples.stop - 1)[-1][0]
+        first, last = (bisect.bisect_right(self._shard_starts, row) - 1 for row in rows)
+        return list(range(first, last + 1))
+
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Tell the source which of its shards are read next."""
+        stored = [dict.fromkeys(one for shard in group for one in self._stored(shard)) for group in (needed, following)]
+        getattr(self.source, "want", nothing)(*map(list, stored))
+
+    def rest(self) -> None:
+        """Tell the source that no more is read for now."""
+        getattr(self.source, "rest", nothing)()
+
     def __len__(self) -> int:
         return self._size
 
@@ -170,6 +194,20 @@ def _refuse_long(source: Source, sizes: np.ndarray, seq_len: int) -> None:
             f"{source.name(longest)}: row of {sizes[longest]} tokens is longer than the {seq_len} of "
             "--max_context_width; use --long split or truncate, or prepare shorter rows"
         )
+
+
+def _refuse_holes(source: Source, sizes: np.ndarray) -> None:
+    """Refuse before the first step, where the source knows how many tokens count, rows that cannot be packed."""
+    report = getattr(source, "report", None)
+    if report is None or report()["counted_tokens"] == sizes.sum():
+        return
+    name = "some row"
+    # Where rows come and go with the order, none of them can be asked for here.
+    if not hasattr(source, "want"):
+        name = next(source.name(i) for i in range(len(source)) if trimmed(source.row(i)).counted is not None)
+    raise DataError(
+        f"{name}: attention_mask leaves out tokens inside the row, which cannot be packed with others; use --short pad"
+    )
 
 
 def lay_out(source: Source, seq_len: int, *, long: str, short: str) -> Source:

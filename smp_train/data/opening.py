@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
 from smp_train.data.blend import BlendOrder, Joined, read_weights
 from smp_train.data.conversion import processes_for
-from smp_train.data.formats import convert_place, open_place
+from smp_train.data.formats import check_place, convert_place, open_place
 from smp_train.data.layout import lay_out
-from smp_train.data.order import Order
+from smp_train.data.order import Order, read_shuffle
 from smp_train.data.pipelines.data_pipeline import Dealing, TrainingData, ValidationData
 from smp_train.data.source import Source, shards
 from smp_train.data.synthetic import Synthetic
 from smp_train.data.text.opening import open_text
+from smp_train.data.windows import Windows, look
+from smp_train.errors import DataError
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
     from smp_train.runtime import Runtime
+
+logger = logging.getLogger("smp_train.data")
 
 KEEP_ALL = ("concat", "pack")
 
@@ -49,9 +56,12 @@ def open_data(
         pin_memory: make batches in page-locked memory.
     """
 
-    def opened(place: str) -> Source:
-        source = _open_place(args, place, vocab_size, ranks)
+    def opened(place: str, shuffle: str = "none") -> Source:
+        source = _open_windows(args, place, vocab_size, ranks, read_shuffle(shuffle))
+        if source is None:
+            source = _open_place(args, place, vocab_size, ranks)
         with runtime.together(f"laying out {place}"):
+            say(place, source)
             return lay_out(source, seq_len, long=long_rows(args), short=args.short)
 
     if args.dataset is not None:
@@ -73,11 +83,11 @@ def open_data(
     else:
         assert args.training_dir is not None, "checked by arguments.validate"
         places, weights = read_weights(args.training_dir)
-        sources = [opened(place) for place in places]
+        sources = [opened(place, args.shuffle) for place in places]
         source = sources[0] if len(sources) == 1 else Joined(sources, places)
         if weights is not None and isinstance(source, Joined):
             order = BlendOrder(source, weights, args.seed, args.shuffle)
-        if args.test_dir is not None:
+        if args.test_dir is not None and (args.validation_freq or args.evaluate_only):
             held_out = opened(args.test_dir)
     with runtime.together("preparing the data"):
         training = TrainingData(
@@ -99,6 +109,80 @@ def open_data(
         )
 
 
+def say(place: str, source: Source) -> None:
+    """Say in the log what is in a place, where its source knows."""
+    report = getattr(source, "report", None)
+    if report is not None:
+        totals = report()
+        logger.info(
+            "%s: %d rows in %d files, %d tokens of which %d count, the longest row of %d",
+            place, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"], totals["longest"],
+        )  # fmt: skip
+
+
+def _open_windows(args: Arguments, place: str, vocab_size: int, ranks: Runtime, window: int) -> Source | None:
+    """Open a place of which only windows of so many shards are to be at hand; None when it is to be so whole."""
+    windows: Windows | None = None
+    if window < 1:
+        return None
+    with runtime.together(f"reading {place}"):
+        windows = look(
+            place, args.dataset_type, window=window, vocab_size=vocab_size, cache_dir=args.data_cache_dir,
+            zipped=args.zipped_data, max_bad=args.max_bad if args.bad_rows == "skip" else None,
+        )  # fmt: skip
+        if windows is not None and ranks.local_rank == 0:
+            windows.forget_failures()
+    if windows is None:
+        return None
+    counting = f"counting the rows of {place}"
+    options = {
+        "local_world": ranks.local_world_size,
+        "processes": processes_for(args.data_num_workers, ranks.local_world_size),
+    }
+    with runtime.together(counting):
+        windows.count(ranks.rank, ranks.world_size, **options)
+    if runtime.any_rank(not all(map(windows.known, windows.shards))):
+        _exchange_indexes(windows, ranks, counting)
+    with runtime.together(counting):
+        windows.count(ranks.local_rank, ranks.local_world_size, **options)
+    shared = ranks.num_nodes > 1 and _is_shared(windows.stage.folder, ranks)
+    with runtime.together(f"opening {place}"):
+        if shared:
+            return windows.open(ranks.rank, ranks.world_size)
+        return windows.open(ranks.local_rank, ranks.local_world_size)
+
+
+def _exchange_indexes(windows: Windows, ranks: Runtime, counting: str) -> None:
+    """Give every node the indexes of what the others have counted; collective."""
+    with runtime.together(counting):
+        mine = windows.indexes(ranks.rank, ranks.world_size)
+    failure: DataError | None = None
+    for indexes in runtime.exchange(mine):
+        if ranks.local_rank == 0 and failure is None:
+            try:
+                windows.take(indexes)
+            except DataError as error:
+                # The others are in the exchange: to its end first.
+                failure = error
+    with runtime.together(counting):
+        if failure is not None:
+            raise failure
+
+
+def _is_shared(folder: str, ranks: Runtime) -> bool:
+    """Tell whether all nodes see one folder; collective."""
+    mine = f".shared-{uuid.uuid4().hex}.tmp" if ranks.is_main else ""
+    (name,) = runtime.exchange(mine.encode())
+    probe = Path(folder, name.decode())
+    with runtime.together(f"looking at {folder}"):
+        if ranks.is_main:
+            probe.touch()
+    shared = not runtime.any_rank(not probe.exists())
+    if ranks.is_main:
+        probe.unlink(missing_ok=True)
+    return shared
+
+
 def _open_place(args: Arguments, place: str, vocab_size: int, ranks: Runtime) -> Source:
     options: dict[str, Any] = {
         "dataset_type": args.dataset_type,
@@ -108,7 +192,13 @@ def _open_place(args: Arguments, place: str, vocab_size: int, ranks: Runtime) ->
         "processes": processes_for(args.data_num_workers, ranks.local_world_size),
         "max_bad": args.max_bad if args.bad_rows == "skip" else None,
     }
+    here: dict[str, Any] = {"rank": ranks.local_rank, "world": ranks.local_world_size, **options}
     with runtime.together(f"reading {place}"):
         convert_place(place, rank=ranks.rank, world=ranks.world_size, **options)
+    # Where nodes keep files of their own, the ranks of each do what the other nodes have done for themselves.
+    with runtime.together(f"reading {place}"):
+        convert_place(place, **here)
+    with runtime.together(f"checking {place}"):
+        check_place(place, **here)
     with runtime.together(f"opening {place}"):
-        return open_place(place, rank=ranks.local_rank, world=ranks.local_world_size, **options)
+        return open_place(place, **here)

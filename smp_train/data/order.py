@@ -44,14 +44,15 @@ def permute(indices: np.ndarray, size: int, seed: int, epochs: np.ndarray) -> np
     if indices.size == 0:
         return indices.astype(np.uint64)
     names, which = np.unique(epochs, return_inverse=True)
-    # [round, element]: many epochs in one pass, for data sets smaller than a batch.
-    keys = np.stack([_keys(seed, epoch) for epoch in names.tolist()], axis=1)[:, which]
+    # [round, element]: many epochs in one pass, for data sets smaller than a batch. Most often there is one.
+    keys = np.stack([_keys(seed, epoch) for epoch in names.tolist()], axis=1)
+    alone = names.size == 1
     result = indices.astype(np.uint64)
     walking = np.arange(result.size)
     while walking.size:
         x = result[walking]
         left, right = x >> half, x & low
-        for key in keys[:, walking]:
+        for key in keys if alone else keys[:, which[walking]]:
             left, right = right, left ^ (_mix(right + key) & low)
         x = (left << half) | right
         result[walking] = x
@@ -113,6 +114,18 @@ class Order:
         first = (int(np.searchsorted(begins, within, side="right")) - 1) // self._window * self._window
         last = min(first + self._window, len(turns))
         return epoch * self.size + int(begins[last]), sorted(turns[first:last].tolist())
+
+    def ahead(self, first: int, last: int) -> tuple[list[int], list[int]]:
+        """Return (shards that positions ``first`` to ``last`` draw from, those of the window behind), in order of need.
+
+        For ``window:K``.
+        """
+        needed: list[int] = []
+        position = first
+        while position <= last:
+            position, shards = self.window(position)
+            needed += shards
+        return needed, self.window(position)[1]
 
     def _windowed(self, epoch: int, within: np.ndarray) -> np.ndarray:
         turns, begins = self._of_epoch(epoch)

@@ -43,6 +43,19 @@ def connect(attempts: int = 5) -> Any:
     return s3.connect(attempts=attempts, connections=2 * AT_ONCE, read_timeout=READ_TIMEOUT_SECONDS)
 
 
+_WHO = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
+
+
+@lru_cache(maxsize=8)
+def _made(process: int, attempts: int, timeout: float, *who: str | None) -> Any:
+    return connect(attempts)
+
+
+def shared(attempts: int = 5) -> Any:
+    """Return this process's client, for all who ask: making one costs more than many a request."""
+    return _made(os.getpid(), attempts, READ_TIMEOUT_SECONDS, *(os.environ.get(name) for name in _WHO))
+
+
 def explain(error: Exception, what: str, action: str) -> DataError:
     """Turn boto3's error about ``what`` into a line that says what to do; ``action`` is the permission it needed."""
     return DataError(str(s3.explain(error, what, action, DataError)))
@@ -54,7 +67,7 @@ def list_folder(location: str, client: Any = None, *, deep: bool = False) -> tup
     ``deep`` lists all objects below the prefix, and no folders. Raises DataError when the listing is refused.
     """
     bucket, key = split(location)
-    client = client or connect()
+    client = client or shared()
     from botocore.exceptions import BotoCoreError, ClientError
 
     prefix = key if not key or key.endswith("/") else key + "/"
@@ -95,6 +108,18 @@ def fetch(shard: Shard, path: str, client: Any, tick: Callable[[], None] = lambd
         get_bytes(shard.path, shard.etag, shard.size, client, 0, shard.size, file.write, tick)
 
 
+def read_small(path: str) -> bytes | None:
+    """Return the content of an object that may not be there, or not be ours to read: then None."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, key = split(path)
+    try:
+        content: bytes = shared().get_object(Bucket=bucket, Key=key)["Body"].read()
+        return content
+    except (ClientError, BotoCoreError):
+        return None
+
+
 def get_bytes(
     path: str,
     etag: str,
@@ -117,6 +142,7 @@ def get_bytes(
     done, failures = begin, 0
     while done < end:
         before = done
+        tick()
         try:
             given = {"Range": f"bytes={done}-{'' if end == size else end - 1}"} if done or end < size else {}
             body = client.get_object(Bucket=bucket, Key=key, IfMatch=f'"{etag}"', **given)["Body"]
@@ -148,15 +174,6 @@ def get_bytes(
             time.sleep(min(WAIT_SECONDS * 2 ** (failures - 1), 10.0))
 
 
-_WHO = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_PROFILE")
-
-
-@lru_cache(maxsize=4)
-def _shared(process: int, *who: str | None) -> Any:
-    """Return one client for all readers of a process: hundreds may be open at once."""
-    return connect(attempts=1)
-
-
 class Reader(io.RawIOBase):
     """An object as a file that can seek: every read is a request of its own, so none waits on an idle connection.
 
@@ -166,7 +183,7 @@ class Reader(io.RawIOBase):
     def __init__(self, path: str, size: int, etag: str) -> None:
         self._path, self._size, self._etag = path, size, etag
         self._at = 0
-        self._client = _shared(os.getpid(), *(os.environ.get(name) for name in _WHO))
+        self._client = shared(attempts=1)
 
     def readable(self) -> bool:
         """Return True."""
@@ -203,22 +220,28 @@ class Reader(io.RawIOBase):
 
 
 def staged(
-    shards: Iterable[Shard], folder: str, *, at_once: int = AT_ONCE, client: Any = None
+    shards: Iterable[Shard],
+    folder: str,
+    *,
+    at_once: int = AT_ONCE,
+    client: Any = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Shard, str]]:
     """Yield (object, local copy) in the order given, ``at_once`` being fetched meanwhile.
 
     Copies are temporary files in ``folder``: whoever takes one removes it. Never more than ``at_once`` lie there
-    untaken; those go when the iterator is closed. Raises DataError, also when ``folder`` is full.
+    untaken; those go when the iterator is closed. Raises DataError, also when ``folder`` is full, and InterruptedError
+    when ``stop``, asked all the time, says so.
     """
     # `fetch` tries again itself: it knows what it has already.
-    client = client or connect(attempts=1)
+    client = client or shared(attempts=1)
 
     def get(shard: Shard) -> str:
         try:
             handle, path = tempfile.mkstemp(prefix=".stage.", suffix=".tmp", dir=folder)
             os.close(handle)
             try:
-                fetch(shard, path, client, stop)
+                fetch(shard, path, client, give_up)
             except BaseException:
                 os.unlink(path)
                 raise
@@ -231,8 +254,8 @@ def staged(
                 "free some space or give a --data_cache_dir that can be written"
             ) from None
 
-    def stop() -> None:
-        if closing:
+    def give_up() -> None:
+        if closing or stop():
             raise InterruptedError
 
     closing: list[bool] = []

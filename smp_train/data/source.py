@@ -25,10 +25,12 @@ class Source(Protocol):
     """A data set with random access. Subclass it, or give any object these four members.
 
     `row` must depend on the index alone: the same index gives the same row on every rank and after every
-    restart, or a resumed run does not continue the one before it. Three members more are used where a source
+    restart, or a resumed run does not continue the one before it. Some members more are used where a source
     has them: ``shards``, the rows of each shard as a list of `range`; ``lengths(shard)``, the tokens of
-    each row of a shard without padding at its ends, as an integer array; and ``fill(indices, into)``, which reads
-    rows into int64 [rows, tokens] and returns True, or False when one is not so long or not all counted.
+    each row of a shard without padding at its ends, as an integer array; ``fill(indices, into)``, which reads
+    rows into int64 [rows, tokens] and returns True, or False when one is not so long or not all counted; and, for
+    ``--shuffle window:K``, ``want(needed, following)``, told before every step from which shards (numbers in
+    ``shards``) rows are read next and after that, and from no others, and ``rest()``, told when reading ends.
     """
 
     fingerprint: str
@@ -45,6 +47,10 @@ class Source(Protocol):
     def name(self, index: int) -> str:
         """Return what a person would look the row up by, such as ``train-00003.json.gz:17``."""
         return f"row {index}"
+
+
+def nothing(*_: object) -> None:
+    """Do nothing: what a source does that lacks one of the members it may have."""
 
 
 def shards(source: Source) -> list[range]:

@@ -25,7 +25,6 @@ from typing import IO
 import numpy as np
 
 from smp_train.data.rows import RowParser
-from smp_train.data.source import Row
 from smp_train.data.utils import Shard, read_lines
 from smp_train.errors import DataError
 
@@ -178,7 +177,7 @@ def write(
     rows. A damaged gzip stream is an error all the same: where it breaks off, nobody knows what is missing.
     """
     parse = RowParser(vocab_size)
-    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    dtype = dtype_for(vocab_size)
     rows = _Rows()
     with atomic_file(base + ".tok") as tok:
         for number, line in read_lines(read_from or shard.path, tick, shown=shard.path):
@@ -200,15 +199,24 @@ def write(
             tok.write(rows.bitmap())
         tok_bytes = tok.tell()
         if read_from is None:
-            status = os.stat(shard.path)
-            if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
-                raise DataError(f"{shard.path}: changed while it was being read; start again when it is complete")
+            _refuse_changed(shard)
     _write_index(shard, base, vocab_size, dtype, rows, tok_bytes)
+
+
+def _refuse_changed(shard: Shard) -> None:
+    try:
+        status = os.stat(shard.path)
+    except OSError as error:
+        raise DataError(
+            f"{shard.path}: vanished while it was being read ({error.strerror}); put it back and start again"
+        ) from None
+    if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
+        raise DataError(f"{shard.path}: changed while it was being read; start again when it is complete")
 
 
 def write_rows(source: str, base: str, vocab_size: int, block: np.ndarray) -> None:
     """Write rows that need no parsing, [rows, tokens], all counted, as the cache of a shard called ``source``."""
-    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    dtype = dtype_for(vocab_size)
     rows = _Rows()
     with atomic_file(base + ".tok") as tok:
         for number, ids in enumerate(block.astype(dtype), 1):
@@ -219,14 +227,47 @@ def write_rows(source: str, base: str, vocab_size: int, block: np.ndarray) -> No
     _write_index(Shard(base + ".tok", source, tok_bytes, 0), base, vocab_size, dtype, rows, tok_bytes)
 
 
-def _write_index(
-    shard: Shard, base: str, vocab_size: int, dtype: np.dtype, rows: _Rows, tok_bytes: int
-) -> None:
-    arrays = rows.arrays()
+def dtype_for(vocab_size: int) -> np.dtype:
+    """Return the type that ids below ``vocab_size`` are stored as."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def digests_of_block(block: np.ndarray, vocab_size: int) -> dict[str, str]:
+    """Return, by type of id, the digest of a cache of rows [rows, tokens], all counted, on lines 1, 2, ..."""
+    found = {}
+    for dtype in dict.fromkeys((dtype_for(vocab_size), np.dtype("<u4"))):
+        rows = _Rows()
+        for number, ids in enumerate(block.astype(dtype), 1):
+            rows.add(number, ids, ids.tobytes(), None)
+        found[dtype.str] = digest_of(rows.arrays())
+    return found
+
+
+def header_of_block(
+    rows: int, seq_len: int, dtype: str, digest: str, *, source: str, size: int, vocab_size: int
+) -> Header:
+    """Return what the index of a shard says whose rows are all of one length and counted."""
+    tokens = rows * seq_len
+    return Header(
+        rows=rows, tokens=tokens, counted=tokens, dtype=dtype, row_length=seq_len, longest=seq_len, longest_line=1,
+        mask="none", tok_bytes=tokens * np.dtype(dtype).itemsize, digest=digest, source=source, size=size,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def digest_of(arrays: dict[str, np.ndarray]) -> str:
+    """Return the identity of the rows that the arrays of an index are of."""
     digest = hashlib.blake2b(digest_size=16)
     for name, values in arrays.items():
         if name != "lines":
             digest.update(name.encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def _write_index(
+    shard: Shard, base: str, vocab_size: int, dtype: np.dtype, rows: _Rows, tok_bytes: int
+) -> None:
+    arrays = rows.arrays()
     header = Header(
         rows=len(rows.crc),
         tokens=rows.starts[-1],
@@ -237,7 +278,7 @@ def _write_index(
         longest_line=rows.longest_line,
         mask="bits" if rows.odd else "prefix" if "valid" in arrays else "none",
         tok_bytes=tok_bytes,
-        digest=digest.hexdigest(),
+        digest=digest_of(arrays),
         source=shard.name,
         size=shard.size,
         vocab_size=vocab_size,
@@ -253,8 +294,11 @@ def _write_index(
             idx.write(values.tobytes())
 
 
-def read_header(base: str) -> tuple[Header, int] | None:
-    """Return the header and where the arrays start, or None when there is no whole cache at ``base``."""
+def read_header(base: str, *, index_alone: bool = False) -> tuple[Header, int] | None:
+    """Return the header and where the arrays start, or None when there is no whole cache at ``base``.
+
+    ``index_alone`` asks for the ``.idx`` only, whatever has become of the ``.tok``.
+    """
     try:
         # Thousands of these are read at a start: no more calls than it takes.
         file = os.open(base + ".idx", os.O_RDONLY)
@@ -270,130 +314,9 @@ def read_header(base: str) -> tuple[Header, int] | None:
         arrays = sum(np.dtype(kind).itemsize * count for kind, count in header.arrays.values())
         whole = (
             header.version == VERSION
-            and os.stat(base + ".tok").st_size == header.tok_bytes
             and size == _PREFIX.size + length + arrays
+            and (index_alone or os.stat(base + ".tok").st_size == header.tok_bytes)
         )
         return (header, _PREFIX.size + length) if whole else None
     except (OSError, struct.error, ValueError, TypeError):
         return None
-
-
-class ShardReader:
-    """Rows of one converted shard, from one open file; `close` it to give the descriptor back."""
-
-    def __init__(self, base: str) -> None:
-        opened = read_header(base)
-        if opened is None:
-            raise DataError(
-                f"{base}.tok: the token cache is missing or damaged; start again and it is rebuilt"
-            )
-        self.base = base
-        self.header, offset = opened
-        self._tok = -1
-        with open(base + ".idx", "rb") as file:
-            file.seek(offset)
-            self._arrays = {
-                name: np.fromfile(file, dtype=kind, count=count)
-                for name, (kind, count) in self.header.arrays.items()
-            }
-        digest = hashlib.blake2b(digest_size=16)
-        for name, values in self._arrays.items():
-            if name != "lines":
-                digest.update(name.encode() + values.tobytes())
-        if digest.hexdigest() != self.header.digest:
-            raise self._damaged("its index does not match its checksum")
-        self._dtype = np.dtype(self.header.dtype)
-        self._crc = self._arrays["crc"]
-        # Most shards have rows of one length, all counted: those are read with nothing to look up.
-        plain = self.header.mask == "none" and self.header.row_length is not None
-        self._plain_bytes = (self.header.row_length or 0) * self._dtype.itemsize if plain else 0
-        self._plain_tail = (self.header.row_length or 0).to_bytes(8, "little")
-        self._scratch = np.empty(self._plain_bytes // self._dtype.itemsize, dtype=self._dtype)
-        self._tok = os.open(base + ".tok", os.O_RDONLY)
-
-    def _damaged(self, what: str) -> DataError:
-        return DataError(
-            f"{self.base}.tok: {what}; remove this file and its .idx, start again, and they are rebuilt"
-        )
-
-    def close(self) -> None:
-        """Close the file; reading after this is an error."""
-        if self._tok >= 0:
-            os.close(self._tok)
-            self._tok = -1
-
-    def line(self, row: int) -> int:
-        """Return the line of the shard that row ``row`` was on."""
-        lines = self._arrays.get("lines")
-        return row + 1 if lines is None else int(lines[row])
-
-    def lengths(self) -> np.ndarray:
-        """Return the tokens of every row without padding at its ends, int64 [rows]."""
-        for name in ("extent", "valid"):
-            if name in self._arrays:
-                return self._arrays[name].astype(np.int64)
-        if "starts" in self._arrays:
-            return np.diff(self._arrays["starts"].astype(np.int64))
-        return np.full(self.header.rows, self.header.row_length, dtype=np.int64)
-
-    def _span(self, row: int) -> tuple[int, int]:
-        length = self.header.row_length
-        if length is not None:
-            return row * length, length
-        starts = self._arrays["starts"]
-        return int(starts[row]), int(starts[row + 1]) - int(starts[row])
-
-    def _bytes(self, size: int, offset: int) -> bytes:
-        try:
-            return os.pread(self._tok, size, offset)
-        except OSError as error:
-            raise DataError(
-                f"{self.base}.tok: cannot be read ({error.strerror}); "
-                "is the file system of --data_cache_dir still there?"
-            ) from None
-
-    def fill(self, row: int, into: np.ndarray) -> bool:
-        """Read row ``row`` into int64 [tokens] of its own length; False, with nothing read, when it is no such row.
-
-        Raises DataError as `row`.
-        """
-        size = self._plain_bytes
-        if into.size != self._scratch.size or not size:
-            return False
-        try:
-            read = os.preadv(self._tok, [self._scratch.data], row * size)
-        except OSError:
-            read = 0
-        if read != size or crc32(self._plain_tail, crc32(self._scratch)) != self._crc[row]:
-            # Again, for the message.
-            self.row(row)
-            return False
-        into[:] = self._scratch
-        return True
-
-    def row(self, row: int) -> Row:
-        """Read row ``row``. Raises DataError when the bytes cannot be read or are not those that were written."""
-        size = self._plain_bytes
-        if size:
-            data = self._bytes(size, row * size)
-            if crc32(self._plain_tail, crc32(data)) == self._crc[row]:
-                return Row(np.frombuffer(data, dtype=self._dtype))
-        start, n = self._span(row)
-        size = self._dtype.itemsize
-        data = self._bytes(n * size, start * size)
-        valid, bits = n, b""
-        if self.header.mask != "none":
-            valid = int(self._arrays["valid"][row])
-        if self.header.mask == "bits":
-            bits = self._bytes((n + 7) // 8, self.header.tokens * size + start // 8 + row)
-            mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=n).view(bool)
-            if mask[:valid].all():
-                bits = b""
-        if crc32(bits or valid.to_bytes(8, "little"), crc32(data)) != self._crc[row]:
-            raise self._damaged(
-                f"row {row} ({self.header.source}:{self.line(row)}) does not match its checksum"
-            )
-        ids = np.frombuffer(data, dtype=self._dtype)
-        if valid == n:
-            return Row(ids)
-        return Row(ids, mask if bits else np.arange(n) < valid)

@@ -4,13 +4,25 @@
 `together` turns a failure of one rank into the same failure of all, and `any_rank` asks all of them one question.
 """
 
-from smp_train.runtime.group import any_rank, is_main, largest, rank, start, start_attempted, stop, together, world_size
+from smp_train.runtime.group import (
+    any_rank,
+    exchange,
+    is_main,
+    largest,
+    rank,
+    start,
+    start_attempted,
+    stop,
+    together,
+    world_size,
+)
 from smp_train.runtime.place import Runtime, detect, expand_hostlist, is_sagemaker, smp_installed
 
 __all__ = [
     "Runtime",
     "any_rank",
     "detect",
+    "exchange",
     "expand_hostlist",
     "is_main",
     "is_sagemaker",

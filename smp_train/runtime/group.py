@@ -234,6 +234,26 @@ def largest(values: Sequence[int]) -> list[int]:
     return [int(value) for value in merged.tolist()]
 
 
+def exchange(mine: bytes) -> Iterator[bytes]:
+    """Yield what each rank brings, in order of ranks; collective, and every rank must go to the end."""
+    import torch
+    import torch.distributed as dist
+
+    if _group() is None:
+        yield mine
+        return
+    size = torch.tensor([len(mine)])
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    for source, length in enumerate(map(int, sizes)):
+        if length:
+            text = torch.empty(length, dtype=torch.uint8)
+            if dist.get_rank() == source:
+                text.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+            dist.broadcast(text, src=source)
+            yield text.numpy().tobytes()
+
+
 def _agree(what: str, failure: Exception | None) -> None:
     import torch
     import torch.distributed as dist

@@ -1,5 +1,7 @@
 """Blends and windows: every source in its own order, everything computed from the position."""
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -43,6 +45,35 @@ def test_each_source_keeps_its_own_order():
         assert epochs[mine].tolist() == alone[0].tolist()
     assert joined.name(41) == "s1/1"
     assert joined.row(41).input_ids[0] == 1001
+
+
+class Known(Numbers):
+    def fill(self, indices, into):
+        if into.shape[1] != 3 or 6 in indices:
+            return False
+        into[:] = np.array([self.row(index).input_ids for index in indices])
+        return True
+
+    def report(self):
+        return {"shards": 1, "rows": self.size, "tokens": 3 * self.size, "longest": self.size, "longest_at": "x:1"}
+
+
+def test_what_all_sources_can_they_can_together():
+    joined = Joined([Known(40), Known(7, 1000)], ["a", "b"])
+    into = np.zeros((3, 3), dtype=np.int64)
+    assert joined.fill([39, 40, 45], into)
+    assert into[:, 0].tolist() == [39, 1000, 1005]
+    assert not joined.fill([39, 46, 45], into), "the row that one of them cannot read so"
+    assert joined.report() == {
+        "shards": 2, "rows": 47, "tokens": 141, "counted_tokens": 0, "lines_left_out": 0, "longest": 40,
+        "longest_at": "x:1",
+    }  # fmt: skip
+    share = {"micro_batch": 2, "accumulation": 1, "dp_rank": 0, "dp_size": 1, "order": Order(47)}
+    with pytest.raises(DataError, match="x:1: row of 40 tokens is longer than the 30"):
+        TrainingData(joined, seq_len=30, long="error", **share)
+    mixed = Joined([Known(40), Numbers(7)], ["a", "b"])
+    assert not hasattr(mixed, "fill")
+    assert not hasattr(mixed, "report")
 
 
 def test_sizes_are_those_of_the_sources():
@@ -118,6 +149,15 @@ def test_allow_data_change_goes_on_and_says_so(caplog):
 def test_weights_are_read(tmp_path):
     assert read_weights(["a:0.7", "b:3"]) == (["a", "b"], [0.7, 3])
     assert read_weights(["s3://x/a", "s3://x/b"]) == (["s3://x/a", "s3://x/b"], None)
+    for one, again in [("a", "a/"), ("a", "./a"), ("s3://x/a", "s3://x/a/"), ("a", "a/1.json"), ("a", "link")]:
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("a")
+        words = [word if word.startswith("s3:") else os.path.join(tmp_path, word) for word in (one, again)]
+        for given_ in (words, [f"{words[0]}:0.5", f"{words[1]}:0.5"]):
+            with pytest.raises(ConfigError, match="names one place twice; its rows would count twice"):
+                read_weights(given_)
+    assert read_weights(["s3://x/a", "s3://x/a/b"])[1] is None
     odd = tmp_path / "x:1"
     odd.mkdir()
     assert read_weights([str(odd)]) == ([str(odd)], None)

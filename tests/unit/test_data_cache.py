@@ -15,8 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp_train.data import conversion, index, token_cache
-from smp_train.data.index import BESIDE, convert, open_source
+from smp_train.data import conversion, index, open_files, token_cache
+from smp_train.data.formats import open_prepared
+from smp_train.data.index import BESIDE, Caches, convert, open_source
+from smp_train.data.order import Order
+from smp_train.data.shard_reader import ShardReader
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
@@ -235,6 +238,8 @@ def test_a_shard_that_changes_under_the_converter(tmp_path):
     with pytest.raises(DataError, match=r"a\.json: changed while it was being read"):
         token_cache.write(shard, str(tmp_path / "base"), 97, grow)
     assert not list(tmp_path.glob("base*"))
+    with pytest.raises(DataError, match=r"a\.json: vanished while it was being read .*put it back"):
+        Caches(str(tmp_path), 97, None).write(list_shards(str(tmp_path))[0], lambda done: path.unlink(missing_ok=True))
 
 
 @pytest.mark.parametrize("suffix", [".tok", ".idx"])
@@ -269,7 +274,7 @@ def test_no_flipped_bit_is_read(tmp_path, kind):
                 noticed += 1
                 continue
             try:
-                reader = token_cache.ShardReader(str(path)[:-4])
+                reader = ShardReader(str(path)[:-4])
                 for i, (ids, mask) in enumerate(rows):
                     row = reader.row(i)
                     assert row.input_ids.tolist() == ids
@@ -302,19 +307,58 @@ def test_a_file_system_that_fails_under_the_reader_is_an_error(tmp_path, monkeyp
         source.row(1)
 
 
-def test_more_shards_than_may_be_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "OPEN_SHARDS", 3)
+def shards_of_two(folder, count):
     rows = []
-    for n in range(12):
+    for n in range(count):
         rows += plain_rows(2, base=n)
-        write_shard(tmp_path / f"{n:02}.json", plain_rows(2, base=n))
+        write_shard(folder / f"{n:02}.json", plain_rows(2, base=n))
+    return rows
+
+
+def test_more_shards_than_may_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(open_files, "RESERVED", 3)
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: (6, 6))
+    monkeypatch.setattr(open_files.resource, "setrlimit", lambda what, pair: None)
+    monkeypatch.setattr(open_files, "_count", open_files._Count())
+    rows = shards_of_two(tmp_path, 12)
     source = open_source(str(tmp_path), vocab_size=97)
     before = len(os.listdir("/proc/self/fd"))
     check_rows(source, rows)
-    assert len(os.listdir("/proc/self/fd")) <= before + 3
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    other = open_source(str(tmp_path), vocab_size=97)
+    check_rows(other, rows)
+    assert len(os.listdir("/proc/self/fd")) == before + 4, "one file at least for every data set"
     source.close()
+    other.close()
     assert len(os.listdir("/proc/self/fd")) == before
     check_rows(source, rows)
+    del source
+    assert len(os.listdir("/proc/self/fd")) == before, "a data set that is dropped closes its files"
+
+
+def test_however_many_shards_each_is_opened_once(tmp_path, monkeypatch):
+    """What a row costs does not depend on how many shards there are: each is opened, and its index read, once."""
+    monkeypatch.setattr(open_files, "RESERVED", 10)
+    limit = [12, 1000]
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: tuple(limit))
+    monkeypatch.setattr(open_files.resource, "setrlimit", lambda what, pair: limit.__setitem__(0, pair[0]))
+    monkeypatch.setattr(open_files, "_count", open_files._Count())
+    monkeypatch.setattr(token_cache.os, "fsync", lambda file: None)
+    block = np.arange(1, 9).reshape(2, 4)
+    for n in range(40):
+        token_cache.write_rows(f"{n:02}", str(tmp_path / f"{n:02}"), 97, block)
+    source = open_prepared(str(tmp_path), 97)
+    opened = []
+    original = token_cache.os.open
+    monkeypatch.setattr(token_cache.os, "open", lambda *given: opened.append(given[0]) or original(*given))
+    order = Order(len(source), seed=3)
+    for epoch in range(3):
+        for row in order.rows(np.arange(80) + 80 * epoch)[1].tolist():
+            assert source.row(row).input_ids.tolist() == block[row % 2].tolist()
+    assert len([path for path in opened if path.endswith(".tok")]) == 40
+    assert len([path for path in opened if path.endswith(".idx")]) == 40
+    assert limit == [40 + 10, 1000], "raised as far as it takes"
+    source.close()
 
 
 def test_a_cache_moves_with_its_folder(tmp_path):

@@ -1,11 +1,15 @@
 """``smp-train data``: what it says of good data, of bad data, and of runs that used data once or not."""
 
+import gzip
 import json
+import shutil
 
+import numpy as np
 import pytest
 
 from smp_train.cli import main
 from smp_train.data import cli
+from smp_train.data.blend import BLOCK, apportion, sources_of
 from smp_train.data.index import BESIDE, open_source
 from smp_train.data.order import Order
 from smp_train.errors import ConfigError
@@ -56,6 +60,23 @@ def test_verify_prepared(tmp_path, capsys):
     tok.write_bytes(content)
     assert main(["data", "verify", str(here)]) == 3
     assert "row 2 (a.json:3) does not match its checksum" in capsys.readouterr().out
+
+
+def test_verify_holds_a_preparation_against_its_manifest(tmp_path, capsys):
+    shutil.copytree(SAMPLE, tmp_path / "sample")
+    train = tmp_path / "sample" / "train"
+    assert cli.main(["verify", str(train)]) == 0
+    shutil.copy(train / "train-00000.json.gz", train / "more.json.gz")
+    (train / "train-00001.json.gz").unlink()
+    content = gzip.decompress((train / "train-00002.json.gz").read_bytes())
+    (train / "train-00002.json.gz").write_bytes(gzip.compress(content[: content.index(b"\n") + 1]))
+    capsys.readouterr()
+    assert cli.main(["verify", str(train)]) == 3
+    said = capsys.readouterr().out
+    assert "train-00001.json.gz: is listed in _manifest.json and missing" in said
+    assert "train-00002.json.gz: differs from its checksum in _manifest.json" in said
+    assert "more.json.gz: is not listed in _manifest.json" in said
+    assert said.endswith(", 3 problems\n")
 
 
 def test_mistakes_of_use(tmp_path, capsys):
@@ -119,6 +140,35 @@ def test_audit_finds_samples_of_a_blend_that_are_never_used(tmp_path, capsys):
     assert "b: 1 of 3 samples were never used" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("count", [40, BLOCK + 40])
+def test_audit_knows_how_often_each_place_of_a_blend_comes(tmp_path, capsys, count):
+    slots = apportion([0.7, 0.299, 0.001], BLOCK)
+    whose = np.concatenate([sources_of(block, slots, 5) for block in range(2)])[:count]
+    taken, samples = [0, 0, 0], []
+    for place in whose.tolist():
+        samples.append(f"{'abc'[place]}/x:{taken[place]}")
+        taken[place] += 1
+    config = {"training_dir": ["a:0.7", "b:0.299", "c:0.001"], "seed": 5}
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "samples": dict.fromkeys("abc", count)}))
+    write_run(tmp_path, [samples], world=1)
+    assert cli.audit(tmp_path) == 0
+    assert f"drawn from a: {taken[0]}, b: {taken[1]}, c: {taken[2]}\n" in capsys.readouterr().out
+    # As if b were no place of the run: what it should have given came from a.
+    write_run(tmp_path, [[name if name[0] != "b" else f"a/more:{name}" for name in samples]], world=1)
+    assert cli.audit(tmp_path) == 3
+    assert f"b: was drawn from 0 times, its weight gives it {taken[1]}\n" in capsys.readouterr().out
+    (tmp_path / "data_audit-rank0.jsonl").unlink()
+    write_run(tmp_path, [samples], world=1, start=7)
+    assert cli.audit(tmp_path) == 0
+    # Killed when one rank of two had written its part of the last step.
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    write_attempt(tmp_path, 1, [samples[: count // 2], samples[count // 2 :]], start=1, world=2)
+    lines = (tmp_path / "data_audit-rank0.jsonl").read_text().splitlines()
+    (tmp_path / "data_audit-rank0.jsonl").write_text(lines[0] + "\n")
+    assert cli.audit(tmp_path) == 0
+
+
 def write_attempt(folder, attempt, steps, *, start, world, peers=1):
     """Write what ``world`` ranks, of which ``peers`` share a model, audit of an attempt."""
     for rank in range(world):
@@ -168,6 +218,12 @@ def test_audit_finds(tmp_path, capsys, kind):
 def test_audit_needs_audits(tmp_path):
     with pytest.raises(ConfigError, match="no data_audit-rank"):
         cli.audit(tmp_path)
+
+
+def test_audit_of_a_run_without_a_step(tmp_path, capsys):
+    (tmp_path / "data_audit-rank0.jsonl").touch()
+    assert cli.audit(tmp_path) == 0
+    assert "no step was recorded yet" in capsys.readouterr().out
 
 
 GOOD_TEXT = [

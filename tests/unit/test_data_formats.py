@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,15 @@ pytest.importorskip("datasets")
 
 from datasets import Dataset, DatasetDict, Features, Sequence, Value
 
+from smp_train.data import cli
+from smp_train.data.arrow import ArrowRows
 from smp_train.data.formats import ARROW, PREPARED, SHARDS, convert_place, kind_of, open_place
 from smp_train.data.index import BESIDE, open_source
+from smp_train.data.layout import lay_out
+from smp_train.data.mounts import is_local
+from smp_train.data.opening import say
 from smp_train.data.source import lengths
-from smp_train.errors import DataError
+from smp_train.errors import ConfigError, DataError
 
 ROWS = [[n, n + 1, n + 2] + [7] * (n % 4) for n in range(50)]
 
@@ -33,7 +39,13 @@ def opened(folder, vocab_size=100, **options):
     return open_place(str(folder), vocab_size=vocab_size, **options)
 
 
-def test_rows_of_a_data_set(tmp_path):
+@pytest.fixture(params=["local", "shared"])
+def storage(request, monkeypatch):
+    monkeypatch.setattr("smp_train.data.arrow.is_local", lambda path: request.param == "local")
+    return request.param
+
+
+def test_rows_of_a_data_set(tmp_path, storage):
     masks = [[1] * len(row) for row in ROWS]
     masks[3] = [0, 1, 1] + [1] * (len(ROWS[3]) - 3)
     masks[9] = [1, 1, 0] + [0] * (len(ROWS[9]) - 3)
@@ -49,13 +61,18 @@ def test_rows_of_a_data_set(tmp_path):
     assert source.report()["longest"] == 6
     assert source.report()["counted_tokens"] == sum(map(sum, masks))
     base = source.row(30).input_ids
-    assert not base.flags.writeable, "a view of the file"
-    assert not base.flags.owndata
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap) == (storage == "local"), "a view of the file where it is safe, else a copy"
+    into = np.zeros((2, 3), dtype=np.int64)
+    assert source.fill([4, 8], into)
+    assert into.tolist() == [ROWS[4], ROWS[8]]
+    assert not source.fill([4, 5], into)
     assert convert_place(str(tmp_path), vocab_size=100) == 0, "checked once"
 
 
 @pytest.mark.parametrize("kind", ["int32", "uint16", "int64"])
-def test_integer_types_and_fixed_lengths(tmp_path, kind):
+def test_integer_types_and_fixed_lengths(tmp_path, kind, storage):
     features = Features({"input_ids": Sequence(Value(kind), length=3)})
     Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]]}, features=features).save_to_disk(str(tmp_path))
     assert opened(tmp_path).row(1).input_ids.tolist() == [4, 5, 6]
@@ -87,7 +104,7 @@ BAD = {
     "mask value": ([[1, 2], [3, 4]], [[1, 1], [1, 2]], r"row 2: attention_mask holds 2; use 0 or 1"),
     "nothing counted": ([[1, 2], [3, 4]], [[1, 1], [1, 0]], r"row 2: attention_mask counts no token"),
     "floats": ([[1.5, 2.0]], None, r"column input_ids is list<.*lists of integers are needed"),
-    "null": ([[1, 2], None], None, r"column input_ids has empty places \(null\)"),
+    "null": ([[1, 2], None], None, r"row 2: input_ids is null; remove the row"),
     "text": (["a b"], None, r"column input_ids is string"),
 }
 
@@ -151,6 +168,179 @@ def test_prepared_files_alone(tmp_path):
     (tmp_path / "tokens/x.json").write_text("")
     with pytest.raises(DataError, match=r"holds JSON-lines shards and prepared tokens; keep one kind"):
         opened(tmp_path / "tokens")
+
+
+def test_shared_storage_is_not_mapped(tmp_path, monkeypatch):
+    """A file that another machine cuts short is a message, not the end of the process."""
+    monkeypatch.setattr("smp_train.data.arrow.is_local", lambda path: False)
+    monkeypatch.setattr("smp_train.data.arrow.OPEN_FILES", 2)
+    save(tmp_path, shards=5)
+    source = opened(tmp_path)
+    for i in (0, 10, 20, 30, 40, 1, 49):
+        assert source.row(i).input_ids.tolist() == ROWS[i]
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    os.truncate(source.files[2].path, 400)
+    with pytest.raises(DataError, match=r"data-00002-of-00005\.arrow: is shorter than when it was opened"):
+        source.row(29)
+
+
+def test_what_storage_a_file_is_on(tmp_path, monkeypatch):
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "22 1 8:1 / / rw - ext4 /dev/root rw\n"
+        "23 22 0:40 / /fsx rw shared:1 - lustre 10.0.0.1@tcp:/fsx rw\n"
+        "24 23 8:2 / /fsx/my\\040disk rw - xfs /dev/nvme rw\n"
+        "25 22 0:41 / /home rw - ext4 /dev/b rw\n"
+        "26 22 0:42 / /home rw - nfs4 server:/home rw\n"
+    )
+    monkeypatch.setattr("smp_train.data.mounts.MOUNTS", str(table))
+    places = {"/data/x": True, "/fsx/x": False, "/fsxx": True, "/fsx/my disk/x": True, "/home/me": False}
+    assert {place: is_local(place) for place in places} == places
+    monkeypatch.setattr("smp_train.data.mounts.MOUNTS", str(tmp_path / "none"))
+    assert not is_local("/data/x")
+
+
+def test_lengths_are_of_one_file_at_a_time(tmp_path, monkeypatch):
+    """All lengths are one pass over the data, however many files there are."""
+    masks = [[0] + [1] * (len(row) - 1) for row in ROWS]
+    save(tmp_path, masks=masks, shards=10)
+    source = opened(tmp_path)
+    seen = []
+    real = ArrowRows._column_lengths
+    monkeypatch.setattr(ArrowRows, "_column_lengths", lambda self, n: seen.append(n) or real(self, n))
+    assert lengths(source).tolist() == [len(row) - 1 for row in ROWS]
+    assert seen == list(range(10))
+
+
+def test_bad_rows_are_left_out_and_said(tmp_path, caplog):
+    rows, masks = [list(row) for row in ROWS], [[1] * len(row) for row in ROWS]
+    rows[7], rows[31], masks[33] = None, [5, 6, 100], [1] + [0] * (len(ROWS[33]) - 1)
+    masks[31] = [1, 1, 1]
+    save(tmp_path, rows, masks, shards=2)
+    where = r"data-00000-of-00002\.arrow: row 8: input_ids is null"
+    with pytest.raises(DataError, match=where):
+        opened(tmp_path)
+    source = opened(tmp_path, max_bad=0.06)
+    good = [row for n, row in enumerate(ROWS) if n not in (7, 31, 33)]
+    assert [source.row(i).input_ids.tolist() for i in range(len(source))] == good
+    assert source.shards == [range(24), range(24, 47)]
+    assert lengths(source).tolist() == [len(row) for row in good]
+    assert [source.name(i).rpartition(":")[2] for i in (6, 7, 23, 24, 29, 30)] == ["7", "9", "25", "1", "6", "8"]
+    assert source.report()["lines_left_out"] == 3
+    assert "left out 3 of 50 lines" in caplog.text
+    with pytest.raises(DataError, match=r"3 of 50 lines are no rows, more than --max_bad 5\.0.*row 8: input"):
+        opened(tmp_path, max_bad=0.05)
+    with pytest.raises(DataError, match=where):
+        opened(tmp_path)
+    save(tmp_path / "none", [[1], [2]], shards=1)
+    with pytest.raises(DataError, match="the data set has no row"):
+        opened(tmp_path / "none", max_bad=1)
+
+
+def test_a_bad_file_stops_the_peers(tmp_path):
+    save(tmp_path, [[1, 2]] * 3 + [[1, 200]] + [[1, 2]] * 6, shards=5)
+    with pytest.raises(DataError, match="row 2: token id 200") as first:
+        convert_place(str(tmp_path), vocab_size=100, rank=1, world=5)
+    with pytest.raises(DataError) as peers:
+        convert_place(str(tmp_path), vocab_size=100, rank=0, world=5)
+    assert str(peers.value) == str(first.value)
+
+
+def test_what_another_version_kept_is_checked_again(tmp_path):
+    save(tmp_path, shards=1)
+    opened(tmp_path)
+    (kept,) = (tmp_path / BESIDE).glob("*.checked")
+    found = json.loads(kept.read_text())
+    for damage in ({**found, "version": 1}, {"rows": 50}, []):
+        kept.write_text(json.dumps(damage))
+        assert convert_place(str(tmp_path), vocab_size=100) == 1
+        assert json.loads(kept.read_text()) == found
+
+
+def test_verify_names_every_row_of_a_data_set(tmp_path, capsys):
+    save(tmp_path, [[1, 2], [3], [4, 5], [-6, 7]], shards=1)
+    assert cli.main(["verify", str(tmp_path)]) == 3
+    said = capsys.readouterr().out
+    assert ".arrow: row 2: a row of fewer" in said
+    assert ".arrow: row 4: token id -6" in said
+    assert said.endswith(": 2 rows in 1 files, 2 problems\n")
+    assert not (tmp_path / BESIDE).exists()
+
+
+def test_columns_beside_and_files_of_other_writers(tmp_path):
+    import pyarrow as pa
+
+    save(tmp_path, [[1, 2], [3, 4]], shards=1)
+    (path,) = tmp_path.glob("*.arrow")
+    table = pa.table({"kind": pa.array(["a", "b"]).dictionary_encode(), "input_ids": [[1, 2, 3], [4, 5]]})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    source = opened(tmp_path)
+    assert [source.row(i).input_ids.tolist() for i in range(2)] == [[1, 2, 3], [4, 5]]
+    squeezed = pa.ipc.IpcWriteOptions(compression="lz4")
+    table = pa.table({"input_ids": [[1, 2, 3] * 1000]})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema, options=squeezed) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match="is compressed; save it again"):
+        opened(tmp_path)
+
+
+def test_a_file_that_was_cut_between_two_batches(tmp_path):
+    save(tmp_path, ROWS * 60, shards=1)
+    (path,) = tmp_path.glob("*.arrow")
+    whole = path.read_bytes()
+    ends = [n for n in range(8, len(whole)) if whole[n : n + 4] == b"\xff\xff\xff\xff"]
+    path.write_bytes(whole[: ends[-2]])
+    with pytest.raises(DataError, match="not a whole Arrow file"):
+        opened(tmp_path)
+
+
+def test_prepared_files_that_lack_lines(tmp_path, caplog, capsys):
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps({"input_ids": row}) for row in ROWS]
+    lines[2] = "{"
+    (tmp_path / "data/a.json").write_text("\n".join(lines) + "\n")
+    open_source(str(tmp_path / "data"), vocab_size=100, max_bad=0.1)
+    shutil.move(tmp_path / "data" / BESIDE, tmp_path / "tokens")
+    with pytest.raises(DataError, match=r"\.tok: a\.json:3: broken JSON.*make it again, or .*--bad_rows skip"):
+        opened(tmp_path / "tokens")
+    caplog.clear()
+    assert len(opened(tmp_path / "tokens", max_bad=0.1)) == 49
+    assert "left out 1 of 50 lines" in caplog.text
+    with pytest.raises(DataError, match="more than --max_bad"):
+        opened(tmp_path / "tokens", max_bad=0.01)
+    assert cli.main(["inspect", str(tmp_path / "tokens")]) == 0
+    assert "left out when this was made, as no rows: 1 lines" in capsys.readouterr().out
+
+
+def test_rows_with_holes_are_not_packed(tmp_path, caplog):
+    """Refused before the first step, not where such a row comes up."""
+    masks = [[1] * len(row) for row in ROWS]
+    masks[3] = [0, *masks[3][1:]]
+    masks[4] = [1, 1, 0]
+    caplog.set_level("INFO")
+    for holed in (False, True):
+        if holed:
+            masks[30][1] = 0
+        save(tmp_path / f"arrow {holed}", masks=masks)
+        (tmp_path / f"json {holed}").mkdir()
+        lines = [json.dumps({"input_ids": i, "attention_mask": m}) for i, m in zip(ROWS, masks, strict=True)]
+        (tmp_path / f"json {holed}/a.json").write_text("\n".join(lines))
+        for kind, name in (("arrow", r"\.arrow:6"), ("json", r"a\.json:31")):
+            source = opened(tmp_path / f"{kind} {holed}")
+            if not holed:
+                assert len(lay_out(source, 8, long="split", short="pack")) < 50
+                say("here", source)
+                assert f"here: 50 rows in {len(source.files)} files, 223 tokens of which 221 count" in caplog.text
+                continue
+            with pytest.raises(DataError, match=name + ": attention_mask leaves out tokens inside.*--short pad"):
+                lay_out(source, 8, long="split", short="pack")
+
+
+def test_flags_that_mean_nothing_to_a_kind_are_refused(tmp_path):
+    save(tmp_path)
+    with pytest.raises(ConfigError, match=r"--zipped_data 1 is for JSON-lines shards, .* holds none: leave it out"):
+        opened(tmp_path, zipped=True)
 
 
 def test_random_access_is_exact(tmp_path):

@@ -27,12 +27,29 @@ SIZES = [
 ]
 
 
+POWERS = [4**exponent for exponent in range(1, 8)]
+
+
 @pytest.mark.parametrize("seed", [0, 12345])
 def test_every_epoch_is_a_permutation(seed):
     for size in SIZES:
         for epoch in (0, 1, 7):
             rows = permute(np.arange(size), size, seed, np.full(size, epoch))
             assert sorted(rows.tolist()) == list(range(size)), (size, epoch)
+
+
+def test_every_size_has_a_permutation():
+    """All sizes to 4100: the network of their power of four, walked on until it is inside, and that is `permute`."""
+    rng = np.random.default_rng(0)
+    networks = {power: permute(np.arange(power), power, 3, np.zeros(power, int)).astype(int) for power in POWERS}
+    for size in range(1, 4101):
+        network = networks[next(power for power in POWERS if power >= size)]
+        rows = network[:size]
+        while (outside := rows >= size).any():
+            rows = np.where(outside, network[rows], rows)
+        assert np.bincount(rows, minlength=size).max() == 1, size
+        some = rng.integers(0, size, 16)
+        assert (permute(some, size, 3, np.zeros(16, int)) == rows[some]).all(), size
 
 
 def test_one_position_is_the_same_alone_and_in_an_array():

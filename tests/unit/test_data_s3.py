@@ -4,13 +4,16 @@ import json
 import os
 import random
 
+import numpy as np
 import pytest
 
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.data import s3
+from smp_train.data import s3, token_cache
+from smp_train.data.formats import check_place, convert_place, open_place
 from smp_train.data.index import convert, open_source
+from smp_train.data.prepare.writing import finish_arrow, write_block
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 from tests.s3_server import serving
@@ -227,6 +230,33 @@ def test_a_full_disk(server, bucket, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".stage*"))
 
 
+def test_a_data_set_of_arrow_files_is_brought_and_checked_in_shares(server, bucket, tmp_path):
+    """By two ranks, each part by one of them."""
+    made = tmp_path / "made"
+    made.mkdir()
+    entries = [write_block("arrow", str(made), f"{n}", np.full((5, 4), n + 1), 99, False) for n in range(4)]
+    finish_arrow(made, "train", entries)
+    for path in made.iterdir():
+        put(bucket, f"t/{path.name}", path.read_bytes())
+    place = f"s3://{bucket[1]}/t"
+    options = {"vocab_size": 99, "cache_dir": str(tmp_path / "cache"), "world": 2}
+    assert sum(convert_place(place, rank=rank, **options) for rank in (0, 1)) == 6
+    assert [check_place(place, rank=rank, **options) for rank in (0, 1)] == [2, 2]
+    source = open_place(place, **options)
+    assert [source.row(5 * n).input_ids.tolist() for n in range(4)] == [[n + 1] * 4 for n in range(4)]
+    assert len([key for key, _ in server.gets if key.startswith("t/")]) == 6, "each object once"
+
+
+def test_a_place_that_cannot_hold_what_is_brought(bucket, tmp_path):
+    """A plain file where the folder would be stands for any that cannot be made."""
+    token_cache.write_rows("a", str(tmp_path / "a"), 9, np.ones((2, 4), dtype=int))
+    for suffix in (".tok", ".idx"):
+        put(bucket, f"t/a{suffix}", (tmp_path / f"a{suffix}").read_bytes())
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"file/s3-\w+: cannot hold a copy of s3://b\d+/t \(Not a directory\); give a"):
+        convert_place(f"s3://{bucket[1]}/t", vocab_size=9, cache_dir=str(tmp_path / "file"))
+
+
 def test_bad_lines_are_named_by_their_object(bucket, tmp_path):
     put(bucket, "t/a.json", line(1, 2) + line(1, -2))
     with pytest.raises(DataError, match=rf"^s3://{bucket[1]}/t/a\.json:2: token id -2 is outside"):
@@ -251,7 +281,6 @@ def test_text_is_read_in_pieces_and_mended(server, bucket, tmp_path, monkeypatch
 
     monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(s3, "READ_AHEAD", 1 << 14)
-    s3._shared.cache_clear()
     body = text_lines(1200)
     table = io.BytesIO()
     pq.write_table(pa.table({"text": [json.loads(line)["text"] for line in body.splitlines()]}), table)

@@ -17,6 +17,7 @@ from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.cli import main as prepare
 from smp_train.data.text.files import TextFile, find_files
+from smp_train.data.text.opening import holds_text
 from smp_train.data.text.read import documents
 from smp_train.data.text.stream import Reading, deal, how_many
 from smp_train.errors import ConfigError, DataError
@@ -396,6 +397,43 @@ def test_finding_files(tmp_path):
         find_files([str(tmp_path)])
     (tmp_path / "link.txt").unlink()
     assert [file.name for file in find_files([str(tmp_path)])] == ["a.txt"]
+
+
+def test_a_text_beside_its_zipped_copy_would_count_twice(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.txt"):
+        (tmp_path / name).write_bytes(b'{"text": "x"}\n')
+    assert len(find_files([str(tmp_path)])) == 3
+    (tmp_path / "a.jsonl.gz").write_bytes(b'{"text": "x"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz: a\.jsonl is beside it, so its documents would count twice"):
+        find_files([str(tmp_path)])
+
+
+def test_what_is_called_json_is_looked_into(tmp_path, caplog):
+    lines = b'\n{"text": "one"}\n{"text": "two"}\n'
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.json").write_bytes(lines)
+    (tmp_path / "zipped.json").write_bytes(gzip.compress(lines))
+    (tmp_path / "long.json").write_bytes(b'{"text": "' + b"x" * (1 << 20) + b'"}\n')
+    assert {file.name for file in find_files([str(tmp_path)])} == {"a.jsonl", "b.json", "zipped.json", "long.json"}
+    assert not caplog.text
+    (tmp_path / "info.json").write_bytes(b'{"text_column": "text"}\n')
+    (tmp_path / "pretty.json").write_bytes(b'{\n "text": "one"\n}\n')
+    (tmp_path / "blank.json").write_bytes(b"\n")
+    files = find_files([str(tmp_path)])
+    assert len(files) == 4
+    assert "left out 3 files called *.json whose first line is no object with the field text" in caplog.text
+    assert "blank.json" in caplog.text
+    (of_b,) = [file for file in files if file.name == "b.json"]
+    assert list(documents(of_b)) == [(2, "one"), (3, "two")]
+    assert find_files([str(tmp_path / "pretty.json")]), "given itself"
+    # Tokens are not passed over either: their reader says what they are.
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens/a.json").write_bytes(b'{"input_ids": [1, 2]}\n')
+    (tokens,) = find_files([str(tmp_path / "tokens")])
+    with pytest.raises(DataError, match="these are tokens already"):
+        list(documents(tokens))
+    assert not holds_text(str(tmp_path / "tokens"))
+    assert holds_text(str(tmp_path / "b.json"))
 
 
 def test_a_tokenizer_of_another_model(tmp_path, tokenizer):

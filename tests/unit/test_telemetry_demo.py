@@ -101,14 +101,15 @@ def test_a_command_that_fails_is_named(demo):
         demo.finish(process, 30)
 
 
-def finished_run(folder, *, last=2.0, steps=20, missing=(), resumed=10, validation=2.5):
+def finished_run(folder, *, last=2.0, steps=20, missing=(), resumed=10, validation=2.5, waits=(0.001, 0.5)):
     run = RunFolder(folder)
     run.create()
     writer = MetricsWriter(folder)
     writer.event("start", step=0)
     for step in range(1, steps + 1):
         if step not in missing:
-            writer.step({"step": step, "loss": 8.0 - (8.0 - last) * step / steps})
+            speed = {"step_sec": 0.5, "data_wait_sec": 0.5 * waits[step % 5 == 0]}
+            writer.step({"step": step, "loss": 8.0 - (8.0 - last) * step / steps, **speed})
         if step == 10:
             writer.event("resume", step=resumed)
     writer.event("evaluate", step=steps, loss=validation)
@@ -131,6 +132,7 @@ def test_a_run_that_holds_every_claim(demo, tmp_path):
         ({"missing": {12}}, "none missing"),
         ({"resumed": 8}, "resumed at step 10"),
         ({"steps": 18}, "DONE says step 20"),
+        ({"waits": (0.02, 0.0)}, r"waits for its data less than 1%.*waiting for data: 2\.00%"),
     ],
 )
 def test_a_run_that_misses_one_claim_fails_by_its_name(demo, tmp_path, flaw, claim):

@@ -20,10 +20,10 @@ import torch
 
 from smp_train.data.blend import BlendOrder
 from smp_train.data.layout import LONG, lay_out
-from smp_train.data.order import Order
+from smp_train.data.order import Order, read_shuffle
 from smp_train.data.pipelines.batch import IGNORED, Batch, collate, crop
 from smp_train.data.pipelines.dealing import Dealing
-from smp_train.data.source import Row, Source, shards
+from smp_train.data.source import Row, Source, nothing, shards
 from smp_train.errors import ConfigError, DataError
 
 __all__ = ["Batch", "Dealing", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate", "lay_out"]
@@ -87,10 +87,19 @@ class TrainingData(Dealing):
         self.long = _checked_long(long, source, seq_len)
         self.named = named
         self._fill = getattr(source, "fill", None)
+        self._want = getattr(source, "want", nothing) if read_shuffle(order.shuffle) > 0 else nothing
 
     def sizes(self) -> dict[str, int]:
         """Return how many samples there are: of each place of a blend, or, under ``""``, of all."""
         return self.order.sizes() if isinstance(self.order, BlendOrder) else super().sizes()
+
+    def _before_step(self, consumed: int) -> None:
+        if self._want is not nothing:
+            self._want(*self.order.ahead(consumed, consumed + self.global_batch - 1))
+
+    def _after_steps(self) -> None:
+        if self._want is not nothing:
+            getattr(self.source, "rest", nothing)()
 
     def step(self, consumed: int) -> list[Batch]:
         """Read this rank's micro-batches of the step that starts at ``consumed``."""

@@ -85,6 +85,12 @@ class Dealing:
         """Yield, without end, what this rank reads in one step after another; called in the thread, if there is one."""
         raise NotImplementedError
 
+    def _before_step(self, consumed: int) -> None:
+        """Called when the trainer asks for the step at ``consumed``: every rank has read all steps before."""
+
+    def _after_steps(self) -> None:
+        """Called when no step is wanted any more; `_steps` must not wait for anything from now on."""
+
     def _hand_over(self, step: Any) -> list[Batch]:
         """Turn what `_steps` yields into the batches of a step; called when the trainer takes them."""
         return list(step)
@@ -101,8 +107,10 @@ class Dealing:
         stop.
         """
         steps: Iterator[Any] = self._steps(consumed)
-        ahead = Prefetch(steps, self.prefetch) if self.prefetch > 0 else None
+        ahead: Prefetch | None = None
         try:
+            self._before_step(consumed)
+            ahead = Prefetch(steps, self.prefetch, self._after_steps) if self.prefetch > 0 else None
             while True:
                 asked = time.perf_counter()
                 found = next(ahead or steps)
@@ -110,9 +118,13 @@ class Dealing:
                 step = self._hand_over(found)
                 self._count_truncated(step)
                 yield step
+                consumed += self.global_batch
+                self._before_step(consumed)
         finally:
             if ahead is not None:
                 ahead.close()
+            else:
+                self._after_steps()
 
     def _count_truncated(self, step: list[Batch]) -> None:
         cut = sum(batch.truncated for batch in step)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
 class _Ahead:
     """The part of a `Prefetch` that its thread holds: it must not keep the `Prefetch` itself alive."""
 
-    def __init__(self, steps: Iterator[Any], depth: int) -> None:
+    def __init__(self, steps: Iterator[Any], depth: int, unblock: Callable[[], None]) -> None:
         self.steps = steps
         self.depth = depth
+        self.unblock = unblock
         self.ready: deque[Any] = deque()
         self.changed = threading.Condition()
         self.stopped = False
@@ -42,6 +43,7 @@ class _Ahead:
             self.stopped = True
             self.ready.clear()
             self.changed.notify_all()
+        self.unblock()
         # The collector may run this in the thread itself.
         if thread is not threading.current_thread():
             thread.join()
@@ -51,11 +53,12 @@ class Prefetch(Iterator[Any]):
     """Runs an iterator in a thread, ``depth`` items ahead; an error in it is raised here, in its place.
 
     A thread and not processes: reading and decompressing give up the interpreter lock, and sending batches
-    between processes costs more than making them. Stopped by `close`, by being dropped, and at exit.
+    between processes costs more than making them. Stopped by `close`, by being dropped, and at exit; ``unblock`` is
+    called then, to end what the iterator may be waiting for.
     """
 
-    def __init__(self, steps: Iterator[Any], depth: int) -> None:
-        self._ahead = _Ahead(steps, depth)
+    def __init__(self, steps: Iterator[Any], depth: int, unblock: Callable[[], None] = lambda: None) -> None:
+        self._ahead = _Ahead(steps, depth, unblock)
         thread = threading.Thread(target=self._ahead.run, name="smp-train-data", daemon=True)
         thread.start()
         # At exit too: a thread inside torch while the interpreter is torn down ends the process with an

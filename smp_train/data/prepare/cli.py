@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare import pipeline, writing
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.documents import held_out, numbered
@@ -25,7 +26,6 @@ from smp_train.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-MANIFEST = "_manifest.json"
 MAKER = "smp-train prepare"
 FORMAT = 1
 TOKENIZER_SAMPLE_PER_ENTRY = 512
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add(
         "--input", nargs="+", required=True,
-        help="files or folders of .jsonl(.gz) .json.gz .parquet .txt .md .rst .py, s3://, or a name on the hub",
+        help="files or folders of .jsonl(.gz) .json(.gz) .parquet .txt .md .rst .py, s3://, or a name on the hub",
     )  # fmt: skip
     add("--dataset_config_name", help="configuration of a data set of the hub, as en")
     add("--split", default="train", help="split of a data set of the hub (default: %(default)s)")
@@ -90,8 +90,9 @@ def main(argv: Sequence[str]) -> int:
     if args.output_type == "arrow":
         writing.check_arrow()
     files = find_files(
-        args.input, args.pattern, args.exclude, config=args.dataset_config_name, split=args.split
-    )
+        args.input, args.pattern, args.exclude, config=args.dataset_config_name, split=args.split,
+        column=args.text_column,
+    )  # fmt: skip
     output = Path(args.output)
     request = _request(args, files)
     if _already_made(output, request, bool(args.overwrite)):

@@ -54,7 +54,11 @@ def write_block(kind: str, folder: str, name: str, block: np.ndarray, vocab_size
             content = buffer.getvalue()
     with atomic_file(os.path.join(folder, name)) as file:
         file.write(content)
-    return _entry(name, block, content)
+    entry = _entry(name, block, content)
+    if kind == "shards":
+        # With these a run knows the shard without having read it (--shuffle window:K).
+        entry["digests"] = token_cache.digests_of_block(block, vocab_size)
+    return entry
 
 
 def _entry(name: str, block: np.ndarray, content: bytes) -> dict[str, Any]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_train.data import s3
+from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile
 from smp_train.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,6 +25,10 @@ logger = logging.getLogger("smp_train.data")
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".txt.gz")
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
+LOOKED_INTO = ".json"
+"""Of what else is called so, a file is taken when its first line is an object with the field of the text."""
+FIRST_LINE_BYTES = 1 << 20
+LOOKED_INTO_TOGETHER = 16
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + PARQUET_SUFFIXES
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -46,7 +53,7 @@ class TextFile:
     @property
     def holds_many(self) -> bool:
         """True when it is a file of documents, and not one document."""
-        return self.split is not None or self.name.endswith((*LINES_SUFFIXES, *PARQUET_SUFFIXES, ".json"))
+        return self.split is not None or self.name.endswith((*LINES_SUFFIXES, *PARQUET_SUFFIXES, LOOKED_INTO))
 
 
 def find_files(
@@ -56,25 +63,27 @@ def find_files(
     *,
     config: str | None = None,
     split: str = "train",
+    column: str = "text",
     flag: str = "--input",
 ) -> list[TextFile]:
     """List the files below ``inputs``: files, folders, ``s3://`` places, and names of data sets of the hub.
 
     In the order of a hash of their names: always the same, and its beginning is a fair sample of the whole.
 
-    ``patterns`` select by file name, or, when empty, `SUFFIXES`. A file or folder whose name matches one of
-    ``exclude`` is left out with all below it, and so are files of 0 bytes. A file given itself is taken whatever its
-    name. ``config`` and ``split`` are for the hub. Raises DataError when there is none, or an input is not there;
-    messages name ``flag``.
+    ``patterns`` select by file name, or, when empty, `SUFFIXES`, and of files called ``.json`` those whose first line
+    is an object with the field ``column``. A file or folder whose name matches one of ``exclude`` is left out with all
+    below it, and so are files of 0 bytes. A file given itself is taken whatever its name. ``config`` and ``split`` are
+    for the hub. Raises DataError when there is none, or an input is not there; messages name ``flag``.
     """
     found: list[TextFile] = []
     for given in inputs:
         if s3.is_s3(given):
-            found += _in_s3(given, patterns, exclude)
+            found += _of_documents(_in_s3(given, patterns, exclude), given, patterns, column)
         elif os.path.isfile(given):
             found.append(_local(Path(given), os.path.basename(given)))
         elif os.path.isdir(given):
-            found += [_local(Path(given, name), name) for name in _below(Path(given), patterns, exclude)]
+            below = [_local(Path(given, name), name) for name in _below(Path(given), patterns, exclude)]
+            found += _of_documents(below, given, patterns, column)
         elif HUB_NAME.fullmatch(given):
             from smp_train.data.text.hub import open_split
 
@@ -83,6 +92,7 @@ def find_files(
             raise DataError(f"{given}: no such file or folder; check {flag}")
     if not found:
         wanted = " ".join(patterns) or " ".join("*" + suffix for suffix in SUFFIXES)
+        wanted += "" if patterns else f" (or a *{LOOKED_INTO} of lines with a field {column})"
         raise DataError(
             f"{', '.join(inputs)}: no file that matches {wanted}; give another {flag}"
             + (" or --pattern" if flag == "--input" else "")
@@ -90,6 +100,48 @@ def find_files(
     _refuse_duplicates(found)
     found = _without_empty(found, flag)
     return sorted(found, key=lambda file: (_digest(file.name), file.name, file.path))
+
+
+def _of_documents(found: list[TextFile], given: str, patterns: Sequence[str], column: str) -> list[TextFile]:
+    """Leave out what is called ``.json`` and holds something else, as a configuration, and say so."""
+    doubtful = [file for file in found if not patterns and file.name.endswith(LOOKED_INTO) and file.path != given]
+    if not doubtful:
+        return found
+    with ThreadPoolExecutor(LOOKED_INTO_TOGETHER) as pool:
+        others = {
+            file.path
+            for file, holds in zip(doubtful, pool.map(lambda file: _begins_with(file, column), doubtful), strict=True)
+            if not holds
+        }
+    if others:
+        logger.warning(
+            "left out %d files called *%s whose first line is no object with the field %s; the first is %s",
+            len(others), LOOKED_INTO, column, min(others),
+        )  # fmt: skip
+    return [file for file in found if file.path not in others]
+
+
+def _begins_with(file: TextFile, column: str) -> bool:
+    """Tell whether the first line of a file is an object with a field, or with tokens, which its reader refuses."""
+    from smp_train.data.text.read import open_bytes
+
+    with open_bytes(file) as raw:
+        zipped = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        raw.seek(0)
+        try:
+            lines = GzipFile(fileobj=raw, mode="rb") if zipped else raw
+            line = lines.readline(FIRST_LINE_BYTES)
+            while line.isspace():
+                line = lines.readline(FIRST_LINE_BYTES)
+        except GZIP_ERRORS:
+            # For its reader to say.
+            return True
+    try:
+        record = json.loads(line)
+    except ValueError:
+        # A long document is cut here.
+        return len(line) == FIRST_LINE_BYTES and json.dumps(column).encode() in line
+    return isinstance(record, dict) and (column in record or "input_ids" in record)
 
 
 def _digest(name: str) -> bytes:
@@ -103,6 +155,13 @@ def _refuse_duplicates(found: list[TextFile]) -> None:
         if key in seen:
             raise DataError(f"{file.path}: is given twice, so its documents would count twice; give it once")
         seen.add(key)
+    paths = {file.path for file in found}
+    for file in found:
+        if file.path.endswith(".gz") and file.path[:-3] in paths:
+            raise DataError(
+                f"{file.path}: {os.path.basename(file.path)[:-3]} is beside it, so its documents would count twice; "
+                "remove one of the two"
+            )
 
 
 def _without_empty(found: list[TextFile], flag: str) -> list[TextFile]:
@@ -127,7 +186,7 @@ def _local(path: Path, name: str) -> TextFile:
 def _wanted(name: str, patterns: Sequence[str]) -> bool:
     if patterns:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    return name.endswith(SUFFIXES) and name[0] != "_"
+    return name.endswith((*SUFFIXES, LOOKED_INTO)) and name[0] != "_"
 
 
 def _left_out(name: str, exclude: Sequence[str]) -> bool:

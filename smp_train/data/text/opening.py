@@ -51,7 +51,7 @@ def open_text(
     spread_tokenizing(ranks.local_world_size)
     with runtime.together(f"opening {args.dataset}"):
         reading, identity = _reading(args, vocab_size, seq_len)
-        files = find_files([args.dataset], config=args.dataset_config_name, flag="--dataset")
+        files = find_files([args.dataset], config=args.dataset_config_name, column=args.text_column, flag="--dataset")
         training = TextData(
             files, reading, identity=identity, merge=runtime.largest, micro_batch=args.train_batch_size,
             accumulation=args.gradient_accumulation_steps, **share,
@@ -108,8 +108,8 @@ def _held_out(args: Arguments, reading: Reading, most: int, shards: Callable[[st
         if args.test_dir is None:
             assert args.dataset is not None
             files = _split_of_hub(args.dataset, args.dataset_config_name)
-        elif holds_text(args.test_dir):
-            files = find_files([args.test_dir], flag="--test_dir")
+        elif holds_text(args.test_dir, args.text_column):
+            files = find_files([args.test_dir], column=args.text_column, flag="--test_dir")
     if not files:
         assert args.test_dir is not None
         return shards(args.test_dir)
@@ -131,12 +131,12 @@ def _split_of_hub(name: str, config: str | None) -> list[TextFile]:
     raise DataError(f"{first}; give --test_dir to validate on")
 
 
-def holds_text(location: str) -> bool:
+def holds_text(location: str, column: str = "text") -> bool:
     """Tell whether a place holds text, and not token shards, by its first record. Raises DataError."""
     try:
         if formats.kind_of(location) != formats.SHARDS:
             return False
-        files = find_files([location], flag="--test_dir")
+        files = find_files([location], column=column, flag="--test_dir")
     except DataError:
         # Whoever opens it as shards says what is wrong with it.
         return False

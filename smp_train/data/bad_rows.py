@@ -1,0 +1,38 @@
+"""What becomes of rows that are none: the verdict on all that were left out when data was converted or checked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from smp_train.errors import DataError
+
+logger = logging.getLogger("smp_train.data")
+
+
+def judge(found: Iterable[tuple[str, int, str]], rows: int, max_bad: float | None, then: str = "") -> None:
+    """Hold what was left out against what may be; the same verdict on every rank and every start.
+
+    Args:
+        found: (path, rows left out of it, the first of them as ``NUMBER: reason; what to do``) of each file.
+        rows: rows that are left.
+        max_bad: the fraction of all that may be left out (--bad_rows skip); None tolerates none.
+        then: what to do where reading the data again is not possible.
+
+    Raises:
+        DataError: with the first of them.
+    """
+    bad = [(path, number, first) for path, number, first in found if number]
+    if not bad:
+        return
+    skipped = sum(number for _, number, _ in bad)
+    first = f"{bad[0][0]}:{bad[0][2]}"
+    if max_bad is None:
+        raise DataError(f"{first}{then}")
+    if skipped > max_bad * (rows + skipped):
+        raise DataError(
+            f"{skipped} of {rows + skipped} lines are no rows, more than --max_bad {max_bad:.4%}; the first is {first}"
+        )
+    logger.warning(
+        "left out %d of %d lines that are no rows (--bad_rows skip); the first is %s", skipped, rows + skipped, first
+    )

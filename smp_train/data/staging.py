@@ -1,0 +1,375 @@
+"""The folder of `--shuffle window:K`: the index of every shard, and the ids of those alone that are read now.
+
+Who stages what is agreed without a word: every rank is told the same wishes in the same order (`Stager.want`), deals
+them out alike, and does its own part in a thread; the others wait for the file. A shard is removed by one rank, when
+the trainer asks for a step behind the last row of it: by then each rank has read all steps before, as it has voted on
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from smp_train.data import conversion, token_cache
+from smp_train.data.index import FAILED, STALE_SECONDS, Caches, clock, share
+from smp_train.data.token_cache import Header
+from smp_train.data.utils import Shard
+from smp_train.errors import DataError
+
+logger = logging.getLogger("smp_train.data")
+
+POLL_SECONDS = 0.05
+"""Between looks for a shard that a peer stages."""
+CHECK_SECONDS = 5.0
+"""Between looks whether something else has removed what was staged."""
+WORK, LOCK = ".work-", ".lock-"
+
+
+class Stage(Caches):
+    """Caches of which the index stays, and the ids come and go.
+
+    Args:
+        location, vocab_size, cache_dir, skip_bad: as of `Caches`, below whose folder this one is.
+        counting: keep no ids at all.
+    """
+
+    parses = True
+
+    def __init__(
+        self, location: str, vocab_size: int, cache_dir: str | None, skip_bad: bool = False, *, counting: bool = False
+    ) -> None:
+        super().__init__(location, vocab_size, cache_dir, skip_bad)
+        self.counting = counting
+        self.whole = Caches(location, vocab_size, cache_dir, skip_bad)
+        """What an unbounded run may have left: read as it is, and never removed."""
+        where = dict(self.whole.places)[self.whole.folder]
+        name = hashlib.blake2b(where.encode(), digest_size=8).hexdigest()
+        self.places = [(os.path.join(self.whole.folder, f"window-{name}"), where)]
+        self.headers: dict[str, Header] = {}
+        """What is known of each shard, by its name, once all are counted."""
+        self.work = ""
+        """Where files are made: the path of a `Scratch`, given by the process that makes them."""
+
+    @property
+    def copies(self) -> str:
+        """The folder that objects of S3 are fetched into."""
+        return self.work
+
+    def counted(self, shard: Shard) -> tuple[str, Header] | None:
+        """Return (base name, header) of a shard whose rows are known, whether its ids are here or not."""
+        base = self.base(shard)
+        opened = token_cache.read_header(base, index_alone=True)
+        if opened is not None and (opened[0].source, opened[0].size) == (shard.name, shard.size):
+            return base, opened[0]
+        return self.whole.find(shard)
+
+    def find(self, shard: Shard) -> tuple[str, Header] | None:
+        """Return (base name, header) of a shard that is here with its ids; when counting, that is counted."""
+        if self.counting:
+            return self.counted(shard)
+        base, header = self.base(shard), self.headers[shard.name]
+        with contextlib.suppress(OSError):
+            if os.path.exists(base + ".idx") and os.path.getsize(base + ".tok") == header.tok_bytes:
+                return base, header
+        return None
+
+    def _convert(self, shard: Shard, base: str, tick: Callable[[int], None], read_from: str | None) -> None:
+        made = os.path.join(self.work, os.path.basename(base))
+        try:
+            super()._convert(shard, made, tick, read_from)
+            opened = token_cache.read_header(made)
+            assert opened is not None, "it was written just now"
+            known = self.headers.get(shard.name)
+            if known is not None and opened[0].digest != known.digest:
+                raise DataError(
+                    f"{shard.path}: its rows are not those that the order was made from (_manifest.json beside the "
+                    "data, or the index of an earlier start); prepare the data again, or start a new run"
+                )
+            if not self.counting:
+                os.replace(made + ".tok", base + ".tok")
+            os.replace(made + ".idx", base + ".idx")
+        finally:
+            for suffix in (".tok", ".idx"):
+                with contextlib.suppress(OSError):
+                    os.unlink(made + suffix)
+
+    def forget_all_failures(self) -> None:
+        """Remove what earlier runs left about shards they could not convert."""
+        self._unlink(lambda name: name.endswith(FAILED))
+
+    def keep_only(self, shards: Sequence[Shard]) -> None:
+        """Remove the ids of all shards but these."""
+        kept = {os.path.basename(self.base(shard)) + ".tok" for shard in shards}
+        self._unlink(lambda name: name.endswith(".tok") and name not in kept)
+
+    def _unlink(self, condition: Callable[[str], bool]) -> None:
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if condition(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(entry.path)
+
+    def remove(self, shard: Shard) -> None:
+        """Remove the ids of a shard; who has them open reads on."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.base(shard) + ".tok")
+
+
+class PreparedStage(Stage):
+    """A stage of ``.tok`` objects that only have to be fetched; their indexes were put here before."""
+
+    parses = False
+
+    def find_index(self, shard: Shard) -> Header | None:
+        """Return the header of an object whose index is here."""
+        opened = token_cache.read_header(self.base(shard), index_alone=True)
+        return None if opened is None else opened[0]
+
+    def _convert(self, shard: Shard, base: str, tick: Callable[[int], None], read_from: str | None) -> None:
+        assert read_from is not None, "prepared tokens are staged from S3 alone"
+        os.replace(read_from, base + ".tok")
+        tick(shard.size)
+
+
+class Scratch:
+    """A folder for what this process is making, which another removes if this one cannot."""
+
+    def __init__(self, folder: str) -> None:
+        _sweep(folder)
+        name = f"{socket.gethostname()}-{uuid.uuid4().hex}"
+        self.path = os.path.join(folder, WORK + name)
+        self._mark = os.path.join(folder, LOCK + name)
+        # Locked before the folder is there: a folder whose lock is free has lost its maker.
+        self._lock = os.open(self._mark, os.O_CREAT | os.O_RDWR, 0o666)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.mkdir(self.path)
+
+    def touch(self) -> None:
+        """Show that it is in use."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
+
+    def remove(self) -> None:
+        """Remove the folder with all in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._mark)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep(folder: str) -> None:
+    """Remove the scratch folders of processes that were killed.
+
+    On this machine those are the ones whose lock is free; of another one, where a lock may mean nothing here, those not
+    touched for an hour.
+    """
+    here = f"{WORK}{socket.gethostname()}-"
+    now = clock(folder)
+    for name in os.listdir(folder):
+        path, mark = os.path.join(folder, name), os.path.join(folder, LOCK + name[len(WORK) :])
+        # Gone by now, or another user's.
+        with contextlib.suppress(OSError):
+            if name.startswith(WORK) and (
+                os.stat(path).st_mtime < now - STALE_SECONDS or (name.startswith(here) and _is_free(mark))
+            ):
+                shutil.rmtree(path, ignore_errors=True)
+                os.unlink(mark)
+
+
+def _is_free(mark: str) -> bool:
+    file = os.open(mark, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+
+
+class Stager:
+    """Has the shards that are wanted at hand, sharing the work with the other ranks of a folder.
+
+    Args:
+        stage: the folder.
+        files: the shards, in their order.
+        here: numbers of those that need no staging.
+        rank: this one among those that share the folder; 0 removes what is not wanted any more.
+        world: how many do.
+        at_once: objects of S3 that this rank fetches at a time.
+    """
+
+    def __init__(
+        self, stage: Stage, files: list[Shard], here: set[int], *, rank: int, world: int, at_once: int
+    ) -> None:
+        self.stage, self.files, self.here = stage, files, here
+        self.rank, self.world, self.at_once = rank, world, at_once
+        self._changed = threading.Condition()
+        self._owner: dict[int, int] = {}
+        """Who stages each of the shards that are wanted, in the order in which they are."""
+        self._seen: set[int] = set()
+        self._missed: dict[int, float | None] = {}
+        """Of this rank's part, what was here at some time, and since when it is not."""
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def want(self, needed: list[int], following: list[int]) -> list[int]:
+        """Take it that ``needed`` are read next, and ``following`` after those; return what is not wanted any more.
+
+        Every rank must be told the same wishes in the same order, and only when every rank has read all rows of what
+        is not wanted any more. Raises DataError.
+        """
+        wanted = dict.fromkeys(number for number in (*needed, *following) if number not in self.here)
+        if self._thread is not None and wanted.keys() == self._owner.keys():
+            return []
+        gone = [number for number in self._owner if number not in wanted]
+        with self._changed:
+            for number in gone:
+                del self._owner[number]
+                self._seen.discard(number)
+                self._missed.pop(number, None)
+            for group in (needed, following):
+                self._deal([number for number in group if number in wanted and number not in self._owner])
+            self._owner = {number: self._owner[number] for number in wanted}
+        if self.rank == 0:
+            try:
+                if self._thread is None:
+                    self.stage.keep_only([self.files[number] for number in wanted])
+                for number in gone:
+                    self.stage.remove(self.files[number])
+            except OSError as error:
+                raise DataError(f"{self.stage.folder}: old shards cannot be removed ({error.strerror})") from None
+        with self._changed:
+            if self._thread is None:
+                self._stopped, self._error = False, None
+                self._thread = threading.Thread(target=self._run, name="smp-train-stage", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return gone
+
+    def _deal(self, numbers: list[int]) -> None:
+        by_file = {self.files[number]: number for number in numbers}
+        for rank in range(self.world):
+            for shard in share(list(by_file), rank, self.world):
+                self._owner[by_file[shard]] = rank
+
+    def wait(self, number: int) -> None:
+        """Return when a shard is at hand. Raises DataError when it cannot be had, on any rank."""
+        if number in self._seen or number in self.here:
+            return
+        look = time.monotonic() + conversion.LOOK_SECONDS
+        with self._changed:
+            while self.stage.find(self.files[number]) is None:
+                if self._error is not None:
+                    raise self._error
+                if self._stopped:
+                    raise DataError(f"{self.files[number].path}: the run is ending")
+                self._changed.wait(POLL_SECONDS)
+                if time.monotonic() >= look:
+                    look = time.monotonic() + conversion.LOOK_SECONDS
+                    self.stage.raise_failure([self.files[number]], 0.0)
+            self._seen.add(number)
+
+    def stop(self) -> None:
+        """Give up what is being staged, and wait for nothing any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+            thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _todo(self) -> list[int]:
+        """Return what of this rank's part is missing.
+
+        What was here before must be missing for a while: rank 0 removes a shard a moment before this rank is told that
+        it is not wanted any more.
+        """
+        found = []
+        for number, owner in self._owner.items():
+            if owner != self.rank:
+                continue
+            if self.stage.find(self.files[number]) is not None:
+                self._missed[number] = None
+            elif number not in self._missed:
+                found.append(number)
+            else:
+                since = self._missed[number] = self._missed[number] or time.monotonic()
+                if time.monotonic() - since >= CHECK_SECONDS:
+                    found.append(number)
+        return found
+
+    def _run(self) -> None:
+        scratch = None
+        todo: list[int] = []
+        try:
+            scratch = Scratch(self.stage.folder)
+            self.stage.work = scratch.path
+            while True:
+                with self._changed:
+                    if self._stopped:
+                        return
+                    todo = self._todo()
+                    peers = [self.files[number] for number in self._owner]
+                    if not todo:
+                        self._changed.wait(CHECK_SECONDS)
+                        scratch.touch()
+                        continue
+                conversion.run(
+                    self.stage, [self.files[number] for number in todo], peers=peers, at_once=self.at_once,
+                    apart=self.stage.parses, stop=lambda: self._stopped,
+                )  # fmt: skip
+                with self._changed:
+                    self._changed.notify_all()
+                    for number in todo:
+                        if number not in self._owner:
+                            # Nobody looks for it any more, and rank 0 has.
+                            self.stage.remove(self.files[number])
+        except InterruptedError:
+            return
+        except Exception as error:
+            self._fail(error, todo, scratch)
+        finally:
+            if scratch is not None:
+                scratch.remove()
+
+    def _fail(self, error: Exception, todo: list[int], scratch: Scratch | None) -> None:
+        """Let every rank know that of this rank's part something cannot be had."""
+        if isinstance(error, OSError):
+            error = DataError(f"{self.stage.folder}: shards cannot be staged here ({error.strerror or error})")
+        if scratch is not None:
+            # First of all: the disk may be full, and word could not be left.
+            scratch.remove()
+        for number in todo:
+            if self.stage.find(self.files[number]) is None:
+                self.stage.leave_word(self.files[number], error)
+        logger.warning("%s; the run stops when it comes to these rows", error)
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+
+def needs_bytes(headers: list[Header], shards: int) -> int:
+    """Return how many bytes the ids of so many shards take at most."""
+    return sum(sorted((header.tok_bytes for header in headers), reverse=True)[:shards])
+
+
+def free_bytes(folder: str) -> int:
+    """Return how much room a folder has, what is in it already counted as room."""
+    there = sum(path.stat().st_size for path in Path(folder).glob("*.tok"))
+    return shutil.disk_usage(folder).free + there

@@ -1,0 +1,343 @@
+"""A set of shards of which `--shuffle window:K` has two windows at hand, and knows of the rest the number of rows.
+
+The global order needs the rows of every shard before the first is trained on. Where `smp-train prepare` left its
+manifest, or the indexes of prepared tokens lie in S3, they are known; else every shard is read once, checked, counted
+and forgotten again, its index kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smp_train.data import conversion, formats, s3, token_cache
+from smp_train.data.index import TokenShards, judge_bad_rows, share
+from smp_train.data.manifest import MANIFEST
+from smp_train.data.shard_reader import ShardReader
+from smp_train.data.source import Row
+from smp_train.data.staging import PreparedStage, Scratch, Stage, Stager, free_bytes, needs_bytes
+from smp_train.data.token_cache import Header, atomic_file
+from smp_train.data.utils import Shard, list_shards
+from smp_train.errors import DataError
+
+logger = logging.getLogger("smp_train.data")
+
+_LENGTHS = struct.Struct("<QQ")
+
+
+class StagedShards(TokenShards):
+    """Rows of shards that are staged while those before them are read.
+
+    Args:
+        files: the shards.
+        found: (base name, header) of each, in the stage or where it is whole.
+        stager: has them at hand.
+    """
+
+    def __init__(self, files: list[Shard], found: list[tuple[str, Header]], stager: Stager) -> None:
+        super().__init__(files, found)
+        self.stager = stager
+
+    def _index(self, number: int) -> ShardReader:
+        reader = self._readers.get(number)
+        if reader is None:
+            reader = self._readers[number] = ShardReader(self._bases[number], index_alone=True)
+        return reader
+
+    def lengths(self, shard: int) -> np.ndarray:
+        """Return the tokens of each row of a shard, without padding at its ends."""
+        header = self.headers[shard]
+        if header.mask == "none" and header.row_length is not None:
+            return np.full(header.rows, header.row_length, dtype=np.int64)
+        return ShardReader(self._bases[shard], index_alone=True).lengths()
+
+    def row(self, index: int) -> Row:
+        """Read one row, waiting for its shard. Raises DataError."""
+        self.stager.wait(self._locate(index)[0])
+        return super().row(index)
+
+    def fill(self, indices: list[int], into: np.ndarray) -> bool:
+        """Read rows as `TokenShards.fill`, waiting for their shards. Raises DataError."""
+        for index in indices:
+            self.stager.wait(self._locate(index)[0])
+        return super().fill(indices, into)
+
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Take it that ``needed`` are read next, then ``following``, and no other shard. Raises DataError."""
+        for number in self.stager.want(needed, following):
+            with self._lock:
+                reader = self._readers.pop(number, None)
+                if reader is not None:
+                    self._files.drop(reader)
+
+    def rest(self) -> None:
+        """Give up what is being staged."""
+        self.stager.stop()
+
+
+class Windows:
+    """One place under ``--shuffle window:K``, on its way to being opened. No method is collective.
+
+    In this order, each on all ranks before the next on any: `count` this rank's share of all, `indexes` of those to
+    `take` by one rank of each node that has not `known` them, `count` what is left on a node, `open`.
+
+    Args:
+        location, vocab_size, cache_dir, zipped, max_bad: as of `formats.open_place`.
+        prepared: they are prepared tokens in S3, not shards.
+        window: shards of a window.
+    """
+
+    def __init__(
+        self,
+        location: str,
+        *,
+        prepared: bool,
+        window: int,
+        vocab_size: int,
+        cache_dir: str | None = None,
+        zipped: bool | None = None,
+        max_bad: float | None = None,
+    ) -> None:
+        self.location, self.window, self.max_bad, self.vocab_size = location, window, max_bad, vocab_size
+        self.prepared = prepared
+        kind = PreparedStage if self.prepared else Stage
+        self.stage = kind(location, vocab_size, cache_dir, skip_bad=max_bad is not None)
+        if self.prepared:
+            objects = s3.list_folder(location)[0]
+            self.shards = [shard for shard in objects if shard.name.endswith(".tok") and shard.name[0] not in "._"]
+            self._indexes = {shard.name: shard for shard in objects if shard.name.endswith(".idx")}
+            _refuse_unpaired(self.shards, self._indexes)
+        else:
+            self.shards = list_shards(location, zipped)
+        self._said: dict[str, Header] = {}
+        """What the manifest says of each shard."""
+
+    def reaches_further(self) -> bool:
+        """Tell whether there is more than two windows hold; then look for a manifest that knows it."""
+        if len(self.shards) <= 2 * self.window:
+            return False
+        if not self.prepared:
+            self._said = _from_manifest(self.location, self.shards, self.vocab_size)
+            if self._said:
+                logger.info("%s: the rows of %d shards are those of its %s", self.location, len(self._said), MANIFEST)
+        return True
+
+    def forget_failures(self) -> None:
+        """Remove what earlier runs left about shards they could not convert; by one rank, before any counts."""
+        try:
+            self.stage.forget_all_failures()
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self.stage.folder}: cannot be written ({error.strerror}); free some space or give a "
+            "--data_cache_dir that can be written"
+        )
+
+    def known(self, shard: Shard) -> bool:
+        """Tell whether the rows of a shard are known on this node."""
+        if self.prepared:
+            return isinstance(self.stage, PreparedStage) and self.stage.find_index(shard) is not None
+        return shard.name in self._said or self.stage.counted(shard) is not None
+
+    def count(self, rank: int, world: int, *, local_world: int, processes: int = 1) -> int:
+        """Count this rank's share of the shards whose rows are not known; return how many. Raises DataError."""
+        # Dealt before looking, as for a conversion.
+        missing = [shard for shard in share(self.shards, rank, world) if not self.known(shard)]
+        if not missing:
+            return 0
+        try:
+            scratch = Scratch(self.stage.folder)
+        except OSError as error:
+            raise self._unwritable(error) from None
+        try:
+            self.stage.work, self.stage.counting = scratch.path, True
+            if self.prepared:
+                return self._bring_indexes(missing)
+            here = max(1, self.window // local_world)
+            return conversion.run(
+                self.stage, missing, peers=self.shards, processes=min(processes, here), shown=rank == 0,
+                what="counting rows", at_once=min(s3.AT_ONCE, here),
+            )  # fmt: skip
+        finally:
+            self.stage.counting = False
+            scratch.remove()
+
+    def _bring_indexes(self, missing: list[Shard]) -> int:
+        assert isinstance(self.stage, PreparedStage)
+        by_index = {shard.name[: -len(".tok")] + ".idx": shard for shard in missing}
+        for index, copy in s3.staged([self._indexes[name] for name in by_index], self.stage.work):
+            shard = by_index[index.name]
+            try:
+                os.replace(copy, self.stage.base(shard) + ".idx")
+            except OSError as error:
+                raise self._unwritable(error) from None
+            header = self.stage.find_index(shard)
+            if header is None or header.tok_bytes != shard.size:
+                raise DataError(
+                    f"{index.path}: is damaged, of another version, or of another .tok; make both or copy them again"
+                )
+        return len(missing)
+
+    def indexes(self, rank: int, world: int) -> bytes:
+        """Return the index files of this rank's share of shards, for nodes that have not counted them."""
+        parts = []
+        for shard in share(self.shards, rank, world):
+            if shard.name not in self._said:
+                found = (self.stage.base(shard), None) if self.prepared else self.stage.counted(shard)
+                if found is not None:
+                    name, content = shard.name.encode(), Path(found[0] + ".idx").read_bytes()
+                    parts += [_LENGTHS.pack(len(name), len(content)), name, content]
+        return b"".join(parts)
+
+    def take(self, indexes: bytes) -> None:
+        """Keep index files that another node has made. Raises DataError."""
+        by_name = {shard.name: shard for shard in self.shards}
+        for name, content in _unpacked(indexes):
+            if name in by_name and not self.known(by_name[name]):
+                try:
+                    with atomic_file(self.stage.base(by_name[name]) + ".idx") as file:
+                        file.write(content)
+                except OSError as error:
+                    raise self._unwritable(error) from None
+
+    def open(self, rank: int, world: int) -> TokenShards:
+        """Open the set; ``rank`` of ``world`` share the folder. Raises DataError."""
+        found, here = [], set()
+        for number, shard in enumerate(self.shards):
+            whole = None if self.prepared else self.stage.whole.find(shard)
+            known = whole or (self.stage.base(shard), self._header(shard))
+            if whole is not None:
+                here.add(number)
+            found.append((known[0], known[1]))
+        if self.prepared:
+            order = formats.in_order([(header, base) for base, header in found], self.vocab_size)
+            by_base = {base: shard for (base, _), shard in zip(found, self.shards, strict=True)}
+            found = [(base, header) for header, base in order]
+            self.shards = [by_base[base] for base, _ in found]
+        if len(here) == len(self.shards):
+            whole_source = TokenShards(self.shards, found)
+            self._judge(whole_source)
+            return whole_source
+        self.stage.headers = {shard.name: header for shard, (_, header) in zip(self.shards, found, strict=True)}
+        stager = Stager(
+            self.stage, self.shards, here, rank=rank, world=world,
+            at_once=max(1, min(s3.AT_ONCE, self.window) // world),
+        )  # fmt: skip
+        source = StagedShards(self.shards, found, stager)
+        self._judge(source)
+        self._say(source)
+        return source
+
+    def _judge(self, source: TokenShards) -> None:
+        if self.prepared:
+            bases = [self.stage.base(shard) for shard in self.shards]
+            found = list(zip(source.headers, bases, strict=True))
+            formats.judge_left_out(found, len(source), self.max_bad)
+        else:
+            judge_bad_rows(source, self.max_bad)
+
+    def _header(self, shard: Shard) -> Header:
+        if shard.name in self._said:
+            return self._said[shard.name]
+        header: Header | None
+        if isinstance(self.stage, PreparedStage):
+            header = self.stage.find_index(shard)
+        else:
+            header = (self.stage.counted(shard) or ("", None))[1]
+        if header is None:
+            raise DataError(f"{shard.path}: its index vanished; is something clearing the --data_cache_dir?")
+        return header
+
+    def _say(self, source: StagedShards) -> None:
+        needed, free = needs_bytes(source.headers, 2 * self.window), free_bytes(self.stage.folder)
+        logger.info(
+            "%s: %d shards, of which two windows of %d are kept in %s: at most %.2f GB, and what is being fetched",
+            self.location, len(self.shards), self.window, self.stage.folder, needed / 1e9,
+        )  # fmt: skip
+        if needed > free:
+            logger.warning(
+                "%s: has room for %.2f GB of them only; lower the %d of --shuffle window:%d, or give another "
+                "--data_cache_dir", self.stage.folder, free / 1e9, self.window, self.window,
+            )  # fmt: skip
+
+
+def _refuse_unpaired(shards: list[Shard], indexes: dict[str, Shard]) -> None:
+    """Raise DataError for a .tok without .idx, and for the other, whose rows would be left out."""
+    wanted = {shard.name[: -len(".tok")] + ".idx": shard for shard in shards}
+    for name, shard in wanted.items():
+        if name not in indexes:
+            raise DataError(f"{shard.path}: its .idx is not beside it; make both or copy them again")
+    for name, index in indexes.items():
+        if name not in wanted:
+            raise DataError(f"{index.path}: its .tok is not beside it; make both or copy them again")
+
+
+def _unpacked(indexes: bytes) -> Iterator[tuple[str, bytes]]:
+    view, place = memoryview(indexes), 0
+    while place < len(view):
+        name, content = _LENGTHS.unpack_from(view, place)
+        place += _LENGTHS.size
+        yield bytes(view[place : place + name]).decode(), bytes(view[place + name : place + name + content])
+        place += name + content
+
+
+def look(location: str, dataset_type: str, *, window: int, vocab_size: int, **options: Any) -> Windows | None:
+    """Return the windows of a place, or None where it is better at hand whole.
+
+    That is where two windows hold it, and where reading it costs no disk. Raises DataError.
+    """
+    kind = formats.kind_of(location, dataset_type)
+    formats.refuse_zipped(location, kind, options.get("zipped"))
+    if kind == formats.ARROW and s3.is_s3(location):
+        logger.warning("%s: a Hugging Face data set is copied whole, whatever --shuffle", location)
+    if kind == formats.ARROW or (kind == formats.PREPARED and not s3.is_s3(location)):
+        return None
+    found = Windows(location, prepared=kind == formats.PREPARED, window=window, vocab_size=vocab_size, **options)
+    return found if found.reaches_further() else None
+
+
+def _from_manifest(location: str, shards: list[Shard], vocab_size: int) -> dict[str, Header]:
+    """Return headers of all shards out of the manifest of `smp-train prepare` beside them; none unless it names all."""
+    whole = location.rstrip("/") if s3.is_s3(location) else os.path.realpath(location)
+    parent, _, split = whole.rpartition("/")
+    for place in (whole, parent):
+        if place in ("s3:/", "s3:"):
+            continue
+        manifest = _manifest(f"{place}/{MANIFEST}")
+        try:
+            totals = (manifest.get("splits") or {}).get(split)
+            found = {} if totals is None else {entry["name"]: entry for entry in totals["shards"]}
+            if all(shard.name in found and found[shard.name]["bytes"] == shard.size for shard in shards):
+                dtype = token_cache.dtype_for(vocab_size).str
+                return {
+                    shard.name: token_cache.header_of_block(
+                        found[shard.name]["rows"], manifest["seq_len"], dtype, found[shard.name]["digests"][dtype],
+                        source=shard.name, size=shard.size, vocab_size=vocab_size,
+                    )
+                    for shard in shards
+                }  # fmt: skip
+        except (KeyError, TypeError, AttributeError):
+            # Of an earlier version, or not ours.
+            continue
+    return {}
+
+
+def _manifest(path: str) -> dict[str, Any]:
+    try:
+        if s3.is_s3(path):
+            text = s3.read_small(path)
+        else:
+            text = Path(path).read_bytes()
+        found = json.loads(text or b"null")
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,430 @@
+"""`--shuffle window:K` on sets larger than the disk: two windows at hand, the rows those of the whole set."""
+
+import contextlib
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from smp_train.data import conversion, s3, staging, token_cache, windows
+from smp_train.data.blend import BlendOrder, Joined
+from smp_train.data.formats import open_place
+from smp_train.data.index import open_source
+from smp_train.data.layout import lay_out
+from smp_train.data.order import Order
+from smp_train.data.pipelines.data_pipeline import TrainingData
+from smp_train.data.prepare.writing import write_block
+from smp_train.data.source import shards
+from smp_train.errors import DataError
+
+SHARDS, ROWS, WINDOW = 11, 20, 2
+
+
+@pytest.fixture(scope="module")
+def server():
+    pytest.importorskip("boto3")
+    pytest.importorskip("moto.server")
+    from tests.s3_server import serving
+
+    with serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bucket(server, monkeypatch, request):
+    from tests.s3_server import environment
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment(server.url).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(s3, "WAIT_SECONDS", 0.002)
+    server.faults.clear()
+    server.gets.clear()
+    client = s3.connect()
+    name = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
+    client.create_bucket(Bucket=name)
+    return client, name
+
+
+def put_folder(bucket, key, folder):
+    for path in folder.iterdir():
+        if path.is_file():
+            bucket[0].put_object(Bucket=bucket[1], Key=f"{key}/{path.name}", Body=path.read_bytes())
+
+
+def write_shards(folder: Path, count=SHARDS, rows=ROWS, length=lambda n: 16) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    for n in range(count):
+        lines = [json.dumps({"input_ids": [n, r, *[7] * (length(n + r) - 2)]}).encode() for r in range(rows + n)]
+        (folder / f"{n:02}.json.gz").write_bytes(gzip.compress(b"\n".join(lines) + b"\n", mtime=0))
+    return str(folder)
+
+
+def opened(place, cache, rank=0, world=1, kind="gpt_jsonl", **options):
+    """Open a place as the ranks of one node do, one after the other."""
+    found = windows.look(place, kind, window=WINDOW, vocab_size=300, cache_dir=str(cache), **options)
+    if found is None:
+        return open_place(place, vocab_size=300, cache_dir=str(cache))
+    found.count(0, 1, local_world=1)
+    return found.open(rank, world)
+
+
+def training(source, order=None, dp_rank=0, dp_size=1, micro_batch=2, seq_len=16):
+    order = order or Order(len(source), 5, f"window:{WINDOW}", shards(source))
+    return TrainingData(
+        source, order, seq_len=seq_len, micro_batch=micro_batch, accumulation=1, dp_rank=dp_rank, dp_size=dp_size
+    )
+
+
+def in_order(place, cache, positions):
+    """Return the names of the rows at positions, of the set opened whole."""
+    whole = open_source(place, vocab_size=300, cache_dir=str(cache))
+    rows = Order(len(whole), 5, f"window:{WINDOW}", whole.shards).rows(np.arange(*positions))[1]
+    return [whole.name(row) for row in rows.tolist()]
+
+
+def read(data, consumed, until):
+    """Return the names of the samples of steps from one position to another."""
+    names = []
+    batches = data.batches(consumed)
+    with contextlib.closing(batches):
+        while consumed < until:
+            names += [name for batch in next(batches) for name in batch.samples]
+            consumed += data.global_batch
+    return names
+
+
+def measured(monkeypatch, folder):
+    """Return a list that takes the bytes in a folder at every file that comes."""
+    sizes, replace = [], os.replace
+
+    def size():
+        total = 0
+        for path in Path(folder).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
+
+    def noted(source, target):
+        sizes.append(size())
+        replace(source, target)
+
+    monkeypatch.setattr(staging.os, "replace", noted)
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["json.gz", "prepared"])
+def test_an_epoch_of_s3_on_a_small_disk(bucket, tmp_path, monkeypatch, kind):
+    """The rows of the whole set, in the same order, out of a folder that never holds more than three windows."""
+    rng, made = np.random.default_rng(0), tmp_path / "made"
+    made.mkdir()
+    for n in range(SHARDS):
+        # Of ids that gzip cannot make smaller, so that a copy is as large as what it becomes.
+        block = rng.integers(0, 256, (20, 512))
+        if kind == "prepared":
+            token_cache.write_rows(f"{n:02}", str(made / f"{n:02}"), 300, block)
+        else:
+            write_block("shards", str(made), f"{n:02}", block, 300, True)
+    put_folder(bucket, "t", made)
+    largest = max(20 * 512 * 2, *(path.stat().st_size for path in made.iterdir()))
+    sizes = measured(monkeypatch, tmp_path / "cache")
+    place, cache = f"s3://{bucket[1]}/t", tmp_path / "cache"
+    source = opened(place, cache)
+    total = len(source)
+    assert isinstance(source, windows.StagedShards)
+    names = read(training(source, seq_len=512), 0, 2 * total)
+    assert len(sizes) > 2 * SHARDS - 2 * WINDOW
+    indexes = sum(path.stat().st_size for path in cache.rglob("*.idx"))
+    assert max(sizes) - indexes <= 3 * WINDOW * largest
+    assert 4.5 * WINDOW * largest < SHARDS * 20 * 512 * 2, "else the bound is none"
+    assert not list(cache.rglob(".*-*/*")), "nothing half done is left"
+    whole = open_place(place, vocab_size=300, cache_dir=str(tmp_path / "whole"))
+    assert whole.fingerprint == source.fingerprint, "a run may go on with the one or the other"
+    rows = Order(total, 5, f"window:{WINDOW}", whole.shards).rows(np.arange(2 * total))[1]
+    assert names[: 2 * total] == [whole.name(row) for row in rows.tolist()]
+    assert sorted(names[:total]) == sorted(names[total : 2 * total]) == sorted(map(whole.name, range(total)))
+
+
+def as_ranks(place, cache, world, consumed, until, options=None):
+    """Train with the ranks of one node as threads, which vote at every step; return what each has read, or raised."""
+    barrier = threading.Barrier(world, timeout=60)
+    results = [None] * world
+
+    def run(rank):
+        data = training(opened(place, cache, rank, world, **(options or {})), dp_rank=rank, dp_size=world)
+        barrier.wait()
+        names, failed = [], None
+        batches = data.batches(consumed)
+        with contextlib.closing(batches):
+            for _ in range(-(-(until - consumed) // data.global_batch)):
+                try:
+                    names.append([name for batch in next(batches) for name in batch.samples])
+                except DataError as error:
+                    failed = error
+                votes[rank] = failed
+                barrier.wait()
+                stop = any(votes)
+                barrier.wait()
+                if stop:
+                    break
+        results[rank] = next(filter(None, votes), names)
+
+    votes = [None] * world
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def in_turn(results):
+    """Return the samples of all ranks in the order of positions."""
+    return [name for step in zip(*results, strict=True) for names in step for name in names]
+
+
+def test_ranks_share_a_stage_and_come_and_go(bucket, server, tmp_path):
+    """Each shard of a window is fetched once for all ranks of a node; a resume in mid-window has other ranks."""
+    put_folder(bucket, "t", Path(write_shards(tmp_path / "data")))
+    place = f"s3://{bucket[1]}/t"
+    total = sum(ROWS + n for n in range(SHARDS))
+    cut = 6 * ((total // 2) // 6)
+    opened(place, tmp_path / "cache")
+    server.gets.clear()
+    first = in_turn(as_ranks(place, tmp_path / "cache", 3, 0, cut))
+    gets = [key for key, _ in server.gets if key.endswith(".gz")]
+    assert len(set(gets)) == len(gets), "once for all three"
+    there = {path.name for path in (tmp_path / "cache").rglob("*.tok")}
+    server.gets.clear()
+    second = in_turn(as_ranks(place, tmp_path / "cache", 2, cut, 2 * total))
+    again = {key[2:] for key, _ in server.gets[: len(there)]}
+    assert not any(name.startswith(tuple(again)) for name in there), "what the first left is read, not fetched"
+    names = in_order(place, tmp_path / "whole", (0, 2 * total))
+    assert first + second[: 2 * total - cut] == names
+
+
+FAULTS = {
+    "denied": (["AccessDenied"] * 40, r"access denied \(403 AccessDenied\)"),
+    "replaced": ("replaced", r"was replaced while it was being read \(412\)"),
+    "full": ("full", r"cannot write the token cache \(No space left on device\); free some space or give a"),
+}
+
+
+@pytest.mark.parametrize(("faults", "message"), FAULTS.values(), ids=FAULTS)
+def test_a_stage_that_fails_stops_every_rank(bucket, server, tmp_path, monkeypatch, faults, message):
+    monkeypatch.setattr(conversion, "LOOK_SECONDS", 0.0)
+    data = Path(write_shards(tmp_path / "data"))
+    put_folder(bucket, "t", data)
+    place = f"s3://{bucket[1]}/t"
+    source = opened(place, tmp_path / "cache")
+    order = Order(len(source), 5, f"window:{WINDOW}", shards(source))
+    third, _ = order.window(order.window(0)[0])
+    bad = source.files[order.window(third)[1][0]]
+    convert = staging.Stage._convert
+
+    def full(self, shard, *given):
+        if shard == bad:
+            raise OSError(28, "No space left on device")
+        convert(self, shard, *given)
+
+    if faults == "full":
+        monkeypatch.setattr(staging.Stage, "_convert", full)
+    elif faults == "replaced":
+        faults = [lambda: bucket[0].put_object(Bucket=bucket[1], Key=f"t/{bad.name}", Body=b"other")]
+    server.faults[f"t/{bad.name}"].extend(faults if isinstance(faults, list) else ())
+    results = as_ranks(place, tmp_path / "cache", 2, 0, len(source))
+    assert all(isinstance(result, DataError) for result in results)
+    with pytest.raises(DataError, match=message):
+        raise results[0]
+    server.faults.clear()
+    monkeypatch.setattr(staging.Stage, "_convert", convert)
+    if "replaced" not in message:
+        assert len(in_turn(as_ranks(place, tmp_path / "cache", 2, 0, len(source)))) >= len(source), "mended, it goes on"
+
+
+def test_a_manifest_makes_the_counting_unnecessary(bucket, server, tmp_path, caplog):
+    made = tmp_path / "made" / "train"
+    made.mkdir(parents=True)
+    block = np.arange(1, 41).reshape(10, 4)
+    entries = [write_block("shards", str(made), f"train-{n:05}", block + n, 300, True) for n in range(7)]
+    (made.parent / "_manifest.json").write_text(
+        json.dumps({"seq_len": 4, "splits": {"train": {"shards": entries}, "test": {"shards": []}}})
+    )
+    put_folder(bucket, "m/train", made)
+    put_folder(bucket, "m", made.parent)
+    place = f"s3://{bucket[1]}/m/train"
+    whole = open_source(place, vocab_size=300, cache_dir=str(tmp_path / "whole"))
+    server.gets.clear()
+    source = opened(place, tmp_path / "cache")
+    assert not [key for key, _ in server.gets if key.endswith(".gz")], "no shard was read to know them"
+    assert source.fingerprint == whole.fingerprint
+    assert lay_out(source, 8, long="split", short="concat").fingerprint, "nor to know how long rows are"
+    for vocab_size in (300, 70_000):
+        other = open_source(str(made), vocab_size=vocab_size, cache_dir=str(tmp_path / str(vocab_size)))
+        found = windows.look(place, "gpt_jsonl", window=2, vocab_size=vocab_size, cache_dir=str(tmp_path / "c"))
+        assert found.open(0, 1).fingerprint == other.fingerprint, "for any width of ids"
+    assert read(training(source, seq_len=4), 0, 70) == in_order(place, tmp_path / "whole", (0, 70))
+    # Of the same size, but other rows than the manifest counted.
+    bad = block + 3
+    bad[0, 0] = 9
+    entries[3] = write_block("shards", str(made), "train-00003", bad, 300, False)
+    (made / "train-00003.json.gz").unlink()
+    entries[3]["digests"] = entries[2]["digests"]
+    (made.parent / "_manifest.json").write_text(json.dumps({"seq_len": 4, "splits": {"train": {"shards": entries}}}))
+    with pytest.raises(DataError, match=r"train-00003\.json: its rows are not those that the order was made from"):
+        read(training(opened(str(made), tmp_path / "other"), seq_len=4), 0, 70)
+    # A manifest of other files is none, and so is anything else of its name.
+    entries.pop()
+    (made.parent / "_manifest.json").write_text(json.dumps({"seq_len": 4, "splits": {"train": {"shards": entries}}}))
+    assert len(opened(str(made), tmp_path / "third")) == 70
+    (made.parent / "_manifest.json").write_text('{"splits": [1]}')
+    assert len(opened(str(made), tmp_path / "fourth")) == 70
+
+
+def test_prepared_tokens_that_are_not_whole(bucket, tmp_path):
+    made = tmp_path / "made"
+    made.mkdir()
+    for n in range(5):
+        token_cache.write_rows(f"{n}", str(made / f"{n}"), 300, np.arange(1, 41).reshape(10, 4))
+    put_folder(bucket, "p", made)
+    place = f"s3://{bucket[1]}/p"
+    bucket[0].put_object(Bucket=bucket[1], Key="p/3.tok", Body=(made / "3.tok").read_bytes()[:-8])
+    with pytest.raises(DataError, match=r"p/3\.idx: is damaged, of another version, or of another \.tok"):
+        opened(place, tmp_path / "cache")
+    bucket[0].delete_object(Bucket=bucket[1], Key="p/3.tok")
+    with pytest.raises(DataError, match=r"p/3\.idx: its \.tok is not beside it"):
+        opened(place, tmp_path / "cache")
+    bucket[0].delete_object(Bucket=bucket[1], Key="p/3.idx")
+    bucket[0].delete_object(Bucket=bucket[1], Key="p/1.idx")
+    with pytest.raises(DataError, match=r"p/1\.tok: its \.idx is not beside it"):
+        opened(place, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("short", "long"), [("pad", "split"), ("concat", "split"), ("pack", "truncate")])
+def test_samples_that_are_laid_out(tmp_path, short, long):
+    """A sample may be of rows in several shards, which are at hand then though they are not of its window."""
+    place = write_shards(tmp_path / "data", rows=3, length=lambda n: 2 + n % 9)
+    cache = tmp_path / "cache"
+    found = []
+    for source in (opened(place, cache), open_source(place, vocab_size=300, cache_dir=str(tmp_path / "whole"))):
+        laid = lay_out(source, 7, long=long, short=short)
+        data = training(laid, Order(len(laid), 5, "window:2", laid.shards), seq_len=7)
+        batches = data.batches(0)
+        found.append([next(batches)[0].input_ids.tolist() for _ in range(len(laid))])
+        batches.close()
+    assert found[0] == found[1]
+    assert len(list(cache.rglob("*.tok"))) < SHARDS
+
+
+def test_a_blend_of_windows(tmp_path):
+    places = [write_shards(tmp_path / name, count=count, rows=4) for name, count in (("a", 9), ("b", 6))]
+    found = []
+    for folder, open_one in (("cache", opened), ("whole", lambda place, cache: open_source(
+        place, vocab_size=300, cache_dir=str(cache)
+    ))):  # fmt: skip
+        joined = Joined([open_one(place, tmp_path / folder) for place in places], ["a", "b"])
+        data = training(joined, BlendOrder(joined, [0.7, 0.3], 3, "window:2"))
+        found.append(read(data, 4, 150))
+    assert found[0] == found[1]
+    assert len(list((tmp_path / "cache").rglob("*.tok"))) <= 8
+
+
+def test_what_needs_no_stage(tmp_path):
+    """A set of two windows is kept whole; so is one that an unbounded run has left whole."""
+    few = write_shards(tmp_path / "few", count=4)
+    assert windows.look(few, "gpt_jsonl", window=2, vocab_size=300) is None
+    place = write_shards(tmp_path / "data")
+    open_source(place, vocab_size=300)
+    found = windows.look(place, "gpt_jsonl", window=2, vocab_size=300)
+    assert found.count(0, 1, local_world=1) == 0
+    source = found.open(0, 1)
+    assert not isinstance(source, windows.StagedShards)
+    assert read(training(source), 0, 100) == in_order(place, tmp_path / "x", (0, 100))
+    # Of a part, that part is read where it is, and stays.
+    left = sorted((tmp_path / "data/.smp_train_cache").glob("*.tok"))
+    for path in left[:-3]:
+        path.unlink()
+    found = windows.look(place, "gpt_jsonl", window=2, vocab_size=300)
+    assert found.count(0, 1, local_world=1) == SHARDS - 3
+    assert read(training(found.open(0, 1)), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
+    assert all(path.exists() for path in left[-3:])
+
+
+def test_bad_rows_are_judged_before_the_first_step(tmp_path):
+    place = Path(write_shards(tmp_path / "data"))
+    (place / "05.json").write_text('{"input_ids": [1, 2]}\n' * 9 + '{"input_ids": [1, -2]}\n')
+    (place / "05.json.gz").unlink()
+    with pytest.raises(DataError, match=r"05\.json:10: token id -2 is outside"):
+        opened(str(place), tmp_path / "cache")
+    source = opened(str(place), tmp_path / "cache", max_bad=0.01)
+    assert source.report()["lines_left_out"] == 1
+    with pytest.raises(DataError, match=r"1 of \d+ lines are no rows, more than --max_bad 0\.0001%"):
+        opened(str(place), tmp_path / "cache", max_bad=1e-6)
+
+
+def _stage_and_hang(place, cache, reached):
+    source = opened(place, cache)
+
+    def tick(self, done):
+        reached.set()
+        time.sleep(60)
+
+    conversion._Watch.__call__ = tick
+    next(training(source).batches(0))
+
+
+def test_kill_9_while_staging(tmp_path):
+    """What a killed run was making goes at the next start, at once: it must not add up on a small disk."""
+    place = write_shards(tmp_path / "data", rows=70)
+    context = multiprocessing.get_context("forkserver")
+    reached = context.Event()
+    process = context.Process(target=_stage_and_hang, args=(place, tmp_path / "cache", reached))
+    process.start()
+    assert reached.wait(60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    (left,) = (tmp_path / "cache").rglob(f"{staging.WORK}*")
+    assert list(left.iterdir())
+    assert not list((tmp_path / "cache").rglob("*.tok")), "nothing half done has a name"
+    source = opened(place, tmp_path / "cache")
+    assert read(training(source), 100, 400) == in_order(place, tmp_path / "whole", (100, 400))
+    assert not left.exists()
+    source.rest()
+    assert not list((tmp_path / "cache").rglob(f"{staging.WORK}*"))
+
+
+def test_what_something_else_removes_is_staged_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "CHECK_SECONDS", 0.01)
+    place = write_shards(tmp_path / "data")
+    source = opened(place, tmp_path / "cache")
+    needed = [0, 3]
+    source.want(needed, [5, 6])
+    for number in (0, 3, 5, 6):
+        source.stager.wait(number)
+    for path in (tmp_path / "cache").rglob("*.tok"):
+        path.unlink()
+    source.stager._seen.clear()
+    assert source.name(source.shards[3][4]) == "03.json.gz:5"
+    assert source.row(source.shards[3][4]).input_ids[:2].tolist() == [3, 4]
+    source.rest()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    place = write_shards(tmp_path / "data")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"cannot hold the token cache .*; give a --data_cache_dir"):
+        opened(place, tmp_path / "file")
+    source = opened(place, tmp_path / "cache")
+    shutil.rmtree(source.stager.stage.folder)
+    with pytest.raises(DataError, match=r"window-\w+: .*No such file"):
+        next(training(source).batches(0))
