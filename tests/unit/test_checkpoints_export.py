@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from smp_train.checkpoints import CheckpointManager, Policy, gather_state, open_checkpoint
 from smp_train.checkpoints.cli import in_bytes, main
+from smp_train.checkpoints.dcp import LocalReader
 from smp_train.checkpoints.export import export
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
@@ -57,6 +58,16 @@ def test_large_models_go_into_several_files_with_an_index(tmp_path: Path) -> Non
     assert all(file.stat().st_size < 70_000 for file in files)
     assert torch.equal(expected_logits(tmp_path / "back"), expected_logits(tmp_path / "theirs"))
     assert seen[-1][0] == seen[-1][1] == sum(v.nbytes for file in files for v in load_file(file).values())
+
+
+def test_the_index_is_read_once_however_many_tensors_there_are(tmp_path: Path, monkeypatch: Any) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    read: list[Path] = []
+    once = LocalReader.metadata_bytes
+    monkeypatch.setattr(LocalReader, "metadata_bytes", lambda self: (read.append(self.path), once(self))[1])
+    export(open_checkpoint(path), tmp_path / "back")
+    assert read == [path]
 
 
 def test_another_dtype(tmp_path: Path) -> None:
