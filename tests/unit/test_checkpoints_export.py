@@ -184,5 +184,27 @@ def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert torch.equal(expected_logits(tmp_path / "newer"), expected)
 
 
+@pytest.mark.parametrize("target", ["theirs", "theirs/../theirs", "link"])
+def test_what_is_converted_is_not_what_is_overwritten(tmp_path: Path, target: str) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    pickled(tmp_path / "theirs")
+    (tmp_path / "link").symlink_to("theirs")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    for source in ("theirs", "theirs/pytorch_model.bin"):
+        with pytest.raises(ConfigError, match="is where the weights are that are read"):
+            main(["convert", str(tmp_path / source), str(tmp_path / target), "--overwrite", "1"])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
+
+
+def test_weights_that_cannot_be_read_replace_nothing(tmp_path: Path) -> None:
+    for name in ("theirs", "out"):
+        save(FAMILIES["llama_v2"], tmp_path / name)
+    expected = expected_logits(tmp_path / "out")
+    (tmp_path / "theirs" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        main(["convert", str(tmp_path / "theirs"), str(tmp_path / "out"), "--overwrite", "1"])
+    assert torch.equal(expected_logits(tmp_path / "out"), expected)
+
+
 def test_sizes_as_people_say_them() -> None:
     assert [in_bytes(n) for n in (0, 999, 1000, 13_480_000_000)] == ["0 B", "999 B", "1.0 kB", "13.5 GB"]
