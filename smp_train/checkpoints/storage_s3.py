@@ -71,6 +71,8 @@ class S3Storage:
         self.bucket, key = s3.split(location)
         self.prefix = key.strip("/")
         self.location = f"{s3.SCHEME}{self.bucket}/{self.prefix}".rstrip("/")
+        self._published: set[str] = set()
+        """Attempts whose COMMITTED was sent, answered or not: where it was not, it may still have its effect."""
 
     @property
     def client(self) -> Any:
@@ -255,6 +257,7 @@ class S3Storage:
         except CheckpointError:
             older = None
         root = posixpath.relpath(staged, name)
+        self._published.add(staged)
         self.put(name, COMMITTED, committed.at(root).to_bytes())
         if older:
             try:
@@ -263,10 +266,12 @@ class S3Storage:
                 return
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. Damaged ones stay."""
+        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. Damaged ones stay.
+
+        An attempt that this process has tried to publish is left to a later sweep, which knows what came of it.
+        """
         if "/" in name:
-            # A save may have failed after it was committed: a peer was lost, or the answer to the last request.
-            if name in self._unclaimed(name.partition("/")[0]):
+            if name not in self._published:
                 self._remove(name)
             return
         own = _root_of(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None
