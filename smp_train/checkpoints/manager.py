@@ -321,7 +321,8 @@ class CheckpointManager:
 
     def _has_room(self, state: dict[str, Any]) -> bool:
         """Return whether every host can hold a copy of what its ranks hold. Collective, the first time."""
-        from smp_train.checkpoints.staging import MEMORY_SHARE, Stager, free_host_bytes, local_bytes
+        from smp_train.checkpoints.host_memory import free_host_bytes
+        from smp_train.checkpoints.staging import MEMORY_SHARE, Stager, local_bytes
 
         if self._stager is not None:
             return True
