@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NoReturn
 
 from smp_train.checkpoints.finding import (
@@ -23,6 +22,7 @@ from smp_train.checkpoints.manager import CheckpointManager, Policy
 from smp_train.checkpoints.record import COMMITTED, parse_folder_name
 from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.runtime.places import place
 
 ABANDONED_SECONDS = 3600.0
 """What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""
@@ -159,7 +159,7 @@ def export_model(options: argparse.Namespace) -> int:
 
     found = newest(options.source)
     bar = Bar(f"export {os.path.basename(found.path)}")
-    out = export(
+    export(
         found,
         options.target,
         dtype=DTYPES.get(options.dtype),
@@ -168,17 +168,18 @@ def export_model(options: argparse.Namespace) -> int:
         replace=bool(options.overwrite),
         on_progress=bar,
     )
-    print(f"wrote step {found.step} of {found.path} to {out}")
+    print(f"wrote step {found.step} of {found.path} to {options.target}")
     return 0
 
 
 def convert(options: argparse.Namespace) -> int:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
     from smp_train.checkpoints import export
+    from smp_train.checkpoints.model_folder import free_folder, put
     from smp_train.models.hf_weights import NOT_WEIGHTS
     from smp_train.models.weight_files import WeightFiles
 
-    source = Path(options.source).expanduser()
+    source = place(options.source)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
     if (source / COMMITTED).exists():
@@ -186,7 +187,7 @@ def convert(options: argparse.Namespace) -> int:
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")
-    out = export.free_folder(options.target, bool(options.overwrite))
+    out = free_folder(options.target, bool(options.overwrite))
     with ExitStack() as stack:
         files = WeightFiles(source, stack)
         names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
@@ -195,20 +196,20 @@ def convert(options: argparse.Namespace) -> int:
     export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            (out / name).write_bytes((folder / name).read_bytes())
-    print(f"wrote {len(names)} tensors of {source} to {out}")
+            put(out, name, (folder / name).read_bytes())
+    print(f"wrote {len(names)} tensors of {source} to {options.target}")
     return 0
 
 
 def import_weights(options: argparse.Namespace) -> int:
     """Make a committed checkpoint, without optimizer state, of weights of any form; holds the model in memory."""
     from smp_train.checkpoints.dcp import DCP_METADATA, plain_values
-    from smp_train.checkpoints.pretrained import load_weights
+    from smp_train.checkpoints.pretrained import load_weights, open_tree
     from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
     from smp_train.models.resolve import resolve
 
-    source = Path(options.source).expanduser()
+    source = place(options.source)
     spec = resolve(
         argparse.Namespace(
             finetune=True, pretrained_model_name=options.model, pretrained_checkpoint_file=str(source),
@@ -217,7 +218,7 @@ def import_weights(options: argparse.Namespace) -> int:
     )  # fmt: skip
     told: dict[str, Any] = {}
     if (source / DCP_METADATA).is_file():
-        told = plain_values(open_storage(source.parent).reader(source.name))
+        told = plain_values(open_tree(source))
     step = options.step if options.step is not None else int(told.get("total_steps", told.get("step", 0)))
     model = build_meta(spec)
     materialise(model, "cpu")

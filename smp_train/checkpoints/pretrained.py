@@ -25,8 +25,8 @@ def load_weights(model: nn.Module, location: str) -> None:
     """Fill a materialised model with the weights at ``location``, each rank reading its own part. Collective.
 
     ``location`` is a Hugging Face folder or a weight file (see `load_pretrained`), a checkpoint of ours or a folder
-    of them (the newest intact one), or a folder that `torch.distributed.checkpoint` wrote, all also in S3. Optimizer state that lies
-    beside the weights is not read. Raises `CheckpointError` on every rank when any rank failed.
+    of them (the newest intact one), or a folder that `torch.distributed.checkpoint` wrote, all also in S3. Optimizer
+    state that lies beside the weights is not read. Raises `CheckpointError` on every rank when any rank failed.
     """
     path = place(location)
     if is_checkpoint_folder(path):

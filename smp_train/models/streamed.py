@@ -85,28 +85,27 @@ class Streamed:
             return
         most = s3_folder.PART_BYTES // self.dtype.itemsize
         cut = max((d for d, span in enumerate(bounds) if span != (0, shape[d])), default=0)
-        # Elements to one step along dimension `cut`, which is the last that is not taken whole or a later one.
+        # Elements to one step along dimension `cut`, which is the last that is not taken whole, or a later one.
         while math.prod(shape[cut + 1 :]) > most:
             cut += 1
         inner = math.prod(shape[cut + 1 :])
-        (low, high), stride = bounds[cut], shape[cut] * inner
-        run = (high - low) * inner
+        low, high = bounds[cut]
+        run, stride = (high - low) * inner, shape[cut] * inner  # of what follows each other, and to the next such
         if cut == 0 or run >= most:
-            for outer in product(*(range(*span) for span in bounds[:cut])):
-                base = sum(i * math.prod(shape[d + 1 :]) for d, i in enumerate(outer))
-                view = target[tuple(i - bounds[d][0] for d, i in enumerate(outer))] if outer else target
-                for first in range(low, high, max(1, most // inner)):
-                    last = min(high, first + max(1, most // inner))
-                    yield self._request(base + first * inner, 1, (last - first) * inner, stride, view[first - low : last - low])
-            return
-        together = max(1, most // stride)
-        top, bottom = bounds[cut - 1]
-        for outer in product(*(range(*span) for span in bounds[: cut - 1])):
-            base = sum(i * math.prod(shape[d + 1 :]) for d, i in enumerate(outer)) + low * inner
+            # Cut runs into requests.
+            along, step, count = cut, inner, max(1, most // inner)
+        else:
+            # Let a request bring several runs, with what is between them.
+            along, step, count = cut - 1, stride, max(1, most // stride)
+        first_at = 0 if along == cut else low * inner
+        for outer in product(*(range(*span) for span in bounds[:along])):
+            base = first_at + sum(i * math.prod(shape[d + 1 :]) for d, i in enumerate(outer))
             view = target[tuple(i - bounds[d][0] for d, i in enumerate(outer))] if outer else target
-            for first in range(top, bottom, together):
-                last = min(bottom, first + together)
-                yield self._request(base + first * stride, last - first, run, stride, view[first - top : last - top])
+            begin, end = bounds[along]
+            for one in range(begin, end, count):
+                rows = min(end, one + count) - one
+                runs = (1, rows * inner) if along == cut else (rows, run)
+                yield self._request(base + one * step, *runs, stride, view[one - begin : one - begin + rows])
 
     def _request(self, at: int, count: int, run: int, stride: int, target: Tensor) -> Request:
         """Return the request for ``count`` runs of elements, ``stride`` apart, of which ``target`` is made."""
@@ -175,8 +174,8 @@ def _stored(path: S3Path, begin: int, size: int, entry: dict[str, Any]) -> Strea
 def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[[Tensor], Any]]:
     """Open a file of ``torch.save``; return its content, and what gives the block of each tensor in it.
 
-    Only the file's own pickle is fetched, by ``load``, which is `torch.load` for tensors and plain values; the tensors in
-    it have no memory. Where this torch, or the file, is too old for that, the whole of it is taken into memory.
+    Only the file's own pickle is fetched, by ``load``, which is `torch.load` for tensors and plain values; the tensors
+    in it have no memory. Where this torch, or the file, is too old for that, the whole of it is taken into memory.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -207,7 +206,8 @@ def _has_places(content: Any) -> bool:
 
 
 def _placed(path: S3Path, tensor: Tensor) -> Any:
-    start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize  # type: ignore[attr-defined]
+    storage: Any = tensor.untyped_storage()
+    start = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize)
     shape = tuple(tensor.shape)
     if tensor.is_contiguous():
         return Streamed(path, start, tensor.dtype, shape)

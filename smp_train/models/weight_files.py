@@ -40,6 +40,7 @@ class Mapped:
         self._tensor = tensor
 
     def get_shape(self) -> list[int]:
+        """Return its shape."""
         return list(self._tensor.shape)
 
     def __getitem__(self, index: Any) -> Tensor:

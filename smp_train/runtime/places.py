@@ -6,6 +6,9 @@ import fnmatch
 import io
 import os
 import posixpath
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from smp_train.runtime.s3_folder import S3Folder
 
 READ_AHEAD = 1 << 18
 """Bytes of one request of an object that is read as a file."""
+SMALL_BYTES = 1 << 26
+"""Of the files beside a model, which its tokenizer may be of; weights are larger."""
 
 
 class S3Path:
@@ -33,14 +38,17 @@ class S3Path:
         return self._text
 
     def __truediv__(self, name: str) -> S3Path:
-        return S3Path(f"{self._text}/{name}")
+        made = S3Path(f"{self._text}/{name}")
+        if "/" not in name:
+            made.parent = self  # so that what this one knows of its objects holds for reading them
+        return made
 
     @property
     def name(self) -> str:
         """What comes after the last slash; empty for a bucket."""
         return posixpath.basename(self._key)
 
-    @property
+    @cached_property
     def parent(self) -> S3Path:
         """The folder it is in."""
         return S3Path(self._text.rpartition("/")[0]) if self._key else self
@@ -124,3 +132,21 @@ def names_in(folder: Place, pattern: str = "*") -> list[str]:
     if isinstance(folder, S3Path):
         return sorted(fnmatch.filter(folder.folder.files(), pattern))
     return sorted(path.name for path in folder.glob(pattern) if path.is_file())
+
+
+@contextmanager
+def on_this_machine(location: str) -> Iterator[str]:
+    """Yield a location, or for as long as it is used a copy of the file, or of a folder's small files, that S3 has."""
+    if not is_s3(location):
+        yield location
+        return
+    there = S3Path(location)
+    with tempfile.TemporaryDirectory() as copy:
+        if there.is_file():
+            (Path(copy) / there.name).write_bytes(there.read_bytes())
+            yield os.path.join(copy, there.name)
+            return
+        for name, size in there.folder.files().items():
+            if size <= SMALL_BYTES:
+                (Path(copy) / name).write_bytes((there / name).read_bytes())
+        yield copy

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import random
 import re
 
 import pytest
@@ -19,7 +17,7 @@ from smp_train.checkpoints import CheckpointManager, Policy, cli, find, open_che
 from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
 from smp_train.runtime import s3_folder
-from tests.s3_server import environment, serving
+from tests.s3_server import bucket, serving
 
 CHANGES = ("PUT", "POST", "DELETE")
 
@@ -33,18 +31,8 @@ def server():
 @pytest.fixture
 def place(server, monkeypatch, request):
     """Return a prefix of a bucket of this test's own."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in environment(server.url).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(s3_folder, "WAIT_SECONDS", 0.002)
-    monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
     monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", -math.inf)
-    server.faults.clear()
-    server.on_request = lambda method, path: None
-    bucket = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
-    S3Storage(f"s3://{bucket}").client.create_bucket(Bucket=bucket)
-    return f"s3://{bucket}/runs/one"
+    return f"{bucket(server, monkeypatch, request.node.nodeid)}/runs/one"
 
 
 def state(value: float = 0.0, rows: int = 4) -> dict:
