@@ -165,6 +165,17 @@ def upload(location: str, files: Path | dict[str, bytes]) -> None:
         folder.ask("put_object", key=folder.key(name), Body=data)
 
 
+def download(location: str, folder: Path) -> Path:
+    """Write what lies below a prefix to a folder, and return that."""
+    from smp_train.runtime.s3_folder import S3Folder
+
+    for name in S3Folder(location).entries(""):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(S3Folder(location).read("", name))
+    return folder
+
+
 @contextlib.contextmanager
 def serving() -> Iterator[Proxy]:
     """Run the server and the proxy; the AWS variables must then point at ``proxy.url``."""

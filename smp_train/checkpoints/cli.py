@@ -143,7 +143,7 @@ def verify(options: argparse.Namespace) -> int:
     damaged = []
     for name in names:
         try:
-            problems = open_checkpoint(os.path.join(storage.location, name)).verify()
+            problems = open_checkpoint(os.path.join(storage.location, name)).verify(on_progress=Bar(f"verify {name}"))
         except CheckpointError as error:
             problems = [str(error)]
         print(f"{name}: {'; '.join(problems) or 'intact'}")
@@ -182,8 +182,9 @@ def convert(options: argparse.Namespace) -> int:
     source = place(options.source)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
-    if (source / COMMITTED).exists():
+    if (source / COMMITTED).is_file():
         open_checkpoint(source).check_names()
+        raise ConfigError(f"{source} is a checkpoint of this program: smp-train checkpoint export {source} FOLDER")
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")
@@ -210,6 +211,8 @@ def import_weights(options: argparse.Namespace) -> int:
     from smp_train.models.resolve import resolve
 
     source = place(options.source)
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
     spec = resolve(
         argparse.Namespace(
             finetune=True, pretrained_model_name=options.model, pretrained_checkpoint_file=str(source),
@@ -222,7 +225,9 @@ def import_weights(options: argparse.Namespace) -> int:
     step = options.step if options.step is not None else int(told.get("total_steps", told.get("step", 0)))
     model = build_meta(spec)
     materialise(model, "cpu")
-    load_weights(model, str(source))
+    load_weights(model, str(source), Bar(f"read {source.name}"))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    print(f"writing {in_bytes(size)} to {options.target}", file=sys.stderr)
     manager = CheckpointManager([Policy(options.target, 0, 0)], model_type=spec.model_type)
     meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}}
     for path in manager.save(step, gather_state(model), meta, force=True):

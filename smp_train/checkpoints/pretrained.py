@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,12 +21,15 @@ from smp_train.runtime.places import place
 PREFIXES = ("model.", "", "state_dict.", "app.model.", "module.")
 
 
-def load_weights(model: nn.Module, location: str) -> None:
+def load_weights(
+    model: nn.Module, location: str, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
     """Fill a materialised model with the weights at ``location``, each rank reading its own part. Collective.
 
     ``location`` is a Hugging Face folder or a weight file (see `load_pretrained`), a checkpoint of ours or a folder
     of them (the newest intact one), or a folder that `torch.distributed.checkpoint` wrote, all also in S3. Optimizer
-    state that lies beside the weights is not read. Raises `CheckpointError` on every rank when any rank failed.
+    state that lies beside the weights is not read. ``on_progress`` is called with the bytes done and in all, where they
+    are weight files. Raises `CheckpointError` on every rank when any rank failed.
     """
     path = place(location)
     if is_checkpoint_folder(path):
@@ -38,7 +41,7 @@ def load_weights(model: nn.Module, location: str) -> None:
         _load_foreign(model, str(path))
     else:
         with runtime.together(f"reading weights from {path}"):
-            load_pretrained(model, path)
+            load_pretrained(model, path, on_progress)
 
 
 def _load_foreign(model: nn.Module, path: str) -> None:

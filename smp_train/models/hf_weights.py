@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -45,14 +45,18 @@ Copy = tuple[Tensor, Block, Any]
 """Where to, what of, and which of it."""
 
 
-def load_pretrained(model: nn.Module, location: str | os.PathLike[str]) -> None:
+def load_pretrained(
+    model: nn.Module,
+    location: str | os.PathLike[str],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """Fill every parameter of a materialised model from the weights at ``location``, cast to its own dtype.
 
     ``location`` is a folder with safetensors or pickled weights (``.bin``), or one such file, also in S3. Each rank
     reads only the rows and columns it holds: host memory for its part and one block more. No collective is entered,
     so a failure on one rank must be made known to the others by the caller. Names are those of the Hugging
     Face state dict, with or without the base model's prefix; experts that this transformers fuses and the
-    files store one by one are put together.
+    files store one by one are put together. ``on_progress`` is called with the bytes of parameters done and in all.
 
     Raises:
         CheckpointError: files missing or unreadable; parameters that the files do not have, or stored
@@ -66,7 +70,18 @@ def load_pretrained(model: nn.Module, location: str | os.PathLike[str]) -> None:
         if missing or left:
             raise CheckpointError(f"{location} does not fit the model: {_names('lacks', missing, left)}")
         copies = (_copies(name, params[name], pieces, stored) for name, pieces in plan.items())
-        stored.copy(itertools.chain.from_iterable(copies))
+        stored.copy(_counted(itertools.chain.from_iterable(copies), params.values(), on_progress))
+
+
+def _counted(
+    copies: Iterable[Copy], params: Iterable[Tensor], on_progress: Callable[[int, int], None]
+) -> Iterator[Copy]:
+    local = [param.to_local() if isinstance(param, DTensor) else param for param in params]
+    done, total = 0, sum(tensor.nbytes for tensor in local)
+    for copy in copies:
+        yield copy
+        done += copy[0].nbytes
+        on_progress(done, total)
 
 
 def _names(verb: str, missing: list[str], left: list[str]) -> str:
