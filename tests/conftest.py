@@ -10,6 +10,8 @@ HERE = Path(__file__).parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Processes that tests start compile the package once, not each for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for name in list(os.environ):
     if name.startswith(("SM_", "SLURM_", "OMPI_", "PMI_", "PALS_")) or name in {
         "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -17,15 +19,15 @@ for name in list(os.environ):
         del os.environ[name]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deal the suite out to pytest-xdist's workers by file, the longest first.
+    """Deal the suite out to pytest-xdist's workers by file, the longest kinds first.
 
-    The system tests share one Slurm, and stay together.
+    Tests of a file share what is dear to make: a Slurm, a table of trained models.
     """
     order = ["system", "distributed", "unit"]
     kinds = {item: item.path.relative_to(HERE).parts[0] for item in items}
     items.sort(key=lambda item: order.index(kinds[item]) if kinds[item] in order else len(order))
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            group = "system" if kinds[item] == "system" else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(group))
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(HERE))))

@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import signal
 import socket
 import sys
@@ -21,10 +22,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Imported once for all cases; a family's modules cost a fresh process seconds.
+ROOT = Path(__file__).parents[1]
+
+# Imported once for all cases: what a rank imports itself costs it more than its training.
 PRELOAD = [
     "smp_train.train_lib",
-    "torch.distributed.checkpoint",
+    *(
+        module.name
+        for floor in ("backends", "parallel", "models", "checkpoints", "data", "launch", "telemetry")
+        for module in pkgutil.walk_packages([str(ROOT / "smp_train" / floor)], f"smp_train.{floor}.")
+    ),
+    "torch.nn.attention.bias",
+    "torch.utils.serialization.config",
     *(
         f"transformers.models.{family}.modeling_{family}"
         for family in ("falcon", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi")

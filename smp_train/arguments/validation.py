@@ -245,6 +245,39 @@ def _check_checkpoints(args: Arguments) -> None:
         )
     if args.save_final_model and not args.model_dir:
         raise ConfigError("--save_final_model 1 needs --model_dir (or SM_MODEL_DIR), the folder to write it to")
+    if args.save_final_model:
+        _check_model_dir(args)
+
+
+def _check_model_dir(args: Arguments) -> None:
+    """Refuse to write the final model where the model to start from is: that one would be gone."""
+    folder, name = args.finetune_checkpoint_load_dir, args.pretrained_model_name
+    file = args.pretrained_checkpoint_file
+    read = [
+        ("hf_pretrained_model_name_or_dir", args.hf_pretrained_model_name_or_dir),
+        ("pretrained_model_name", name),
+        ("finetune_checkpoint_load_dir", folder),
+        ("finetune_checkpoint_load_dir", os.path.join(folder, name) if folder and name else None),  # models by name
+        ("pretrained_checkpoint_file", file),
+        ("pretrained_checkpoint_file", os.path.dirname(file) if file and _is_file(file) else None),
+    ]
+    for flag, place in read:
+        if place is not None and _real(place) == _real(args.model_dir or ""):
+            raise ConfigError(
+                f"--model_dir {args.model_dir} holds what the run starts from (--{flag} {getattr(args, flag)}), which "
+                "would be replaced; give another folder"
+            )
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith((".safetensors", ".bin", ".pt", ".pth")) or os.path.isfile(place)
+
+
+def _real(place: str) -> str:
+    """Return a place in the one form that tells whether two are the same."""
+    if place.startswith(LOCATION_PREFIXES):
+        return place.rstrip("/")
+    return os.path.realpath(os.path.expanduser(place))
 
 
 def _check_data(args: Arguments) -> None:

@@ -188,11 +188,14 @@ def convert(options: argparse.Namespace) -> int:
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")
-    out = free_folder(options.target, bool(options.overwrite))
+    if os.path.realpath(place_of(options.target)) == os.path.realpath(place_of(folder)):
+        raise ConfigError(f"{options.target} is where the weights are that are read; give another folder to write")
     with ExitStack() as stack:
+        # Opened first: what cannot be read is no reason to remove what is in the other folder.
         files = WeightFiles(source, stack)
         names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
         items = [export.stored_item(files, name, export.DTYPES.get(options.dtype)) for name in names]
+        out = free_folder(options.target, bool(options.overwrite))
         export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
     export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
     for name in ("generation_config.json", "config.json"):

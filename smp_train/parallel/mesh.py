@@ -22,6 +22,7 @@ class Mesh:
 
     def __init__(self, degrees: Degrees, device_type: str) -> None:
         """Build the mesh; collective, every rank of the initialised process group takes part."""
+        import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
         self.degrees = degrees
@@ -35,6 +36,9 @@ class Mesh:
             self._shard = self.root["shard", "context"]._flatten("shard_context")
         else:
             self._shard = self.root["shard"]
+        # Groups connect through the store, which rank 0 may serve: if it went on alone to a refusal and left, its
+        # peers would die of a lost connection in place of that line.
+        dist.barrier()
 
     @property
     def parameters(self) -> DeviceMesh:

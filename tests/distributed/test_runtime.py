@@ -327,3 +327,42 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 1  # torchrun's own, whatever its workers' is
     assert done.stderr.count("smp-train: [rank") == 2
     assert "exitcode  : 3" in done.stderr
+
+
+def past_the_mesh() -> bool:
+    """Return, on rank 1, whether rank 0 was past the making of a mesh before rank 1 had made its part."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    from smp_train.arguments.degrees import Degrees
+    from smp_train.parallel.mesh import Mesh
+
+    runtime, place, _ = begin()
+    store = dist.distributed_c10d._get_default_store()
+    make, seen = device_mesh.init_device_mesh, False
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        made = make(*args, **kwargs)
+        try:
+            store.wait(["past"], timedelta(seconds=0.3))
+            seen = True
+        except RuntimeError:
+            pass
+        return made
+
+    if place.rank == 1:
+        device_mesh.init_device_mesh = slowly
+    Mesh(Degrees(replicate=1, shard=2, context=1, tensor=1), "cpu")
+    if place.rank == 0:
+        store.set("past", "1")
+    dist.barrier()
+    runtime.stop()
+    return seen
+
+
+def test_no_rank_leaves_while_another_still_makes_its_mesh() -> None:
+    """Rank 0 may serve the store through which groups meet: a refusal there would cut its peers off."""
+    assert run(past_the_mesh, 2) == [False, False]

@@ -137,12 +137,8 @@ TUNED: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2, not delayed": (2, {"train_batch_size": 4, "tensor_parallel_degree": 2, "delayed_param": 0}),
     "tp2 shard2": (4, {"train_batch_size": 2, "tensor_parallel_degree": 2, "hybrid_shard_degree": 2}),
     "tp2 shard1": (4, {"train_batch_size": 2, "tensor_parallel_degree": 2, "hybrid_shard_degree": 1}),
-    "tp2 shard2, 2 replicas": (
-        8, {"train_batch_size": 1, "tensor_parallel_degree": 2, "hybrid_shard_degree": 2},
-    ),
     "transform alone": (2, {"train_batch_size": 2, "use_smp_implementation": 1}),
     "neox tp2": (2, {"train_batch_size": 4, "tensor_parallel_degree": 2}),
-    "cp2": (2, {"train_batch_size": 4, "context_parallel_degree": 2}),
     "tp2 cp2 shard2": (
         4, {"train_batch_size": 4, "tensor_parallel_degree": 2, "context_parallel_degree": 2, "hybrid_shard_degree": 2},
     ),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from smp_train.checkpoints import CheckpointManager, Policy, gather_state, open_checkpoint
 from smp_train.checkpoints.cli import in_bytes, main
+from smp_train.checkpoints.dcp import LocalReader
 from smp_train.checkpoints.export import export
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
@@ -58,6 +59,16 @@ def test_large_models_go_into_several_files_with_an_index(tmp_path: Path) -> Non
     assert all(file.stat().st_size < 70_000 for file in files)
     assert torch.equal(expected_logits(tmp_path / "back"), expected_logits(tmp_path / "theirs"))
     assert seen[-1][0] == seen[-1][1] == sum(v.nbytes for file in files for v in load_file(file).values())
+
+
+def test_the_index_is_read_once_however_many_tensors_there_are(tmp_path: Path, monkeypatch: Any) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    read: list[Path] = []
+    once = LocalReader.metadata_bytes
+    monkeypatch.setattr(LocalReader, "metadata_bytes", lambda self: (read.append(self.path), once(self))[1])
+    export(open_checkpoint(path), tmp_path / "back")
+    assert read == [path]
 
 
 def test_another_dtype(tmp_path: Path) -> None:
@@ -207,6 +218,28 @@ def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert open_checkpoint(path).meta["imported"]["resume_from_sequence_number"] == 560
     assert main(["export", str(path), str(tmp_path / "newer")]) == 0
     assert torch.equal(expected_logits(tmp_path / "newer"), expected)
+
+
+@pytest.mark.parametrize("target", ["theirs", "theirs/../theirs", "link"])
+def test_what_is_converted_is_not_what_is_overwritten(tmp_path: Path, target: str) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    pickled(tmp_path / "theirs")
+    (tmp_path / "link").symlink_to("theirs")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    for source in ("theirs", "theirs/pytorch_model.bin"):
+        with pytest.raises(ConfigError, match="is where the weights are that are read"):
+            main(["convert", str(tmp_path / source), str(tmp_path / target), "--overwrite", "1"])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
+
+
+def test_weights_that_cannot_be_read_replace_nothing(tmp_path: Path) -> None:
+    for name in ("theirs", "out"):
+        save(FAMILIES["llama_v2"], tmp_path / name)
+    expected = expected_logits(tmp_path / "out")
+    (tmp_path / "theirs" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        main(["convert", str(tmp_path / "theirs"), str(tmp_path / "out"), "--overwrite", "1"])
+    assert torch.equal(expected_logits(tmp_path / "out"), expected)
 
 
 def test_sizes_as_people_say_them() -> None:

@@ -103,7 +103,6 @@ def extra_bytes(kind: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout)
 
 
-@pytest.mark.slow
 def test_a_second_backward_pass_is_refused() -> None:
     hidden, weight, _, labels = batch()
     loss = losses.linear_cross_entropy_sum(hidden, weight, losses.shift(labels))
@@ -112,6 +111,7 @@ def test_a_second_backward_pass_is_refused() -> None:
         torch.autograd.grad(loss, (hidden, weight))
 
 
+@pytest.mark.slow
 def test_chunked_head_needs_at_most_a_quarter_of_the_memory() -> None:
     plain = extra_bytes("plain")
     assert plain > 2 * 128256 * 4096 * 4  # it does hold the logits, more than once
