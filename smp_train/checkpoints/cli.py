@@ -19,8 +19,8 @@ from smp_train.checkpoints.finding import (
     open_checkpoint,
 )
 from smp_train.checkpoints.manager import CheckpointManager, Policy
-from smp_train.checkpoints.record import COMMITTED, parse_folder_name
-from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
+from smp_train.checkpoints.record import COMMITTED, folder_name, parse_folder_name
+from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime.places import place
 
@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made = verb("import", "make a checkpoint of weights of any form", "see --pretrained_checkpoint_file", "folder")
     made.add_argument("--model", help="folder or name of the model; default: config.json beside the weights")
     made.add_argument("--step", type=int, help="step of the checkpoint; default: what the source says, else 0")
+    made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a checkpoint of that step")
     made = verb("prune", "delete all but the newest committed checkpoints", "folder of checkpoints")
     made.add_argument("--keep", type=int, required=True, help="how many of each model type to keep, at least 1")
     made.add_argument("--dry_run", type=int, choices=(0, 1), default=0, help="only say what would be deleted")
@@ -226,16 +227,30 @@ def import_weights(options: argparse.Namespace) -> int:
     if (source / DCP_METADATA).is_file():
         told = plain_values(open_tree(source))
     step = options.step if options.step is not None else int(told.get("total_steps", told.get("step", 0)))
-    model = build_meta(spec)
-    materialise(model, "cpu")
-    load_weights(model, str(source), Bar(f"read {source.name}"))
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    print(f"writing {in_bytes(size)} to {options.target}", file=sys.stderr)
     manager = CheckpointManager([Policy(options.target, 0, 0)], model_type=spec.model_type)
-    meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}}
-    for path in manager.save(step, gather_state(model), meta, force=True):
-        print(f"wrote {path}; start from it with --finetune 1 --pretrained_checkpoint_file {path}")
+    manager.lock(advice="give another folder, or wait until that job has ended")
+    try:
+        if not options.overwrite:
+            _refuse_committed(open_storage(options.target), folder_name(spec.model_type, step))
+        model = build_meta(spec)
+        materialise(model, "cpu")
+        load_weights(model, str(source), Bar(f"read {source.name}"))
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        print(f"writing {in_bytes(size)} to {options.target}", file=sys.stderr)
+        meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}}
+        for path in manager.save(step, gather_state(model), meta, force=True):
+            print(f"wrote {path}; start from it with --finetune 1 --pretrained_checkpoint_file {path}")
+    finally:
+        manager.close()
     return 0
+
+
+def _refuse_committed(storage: Storage, name: str) -> None:
+    if storage.has(name, COMMITTED) or name in interrupted(storage):
+        raise ConfigError(
+            f"{os.path.join(storage.location, name)} is a committed checkpoint; give another --step or folder, or "
+            "replace it with --overwrite 1"
+        )
 
 
 def prune(options: argparse.Namespace) -> int:

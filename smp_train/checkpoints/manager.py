@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from smp_train import runtime
 from smp_train.checkpoints.collective import alone, exchange, here, on_group, on_main, rank
 from smp_train.checkpoints.finding import TORCHS, committed_names
-from smp_train.checkpoints.lock import Lock
+from smp_train.checkpoints.lock import ADVICE, Lock
 from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
 from smp_train.checkpoints.record import (
     META,
@@ -225,17 +225,17 @@ class CheckpointManager:
                     with contextlib.suppress(OSError, CheckpointError):
                         storage.delete(probe)
 
-    def lock(self, *, force: bool = False) -> None:
+    def lock(self, *, force: bool = False, advice: str = ADVICE) -> None:
         """Keep other jobs from writing to the folders until `close`; collective.
 
-        Raises `CheckpointError` on every rank where another job holds one, unless ``force`` takes it away; that job
-        then commits nothing any more.
+        Raises `CheckpointError` on every rank where another job holds one, with ``advice``, unless ``force`` takes it
+        away; that job then commits nothing any more.
         """
 
         def acquire() -> None:
             for place, storage in self._storages.items():
                 if rank() == 0 or place in self._node_local:
-                    lock = Lock(storage)
+                    lock = Lock(storage, advice)
                     lock.acquire(force=force)
                     self._locks[place] = lock
 

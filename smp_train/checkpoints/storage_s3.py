@@ -39,6 +39,11 @@ PROBE = "shared"
 class S3Storage(S3Folder):
     """A prefix of a bucket. ``name`` may also be ``<name>/<attempt>``, the place of one attempt."""
 
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self._published: set[str] = set()
+        """Attempts whose COMMITTED was sent, answered or not: where it was not, it may still have its effect."""
+
     # --- looking
 
     def names(self) -> list[str]:
@@ -115,6 +120,7 @@ class S3Storage(S3Folder):
         except CheckpointError:
             older = None
         root = posixpath.relpath(staged, name)
+        self._published.add(staged)
         self.put(name, COMMITTED, committed.at(root).to_bytes())
         if older:
             try:
@@ -123,10 +129,12 @@ class S3Storage(S3Folder):
                 return
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. Damaged ones stay."""
+        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. Damaged ones stay.
+
+        An attempt that this process has tried to publish is left to a later sweep, which knows what came of it.
+        """
         if "/" in name:
-            # A save may have failed after it was committed: a peer was lost, or the answer to the last request.
-            if name in self._unclaimed(name.partition("/")[0]):
+            if name not in self._published:
                 self._remove(name)
             return
         own = _root_of(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None

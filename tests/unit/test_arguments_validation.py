@@ -87,7 +87,7 @@ COMBINATIONS = {
     "--save_final_model 1": "--save_final_model 1 needs --model_dir",
     "--hf_model m --save_final_model 1 --model_dir ./m": "holds what the run starts from (--hf_pretrained_model",
     "--finetune 1 --pretrained_model_name a/m --save_final_model 1 --model_dir a/../a/m/": "give another folder",
-    "--finetune 1 --hf_model m --pretrained_checkpoint_file a/f.pt --save_final_model 1 --model_dir a": "a/f.pt), which",
+    "--finetune 1 --hf_model m --pretrained_checkpoint_file a/f.pt --save_final_model 1 --model_dir a": "a/f.pt),",
     "--finetune 1 --pretrained_model_name m --finetune_checkpoint_load_dir a --save_final_model 1 --model_dir a/m":
         "(--finetune_checkpoint_load_dir a)",
     "--finetune 1": "--finetune 1 needs weights: give --pretrained_model_name",

@@ -242,5 +242,27 @@ def test_weights_that_cannot_be_read_replace_nothing(tmp_path: Path) -> None:
     assert torch.equal(expected_logits(tmp_path / "out"), expected)
 
 
+def test_an_import_replaces_no_checkpoint_unasked(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    words = ["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--step", "4"]
+    before = (path / "COMMITTED").read_bytes()
+    with pytest.raises(ConfigError, match=r"llama_v2-4steps is a committed checkpoint; .*--overwrite 1"):
+        main(words)
+    path.rename(tmp_path / "ours" / ".llama_v2-4steps.0123abcd.replaced")  # as a replacement that was cut short
+    with pytest.raises(ConfigError, match=r"llama_v2-4steps is a committed checkpoint"):
+        main(words)
+    (tmp_path / "ours" / ".llama_v2-4steps.0123abcd.replaced").rename(path)
+    training = CheckpointManager([Policy(str(tmp_path / "ours"), 1, 0)], model_type="llama_v2")
+    training.lock()
+    with pytest.raises(CheckpointError, match=r"is in use by .*; give another folder, or wait"):
+        main([*words, "--overwrite", "1"])
+    training.close()
+    assert (path / "COMMITTED").read_bytes() == before
+    assert main([*words, "--overwrite", "1"]) == 0
+    assert "imported" in open_checkpoint(path).meta
+    assert [each.name for each in (tmp_path / "ours").iterdir()] == [path.name]
+
+
 def test_sizes_as_people_say_them() -> None:
     assert [in_bytes(n) for n in (0, 999, 1000, 13_480_000_000)] == ["0 B", "999 B", "1.0 kB", "13.5 GB"]

@@ -220,6 +220,29 @@ def test_a_save_that_fails_once_it_is_committed_takes_nothing_back(server, place
     assert loaded(place) == 3
 
 
+@pytest.mark.parametrize("lands", [True, False])
+def test_a_committed_that_was_given_up_and_lands_later_names_a_whole_checkpoint(place, monkeypatch, lands):
+    save(place, 2, 3)
+    put, late = S3Storage.put, []
+
+    def slow(self, name, file, data):
+        if file == "COMMITTED":
+            late.append((self, name, file, data))
+            raise CheckpointError("no answer came in time")
+        return put(self, name, file, data)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="no answer"):
+        patched.setattr(S3Storage, "put", slow)
+        manager(place).save(3, state(3), {"tokens": 30, "again": True})
+    assert loaded(place) == 3
+    for request in late if lands else ():
+        put(*request)
+    assert loaded(place) == 3
+    assert find(place, strict=True).meta.get("again", False) == lands
+    S3Storage(place).sweep(-math.inf)
+    assert keys(place) == files("llama_v2-2steps") + files("llama_v2-3steps")
+
+
 def test_the_last_request_of_the_dead_may_still_be_on_its_way(place, monkeypatch):
     """What would be left without its COMMITTED is not removed while that may come."""
     monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", 60.0)
