@@ -18,6 +18,7 @@ from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints import Checkpoint, CheckpointManager, open_checkpoint, policies
 from smp_train.checkpoints.export import export, export_weights, tokenizer_beside
+from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Batch, Dealing, ValidationData
@@ -143,6 +144,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     )
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
+        if args.save_final_model and ranks.is_main and args.model_dir is not None:
+            check_writable(args.model_dir, "model_dir")
     checkpoints.check_shared()
     if not args.evaluate_only:
         checkpoints.lock(force=args.break_checkpoint_lock)

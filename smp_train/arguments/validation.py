@@ -243,12 +243,6 @@ def _check_checkpoints(args: Arguments) -> None:
             f"--resume_from_checkpoint {args.resume_from_checkpoint}: give the folder that all nodes share; those of "
             "--checkpoint_dir that begin with local: are looked at with it"
         )
-    in_s3 = next((place for place in args.checkpoint_dir if place.startswith("s3://")), None)
-    if args.checkpoint_type == "full" and in_s3:
-        raise ConfigError(
-            f"--checkpoint_type full writes the model to a folder, --checkpoint_dir {in_s3} is none; leave the type "
-            "out, and make the Hugging Face folder with `smp-train checkpoint export`"
-        )
     if args.save_final_model and not args.model_dir:
         raise ConfigError("--save_final_model 1 needs --model_dir (or SM_MODEL_DIR), the folder to write it to")
     if args.save_final_model:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NoReturn
 
 from smp_train.checkpoints.finding import (
@@ -23,6 +22,7 @@ from smp_train.checkpoints.manager import CheckpointManager, Policy
 from smp_train.checkpoints.record import COMMITTED, folder_name, parse_folder_name
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.runtime.places import place
 
 ABANDONED_SECONDS = 3600.0
 """What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""
@@ -144,7 +144,7 @@ def verify(options: argparse.Namespace) -> int:
     damaged = []
     for name in names:
         try:
-            problems = open_checkpoint(os.path.join(storage.location, name)).verify()
+            problems = open_checkpoint(os.path.join(storage.location, name)).verify(on_progress=Bar(f"verify {name}"))
         except CheckpointError as error:
             problems = [str(error)]
         print(f"{name}: {'; '.join(problems) or 'intact'}")
@@ -160,7 +160,7 @@ def export_model(options: argparse.Namespace) -> int:
 
     found = newest(options.source)
     bar = Bar(f"export {os.path.basename(found.path)}")
-    out = export(
+    export(
         found,
         options.target,
         dtype=DTYPES.get(options.dtype),
@@ -169,21 +169,23 @@ def export_model(options: argparse.Namespace) -> int:
         replace=bool(options.overwrite),
         on_progress=bar,
     )
-    print(f"wrote step {found.step} of {found.path} to {out}")
+    print(f"wrote step {found.step} of {found.path} to {options.target}")
     return 0
 
 
 def convert(options: argparse.Namespace) -> int:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
     from smp_train.checkpoints import export
+    from smp_train.checkpoints.model_folder import free_folder, put
     from smp_train.models.hf_weights import NOT_WEIGHTS
     from smp_train.models.weight_files import WeightFiles
 
-    source = Path(options.source).expanduser()
+    source = place(options.source)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
-    if (source / COMMITTED).exists():
+    if (source / COMMITTED).is_file():
         open_checkpoint(source).check_names()
+        raise ConfigError(f"{source} is a checkpoint of this program: smp-train checkpoint export {source} FOLDER")
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")
@@ -194,25 +196,27 @@ def convert(options: argparse.Namespace) -> int:
         files = WeightFiles(source, stack)
         names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
         items = [export.stored_item(files, name, export.DTYPES.get(options.dtype)) for name in names]
-        out = export.free_folder(options.target, bool(options.overwrite))
+        out = free_folder(options.target, bool(options.overwrite))
         export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
     export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            (out / name).write_bytes((folder / name).read_bytes())
-    print(f"wrote {len(names)} tensors of {source} to {out}")
+            put(out, name, (folder / name).read_bytes())
+    print(f"wrote {len(names)} tensors of {source} to {options.target}")
     return 0
 
 
 def import_weights(options: argparse.Namespace) -> int:
     """Make a committed checkpoint, without optimizer state, of weights of any form; holds the model in memory."""
     from smp_train.checkpoints.dcp import DCP_METADATA, plain_values
-    from smp_train.checkpoints.pretrained import load_weights
+    from smp_train.checkpoints.pretrained import load_weights, open_tree
     from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
     from smp_train.models.resolve import resolve
 
-    source = Path(options.source).expanduser()
+    source = place(options.source)
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
     spec = resolve(
         argparse.Namespace(
             finetune=True, pretrained_model_name=options.model, pretrained_checkpoint_file=str(source),
@@ -221,7 +225,7 @@ def import_weights(options: argparse.Namespace) -> int:
     )  # fmt: skip
     told: dict[str, Any] = {}
     if (source / DCP_METADATA).is_file():
-        told = plain_values(open_storage(source.parent).reader(source.name))
+        told = plain_values(open_tree(source))
     step = options.step if options.step is not None else int(told.get("total_steps", told.get("step", 0)))
     manager = CheckpointManager([Policy(options.target, 0, 0)], model_type=spec.model_type)
     manager.lock(advice="give another folder, or wait until that job has ended")
@@ -230,7 +234,9 @@ def import_weights(options: argparse.Namespace) -> int:
             _refuse_committed(open_storage(options.target), folder_name(spec.model_type, step))
         model = build_meta(spec)
         materialise(model, "cpu")
-        load_weights(model, str(source))
+        load_weights(model, str(source), Bar(f"read {source.name}"))
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        print(f"writing {in_bytes(size)} to {options.target}", file=sys.stderr)
         meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}}
         for path in manager.save(step, gather_state(model), meta, force=True):
             print(f"wrote {path}; start from it with --finetune 1 --pretrained_checkpoint_file {path}")

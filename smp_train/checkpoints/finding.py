@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import posixpath
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TORCHS = Saver()
+
 
 class Damaged(CheckpointError):
     """A committed checkpoint whose files are not those that were committed."""
@@ -83,15 +85,21 @@ class Checkpoint:
     def _folder(self) -> str:
         return posixpath.join(self._name, self.committed.root)
 
-    def verify(self, rank: int = 0, world: int = 1) -> list[str]:
+    def verify(
+        self, rank: int = 0, world: int = 1, on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[str]:
         """Recompute the checksums of this rank's share of the files; one line per difference. No collective.
 
-        Raises `CheckpointError` where a file cannot be read for a reason that says nothing about its
-        contents.
+        ``on_progress`` is called with the bytes done and in all. Raises `CheckpointError` where a file cannot be read
+        for a reason that says nothing about its contents.
         """
         problems = []
         largest_first = sorted(self.committed.files.items(), key=lambda item: (-item[1].size, item[0]))
-        for name, record in largest_first[rank::world]:
+        share, done = largest_first[rank::world], 0
+        total = sum(record.size for _, record in share)
+        for name, record in share:
+            on_progress(done, total)
+            done += record.size
             try:
                 found = self._storage.checksum(self._folder, name)
             except OSError as error:
@@ -104,6 +112,7 @@ class Checkpoint:
                 continue
             if found != record:
                 problems.append(f"{name} has CRC-32 {found.crc32}, {record.crc32} was written")
+        on_progress(total, total)
         return problems
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +19,7 @@ from smp_train.checkpoints import CheckpointManager, Policy, canonical_name, ope
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.models.resolve import resolve
 from tests import harness
+from tests.s3_server import bucket, environment, serving, upload
 from tests.training import TINY, flags, read_checkpoint, records, steps, train
 
 KEPT = ("bf16", "use_synthetic_data", "train_batch_size", "max_steps", "lr", "warmup", "max_context_width")
@@ -63,8 +65,26 @@ def forms(model: Path) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def start_from(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+def in_s3(models: str) -> dict[str, dict[str, Any]]:
+    """Return the same forms below a prefix, and our checkpoint as it is saved there."""
+    tiny = f"{models}/tiny"
+    return {
+        "folder": {"pretrained_model_name": f"{tiny}/"},
+        "folder by name": {"pretrained_model_name": "tiny", "finetune_checkpoint_load_dir": models},
+        "one file": {"pretrained_checkpoint_file": f"{tiny}/model.safetensors"},
+        "full.pt": {"pretrained_model_name": tiny, "pretrained_checkpoint_file": f"{models}/full.pt"},
+        "a copy of our checkpoint": {"pretrained_checkpoint_file": f"{models}/ours/llama_v2-5steps"},
+        "our checkpoint": {"pretrained_checkpoint_file": f"{models}/saved/llama_v2-6steps"},
+        "our checkpoints": {"pretrained_model_name": tiny, "finetune_checkpoint_load_dir": f"{models}/saved"},
+        "another's DCP": {"pretrained_model_name": tiny, "pretrained_checkpoint_file": f"{models}/foreign"},
+        "without the flag": {"finetune": 0, "hf_pretrained_model_name_or_dir": tiny},
+        "by tensor": {"pretrained_model_name": tiny, "tensor_parallel_degree": 2},
+    }
+
+
+def start_from(cases: dict[str, dict[str, Any]], url: str = "") -> dict[str, dict[str, torch.Tensor]]:
     """Build the model of each command line as a run would, on this rank, and return its whole parameters."""
+    os.environ.update(environment(url))
     ranks = runtime.detect()
     device = runtime.start(ranks, timeout_seconds=60)
     found = {}
@@ -83,6 +103,27 @@ def test_every_form_of_weights_gives_the_same_model(model: Path) -> None:
         for name, parameters in found.items():
             assert parameters.keys() == dict(expected.named_parameters()).keys(), name
             assert all(torch.equal(parameters[key], p) for key, p in expected.named_parameters()), name
+
+
+def test_every_form_of_weights_in_s3_gives_the_same_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moto.server")
+    with serving() as server:
+        place = bucket(server, monkeypatch, "forms")
+        upload(place, model)
+        spec = resolve(SimpleNamespace(**{**TINY, "tie_word_embeddings": 1}))
+        state = {
+            key.removeprefix("model."): value
+            for key, value in read_checkpoint(model / "ours" / "llama_v2-5steps").items()
+            if key.startswith("model.")
+        }
+        CheckpointManager([Policy(f"{place}/saved", 6, 1)], model_type="llama_v2").save(
+            6, {"model": state, "optim": {"x": torch.ones(1)}}, {"model_config": spec.config.to_dict()}
+        )
+        expected = dict(AutoModelForCausalLM.from_pretrained(model / "tiny", dtype=torch.float32).named_parameters())
+        for found in harness.run(start_from, 2, in_s3(place), server.url):
+            for name, parameters in found.items():
+                assert parameters.keys() == expected.keys(), name
+                assert all(torch.equal(parameters[key], p) for key, p in expected.items()), name
 
 
 def test_a_finetune_resumes_without_its_weights(model: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.resolve import resolve
+from tests.s3_server import bucket, download, serving, upload
 from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save
 
 
@@ -146,6 +147,41 @@ def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["list", str(ours)])
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         main(["ls", str(tmp_path / "nowhere")])
+
+
+def test_the_verbs_from_s3_to_s3(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    pytest.importorskip("moto.server")
+    save(FAMILIES["mixtral"], tmp_path / "theirs")
+    tokenizer(tmp_path / "theirs")
+    expected = expected_logits(tmp_path / "theirs")
+    with serving() as server:
+        place = bucket(server, monkeypatch, "verbs")
+        upload(f"{place}/theirs", tmp_path / "theirs")
+        assert main(["import", f"{place}/theirs", f"{place}/ours", "--step", "3"]) == 0
+        assert f"wrote {place}/ours/mixtral-3steps" in capsys.readouterr().out
+        split = ["--max_shard_gb", "0.0001"]
+        assert main(["export", f"{place}/ours", f"{place}/back", *split, "--tokenizer", f"{place}/theirs"]) == 0
+        assert f"of {place}/ours/mixtral-3steps to {place}/back" in capsys.readouterr().out
+        for again in ([], ["--overwrite", "1"]):
+            if not again:
+                with pytest.raises(ConfigError, match=f"{place}/back holds a model already"):
+                    main(["export", f"{place}/ours", f"{place}/back"])
+            else:
+                assert main(["export", f"{place}/ours", f"{place}/back", *split, *again]) == 0
+        assert main(["convert", f"{place}/back", f"{place}/converted", *split]) == 0
+        back, converted = (download(f"{place}/{name}", tmp_path / name) for name in ("back", "converted"))
+        for folder in (back, converted):
+            assert torch.equal(expected_logits(folder), expected)
+            assert len(list(folder.glob("model-*.safetensors"))) > 1
+            assert (folder / "tokenizer.json").is_file()
+        server.on_request = lambda method, path: "AccessDenied" if method == "PUT" else None
+        with pytest.raises(CheckpointError, match=r"s3://.*/denied/.*access denied .* needs s3:PutObject on b"):
+            main(["convert", f"{place}/back", f"{place}/denied"])
+        server.on_request = lambda method, path: None
+        with pytest.raises(ConfigError, match=f"smp-train checkpoint export {place}/ours/mixtral-3steps FOLDER"):
+            main(["convert", f"{place}/ours/mixtral-3steps", f"{place}/no"])
+        with pytest.raises(CheckpointError, match=f"{place}/nothing does not exist"):
+            main(["import", f"{place}/nothing", f"{place}/no"])
 
 
 def test_weights_alone_are_not_resumed_from(tmp_path: Path) -> None:

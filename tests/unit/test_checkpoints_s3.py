@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import random
 import re
 
 import pytest
@@ -18,7 +16,8 @@ pytest.importorskip("moto.server")
 from smp_train.checkpoints import CheckpointManager, Policy, cli, find, open_checkpoint, storage_s3
 from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
-from tests.s3_server import environment, serving
+from smp_train.runtime import s3_folder
+from tests.s3_server import bucket, serving
 
 CHANGES = ("PUT", "POST", "DELETE")
 
@@ -32,18 +31,8 @@ def server():
 @pytest.fixture
 def place(server, monkeypatch, request):
     """Return a prefix of a bucket of this test's own."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in environment(server.url).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(storage_s3, "WAIT_SECONDS", 0.002)
-    monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
     monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", -math.inf)
-    server.faults.clear()
-    server.on_request = lambda method, path: None
-    bucket = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
-    S3Storage(f"s3://{bucket}").client.create_bucket(Bucket=bucket)
-    return f"s3://{bucket}/runs/one"
+    return f"{bucket(server, monkeypatch, request.node.nodeid)}/runs/one"
 
 
 def state(value: float = 0.0, rows: int = 4) -> dict:
@@ -82,7 +71,7 @@ def keys(place: str) -> list[str]:
 
 def small_parts(monkeypatch) -> None:
     """Let 200 kB be several parts; S3 itself wants 5 MiB each."""
-    monkeypatch.setattr(storage_s3, "PART_BYTES", 1 << 16)
+    monkeypatch.setattr(s3_folder, "PART_BYTES", 1 << 16)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1 << 10)
 
 
@@ -123,15 +112,15 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_in_ranges(place, monkeyp
     save(place, 3, rows=rows)
     assert loaded(place, rows) == 3
     (size,) = [size for file, size in S3Storage(place).sizes("llama_v2-3steps").items() if file.endswith("distcp")]
-    assert size > 3 * storage_s3.PART_BYTES
+    assert size > 3 * s3_folder.PART_BYTES
 
 
 def test_parts_grow_with_the_object():
     """S3 takes 10,000 parts: a rank may hold more than 10,000 times the usual part."""
-    storage_s3_parts = storage_s3.PART_BYTES * 10_000
+    storage_s3_parts = s3_folder.PART_BYTES * 10_000
     from smp_train.checkpoints.dcp_s3 import part_bytes
 
-    assert part_bytes(1000) == storage_s3.PART_BYTES
+    assert part_bytes(1000) == s3_folder.PART_BYTES
     assert part_bytes(storage_s3_parts * 3) * storage_s3.MOST_PARTS >= storage_s3_parts * 3
 
 
@@ -316,7 +305,7 @@ def test_faults_on_every_request_are_mended(server, place, monkeypatch, fault, t
 
 
 def test_a_stall_is_mended(server, place, monkeypatch):
-    monkeypatch.setattr(storage_s3, "READ_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(s3_folder, "READ_TIMEOUT_SECONDS", 0.3)
     stall = each_first("stall")
     server.on_request = lambda method, path: stall(method, path) if "distcp" in path else None
     save(place, 1)
