@@ -17,7 +17,7 @@ from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints import Checkpoint, CheckpointManager, open_checkpoint, policies
-from smp_train.checkpoints.export import export, export_weights, tokenizer_beside
+from smp_train.checkpoints.export import check_tokenizer, export, export_weights, tokenizer_beside
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
@@ -146,6 +146,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         checkpoints.check_writable()
         if args.save_final_model and ranks.is_main and args.model_dir is not None:
             check_writable(args.model_dir, "model_dir")
+        if (args.save_final_model or args.checkpoint_type == "full") and ranks.is_main:
+            check_tokenizer(tokenizer_of(args, spec))
     checkpoints.check_shared()
     if not args.evaluate_only:
         checkpoints.lock(force=args.break_checkpoint_lock)
@@ -541,9 +543,14 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     with runtime.together(f"writing the model to {folder}"):
         if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
-            tokenizer = run.args.tokenizer or tokenizer_beside(run.spec.pretrained)
+            tokenizer = tokenizer_of(run.args, run.spec)
             if weights is None:
                 export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, replace=True)
             else:
                 export_weights(weights, run.spec.config, folder, tokenizer=tokenizer, replace=True)
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)
+
+
+def tokenizer_of(args: Arguments, spec: ModelSpec) -> str | None:
+    """Return the tokenizer that goes with the models which the run writes: a folder, a name, or none."""
+    return args.tokenizer or tokenizer_beside(spec.pretrained)

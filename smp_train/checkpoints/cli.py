@@ -176,7 +176,7 @@ def export_model(options: argparse.Namespace) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
     from smp_train.checkpoints import export
-    from smp_train.checkpoints.model_folder import free_folder, put
+    from smp_train.checkpoints.model_folder import put, writing
     from smp_train.models.hf_weights import NOT_WEIGHTS
     from smp_train.models.weight_files import WeightFiles
 
@@ -196,12 +196,12 @@ def convert(options: argparse.Namespace) -> int:
         files = WeightFiles(source, stack)
         names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
         items = [export.stored_item(files, name, export.DTYPES.get(options.dtype)) for name in names]
-        out = free_folder(options.target, bool(options.overwrite))
-        export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
-    export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            put(out, name, (folder / name).read_bytes())
+        with writing(options.target, bool(options.overwrite)) as out:
+            export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
+            export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
+            for name in ("generation_config.json", "config.json"):
+                if (folder / name).is_file():
+                    put(out, name, (folder / name).read_bytes())
     print(f"wrote {len(names)} tensors of {source} to {options.target}")
     return 0
 

@@ -194,6 +194,21 @@ def test_weights_that_do_not_fit_are_refused_by_all_ranks(model: Path, tmp_path:
     assert (damaged / "llama_v2-5steps" / "COMMITTED").exists()  # someone else's is not set aside
 
 
+def refused_at_start(command_line: list[str]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(command_line)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("option", [{"save_final_model": 1}, {"checkpoint_type": "full"}])
+def test_a_tokenizer_that_cannot_be_read_is_found_at_start(tmp_path: Path, option: dict[str, Any]) -> None:
+    (tmp_path / "none").mkdir()
+    options = {**option, "model_dir": tmp_path / "final", "tokenizer": tmp_path / "none"}
+    for said in harness.run(refused_at_start, 2, flags(tmp_path, **options)):
+        assert f"tokenizer {tmp_path}/none cannot be read" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []
+
+
 def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
     options = {"save_final_model": 1, "model_dir": tmp_path / "final", "max_steps": 3, "checkpoint_type": "full"}
     harness.run(train, 2, flags(tmp_path, **options, checkpoint_freq=1, num_kept_checkpoints=2))
