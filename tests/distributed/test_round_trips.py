@@ -37,7 +37,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "back": (1, {}),
 }
 COMMON = {"bf16": 0, "use_synthetic_data": 1}
-NOT_SPLIT = ("falcon",)
+NOT_SPLIT = ("gpt2", "falcon")
 """Families without tensor parallelism."""
 
 
