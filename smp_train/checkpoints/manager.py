@@ -320,7 +320,8 @@ class CheckpointManager:
 
     def _has_room(self, state: dict[str, Any]) -> bool:
         """Return whether every host can hold a copy of what its ranks hold. Collective, the first time."""
-        from smp_train.checkpoints.staging import MEMORY_SHARE, Stager, free_host_bytes, local_bytes
+        from smp_train.checkpoints.host_memory import free_host_bytes
+        from smp_train.checkpoints.staging import MEMORY_SHARE, Stager, local_bytes
 
         if self._stager is not None:
             return True
@@ -372,16 +373,22 @@ class CheckpointManager:
     def _save_to(
         self, place: str, state: dict[str, Any], meta: dict[str, Any], began: float, saver: Saver
     ) -> Saved:
-        """Write and commit into one place; collective."""
+        """Write and commit into one place, then delete what that replaces; collective."""
         if place not in self._node_local:
-            return self._save_alike(place, state, meta, began, saver)
+            durable = self._save_alike(place, state, meta, began, saver)
+            self._retain(place, durable.step)
+            return durable
         mine = {**meta, META_KEY: layout(self._durable, meta.get("mesh"))}
 
         def save_mine() -> Saved:
             with alone():
                 return self._save_alike(place, local_part(state), mine, began, saver)
 
-        return exchange("cannot save", save_mine)[rank()]
+        # Every rank has committed its part before any deletes an older one: there is always a step that all have.
+        saved = exchange("cannot save", save_mine)[rank()]
+        with alone():
+            self._retain(place, saved.step)
+        return saved
 
     def _save_alike(
         self, place: str, state: dict[str, Any], meta: dict[str, Any], began: float, saver: Saver
@@ -414,7 +421,9 @@ class CheckpointManager:
             with attempt.cleared_on_failure():
                 listed = exchange(attempt.what, lambda: _unless(failure, saver.listed(storage, staged)))
                 files = dict(each for each in listed if each is not None).get(saver.part, [])
-                return [self._commit(attempt, lambda: saver.written(storage, staged, files), meta, began)]
+                saved = self._commit(attempt, lambda: saver.written(storage, staged, files), meta, began)
+            self._retain(place, saved.step)
+            return [saved]
 
         with attempt.cleared_on_failure():
             exchange(attempt.what, lambda: saver.prepare(storage, staged))
@@ -435,7 +444,7 @@ class CheckpointManager:
     def _commit(
         self, attempt: Attempt, records: Callable[[], dict[str, FileRecord]], meta: dict[str, Any], began: float
     ) -> Saved:
-        """Make what the ranks have written a checkpoint, and delete what it replaces; collective."""
+        """Make what the ranks have written a checkpoint; collective."""
         storage, staged, step = attempt.storage, attempt.staged, meta["step"]
         shares = exchange(attempt.what, lambda: (here(""), records()))
 
@@ -451,8 +460,6 @@ class CheckpointManager:
             storage.publish(staged, attempt.name, committed)
 
         on_main(attempt.what, commit)
-        if rank() == 0:
-            self._retain(storage, self._rules[storage.location], step)
         seconds, durable = time.monotonic() - began, storage.location not in self._node_local
         return Saved(step, os.path.join(storage.location, attempt.name), seconds, durable)
 
@@ -468,8 +475,11 @@ class CheckpointManager:
                 logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)
         return storage.stage(name)
 
-    def _retain(self, storage: Storage, rules: Sequence[Policy], step: int) -> None:
-        """Delete what no rule keeps. A failure costs disk space, not the run: it is a warning."""
+    def _retain(self, place: str, step: int) -> None:
+        """Delete, on rank 0, what no rule keeps. A failure costs disk space, not the run: it is a warning."""
+        if rank() != 0:
+            return
+        storage, rules = self._storages[place], self._rules[place]
         try:
             self.on_stage("retain")
             names = {}

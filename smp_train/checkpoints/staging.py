@@ -92,18 +92,15 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def local_bytes(state: dict[str, Any]) -> int:
-    """Return the size of this rank's part of the tensors."""
+    """Return the size of the host buffers for this rank's part of the tensors."""
     local = [value.to_local() if isinstance(value, DTensor) else value for _, value in leaves(state)]
-    return sum(value.numel() * value.element_size() for value in local if isinstance(value, Tensor))
+    return sum(_buffer_bytes(value) for value in local if isinstance(value, Tensor))
 
 
-def free_host_bytes() -> int | None:
-    """Return the host memory that is free or can be freed, None where the system does not tell."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
+def _buffer_bytes(source: Tensor) -> int:
+    size = source.numel() * source.element_size()
+    # torch's allocator of pinned memory gives blocks of a power of two.
+    return 1 << (size - 1).bit_length() if size and source.is_cuda else size
 
 
 class Background:
