@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
@@ -96,7 +97,9 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
         distributed_backend=resolved.args.distributed_backend,
         timeout_seconds=60 * resolved.args.distributed_timeout_minutes,
     )
-    run = set_up(resolved, ranks, device)
+    with ExitStack() as opened:
+        run = set_up(resolved, ranks, device, opened)
+        opened.pop_all()
     try:
         resume(run)
         stopped = not validate(run) if run.args.evaluate_only else fit(run)
@@ -111,8 +114,11 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
     return 0
 
 
-def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
-    """Open the run folder and the data, build the model, and put the run together; collective."""
+def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
+    """Open the run folder and the data, build the model, and put the run together; collective.
+
+    What others must not find locked when this fails goes to ``opened``.
+    """
     args = resolved.args
     folder = RunFolder(args.run_dir)
     with runtime.together("opening the run folder"):
@@ -127,8 +133,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     for line in arguments.ineffective(resolved, backend.name):
         log.info(line)
     topology = backend.topology
-    layout = " x ".join(f"{name} {size}" for name, size in topology.mesh.items())
-    log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout)
+    log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout(topology.mesh))
 
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
     with runtime.together("choosing the model"):
@@ -149,6 +154,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
         if (args.save_final_model or args.checkpoint_type == "full") and ranks.is_main:
             check_tokenizer(tokenizer_of(args, spec))
     checkpoints.check_shared()
+    opened.callback(checkpoints.close)
     if not args.evaluate_only:
         checkpoints.lock(force=args.break_checkpoint_lock)
     train_data, validation = open_data(
@@ -292,6 +298,11 @@ def describe(ranks: Runtime, device: torch.device) -> str:
     return f"{ranks.world_size} x {name} on {ranks.num_nodes} node(s), started by {ranks.launcher}"
 
 
+def layout(mesh: dict[str, int]) -> str:
+    """Say how many ranks each dimension of a mesh has."""
+    return " x ".join(f"{name} {size}" for name, size in mesh.items())
+
+
 def resume(run: Run) -> None:
     """Continue from the newest committed checkpoint, if the run asks for one and there is one; collective."""
     found = run.found
@@ -308,6 +319,12 @@ def resume(run: Run) -> None:
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
+    then, here = (layout(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))
+    if then != here:
+        log.info(
+            "It was saved on another mesh (%s; here %s): weights, moments and the order of samples are the same; "
+            "dropout is drawn by step and rank, so otherwise than there", then, here,
+        )  # fmt: skip
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
 
 
@@ -545,9 +562,11 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
             began = time.perf_counter()
             tokenizer = tokenizer_of(run.args, run.spec)
             if weights is None:
-                export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, replace=True)
+                export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, like=run.spec.pretrained, replace=True)
             else:
-                export_weights(weights, run.spec.config, folder, tokenizer=tokenizer, replace=True)
+                export_weights(
+                    weights, run.spec.config, folder, tokenizer=tokenizer, like=run.spec.pretrained, replace=True
+                )
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)
 
 

@@ -18,6 +18,7 @@ from smp_train.checkpoints.finding import (
     is_one_checkpoint,
     open_checkpoint,
 )
+from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.manager import CheckpointManager, Policy
 from smp_train.checkpoints.record import COMMITTED, folder_name, parse_folder_name
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a checkpoint of that step")
     made = verb("prune", "delete all but the newest committed checkpoints", "folder of checkpoints")
     made.add_argument("--keep", type=int, required=True, help="how many of each model type to keep, at least 1")
+    made.add_argument("--damaged", type=int, choices=(0, 1), default=0, help="delete those set aside as damaged, too")
     made.add_argument("--dry_run", type=int, choices=(0, 1), default=0, help="only say what would be deleted")
     return found
 
@@ -258,9 +260,34 @@ def prune(options: argparse.Namespace) -> int:
     if options.keep < 1:
         raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
     storage = _folder(options.source)
-    if not options.dry_run:
-        for done in storage.sweep(ABANDONED_SECONDS):
-            print(done)
+    lock = None if options.dry_run else _lock_or_say(storage)
+    try:
+        if lock is not None:
+            for done in storage.sweep(ABANDONED_SECONDS):
+                print(done)
+        _delete_old(storage, options)
+        for name in storage.damaged() if options.damaged else ():
+            if not options.dry_run:
+                storage.drop_damaged(name)
+            print(f"{'would delete' if options.dry_run else 'deleted'} {name}, which is damaged")
+    finally:
+        if lock is not None:
+            lock.release()
+    return 0
+
+
+def _lock_or_say(storage: Storage) -> Lock | None:
+    """Return the lock of the folder; None, and a line, where a job is writing to it."""
+    lock = Lock(storage, advice="what interrupted saves left there stays")
+    try:
+        lock.acquire()
+    except CheckpointError as held:
+        print(held)
+        return None
+    return lock
+
+
+def _delete_old(storage: Storage, options: argparse.Namespace) -> None:
     kept: dict[str, int] = {}
     for name in committed_names(storage, None):
         parsed = parse_folder_name(name)
@@ -271,7 +298,6 @@ def prune(options: argparse.Namespace) -> int:
             if not options.dry_run:
                 storage.delete(name)
             print(f"{'would delete' if options.dry_run else 'deleted'} {name}")
-    return 0
 
 
 def newest(location: str) -> Checkpoint:

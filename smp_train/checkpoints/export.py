@@ -20,10 +20,11 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.resolve import config_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
-from smp_train.runtime.places import on_this_machine, place
+from smp_train.runtime.places import Place, on_this_machine, place
 
 SHARD_BYTES = 5_000_000_000
 MODEL = "model."
+GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
 
@@ -61,6 +62,7 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     tokenizer: str | None = None,
+    like: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -71,6 +73,8 @@ def export(
     ``shard_bytes``, with an index where there are several; config.json, generation_config.json, and the files of
     ``tokenizer`` (a folder or a name) where given. ``dtype`` is that of the checkpoint unless given. Host memory: one
     parameter and what it is converted to. config.json is written last: without it the folder opens nowhere.
+
+    ``like`` is where the weights were once read: a generation_config.json beside them is taken over.
 
     ``on_progress`` is called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model
     already, which ``replace`` removes once this one is whole; `CheckpointError` where the checkpoint does not hold a
@@ -87,7 +91,7 @@ def export(
     items = _items_of_model(plain, reader, dtype, checkpoint.path)
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes, on_progress)
-        _describe(out, plain, config, items, tokenizer)
+        _describe(out, plain, config, items, tokenizer, like)
 
 
 def export_weights(
@@ -96,6 +100,7 @@ def export_weights(
     folder: str | os.PathLike[str],
     *,
     tokenizer: str | None = None,
+    like: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
 ) -> None:
@@ -112,10 +117,12 @@ def export_weights(
         items.append(Item(stored, partial(dict, found)))
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes)
-        _describe(out, plain, config, items, tokenizer)
+        _describe(out, plain, config, items, tokenizer, like)
 
 
-def _describe(out: ModelFolder, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None) -> None:
+def _describe(
+    out: ModelFolder, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None, like: str | None
+) -> None:
     """Write what stands beside the weights, config.json last."""
     config.architectures = [type(plain).__name__]
     dtypes = {stored.dtype for item in items for stored in item.stored if stored.dtype.is_floating_point}
@@ -123,7 +130,11 @@ def _describe(out: ModelFolder, plain: nn.Module, config: Any, items: Iterable[I
     write_tokenizer(tokenizer, out)
     from transformers import GenerationConfig
 
-    put_made(out, GenerationConfig.from_model_config(config).save_pretrained)
+    generation = None if like is None else _folder_of(like) / GENERATION
+    if generation is not None and generation.is_file():
+        put(out, GENERATION, generation.read_bytes())
+    else:
+        put_made(out, GenerationConfig.from_model_config(config).save_pretrained)
     put_made(out, config.save_pretrained)
 
 
@@ -283,6 +294,10 @@ def tokenizer_beside(weights: str | None) -> str | None:
     """Return the folder of ``weights`` where a tokenizer lies beside them, to go with what is made of them."""
     if weights is None:
         return None
-    there = place(weights)
-    folder = there if there.is_dir() else there.parent
+    folder = _folder_of(weights)
     return str(folder) if (folder / "tokenizer_config.json").is_file() else None
+
+
+def _folder_of(weights: str) -> Place:
+    there = place(weights)
+    return there if there.is_dir() else there.parent

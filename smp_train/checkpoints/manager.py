@@ -278,8 +278,7 @@ class CheckpointManager:
         def write(state: dict[str, Any]) -> list[Saved]:
             return [self._save_to(place, state, meta, began, saver) for place in due]
 
-        if self.asynchronous and saver.in_background and self._has_room(state):
-            self._begin(state, write)
+        if self.asynchronous and saver.in_background and self._has_room(state) and self._begin(state, write):
             return []
         saved = write(state)
         self._saved += saved
@@ -341,7 +340,8 @@ class CheckpointManager:
         self._stager = Stager()
         return True
 
-    def _begin(self, state: dict[str, Any], write: Callable[[dict[str, Any]], list[Saved]]) -> None:
+    def _begin(self, state: dict[str, Any], write: Callable[[dict[str, Any]], list[Saved]]) -> bool:
+        """Copy the state and begin to write it; return False, on all ranks, where any has no memory for it."""
         import torch.distributed as dist
 
         from smp_train.checkpoints.staging import Background
@@ -349,13 +349,26 @@ class CheckpointManager:
         assert self._stager is not None
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-        copy, complete = self._stager.begin(state)
+        begun: list[tuple[dict[str, Any], Callable[[], None]]] = []
+        try:
+            exchange("cannot copy the state to host memory", lambda: begun.append(self._begun(state)))
+        except CheckpointError as failure:
+            logger.warning("%s: saves are synchronous", failure)
+            self.asynchronous, self._stager = False, None
+            return False
+        copy, complete = begun[0]
 
-        def in_background() -> list[Saved]:
+        def in_background(failure: Exception | None) -> list[Saved]:
             with on_group(self._group):
+                exchange("cannot copy the state to host memory", lambda: _unless(failure, None))
                 return write(copy)
 
         self._pending = Background(complete, in_background)
+        return True
+
+    def _begun(self, state: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+        assert self._stager is not None
+        return self._stager.begin(state)
 
     def _save_to(
         self, place: str, state: dict[str, Any], meta: dict[str, Any], began: float, saver: Saver

@@ -106,8 +106,8 @@ def _buffer_bytes(source: Tensor) -> int:
 class Background:
     """Completes a copy, then writes it, in a thread of its own; a failure is kept until it is asked for."""
 
-    def __init__(self, complete: Callable[[], None], write: Callable[[], Any]) -> None:
-        """Begin at once."""
+    def __init__(self, complete: Callable[[], None], write: Callable[[Exception | None], Any]) -> None:
+        """Begin at once. ``write`` is given what went wrong with the copy, for other ranks to learn of it."""
         self._complete, self._write = complete, write
         self._staged = threading.Event()
         self._failure: BaseException | None = None
@@ -121,11 +121,14 @@ class Background:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
+            failure = None
             try:
                 self._complete()
+            except Exception as error:
+                failure = error
             finally:
                 self._staged.set()
-            self._result = self._write()
+            self._result = self._write(failure)
         except BaseException as failure:
             self._failure = failure
 

@@ -87,6 +87,9 @@ class Storage(Protocol):
     def damaged(self) -> list[str]:
         """Return the names of checkpoints that were set aside."""
 
+    def drop_damaged(self, name: str) -> None:
+        """Remove one of them; a newer checkpoint of the same step stays."""
+
     def sweep(self, idle: float) -> list[str]:
         """Finish or remove what interrupted saves left, if nobody has touched it for ``idle`` seconds."""
 
@@ -281,11 +284,17 @@ class LocalStorage:
         """Return the names of checkpoints that were set aside."""
         return [name for name in self.names() if ".damaged" in name]
 
+    def drop_damaged(self, name: str) -> None:
+        """Remove one of them; a newer checkpoint of the same step stays."""
+        self.delete(name)
+
     def sweep(self, idle: float) -> list[str]:
         """Finish or remove what earlier, interrupted saves left, if untouched for ``idle`` seconds.
 
         Returns what was done, one line each. What was touched later may belong to another job that is saving.
         """
+        if not self.root.is_dir():
+            return []
         done = []
         rescued = interrupted(self)
         left = [match for match in map(_SCRATCH.fullmatch, self.names()) if match is not None]

@@ -156,6 +156,15 @@ class S3Storage(S3Folder):
         self.ask("delete_object", key=self.key(name, COMMITTED))
         return f"{name}/{aside}"
 
+    def drop_damaged(self, name: str) -> None:
+        """Remove one of them; a newer checkpoint of the same step stays."""
+        files = self.entries(name)
+        for file in files:
+            if file.startswith(DAMAGED):
+                self.ask("delete_object", key=self.key(name, file))
+        for folder in self._unclaimed(name) if COMMITTED in files else [name]:
+            self._remove(folder)
+
     def sweep(self, idle: float) -> list[str]:
         """Remove attempts that no COMMITTED names, and uploads that were begun, if untouched for ``idle`` seconds.
 

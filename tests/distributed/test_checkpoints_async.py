@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 import threading
 import time
@@ -197,3 +198,34 @@ def test_a_run_with_asynchronous_saves_writes_the_same_checkpoints(tmp_path: Pat
         )
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), step
+
+
+def uncopied(folder: str, fault: str) -> list[str]:
+    """Return what this rank is told of a save whose copy cannot be begun, or completed, on rank 1."""
+    with group():
+        if dist.get_rank() == 1:
+
+            def fail(*_: Any) -> None:
+                raise RuntimeError("the device is gone")
+
+            if fault == "begin":
+                staging_module.Stager.begin = fail  # type: ignore[assignment]
+            else:
+                staging_module._copy = fail
+        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", asynchronous=True)
+        model, optimizer = prepare("small", "fsdp", seed=1)
+        try:
+            saved = manager.save(1, gather_state(model, optimizer), {})
+            manager.staged()
+            manager.finish()
+        except CheckpointError as error:
+            return [str(error)]
+        return [*saved, str(manager.asynchronous)]
+
+
+def test_a_copy_that_fails_on_one_rank_stops_all_or_none(tmp_path: Path) -> None:
+    (said,) = same_on_all(run(uncopied, 2, str(tmp_path / "copy"), "copy"))
+    assert re.search(r"cannot copy the state to host memory: rank 1 on .*RuntimeError: the device is gone", said)
+    assert find(tmp_path / "copy", missing_ok=True) is None
+    assert same_on_all(run(uncopied, 2, str(tmp_path / "begin"), "begin")) == [f"{tmp_path}/begin/m-1steps", "False"]
+    assert find(tmp_path / "begin").step == 1

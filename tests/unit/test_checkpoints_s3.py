@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import re
+import threading
+import time
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
 from smp_train.checkpoints import CheckpointManager, Policy, cli, find, open_checkpoint, storage_s3
+from smp_train.checkpoints.dcp_s3 import Pipe
 from smp_train.checkpoints.model_folder import writing
 from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
 from smp_train.runtime import s3_folder
+from smp_train.runtime.s3_folder import S3Folder
 from tests.s3_server import bucket, serving
 from tests.unit.test_checkpoints_model_folder import AFTER, OLD, OTHERS, write
 
@@ -455,3 +459,46 @@ def test_the_verbs(place, tmp_path, capsys):
     assert cli.main(["prune", place, "--keep", "1"]) == 0
     assert keys(place) == files("llama_v2-9steps")
     assert json.loads(S3Storage(place).read("llama_v2-9steps", "COMMITTED"))["step"] == 9
+
+
+# --- memory: little of an object is held at once
+
+
+def test_a_pipe_holds_few_chunks_while_nobody_reads():
+    pipe = Pipe(4)
+    writer = threading.Thread(target=lambda: (pipe.write(memoryview(bytes(400))), pipe.end()), daemon=True)
+    writer.start()
+    while not pipe._chunks.full() and writer.is_alive():
+        time.sleep(0.001)
+    assert writer.is_alive()  # it waits
+    assert pipe._chunks.qsize() == 2
+    assert sum(len(chunk) for chunk in iter(pipe.read, b"")) == 400
+
+
+def test_no_more_requests_are_made_than_are_held(monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(S3Folder, "body", lambda self, key, span: asked.append(span[0]) or b"x")
+    coming = S3Folder("s3://b/x").ranges(("", "f", start, 1) for start in range(100))
+    for taken in range(1, 101):
+        assert next(coming) == b"x"
+        assert len(asked) <= taken - 1 + s3_folder.AT_ONCE
+    assert sorted(asked) == list(range(100))
+
+
+def test_prune_lets_a_running_job_be_and_deletes_damaged_ones_when_asked(place, capsys):
+    save(place, 3, 6, 9)
+    harm(place, "llama_v2-9steps", ".distcp", flip)
+    assert loaded(place) == 6
+    running = manager(place)
+    running.lock()
+    S3Storage(place).put("llama_v2-12steps/0123abcd", "0/__0_0.distcp", b"half")
+    assert cli.main(["prune", place, "--keep", "1", "--dry_run", "1", "--damaged", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "would delete llama_v2-3steps", "would delete llama_v2-9steps, which is damaged",
+    ]  # fmt: skip
+    assert cli.main(["prune", place, "--keep", "1", "--damaged", "1"]) == 0
+    assert "is in use by a job on" in capsys.readouterr().out
+    running.close()
+    assert keys(place) == sorted(["llama_v2-12steps/*/0/__0_0.distcp", *files("llama_v2-6steps")])
+    assert cli.main(["prune", place, "--keep", "1"]) == 0
+    assert not S3Storage(place).has("", ".lock")
