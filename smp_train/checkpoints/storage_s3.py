@@ -163,7 +163,7 @@ class S3Storage(S3Folder):
             if file.startswith(DAMAGED):
                 self.ask("delete_object", key=self.key(name, file))
         for folder in self._unclaimed(name) if COMMITTED in files else [name]:
-            self._remove(folder)
+            self.remove_all(folder)
 
     def sweep(self, idle: float) -> list[str]:
         """Remove attempts that no COMMITTED names, and uploads that were begun, if untouched for ``idle`` seconds.
