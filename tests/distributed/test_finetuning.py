@@ -211,7 +211,8 @@ def test_a_tokenizer_that_cannot_be_read_is_found_at_start(tmp_path: Path, optio
 
 def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
     options = {"save_final_model": 1, "model_dir": tmp_path / "final", "max_steps": 3, "checkpoint_type": "full"}
-    harness.run(train, 2, flags(tmp_path, **options, checkpoint_freq=1, num_kept_checkpoints=2))
+    options |= {"checkpoint_freq": 1, "num_kept_checkpoints": 2}
+    harness.run(train, 2, flags(tmp_path, **options))
     last = tmp_path / "checkpoints" / "llama_v2-3steps"
     saved = read_checkpoint(last)
     for folder in (tmp_path / "final", last / "hf"):
@@ -221,3 +222,9 @@ def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
     there = sorted(path.parts[-3] for path in tmp_path.glob("checkpoints/*/hf/config.json"))
     assert there == ["llama_v2-2steps", "llama_v2-3steps"]
     assert open_checkpoint(last).verify() == []
+    written = (last / "hf" / "model.safetensors").read_bytes()
+    (last / "hf" / "config.json").unlink()  # as if it had been killed before it had written this, and half of that
+    (last / "hf" / "model.safetensors").write_bytes(b"half")
+    harness.run(train, 1, flags(tmp_path, **options, resume_from_checkpoint=tmp_path / "checkpoints"))
+    assert (last / "hf" / "model.safetensors").read_bytes() == written
+    assert (last / "hf" / "config.json").is_file()
