@@ -118,7 +118,7 @@ class FinetuneArguments:
     )
     pretrained_model_name: str | None = flag(
         None,
-        "The pretrained model: its folder (also s3://) or name; its configuration, and its weights if no others are given",
+        "The pretrained model's folder (also s3://) or name: its configuration, and its weights if no others are given",
     )
     pretrained_checkpoint_file: str | None = flag(
         None,

@@ -116,6 +116,8 @@ def test_a_run_resumes_from_s3_as_if_it_had_never_stopped(server, place, tmp_pat
     final = {"checkpoint_type": "full", "save_final_model": 1, "model_dir": f"{place}-final"}
     run(there, world, server.url, train, flags(tmp_path / "s3", **options | changes | final, max_steps=7))
     assert steps(tmp_path / "s3")[-1]["step"] == 7
+    said = (tmp_path / "s3" / "run" / "logs" / "rank-0.log").read_text()
+    assert said.count("It was saved on another mesh") == 1
     assert {key.partition("/")[0] for key in S3Storage(place).entries("")} == {"llama_v2-6steps", "llama_v2-7steps"}
     export(open_checkpoint(f"{place}/llama_v2-7steps"), tmp_path / "exported")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).state_dict()

@@ -469,3 +469,8 @@ def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
     with pytest.raises(CheckpointError, match=re.compile("weights.only", re.IGNORECASE)):
         find(tmp_path).load({"extra": {"x": None}})
     assert "ran" not in capsys.readouterr().out
+
+
+def test_a_first_save_into_a_new_folder_warns_of_nothing(tmp_path, caplog):
+    manager(tmp_path / "new").save(1, {"model": {"w": torch.ones(2)}}, {})
+    assert not caplog.records

@@ -71,6 +71,14 @@ def test_the_index_is_read_once_however_many_tensors_there_are(tmp_path: Path, m
     assert read == [path]
 
 
+def test_what_generation_begins_with_is_taken_over(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    (tmp_path / "theirs" / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
+    export(open_checkpoint(path), tmp_path / "back", like=str(tmp_path / "theirs" / "model.safetensors"))
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["temperature"] == 0.25
+
+
 def test_another_dtype(tmp_path: Path) -> None:
     save(FAMILIES["llama_v3"], tmp_path / "theirs")
     path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
