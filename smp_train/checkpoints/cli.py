@@ -20,7 +20,7 @@ from smp_train.checkpoints.finding import (
 )
 from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.manager import CheckpointManager, Policy
-from smp_train.checkpoints.record import COMMITTED, folder_name, parse_folder_name
+from smp_train.checkpoints.record import COMMITTED, folder_name, name_before, parse_folder_name
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime.places import place
@@ -87,8 +87,9 @@ def ls(options: argparse.Namespace) -> int:
     rows = []
     for name in storage.names():
         sizes = storage.sizes(name)
-        parsed = parse_folder_name(name.removesuffix(".damaged"))
-        committed = COMMITTED in sizes
+        before = name_before(name)
+        parsed = parse_folder_name(before)
+        committed = COMMITTED in sizes and name == before
         if parsed is None and not name.endswith((".staging", ".deleting", ".replaced")):
             continue
         state = "committed" if committed else "incomplete"
