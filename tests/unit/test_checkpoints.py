@@ -66,6 +66,32 @@ def stop_at(stage: str):
 # --- saving and finding
 
 
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """What a power failure would find: files and folder are synced, then renamed, then the name is synced."""
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        done.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(("rename", str(self)))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    save(tmp_path, 3)
+    published = next(i for i, (what, path) in enumerate(done) if what == "rename" and path.endswith(".staging"))
+    staged = done[published][1]
+    before = {path.removeprefix(staged).strip("/") for what, path in done[:published] if what == "sync"}
+    before = {name.removesuffix(".tmp") for name in before}
+    committed = json.loads((tmp_path / "llama_v2-3steps" / "COMMITTED").read_text())
+    small = {".COMMITTED", ".meta.json"}  # written under another name, then renamed
+    assert before == {"", *committed["files"], *small} - {"meta.json"}
+    assert done[published + 1] == ("sync", str(tmp_path))
+
+
 def test_what_is_saved_is_found_and_loaded(tmp_path):
     save(tmp_path, 7, 12, 9)
     found = find(f"{tmp_path}/")
