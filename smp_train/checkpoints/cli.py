@@ -20,7 +20,7 @@ from smp_train.checkpoints.finding import (
 )
 from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.manager import CheckpointManager, Policy
-from smp_train.checkpoints.record import COMMITTED, folder_name, parse_folder_name
+from smp_train.checkpoints.record import COMMITTED, folder_name, name_before, parse_folder_name
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime.places import place
@@ -87,8 +87,9 @@ def ls(options: argparse.Namespace) -> int:
     rows = []
     for name in storage.names():
         sizes = storage.sizes(name)
-        parsed = parse_folder_name(name.removesuffix(".damaged"))
-        committed = COMMITTED in sizes
+        before = name_before(name)
+        parsed = parse_folder_name(before)
+        committed = COMMITTED in sizes and name == before
         if parsed is None and not name.endswith((".staging", ".deleting", ".replaced")):
             continue
         state = "committed" if committed else "incomplete"
@@ -178,7 +179,7 @@ def export_model(options: argparse.Namespace) -> int:
 def convert(options: argparse.Namespace) -> int:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
     from smp_train.checkpoints import export
-    from smp_train.checkpoints.model_folder import free_folder, put
+    from smp_train.checkpoints.model_folder import put, writing
     from smp_train.models.hf_weights import NOT_WEIGHTS
     from smp_train.models.weight_files import WeightFiles
 
@@ -198,12 +199,12 @@ def convert(options: argparse.Namespace) -> int:
         files = WeightFiles(source, stack)
         names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
         items = [export.stored_item(files, name, export.DTYPES.get(options.dtype)) for name in names]
-        out = free_folder(options.target, bool(options.overwrite))
-        export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
-    export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            put(out, name, (folder / name).read_bytes())
+        with writing(options.target, bool(options.overwrite)) as out:
+            export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
+            export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
+            for name in ("generation_config.json", "config.json"):
+                if (folder / name).is_file():
+                    put(out, name, (folder / name).read_bytes())
     print(f"wrote {len(names)} tensors of {source} to {options.target}")
     return 0
 

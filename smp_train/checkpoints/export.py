@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.finding import Checkpoint
-from smp_train.checkpoints.model_folder import ModelFolder, free_folder, put, put_made
+from smp_train.checkpoints.model_folder import ModelFolder, put, put_made, writing
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.resolve import config_of
 from smp_train.models.streamed import FORMAT_DTYPES
@@ -76,10 +77,10 @@ def export(
     ``like`` is where the weights were once read: a generation_config.json beside them is taken over.
 
     ``on_progress`` is called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model
-    already, which ``replace`` removes; `CheckpointError` where the checkpoint does not hold a whole model.
+    already, which ``replace`` removes once this one is whole; `CheckpointError` where the checkpoint does not hold a
+    whole model.
     """
     checkpoint.check_names()
-    out = free_folder(folder, replace)
     try:
         config = config_of(checkpoint.meta["model_config"])
     except KeyError as error:
@@ -88,8 +89,9 @@ def export(
     reader = checkpoint.reader()
     plain = _plain_model(config)
     items = _items_of_model(plain, reader, dtype, checkpoint.path)
-    write_weights(out, items, shard_bytes, on_progress)
-    _describe(out, plain, config, items, tokenizer, like)
+    with writing(folder, replace) as out:
+        write_weights(out, items, shard_bytes, on_progress)
+        _describe(out, plain, config, items, tokenizer, like)
 
 
 def export_weights(
@@ -103,7 +105,6 @@ def export_weights(
     replace: bool = False,
 ) -> None:
     """Write a whole model that is in host memory, under Hugging Face names, as `export` does. No collective."""
-    out = free_folder(folder, replace)
     config.use_cache = True  # Switched off for training.
     plain = _plain_model(config)
     lacking = [name for name in _needed(plain) if name not in weights]
@@ -114,8 +115,9 @@ def export_weights(
         found = _hub_tensors(plain, {name: weights[name]})
         stored = tuple(Stored(hub, tuple(value.shape), value.dtype) for hub, value in found.items())
         items.append(Item(stored, partial(dict, found)))
-    write_weights(out, items, shard_bytes)
-    _describe(out, plain, config, items, tokenizer, like)
+    with writing(folder, replace) as out:
+        write_weights(out, items, shard_bytes)
+        _describe(out, plain, config, items, tokenizer, like)
 
 
 def _describe(
@@ -263,17 +265,29 @@ def _write_safetensors(file: BinaryIO, items: list[Item]) -> Iterator[int]:
 
 def write_tokenizer(tokenizer: str | None, out: ModelFolder) -> None:
     """Write a tokenizer's files, those of a folder or of a name. Raises `ConfigError` where it cannot be read."""
-    if tokenizer is None:
-        return
+    if tokenizer is not None:
+        with _opened(tokenizer) as found:
+            put_made(out, found.save_pretrained)
+
+
+def check_tokenizer(tokenizer: str | None) -> None:
+    """Raise `ConfigError` where `write_tokenizer` would."""
+    if tokenizer is not None:
+        with _opened(tokenizer):
+            pass
+
+
+@contextmanager
+def _opened(tokenizer: str) -> Iterator[Any]:
     from transformers import AutoTokenizer
 
-    with on_this_machine(tokenizer) as folder:
+    with on_this_machine(tokenizer) as folder:  # until it is saved: some tokenizers copy their files
         try:
             found = AutoTokenizer.from_pretrained(folder)
         except Exception as failure:  # whatever a folder or the hub may give
             first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
             raise ConfigError(f"tokenizer {tokenizer} cannot be read: {first}") from failure
-        put_made(out, found.save_pretrained)
+        yield found
 
 
 def tokenizer_beside(weights: str | None) -> str | None:

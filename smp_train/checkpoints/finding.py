@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
-from smp_train.checkpoints.record import COMMITTED, META, Committed, parse_folder_name
+from smp_train.checkpoints.record import COMMITTED, META, Committed, name_before, parse_folder_name
 from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError
@@ -224,7 +224,7 @@ def is_one_checkpoint(place: str, other_programs: bool = True) -> bool:
         return False
     if not is_s3(place) and any(Path(place).glob("*.distcp")):
         return True
-    named_so = parse_folder_name(name.removesuffix(".damaged")) is not None
+    named_so = parse_folder_name(name_before(name)) is not None
     return named_so and not any(parse_folder_name(name) for name in open_storage(place).names())
 
 

@@ -26,6 +26,7 @@ FORMAT = 1
 CHUNK_BYTES = 4 << 20
 
 _FOLDER = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps")
+_ASIDE = re.compile(r"\.damaged(-\d+)?$")
 
 
 def folder_name(model_type: str, step: int) -> str:
@@ -39,6 +40,11 @@ def parse_folder_name(name: str) -> tuple[str, int] | None:
     if match is None or name.startswith("."):
         return None
     return match["model_type"], int(match["step"])
+
+
+def name_before(name: str) -> str:
+    """Return what a checkpoint was called before it was set aside; ``name`` itself where it was not."""
+    return _ASIDE.sub("", name)
 
 
 class FileRecord(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from smp_train.checkpoints.record import COMMITTED, Committed, FileRecord, checksum
+from smp_train.checkpoints.record import COMMITTED, Committed, FileRecord, checksum, name_before
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime import s3
 
@@ -282,7 +282,7 @@ class LocalStorage:
 
     def damaged(self) -> list[str]:
         """Return the names of checkpoints that were set aside."""
-        return [name for name in self.names() if ".damaged" in name]
+        return [name for name in self.names() if name_before(name) != name]
 
     def drop_damaged(self, name: str) -> None:
         """Remove one of them; a newer checkpoint of the same step stays."""

@@ -124,7 +124,7 @@ class S3Storage(S3Folder):
         self.put(name, COMMITTED, committed.at(root).to_bytes())
         if older:
             try:
-                self._remove(f"{name}/{older}")
+                self.remove_all(f"{name}/{older}")
             except CheckpointError:  # a later sweep removes it
                 return
 
@@ -135,7 +135,7 @@ class S3Storage(S3Folder):
         """
         if "/" in name:
             if name not in self._published:
-                self._remove(name)
+                self.remove_all(name)
             return
         own = _root_of(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None
         self.ask("delete_object", key=self.key(name, COMMITTED))
@@ -143,7 +143,7 @@ class S3Storage(S3Folder):
         if any(file.startswith(DAMAGED) for file in self.entries(name)):
             folders = {*self._unclaimed(name), *([f"{name}/{own}"] if own else [])}
         for folder in folders:
-            self._remove(folder)
+            self.remove_all(folder)
 
     def set_aside(self, name: str) -> str:
         """Rename COMMITTED, so that the checkpoint no longer counts; return what it is called now."""
@@ -163,7 +163,7 @@ class S3Storage(S3Folder):
             if file.startswith(DAMAGED):
                 self.ask("delete_object", key=self.key(name, file))
         for folder in self._unclaimed(name) if COMMITTED in files else [name]:
-            self._remove(folder)
+            self.remove_all(folder)
 
     def sweep(self, idle: float) -> list[str]:
         """Remove attempts that no COMMITTED names, and uploads that were begun, if untouched for ``idle`` seconds.
@@ -177,7 +177,7 @@ class S3Storage(S3Folder):
         for name in names:
             for attempt, newest in self._unclaimed(name).items():
                 if (now - newest).total_seconds() >= idle + STAMPED_TO_SECONDS:
-                    self._remove(attempt)
+                    self.remove_all(attempt)
                     done.append(f"removed {attempt}, left by an interrupted save or deletion")
         for page in self._pages("list_multipart_uploads", Prefix=self.key() + "/" if self.prefix else ""):
             for upload in page.get("Uploads", ()):
@@ -269,7 +269,17 @@ class S3Storage(S3Folder):
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         return parsedate_to_datetime(date) if date else datetime.now().astimezone()
 
-    def _remove(self, folder: str) -> None:
+    def copy(self, file: str, to: str) -> None:
+        """Copy an object of the prefix within S3, however large it is."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            self.client.copy({"Bucket": self.bucket, "Key": self.key(file)}, self.bucket, self.key(to))
+        except (BotoCoreError, ClientError) as error:
+            raise self.explained(error, "copy_object", self.key(to)) from error
+
+    def remove_all(self, folder: str) -> None:
+        """Remove every object below ``folder``."""
         keys = [self.key(folder, file) for file in self.entries(folder)]
         for start in range(0, len(keys), 1000):
             batch = [{"Key": key} for key in keys[start : start + 1000]]

@@ -219,9 +219,25 @@ def test_weights_that_do_not_fit_are_refused_by_all_ranks(model: Path, tmp_path:
     assert (damaged / "llama_v2-5steps" / "COMMITTED").exists()  # someone else's is not set aside
 
 
+def refused_at_start(command_line: list[str]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(command_line)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("option", [{"save_final_model": 1}, {"checkpoint_type": "full"}])
+def test_a_tokenizer_that_cannot_be_read_is_found_at_start(tmp_path: Path, option: dict[str, Any]) -> None:
+    (tmp_path / "none").mkdir()
+    options = {**option, "model_dir": tmp_path / "final", "tokenizer": tmp_path / "none"}
+    for said in harness.run(refused_at_start, 2, flags(tmp_path, **options)):
+        assert f"tokenizer {tmp_path}/none cannot be read" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []
+
+
 def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
     options = {"save_final_model": 1, "model_dir": tmp_path / "final", "max_steps": 3, "checkpoint_type": "full"}
-    harness.run(train, 2, flags(tmp_path, **options, checkpoint_freq=1, num_kept_checkpoints=2))
+    options |= {"checkpoint_freq": 1, "num_kept_checkpoints": 2}
+    harness.run(train, 2, flags(tmp_path, **options))
     last = tmp_path / "checkpoints" / "llama_v2-3steps"
     saved = read_checkpoint(last)
     for folder in (tmp_path / "final", last / "hf"):
@@ -231,3 +247,9 @@ def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
     there = sorted(path.parts[-3] for path in tmp_path.glob("checkpoints/*/hf/config.json"))
     assert there == ["llama_v2-2steps", "llama_v2-3steps"]
     assert open_checkpoint(last).verify() == []
+    written = (last / "hf" / "model.safetensors").read_bytes()
+    (last / "hf" / "config.json").unlink()  # as if it had been killed before it had written this, and half of that
+    (last / "hf" / "model.safetensors").write_bytes(b"half")
+    harness.run(train, 1, flags(tmp_path, **options, resume_from_checkpoint=tmp_path / "checkpoints"))
+    assert (last / "hf" / "model.safetensors").read_bytes() == written
+    assert (last / "hf" / "config.json").is_file()

@@ -19,6 +19,7 @@ from smp_train.checkpoints import (
     find,
     policies,
 )
+from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.manager import steps_kept
 from smp_train.checkpoints.record import Committed, FileRecord, parse_folder_name
 from smp_train.errors import CheckpointError, ConfigError
@@ -224,6 +225,21 @@ def test_a_second_damaged_one_of_a_step_does_not_overwrite_the_first(tmp_path):
         flip(tmp_path / "llama_v2-6steps" / "__0_0.distcp")
         assert find(tmp_path).step == 3
     assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-6steps.damaged", "llama_v2-6steps.damaged-2"]
+
+
+def test_the_list_tells_damaged_ones_from_those_that_count(tmp_path, capsys):
+    for _ in range(2):
+        save(tmp_path, 3, 6)
+        flip(tmp_path / "llama_v2-6steps" / "__0_0.distcp")
+        find(tmp_path)
+    save(tmp_path, 6)
+    main(["ls", str(tmp_path)])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["llama_v2-3steps", "committed"],
+        ["llama_v2-6steps", "committed"],
+        ["llama_v2-6steps.damaged", "damaged"],
+        ["llama_v2-6steps.damaged-2", "damaged"],
+    ]
 
 
 def test_verify_deals_the_files_out(tmp_path):

@@ -17,11 +17,13 @@ pytest.importorskip("moto.server")
 
 from smp_train.checkpoints import CheckpointManager, Policy, cli, find, open_checkpoint, storage_s3
 from smp_train.checkpoints.dcp_s3 import Pipe
+from smp_train.checkpoints.model_folder import writing
 from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
 from smp_train.runtime import s3_folder
 from smp_train.runtime.s3_folder import S3Folder
 from tests.s3_server import bucket, serving
+from tests.unit.test_checkpoints_model_folder import AFTER, OLD, OTHERS, write
 
 CHANGES = ("PUT", "POST", "DELETE")
 
@@ -400,6 +402,16 @@ def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(place):
 
 
 # --- tidying
+
+
+def test_a_model_is_replaced_by_one_that_is_whole(place):
+    folder = S3Storage(place)
+    for name, data in {**OLD, **OTHERS}.items():
+        folder.put("", name, data)
+    with writing(place, replace=True) as out:
+        write(out)
+        assert all(folder.read("", name) == data for name, data in {**OLD, **OTHERS}.items())
+    assert {name: folder.read("", name) for name in folder.entries("")} == AFTER
 
 
 def test_what_others_put_there_stays(place):
