@@ -28,12 +28,12 @@ lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-# Two workers: tests wait more than they compute, and two cores are what is asked for.
 test-table: venv
 	SMP_TRAIN_WHOLE_TABLE=1 $(PY) -m pytest tests/distributed/test_same_numbers.py
 
+# Two workers, for the two cores asked for; by file, as its tests share what is dear to make: a Slurm, trained models.
 test: lint
-	$(PY) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .venv-sagemaker/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-sagemaker

@@ -19,15 +19,8 @@ for name in list(os.environ):
         del os.environ[name]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deal the suite out to pytest-xdist's workers by file, the longest kinds first.
-
-    Tests of a file share what is dear to make: a Slurm, a table of trained models.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest kinds first: pytest-xdist deals the files out in this order, and short ones even it out."""
     order = ["system", "distributed", "unit"]
     kinds = {item: item.path.relative_to(HERE).parts[0] for item in items}
     items.sort(key=lambda item: order.index(kinds[item]) if kinds[item] in order else len(order))
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(HERE))))

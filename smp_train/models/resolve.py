@@ -396,7 +396,9 @@ def _from_hugging_face(location: str, given: dict[str, Any], weights: str | None
     path = place(location)
     name = location
     if path.is_file():
-        config, name = _load_config(path), path.parent.name
+        # The files of a checkpoint that was in S3 are a folder further down.
+        inner = path.name == OUR_META and (path.parent.parent / OUR_MARK).is_file()
+        config, name = _load_config(path), (path.parent.parent if inner else path.parent).name
     elif path.is_dir():
         name = path.name
         if not (path / CONFIG_FILE).is_file():

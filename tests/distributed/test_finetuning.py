@@ -15,8 +15,10 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from smp_train import arguments, backends, runtime
+from smp_train.backends.smp_model import give_weights
 from smp_train.checkpoints import CheckpointManager, Policy, canonical_name, open_checkpoint
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
+from smp_train.models.build import build_meta
 from smp_train.models.resolve import resolve
 from tests import harness
 from tests.s3_server import bucket, environment, serving, upload
@@ -103,6 +105,29 @@ def test_every_form_of_weights_gives_the_same_model(model: Path) -> None:
         for name, parameters in found.items():
             assert parameters.keys() == dict(expected.named_parameters()).keys(), name
             assert all(torch.equal(parameters[key], p) for key, p in expected.named_parameters()), name
+
+
+def given_to_rank_0(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Give rank 0 the weights of each command line as the SMP backend does, and return what it has then."""
+    ranks = runtime.detect()
+    runtime.start(ranks, timeout_seconds=60)
+    found = {}
+    for name, changes in cases.items():
+        spec = resolve(arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args)
+        model = build_meta(spec)
+        assert give_weights(model, spec.pretrained, delayed=True, seed=1) == ranks.is_main
+        found[name] = dict(model.named_parameters()) if ranks.is_main else {}
+    runtime.stop()
+    return {name: {key: p.detach() for key, p in parameters.items()} for name, parameters in found.items()}
+
+
+def test_on_smp_rank_0_reads_every_form_of_weights(model: Path) -> None:
+    expected = dict(AutoModelForCausalLM.from_pretrained(model / "tiny", dtype=torch.float32).named_parameters())
+    found, others = harness.run(given_to_rank_0, 2, forms(model))
+    assert not any(others.values())
+    for name, parameters in found.items():
+        assert parameters.keys() == expected.keys(), name
+        assert all(torch.equal(parameters[key], p) for key, p in expected.items()), name
 
 
 def test_every_form_of_weights_in_s3_gives_the_same_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
