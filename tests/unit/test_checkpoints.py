@@ -411,6 +411,35 @@ def test_which_steps_are_kept(keep, steps, newest, kept):
     assert steps_kept(steps, [Policy("f", 1, keep)], newest) == kept
 
 
+def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(tmp_path, caplog, capsys):
+    save(tmp_path, 10, 20, 30)
+    left = (tmp_path / "llama_v2-30steps" / "COMMITTED").read_bytes()
+    for new, kept in ((21, "llama_v2-30steps.abandoned"), (15, "llama_v2-20steps.abandoned")):
+        saver = manager(tmp_path, keep=9)
+        saver.go_back(find(tmp_path / f"llama_v2-{new // 10 * 10}steps"))
+        assert find(tmp_path).step > new, "nothing has been written yet"
+        saver.save(new, state(new), {})
+        assert find(tmp_path).step == new
+        assert f"kept as {kept}" in caplog.text
+        saver.save(new + 20, state(), {})
+        assert find(tmp_path).step == new + 20, "its own later ones count"
+    assert (tmp_path / "llama_v2-30steps.abandoned" / "COMMITTED").read_bytes() == left
+    assert main(["ls", str(tmp_path)]) == 0
+    listed = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
+    assert listed["llama_v2-30steps.abandoned"] == "abandoned"
+    assert main(["prune", str(tmp_path), "--keep", "9", "--abandoned", "1"]) == 0
+    assert names(tmp_path) == ["llama_v2-10steps", "llama_v2-15steps", "llama_v2-35steps"]
+
+
+def test_what_is_gone_back_to_elsewhere_changes_nothing(tmp_path):
+    save(tmp_path / "theirs", 20)
+    save(tmp_path / "ours", 30)
+    saver = manager(tmp_path / "ours")
+    saver.go_back(find(tmp_path / "theirs" / "llama_v2-20steps"))
+    saver.save(21, state(), {})
+    assert names(tmp_path / "ours") == ["llama_v2-21steps", "llama_v2-30steps"]
+
+
 def test_lists_of_unequal_length_are_refused():
     with pytest.raises(ConfigError, match="got 2, 1 and 2"):
         policies(["a", "b"], [1], [1, 2])
