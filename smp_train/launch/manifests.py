@@ -14,8 +14,9 @@ from smp_train.launch.nsys import recording
 from smp_train.launch.spec import Spec
 
 GRACE_SECONDS = 600
-SHUTDOWN_SECONDS = GRACE_SECONDS - 30
 """How long a pod that is asked to go may take to save."""
+SHUTDOWN_SECONDS = GRACE_SECONDS - 30
+"""How long its agent then waits for the processes."""
 CONTAINER = "pytorch"  # Kubeflow's operator looks for a container of this name
 HEALTH = "sagemaker.amazonaws.com/node-health-status"
 SMP_CLUSTER_LOGS = "/var/log/aws/clusters"  # SMP checks with it that this is HyperPod
