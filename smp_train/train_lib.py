@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
@@ -17,14 +18,17 @@ from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints import Checkpoint, CheckpointManager, open_checkpoint, policies
-from smp_train.checkpoints.export import export, export_weights, tokenizer_beside
+from smp_train.checkpoints.export import check_tokenizer, export, export_weights, tokenizer_beside
+from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
+from smp_train.checkpoints.record import COMMITTED
+from smp_train.checkpoints.storage import open_storage, place_of
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Batch, Dealing, ValidationData
 from smp_train.errors import CheckpointError, ConfigError, DataError, SmpTrainError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
-from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
+from smp_train.models.resolve import CONFIG_FILE, DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.runtime import Runtime
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
@@ -36,6 +40,8 @@ from smp_train.telemetry.run_folder import RunFolder, versions
 
 log = get_logger()
 
+MODEL_FOLDER = "hf"
+"""Within a checkpoint, where --checkpoint_type full writes the model."""
 READ_TOGETHER = 16
 """Validation batches that are read before the ranks ask each other whether all could."""
 
@@ -95,7 +101,9 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
         distributed_backend=resolved.args.distributed_backend,
         timeout_seconds=60 * resolved.args.distributed_timeout_minutes,
     )
-    run = set_up(resolved, ranks, device)
+    with ExitStack() as opened:
+        run = set_up(resolved, ranks, device, opened)
+        opened.pop_all()
     try:
         resume(run)
         stopped = not validate(run) if run.args.evaluate_only else fit(run)
@@ -110,8 +118,11 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
     return 0
 
 
-def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
-    """Open the run folder and the data, build the model, and put the run together; collective."""
+def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
+    """Open the run folder and the data, build the model, and put the run together; collective.
+
+    What others must not find locked when this fails goes to ``opened``.
+    """
     args = resolved.args
     folder = RunFolder(args.run_dir)
     with runtime.together("opening the run folder"):
@@ -126,8 +137,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     for line in arguments.ineffective(resolved, backend.name):
         log.info(line)
     topology = backend.topology
-    layout = " x ".join(f"{name} {size}" for name, size in topology.mesh.items())
-    log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout)
+    log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout(topology.mesh))
 
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
     with runtime.together("choosing the model"):
@@ -143,7 +153,12 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device) -> Run:
     )
     with runtime.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
+        if args.save_final_model and ranks.is_main and args.model_dir is not None:
+            check_writable(args.model_dir, "model_dir")
+        if (args.save_final_model or args.checkpoint_type == "full") and ranks.is_main:
+            check_tokenizer(tokenizer_of(args, spec))
     checkpoints.check_shared()
+    opened.callback(checkpoints.close)
     if not args.evaluate_only:
         checkpoints.lock(force=args.break_checkpoint_lock)
     train_data, validation = open_data(
@@ -287,6 +302,11 @@ def describe(ranks: Runtime, device: torch.device) -> str:
     return f"{ranks.world_size} x {name} on {ranks.num_nodes} node(s), started by {ranks.launcher}"
 
 
+def layout(mesh: dict[str, int]) -> str:
+    """Say how many ranks each dimension of a mesh has."""
+    return " x ".join(f"{name} {size}" for name, size in mesh.items())
+
+
 def resume(run: Run) -> None:
     """Continue from the newest committed checkpoint, if the run asks for one and there is one; collective."""
     found = run.found
@@ -302,8 +322,33 @@ def resume(run: Run) -> None:
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
+    if place_of(run.args.resume_from_checkpoint or "") == found.path:  # this very one, not the newest of a folder
+        run.checkpoints.go_back(found)
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
+    then, here = (layout(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))
+    if then != here:
+        log.info(
+            "It was saved on another mesh (%s; here %s): weights, moments and the order of samples are the same; "
+            "dropout is drawn by step and rank, so otherwise than there", then, here,
+        )  # fmt: skip
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
+    if run.args.checkpoint_type == "full" and not run.args.evaluate_only:
+        complete_models(run, os.path.basename(found.path))
+
+
+def complete_models(run: Run, name: str) -> None:
+    """Write the models that a run which was cut short left out beside its checkpoint ``name``; collective."""
+    for folder in run.args.checkpoint_dir:
+        if is_node_local(folder):
+            continue
+        lacking = False
+        with runtime.together(f"looking into {folder}"):
+            if run.runtime.is_main:
+                storage = open_storage(folder)
+                lacking = storage.has(name, COMMITTED) and not storage.has(name, f"{MODEL_FOLDER}/{CONFIG_FILE}")
+        if runtime.any_rank(lacking):
+            path = os.path.join(place_of(folder), name)
+            write_model(run, path, os.path.join(path, MODEL_FOLDER))
 
 
 def fit(run: Run) -> bool:
@@ -490,7 +535,7 @@ def report_saves(run: Run) -> None:
         log.info("Saved %s in %.1f s", saved.path, saved.seconds)
         run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
         if saved.durable and run.args.checkpoint_type == "full":
-            write_model(run, saved.path, os.path.join(saved.path, "hf"))
+            write_model(run, saved.path, os.path.join(saved.path, MODEL_FOLDER))
 
 
 def end_saves(run: Run) -> None:
@@ -538,9 +583,16 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     with runtime.together(f"writing the model to {folder}"):
         if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
-            tokenizer = run.args.tokenizer or tokenizer_beside(run.spec.pretrained)
+            tokenizer = tokenizer_of(run.args, run.spec)
             if weights is None:
-                export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, replace=True)
+                export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, like=run.spec.pretrained, replace=True)
             else:
-                export_weights(weights, run.spec.config, folder, tokenizer=tokenizer, replace=True)
+                export_weights(
+                    weights, run.spec.config, folder, tokenizer=tokenizer, like=run.spec.pretrained, replace=True
+                )
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)
+
+
+def tokenizer_of(args: Arguments, spec: ModelSpec) -> str | None:
+    """Return the tokenizer that goes with the models which the run writes: a folder, a name, or none."""
+    return args.tokenizer or tokenizer_beside(spec.pretrained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import random
 import socket
 import struct
 import threading
@@ -12,6 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -133,6 +135,45 @@ def environment(url: str) -> dict[str, str]:
         "AWS_CONFIG_FILE": os.devnull,
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }
+
+
+def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
+    """Point this process at the server, without faults, and return a new bucket of the test's own, ``s3://...``."""
+    from smp_train.runtime import s3_folder
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment(server.url).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(s3_folder, "WAIT_SECONDS", 0.002)
+    monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
+    server.faults.clear()
+    server.on_request = lambda method, path: None
+    name = f"b{random.Random(test).randrange(10**9)}"
+    s3_folder.S3Folder(f"s3://{name}").client.create_bucket(Bucket=name)
+    return f"s3://{name}"
+
+
+def upload(location: str, files: Path | dict[str, bytes]) -> None:
+    """Put files, or those of a folder, below a prefix."""
+    from smp_train.runtime.s3_folder import S3Folder
+
+    if isinstance(files, Path):
+        files = {path.relative_to(files).as_posix(): path.read_bytes() for path in files.rglob("*") if path.is_file()}
+    folder = S3Folder(location)
+    for name, data in files.items():
+        folder.ask("put_object", key=folder.key(name), Body=data)
+
+
+def download(location: str, folder: Path) -> Path:
+    """Write what lies below a prefix to a folder, and return that."""
+    from smp_train.runtime.s3_folder import S3Folder
+
+    for name in S3Folder(location).entries(""):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(S3Folder(location).read("", name))
+    return folder
 
 
 @contextlib.contextmanager

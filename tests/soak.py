@@ -114,7 +114,10 @@ class Soak:
         storage = open_storage(self.place)
         steps = sorted(parse_folder_name(name)[1] for name in committed_names(storage, "llama_v2"))
         newest = steps[-1] if steps else 0
-        assert newest >= self.newest, f"step {self.newest} was committed, {newest} is the newest now"
+        records = read_metrics(self.folder / "run") if self.metrics.exists() else []
+        told = [record["step"] for record in records if record.get("event") == "save"]
+        known = max([self.newest, *told])
+        assert newest >= known, f"step {known} was committed, {newest} is the newest now"
         if newest:
             problems = open_checkpoint(f"{self.place}/llama_v2-{newest}steps").verify()
             assert problems == [], problems

@@ -39,15 +39,12 @@ REFUSED_NATIVELY: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
 }
 
-# Flags that name a place, which may not be in S3 yet.
-LOCATIONS = (
-    "run_dir", "tensorboard_dir", "data_cache_dir", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
-    "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "model_dir",
-)  # fmt: skip
+# Flags that name a place, which may not be in S3: files there are written line by line, or mapped.
+LOCATIONS = ("run_dir", "tensorboard_dir", "data_cache_dir")
 NODE_LOCAL = "local:"
 """Before a checkpoint folder that is on each node's own disk."""
 LOCATION_PREFIXES = ("s3://",)
-LOCATION_REASON = "places in S3 are not available in this version; use a folder"
+LOCATION_REASON = "this is written little by little, which S3 cannot do; give a folder"
 
 # Flags that change nothing while another one is off, and that are answered with one line when given then.
 DEPENDENT: dict[str, str] = {

@@ -63,7 +63,7 @@ class ModelArguments:
     model_size: str | None = flag(None, "Size of the preset within the family, such as 7b", shown="no preset")
     hf_pretrained_model_name_or_dir: str | None = flag(
         None,
-        "Folder of a Hugging Face model, or its name: its configuration, and its weights where it has any",
+        "Folder (also s3://) of a Hugging Face model, or its name: its configuration, and its weights where it has any",
     )
     from_scratch: bool = flag(
         False, "Train a preset of the from-scratch ladder (350m to 70b; --model_size, or 7b)"
@@ -117,15 +117,19 @@ class FinetuneArguments:
         False, "Start from pretrained weights; with --resume_from_checkpoint from its checkpoint once there is one"
     )
     pretrained_model_name: str | None = flag(
-        None, "The pretrained model: its folder or its name; its configuration, and its weights if no others are given"
+        None,
+        "The pretrained model's folder (also s3://) or name: its configuration, and its weights if no others are given",
     )
     pretrained_checkpoint_file: str | None = flag(
         None,
-        "The pretrained weights: a file (.safetensors, .bin, .pt), or a folder of them or of a checkpoint. The model "
-        "is that of --pretrained_model_name, else of --model_type and its widths, else that of config.json beside it",
+        "The pretrained weights: a file (.safetensors, .bin, .pt), or a folder of them or of a checkpoint; also s3://. "
+        "The model is that of --pretrained_model_name, else of --model_type and its widths, else that of config.json "
+        "beside it",
     )
     finetune_checkpoint_load_dir: str | None = flag(
-        None, "Folder with the weights of --pretrained_model_name, or of models by name", shown="the model's own"
+        None,
+        "Folder with the weights of --pretrained_model_name, or of models by name; also s3://",
+        shown="the model's own",
     )
 
 
@@ -334,7 +338,7 @@ class CheckpointArguments:
         False, "Write to the checkpoint folders though another job seems to be doing so; that one then saves no more"
     )
     save_final_model: bool = flag(False, "Write the model in Hugging Face format at the end")
-    model_dir: str | None = flag(None, "Folder the final model is written to", shown="SM_MODEL_DIR")
+    model_dir: str | None = flag(None, "Folder, or s3://, the final model is written to", shown="SM_MODEL_DIR")
 
 
 @dataclass

@@ -248,14 +248,41 @@ def _check_checkpoints(args: Arguments) -> None:
             f"--resume_from_checkpoint {args.resume_from_checkpoint}: give the folder that all nodes share; those of "
             "--checkpoint_dir that begin with local: are looked at with it"
         )
-    in_s3 = next((place for place in args.checkpoint_dir if place.startswith("s3://")), None)
-    if args.checkpoint_type == "full" and in_s3:
-        raise ConfigError(
-            f"--checkpoint_type full writes the model to a folder, --checkpoint_dir {in_s3} is none; leave the type "
-            "out, and make the Hugging Face folder with `smp-train checkpoint export`"
-        )
     if args.save_final_model and not args.model_dir:
         raise ConfigError("--save_final_model 1 needs --model_dir (or SM_MODEL_DIR), the folder to write it to")
+    if args.save_final_model:
+        _check_model_dir(args)
+
+
+def _check_model_dir(args: Arguments) -> None:
+    """Refuse to write the final model where the model to start from is: that one would be gone."""
+    folder, name = args.finetune_checkpoint_load_dir, args.pretrained_model_name
+    file = args.pretrained_checkpoint_file
+    read = [
+        ("hf_pretrained_model_name_or_dir", args.hf_pretrained_model_name_or_dir),
+        ("pretrained_model_name", name),
+        ("finetune_checkpoint_load_dir", folder),
+        ("finetune_checkpoint_load_dir", os.path.join(folder, name) if folder and name else None),  # models by name
+        ("pretrained_checkpoint_file", file),
+        ("pretrained_checkpoint_file", os.path.dirname(file) if file and _is_file(file) else None),
+    ]
+    for flag, place in read:
+        if place is not None and _real(place) == _real(args.model_dir or ""):
+            raise ConfigError(
+                f"--model_dir {args.model_dir} holds what the run starts from (--{flag} {getattr(args, flag)}), which "
+                "would be replaced; give another folder"
+            )
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith((".safetensors", ".bin", ".pt", ".pth")) or os.path.isfile(place)
+
+
+def _real(place: str) -> str:
+    """Return a place in the one form that tells whether two are the same."""
+    if place.startswith(LOCATION_PREFIXES):
+        return place.rstrip("/")
+    return os.path.realpath(os.path.expanduser(place))
 
 
 def _check_data(args: Arguments) -> None:
@@ -326,8 +353,7 @@ def _idle_data(args: Arguments) -> dict[str, str]:
     else:
         idle["text_column"] = "it needs --dataset"
     if args.use_synthetic_data:
-        idle.update(dict.fromkeys(OF_FILES, "--use_synthetic_data 1 reads no file"))
-        idle.update(dict.fromkeys(("training_dir", "test_dir"), "--use_synthetic_data 1 trains on random tokens"))
+        idle.update(dict.fromkeys(OF_FILES, "--use_synthetic_data 1 trains on random tokens"))
     if args.bad_rows != "skip":
         idle["max_bad"] = "it needs --bad_rows skip"
     if not (args.validation_freq or args.evaluate_only):

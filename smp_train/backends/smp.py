@@ -28,6 +28,7 @@ from smp_train.models import build
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import canonical_name, module_initialiser
 from smp_train.models.packing import packed_inputs
+from smp_train.runtime.s3 import is_s3
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -153,16 +154,21 @@ class SmpBackend(Backend):
         smp_model.checkpoint(self._root, args, layer, self._fp8)
         wrapped = smp_model.offload(self._root) if args.sm_activation_offloading else self._root
         sharded = self._settle_layout()
+        in_folders = not any(map(is_s3, args.checkpoint_dir))
         self._saver = smp_saver.make(
             self.state,
             self._root,
             sharded=sharded,
             transformed=self.transforms,
             parted=self.topology.tp_size > 1 or args.expert_parallel_degree > 1,
+            in_folders=in_folders,
         )
         if args.checkpoint_type == "async_sharded" and self._saver.begin is None and not self._saver.in_background:
+            why = "what is cut over ranks, and --hybrid_shard_degree is 1"
+            if not in_folders:
+                why = "what goes to folders, where tensor or expert ranks have trees of their own"
             logger.info("--checkpoint_type async_sharded: training waits for each save, as SMP begins in the "
-                        "background only what is cut over ranks, and --hybrid_shard_degree is 1")  # fmt: skip
+                        "background only %s", why)  # fmt: skip
         self._tree = smp_state.Tree(
             self._root, names, sharded=sharded, device=self.device, raw=self._saver.begin is not None
         )

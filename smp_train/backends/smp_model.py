@@ -19,9 +19,10 @@ from smp_train import losses, runtime
 from smp_train.arguments import checkpointing
 from smp_train.backends import smp_library
 from smp_train.backends.smp_fp8 import Fp8
+from smp_train.checkpoints.collective import alone
+from smp_train.checkpoints.pretrained import load_weights
 from smp_train.errors import ConfigError
 from smp_train.models import build
-from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.initialization import initialise
 from smp_train.parallel.spread import chosen
 
@@ -41,7 +42,8 @@ def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: 
             if weights is None:
                 initialise(model, seed)
             elif reads:
-                load_pretrained(model, weights)
+                with alone():
+                    load_weights(model, weights)
     if weights is not None:
         dist.barrier()
     return real

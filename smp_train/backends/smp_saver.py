@@ -36,7 +36,7 @@ def each_tree_once(told: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
     return True
 
 
-def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: bool) -> Saver:
+def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: bool, in_folders: bool = True) -> Saver:
     """Return how this rank saves and loads; collective.
 
     Args:
@@ -45,6 +45,8 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
         sharded: Whether parameters are cut over the ranks of its process group.
         transformed: Whether the model is SMP's own.
         parted: Whether ranks differ in more than which shard they hold: by tensor or expert rank.
+        in_folders: Whether all checkpoints are saved into folders. To S3 they go through our own writer: what SMP's
+            asynchronous saver puts there itself could be recorded in COMMITTED only by reading all of it again.
     """
     names = SMP_NAMES if transformed else HUGGING_FACE
     part = f"tp{state.tp_rank}_ep{state.ep_rank}" if parted else ""
@@ -67,6 +69,9 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
         if parted:
             raise ConfigError("SMP's replication ranks name no one writer of each shard: nothing can be saved")
         return Saver(names=names)  # so where the layout is torch's: --sharding_strategy hybrid_shard without a degree
+    if not in_folders and not parted:
+        logger.info("Checkpoints: torch's own saver, which --checkpoint_dir in S3 has a writer for")
+        return Saver(names=names)
     own = {"process_group": group, "coordinator_rank": min(ranks)}
     shared: dict[str, Any] = {
         "names": names, "part": part, "writes": first, "place": (ranks.index(dist.get_rank()), len(ranks)),
@@ -88,7 +93,8 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
     def ended(wait: bool) -> bool:
         return bool(queue.maybe_finalize_async_calls(blocking=wait, process_group=group))
 
+    # SMP's synchronous saver takes any writer.
+    later: dict[str, Any] = {"begin": begin, "ended": ended} if in_folders else {}
     return Saver(
-        **shared, save=partial(saving.save, **own), load=partial(loading.load, **own), begin=begin, ended=ended,
-        in_background=False,
-    )  # fmt: skip
+        **shared, save=partial(saving.save, **own), load=partial(loading.load, **own), in_background=False, **later
+    )

@@ -2,12 +2,13 @@
 
 One AdamW training loop on a model of matrices, whose parameters are sharded over all ranks. Per kind of save: the time
 that training stands still, and the time lost in all, which is the duration of the steps from asking for the save until
-it is committed, less what as many steps take without one.
+it is committed, less what as many steps take without one. Then the time and memory of loading, in fresh processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import resource
 import shutil
 import statistics
@@ -31,6 +32,7 @@ from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
 from smp_train.checkpoints.staging import leaves
 
 KINDS = ("synchronous DCP", "this package, async_sharded", "this package, sharded", "gathered, torch.save")
+LOADED = ("torch's dcp.load", "this package")
 
 
 @dataclass
@@ -103,6 +105,7 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(str(shared[0]))
     try:
         lines = measure(Bench(options.gigabytes, options.rows), folder, options.rounds)
+        lines += loading(folder, options)
     finally:
         dist.barrier()
         if ranks.is_main:
@@ -137,7 +140,7 @@ def measure(bench: Bench, folder: Path, rounds: int) -> list[str]:
             f"{kind:<30}{one.blocked:>10.3f}{one.lost:>9.3f}"
             f"{one.blocked / base.blocked:>17.3f}{one.lost / base.lost:>14.3f}"
         )
-    return [*lines, *loading(bench, folder)]
+    return lines
 
 
 def median(costs: list[Cost]) -> Cost:
@@ -191,17 +194,61 @@ def gathered_save(bench: Bench, managers: Managers, folder: Path, step: int) -> 
     return bench.cost(save, lambda: True)
 
 
-def loading(bench: Bench, folder: Path) -> list[str]:
-    """Return a line on loading what was saved, and the peak memory of this process."""
+def loading(folder: Path, options: argparse.Namespace) -> list[str]:
+    """Return a line for each way to load, each measured in processes of its own; collective.
+
+    Memory is that of rank 0: its model and optimizer before, and what loading took beyond them at its peak.
+    """
+    lines = [f"{'':<30}{'load s':>10}{'verify s':>10}{'holds GiB':>11}{'more GiB':>10}"]
+    for way in LOADED:
+        dist.barrier()
+        told = [free_store(folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(told)
+        with multiprocessing.get_context("spawn").Pool(1) as fresh:
+            place = (dist.get_rank(), dist.get_world_size(), str(told[0]))
+            seconds, verified, held, more = fresh.apply(load, (way, str(folder), options, place))
+        lines.append(f"{way:<30}{seconds:>10.2f}{verified:>10.2f}{held / 2**30:>11.2f}{more / 2**30:>10.2f}")
+    return lines
+
+
+def free_store(folder: Path) -> str:
+    """Return a file by which processes find each other."""
+    return tempfile.mktemp(dir=folder, prefix="store-")
+
+
+def load(
+    way: str, folder: str, options: argparse.Namespace, place: tuple[int, int, str]
+) -> tuple[float, float, float, float]:
+    """Load what was saved into a new model; return seconds, those of verifying, bytes held before, and more at peak."""
+    rank, world, store = place
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    state = Bench(options.gigabytes, options.rows).state()
+    dist.barrier()
+    held = most_resident(from_now=True)
     began = time.perf_counter()
-    found = find(folder / "s")
-    verified = time.perf_counter() - began
-    assert found is not None
-    found.load(bench.state())
+    verified = 0.0
+    if way == LOADED[0]:
+        dcp.load(state, checkpoint_id=max(Path(folder).glob("dcp-*"), key=lambda path: path.stat().st_mtime))
+    else:
+        found = find(f"{folder}/s")
+        verified = time.perf_counter() - began
+        assert found is not None
+        found.load(state)
     seconds = time.perf_counter() - began
-    # ru_maxrss counts kilobytes on Linux, bytes on macOS.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-    return [f"loading: {seconds:.2f} s, of which verifying {verified:.2f} s; peak memory of rank 0: {peak:.2f} GiB"]
+    more = most_resident() - held
+    dist.destroy_process_group()
+    return seconds, verified, held, more
+
+
+def most_resident(*, from_now: bool = False) -> float:
+    """Return the most bytes of memory that this process has had, on Linux since it was asked ``from_now``."""
+    if not sys.platform.startswith("linux"):
+        # Kilobytes elsewhere, bytes on macOS.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
+    if from_now:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def void(_: Any) -> None:

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         resolved = arguments.parse([*defaults(scratch), *flags])
         arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)
         device = runtime.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
-        run = train_lib.set_up(resolved, ranks, device)
+        run = train_lib.set_up(resolved, ranks, device, ExitStack())
         ours = our_steps(run)
         bare = bare_steps(run)
         ratios, seconds = [], []

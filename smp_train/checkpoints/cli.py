@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NoReturn
 
 from smp_train.checkpoints.finding import (
@@ -19,10 +18,12 @@ from smp_train.checkpoints.finding import (
     is_one_checkpoint,
     open_checkpoint,
 )
+from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.manager import CheckpointManager, Policy
-from smp_train.checkpoints.record import COMMITTED, parse_folder_name
-from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
+from smp_train.checkpoints.record import ABANDONED, COMMITTED, DAMAGED, folder_name, name_before, parse_folder_name
+from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.runtime.places import place
 
 ABANDONED_SECONDS = 3600.0
 """What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""
@@ -61,8 +62,11 @@ def parser() -> argparse.ArgumentParser:
     made = verb("import", "make a checkpoint of weights of any form", "see --pretrained_checkpoint_file", "folder")
     made.add_argument("--model", help="folder or name of the model; default: config.json beside the weights")
     made.add_argument("--step", type=int, help="step of the checkpoint; default: what the source says, else 0")
+    made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a checkpoint of that step")
     made = verb("prune", "delete all but the newest committed checkpoints", "folder of checkpoints")
     made.add_argument("--keep", type=int, required=True, help="how many of each model type to keep, at least 1")
+    made.add_argument("--damaged", type=int, choices=(0, 1), default=0, help="delete those set aside as damaged, too")
+    made.add_argument("--abandoned", type=int, choices=(0, 1), default=0, help="and those that a run went back before")
     made.add_argument("--dry_run", type=int, choices=(0, 1), default=0, help="only say what would be deleted")
     return found
 
@@ -80,16 +84,17 @@ def main(argv: Sequence[str]) -> int:
 def ls(options: argparse.Namespace) -> int:
     """Print one line per checkpoint, finished or not, oldest step first."""
     storage = _folder(options.source)
-    damaged = storage.damaged()
+    aside = {name: kind for kind in (ABANDONED, DAMAGED) for name in storage.aside(kind)}
     rows = []
     for name in storage.names():
         sizes = storage.sizes(name)
-        parsed = parse_folder_name(name.removesuffix(".damaged"))
-        committed = COMMITTED in sizes
+        before = name_before(name)
+        parsed = parse_folder_name(before)
+        committed = COMMITTED in sizes and name == before
         if parsed is None and not name.endswith((".staging", ".deleting", ".replaced")):
             continue
         state = "committed" if committed else "incomplete"
-        state = "damaged" if name in damaged and not committed else state
+        state = state if committed else aside.get(name, state)
         rows.append((parsed[1] if parsed else -1, name, state, in_bytes(sum(sizes.values())), len(sizes)))
     width = max((len(row[1]) for row in rows), default=0)
     for _, name, state, size, files in sorted(rows):
@@ -143,7 +148,7 @@ def verify(options: argparse.Namespace) -> int:
     damaged = []
     for name in names:
         try:
-            problems = open_checkpoint(os.path.join(storage.location, name)).verify()
+            problems = open_checkpoint(os.path.join(storage.location, name)).verify(on_progress=Bar(f"verify {name}"))
         except CheckpointError as error:
             problems = [str(error)]
         print(f"{name}: {'; '.join(problems) or 'intact'}")
@@ -159,7 +164,7 @@ def export_model(options: argparse.Namespace) -> int:
 
     found = newest(options.source)
     bar = Bar(f"export {os.path.basename(found.path)}")
-    out = export(
+    export(
         found,
         options.target,
         dtype=DTYPES.get(options.dtype),
@@ -168,47 +173,54 @@ def export_model(options: argparse.Namespace) -> int:
         replace=bool(options.overwrite),
         on_progress=bar,
     )
-    print(f"wrote step {found.step} of {found.path} to {out}")
+    print(f"wrote step {found.step} of {found.path} to {options.target}")
     return 0
 
 
 def convert(options: argparse.Namespace) -> int:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
     from smp_train.checkpoints import export
+    from smp_train.checkpoints.model_folder import put, writing
     from smp_train.models.hf_weights import NOT_WEIGHTS
     from smp_train.models.weight_files import WeightFiles
 
-    source = Path(options.source).expanduser()
+    source = place(options.source)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
-    if (source / COMMITTED).exists():
+    if (source / COMMITTED).is_file():
         open_checkpoint(source).check_names()
+        raise ConfigError(f"{source} is a checkpoint of this program: smp-train checkpoint export {source} FOLDER")
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")
-    out = export.free_folder(options.target, bool(options.overwrite))
+    if os.path.realpath(place_of(options.target)) == os.path.realpath(place_of(folder)):
+        raise ConfigError(f"{options.target} is where the weights are that are read; give another folder to write")
     with ExitStack() as stack:
+        # Opened first: what cannot be read is no reason to remove what is in the other folder.
         files = WeightFiles(source, stack)
         names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
         items = [export.stored_item(files, name, export.DTYPES.get(options.dtype)) for name in names]
-        export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
-    export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            (out / name).write_bytes((folder / name).read_bytes())
-    print(f"wrote {len(names)} tensors of {source} to {out}")
+        with writing(options.target, bool(options.overwrite)) as out:
+            export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
+            export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
+            for name in ("generation_config.json", "config.json"):
+                if (folder / name).is_file():
+                    put(out, name, (folder / name).read_bytes())
+    print(f"wrote {len(names)} tensors of {source} to {options.target}")
     return 0
 
 
 def import_weights(options: argparse.Namespace) -> int:
     """Make a committed checkpoint, without optimizer state, of weights of any form; holds the model in memory."""
     from smp_train.checkpoints.dcp import DCP_METADATA, plain_values
-    from smp_train.checkpoints.pretrained import load_weights
+    from smp_train.checkpoints.pretrained import load_weights, open_tree
     from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
     from smp_train.models.resolve import resolve
 
-    source = Path(options.source).expanduser()
+    source = place(options.source)
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
     spec = resolve(
         argparse.Namespace(
             finetune=True, pretrained_model_name=options.model, pretrained_checkpoint_file=str(source),
@@ -217,16 +229,32 @@ def import_weights(options: argparse.Namespace) -> int:
     )  # fmt: skip
     told: dict[str, Any] = {}
     if (source / DCP_METADATA).is_file():
-        told = plain_values(open_storage(source.parent).reader(source.name))
+        told = plain_values(open_tree(source))
     step = options.step if options.step is not None else int(told.get("total_steps", told.get("step", 0)))
-    model = build_meta(spec)
-    materialise(model, "cpu")
-    load_weights(model, str(source))
     manager = CheckpointManager([Policy(options.target, 0, 0)], model_type=spec.model_type)
-    meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}}
-    for path in manager.save(step, gather_state(model), meta, force=True):
-        print(f"wrote {path}; start from it with --finetune 1 --pretrained_checkpoint_file {path}")
+    manager.lock(advice="give another folder, or wait until that job has ended")
+    try:
+        if not options.overwrite:
+            _refuse_committed(open_storage(options.target), folder_name(spec.model_type, step))
+        model = build_meta(spec)
+        materialise(model, "cpu")
+        load_weights(model, str(source), Bar(f"read {source.name}"))
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        print(f"writing {in_bytes(size)} to {options.target}", file=sys.stderr)
+        meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}}
+        for path in manager.save(step, gather_state(model), meta, force=True):
+            print(f"wrote {path}; start from it with --finetune 1 --pretrained_checkpoint_file {path}")
+    finally:
+        manager.close()
     return 0
+
+
+def _refuse_committed(storage: Storage, name: str) -> None:
+    if storage.has(name, COMMITTED) or name in interrupted(storage):
+        raise ConfigError(
+            f"{os.path.join(storage.location, name)} is a committed checkpoint; give another --step or folder, or "
+            "replace it with --overwrite 1"
+        )
 
 
 def prune(options: argparse.Namespace) -> int:
@@ -234,9 +262,35 @@ def prune(options: argparse.Namespace) -> int:
     if options.keep < 1:
         raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
     storage = _folder(options.source)
-    if not options.dry_run:
-        for done in storage.sweep(ABANDONED_SECONDS):
-            print(done)
+    lock = None if options.dry_run else _lock_or_say(storage)
+    try:
+        if lock is not None:
+            for done in storage.sweep(ABANDONED_SECONDS):
+                print(done)
+        _delete_old(storage, options)
+        for kind in [kind for kind in (DAMAGED, ABANDONED) if getattr(options, kind)]:
+            for name in storage.aside(kind):
+                if not options.dry_run:
+                    storage.drop_aside(name, kind)
+                print(f"{'would delete' if options.dry_run else 'deleted'} {name}, which is {kind}")
+    finally:
+        if lock is not None:
+            lock.release()
+    return 0
+
+
+def _lock_or_say(storage: Storage) -> Lock | None:
+    """Return the lock of the folder; None, and a line, where a job is writing to it."""
+    lock = Lock(storage, advice="what interrupted saves left there stays")
+    try:
+        lock.acquire()
+    except CheckpointError as held:
+        print(held)
+        return None
+    return lock
+
+
+def _delete_old(storage: Storage, options: argparse.Namespace) -> None:
     kept: dict[str, int] = {}
     for name in committed_names(storage, None):
         parsed = parse_folder_name(name)
@@ -247,7 +301,6 @@ def prune(options: argparse.Namespace) -> int:
             if not options.dry_run:
                 storage.delete(name)
             print(f"{'would delete' if options.dry_run else 'deleted'} {name}")
-    return 0
 
 
 def newest(location: str) -> Checkpoint:

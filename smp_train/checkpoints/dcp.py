@@ -52,7 +52,10 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """A DCP reader whose metadata is read ahead, so that a failure to read it has one clear message."""
+    """A DCP reader whose metadata is read ahead, so that a failure to read it has one clear message.
+
+    It is read once: with many ranks it is large, and slow to take apart.
+    """
 
     def preload(self) -> None:
         """Read the metadata. Raises `CheckpointError`."""
@@ -316,7 +319,6 @@ def load_alone(state: dict[str, Any], *, storage_reader: StorageReader, planner:
 
 def saved_entries(reader: Reader) -> Mapping[str, Any]:
     """Return the metadata of every entry of a checkpoint by its flat name. Raises `CheckpointError`. Not collective."""
-    reader.preload()
     entries: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     return entries
 

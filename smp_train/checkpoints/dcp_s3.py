@@ -23,6 +23,7 @@ from smp_train.checkpoints.collective import here, one_line
 from smp_train.checkpoints.dcp import DCP_METADATA, LocalReader, Writer
 from smp_train.checkpoints.record import Checksum, FileRecord
 from smp_train.errors import CheckpointError
+from smp_train.runtime import s3_folder
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.storage_s3 import S3Storage
@@ -92,7 +93,7 @@ class Pipe:
 
 def part_bytes(expected_bytes: int) -> int:
     """Return the size of the parts in which an object of about ``expected_bytes`` goes up."""
-    return max(storage_s3.PART_BYTES, -(-expected_bytes // storage_s3.MOST_PARTS))
+    return max(s3_folder.PART_BYTES, -(-expected_bytes // storage_s3.MOST_PARTS))
 
 
 class Upload(io.RawIOBase):
@@ -113,7 +114,7 @@ class Upload(io.RawIOBase):
         config = TransferConfig(
             multipart_threshold=self._part_bytes,
             multipart_chunksize=self._part_bytes,
-            max_concurrency=storage_s3.AT_ONCE,
+            max_concurrency=s3_folder.AT_ONCE,
             preferred_transfer_client="classic",
         )
         try:
@@ -288,7 +289,7 @@ class S3Reader(LocalReader):
 
     def _whole(self, spans: list[tuple[str, int, int]]) -> Iterator[bytes]:
         """Yield each (file, start, length), which may be larger than one request is to bring."""
-        part = storage_s3.PART_BYTES
+        part = s3_folder.PART_BYTES
         pieces = self._storage.ranges(
             (str(self.path), file, start + done, min(part, length - done))
             for file, start, length in spans

@@ -5,28 +5,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.finding import Checkpoint
+from smp_train.checkpoints.model_folder import ModelFolder, put, put_made, writing
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.resolve import config_of
-from smp_train.models.weight_files import INDEXES, WeightFiles, weight_files
+from smp_train.models.streamed import FORMAT_DTYPES
+from smp_train.models.weight_files import INDEXES, WeightFiles
+from smp_train.runtime.places import Place, on_this_machine, place
 
 SHARD_BYTES = 5_000_000_000
 MODEL = "model."
+GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Names of the safetensors format.
-FORMAT_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,25 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     tokenizer: str | None = None,
+    like: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Path:
-    """Write the model of ``checkpoint`` to ``folder`` as Hugging Face has it; return the folder. No collective.
+) -> None:
+    """Write the model of ``checkpoint`` to ``folder``, also in S3, as Hugging Face has it. No collective.
 
     Names and layout are those that the installed transformers would save: safetensors in files of about
     ``shard_bytes``, with an index where there are several; config.json, generation_config.json, and the files of
     ``tokenizer`` (a folder or a name) where given. ``dtype`` is that of the checkpoint unless given. Host memory: one
     parameter and what it is converted to. config.json is written last: without it the folder opens nowhere.
 
+    ``like`` is where the weights were once read: a generation_config.json beside them is taken over.
+
     ``on_progress`` is called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model
-    already, which ``replace`` removes; `CheckpointError` where the checkpoint does not hold a whole model.
+    already, which ``replace`` removes once this one is whole; `CheckpointError` where the checkpoint does not hold a
+    whole model.
     """
     checkpoint.check_names()
-    out = free_folder(folder, replace)
     try:
         config = config_of(checkpoint.meta["model_config"])
     except KeyError as error:
@@ -86,9 +89,9 @@ def export(
     reader = checkpoint.reader()
     plain = _plain_model(config)
     items = _items_of_model(plain, reader, dtype, checkpoint.path)
-    write_weights(out, items, shard_bytes, on_progress)
-    _describe(out, plain, config, items, tokenizer)
-    return out
+    with writing(folder, replace) as out:
+        write_weights(out, items, shard_bytes, on_progress)
+        _describe(out, plain, config, items, tokenizer, like)
 
 
 def export_weights(
@@ -97,11 +100,11 @@ def export_weights(
     folder: str | os.PathLike[str],
     *,
     tokenizer: str | None = None,
+    like: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
-) -> Path:
+) -> None:
     """Write a whole model that is in host memory, under Hugging Face names, as `export` does. No collective."""
-    out = free_folder(folder, replace)
     config.use_cache = True  # Switched off for training.
     plain = _plain_model(config)
     lacking = [name for name in _needed(plain) if name not in weights]
@@ -112,34 +115,27 @@ def export_weights(
         found = _hub_tensors(plain, {name: weights[name]})
         stored = tuple(Stored(hub, tuple(value.shape), value.dtype) for hub, value in found.items())
         items.append(Item(stored, partial(dict, found)))
-    write_weights(out, items, shard_bytes)
-    _describe(out, plain, config, items, tokenizer)
-    return out
+    with writing(folder, replace) as out:
+        write_weights(out, items, shard_bytes)
+        _describe(out, plain, config, items, tokenizer, like)
 
 
-def _describe(out: Path, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None) -> None:
+def _describe(
+    out: ModelFolder, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None, like: str | None
+) -> None:
     """Write what stands beside the weights, config.json last."""
     config.architectures = [type(plain).__name__]
     dtypes = {stored.dtype for item in items for stored in item.stored if stored.dtype.is_floating_point}
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", max(dtypes, key=lambda d: d.itemsize))
     write_tokenizer(tokenizer, out)
-    write_config(config, out)
+    from transformers import GenerationConfig
 
-
-def free_folder(folder: str | os.PathLike[str], replace: bool = False) -> Path:
-    """Return the folder, made where needed, with no model in it."""
-    out = Path(folder).expanduser()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        there = [path for path in (out / "config.json", *(out / name for name in INDEXES)) if path.exists()]
-        there += weight_files(out)
-        if there and not replace:
-            raise ConfigError(f"{out} holds a model already; give another folder, or remove it")
-        for path in there:
-            path.unlink()
-    except OSError as error:
-        raise CheckpointError(f"cannot write to {out}: {error.strerror}; give another folder") from None
-    return out
+    generation = None if like is None else _folder_of(like) / GENERATION
+    if generation is not None and generation.is_file():
+        put(out, GENERATION, generation.read_bytes())
+    else:
+        put_made(out, GenerationConfig.from_model_config(config).save_pretrained)
+    put_made(out, config.save_pretrained)
 
 
 def _plain_model(config: Any) -> Any:
@@ -205,7 +201,7 @@ def stored_item(files: WeightFiles, name: str, dtype: torch.dtype | None) -> Ite
 
 
 def write_weights(
-    out: Path,
+    out: ModelFolder,
     items: Iterable[Item],
     shard_bytes: int = SHARD_BYTES,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -217,20 +213,14 @@ def write_weights(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        scratch = out / f".{name}.partial"
-        try:
-            for written in _write_safetensors(scratch, shard):
+        with out.stream(name, sum(item.nbytes for item in shard)) as file:
+            for written in _write_safetensors(file, shard):
                 done += written
                 on_progress(done, total)
-            scratch.rename(out / name)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {out / name}: {error.strerror or error}") from None
-        finally:
-            scratch.unlink(missing_ok=True)
         weight_map |= {stored.name: name for item in shard for stored in item.stored}
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (out / INDEXES[0]).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        put(out, INDEXES[0], (json.dumps(index, indent=2) + "\n").encode())
 
 
 def _shards(items: Iterable[Item], shard_bytes: int) -> list[list[Item]]:
@@ -243,7 +233,7 @@ def _shards(items: Iterable[Item], shard_bytes: int) -> list[list[Item]]:
     return [sorted(shard, key=lambda item: -item.stored[0].dtype.itemsize) for shard in shards]
 
 
-def _write_safetensors(path: Path, items: list[Item]) -> Iterator[int]:
+def _write_safetensors(file: BinaryIO, items: list[Item]) -> Iterator[int]:
     """Write one file of the safetensors format; yield the bytes of each item once written.
 
     The format (https://github.com/huggingface/safetensors#format): the header's length in 8 bytes, little endian; the
@@ -255,51 +245,59 @@ def _write_safetensors(path: Path, items: list[Item]) -> Iterator[int]:
     for item in items:
         for stored in item.stored:
             header[stored.name] = {
-                "dtype": FORMAT_DTYPES[stored.dtype],
+                "dtype": NAMES[stored.dtype],
                 "shape": list(stored.shape),
                 "data_offsets": [offset, offset + stored.nbytes],
             }
             offset += stored.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for item in items:
-            values = item.read()
-            for stored in item.stored:
-                value = values[stored.name].detach().contiguous()
-                if tuple(value.shape) != stored.shape or value.dtype != stored.dtype:
-                    raise CheckpointError(f"{stored.name} is {list(value.shape)}, {list(stored.shape)} was announced")
-                stream.write(value.reshape(-1).view(torch.uint8).numpy().data)
-            yield item.nbytes
-        stream.flush()
-        os.fsync(stream.fileno())
+    file.write(len(text).to_bytes(8, "little") + text)
+    for item in items:
+        values = item.read()
+        for stored in item.stored:
+            value = values[stored.name].detach().contiguous()
+            if tuple(value.shape) != stored.shape or value.dtype != stored.dtype:
+                raise CheckpointError(f"{stored.name} is {list(value.shape)}, {list(stored.shape)} was announced")
+            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+        yield item.nbytes
 
 
-def write_tokenizer(tokenizer: str | None, out: Path) -> None:
+def write_tokenizer(tokenizer: str | None, out: ModelFolder) -> None:
     """Write a tokenizer's files, those of a folder or of a name. Raises `ConfigError` where it cannot be read."""
-    if tokenizer is None:
-        return
+    if tokenizer is not None:
+        with _opened(tokenizer) as found:
+            put_made(out, found.save_pretrained)
+
+
+def check_tokenizer(tokenizer: str | None) -> None:
+    """Raise `ConfigError` where `write_tokenizer` would."""
+    if tokenizer is not None:
+        with _opened(tokenizer):
+            pass
+
+
+@contextmanager
+def _opened(tokenizer: str) -> Iterator[Any]:
     from transformers import AutoTokenizer
 
-    try:
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(str(out))
-    except Exception as failure:  # whatever a folder or the hub may give
-        first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-        raise ConfigError(f"tokenizer {tokenizer} cannot be read: {first}") from failure
+    with on_this_machine(tokenizer) as folder:  # until it is saved: some tokenizers copy their files
+        try:
+            found = AutoTokenizer.from_pretrained(folder)
+        except Exception as failure:  # whatever a folder or the hub may give
+            first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+            raise ConfigError(f"tokenizer {tokenizer} cannot be read: {first}") from failure
+        yield found
 
 
 def tokenizer_beside(weights: str | None) -> str | None:
     """Return the folder of ``weights`` where a tokenizer lies beside them, to go with what is made of them."""
     if weights is None:
         return None
-    folder = Path(weights) if Path(weights).is_dir() else Path(weights).parent
+    folder = _folder_of(weights)
     return str(folder) if (folder / "tokenizer_config.json").is_file() else None
 
 
-def write_config(config: Any, out: Path) -> None:
-    """Write generation_config.json, then config.json."""
-    from transformers import GenerationConfig
-
-    GenerationConfig.from_model_config(config).save_pretrained(str(out))
-    config.save_pretrained(str(out))
+def _folder_of(weights: str) -> Place:
+    there = place(weights)
+    return there if there.is_dir() else there.parent

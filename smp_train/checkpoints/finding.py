@@ -7,13 +7,14 @@ import json
 import logging
 import os
 import posixpath
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
-from smp_train.checkpoints.record import COMMITTED, META, Committed, parse_folder_name
+from smp_train.checkpoints.record import COMMITTED, META, Committed, name_before, parse_folder_name
 from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TORCHS = Saver()
+
 
 class Damaged(CheckpointError):
     """A committed checkpoint whose files are not those that were committed."""
@@ -83,15 +85,21 @@ class Checkpoint:
     def _folder(self) -> str:
         return posixpath.join(self._name, self.committed.root)
 
-    def verify(self, rank: int = 0, world: int = 1) -> list[str]:
+    def verify(
+        self, rank: int = 0, world: int = 1, on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[str]:
         """Recompute the checksums of this rank's share of the files; one line per difference. No collective.
 
-        Raises `CheckpointError` where a file cannot be read for a reason that says nothing about its
-        contents.
+        ``on_progress`` is called with the bytes done and in all. Raises `CheckpointError` where a file cannot be read
+        for a reason that says nothing about its contents.
         """
         problems = []
         largest_first = sorted(self.committed.files.items(), key=lambda item: (-item[1].size, item[0]))
-        for name, record in largest_first[rank::world]:
+        share, done = largest_first[rank::world], 0
+        total = sum(record.size for _, record in share)
+        for name, record in share:
+            on_progress(done, total)
+            done += record.size
             try:
                 found = self._storage.checksum(self._folder, name)
             except OSError as error:
@@ -104,6 +112,7 @@ class Checkpoint:
                 continue
             if found != record:
                 problems.append(f"{name} has CRC-32 {found.crc32}, {record.crc32} was written")
+        on_progress(total, total)
         return problems
 
 
@@ -186,7 +195,7 @@ def _candidates(place: str, missing_ok: bool, model_type: str | None) -> tuple[s
     storage = open_storage(place)
     names = committed_names(storage, model_type)
     if not names:
-        damaged = storage.damaged()
+        damaged = storage.aside()
         if damaged:
             raise CheckpointError(
                 f"{place} holds only damaged checkpoints ({damaged[-1]}); "
@@ -215,7 +224,7 @@ def is_one_checkpoint(place: str, other_programs: bool = True) -> bool:
         return False
     if not is_s3(place) and any(Path(place).glob("*.distcp")):
         return True
-    named_so = parse_folder_name(name.removesuffix(".damaged")) is not None
+    named_so = parse_folder_name(name_before(name)) is not None
     return named_so and not any(parse_folder_name(name) for name in open_storage(place).names())
 
 

@@ -29,6 +29,7 @@ BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 """A lock of another machine that has not been stamped for so long belongs to nobody any more."""
 POLL_SECONDS = 1.0
+ADVICE = "give another --checkpoint_dir, or stop that job, or force it with --break_checkpoint_lock 1"
 JOBS = {"SLURM_JOB_ID": "Slurm job", "TRAINING_JOB_NAME": "training job", "PBS_JOBID": "PBS job"}
 
 
@@ -99,8 +100,9 @@ def _began(pid: int) -> str:
 class Lock:
     """The lock of one folder; held from `acquire` until `release`, or until the process ends."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, advice: str = ADVICE) -> None:
+        """``advice`` says what to do where another job holds it."""
+        self._storage, self._advice = storage, advice
         self._mine = Holder.this_process()
         self._ended = threading.Event()
 
@@ -125,8 +127,8 @@ class Lock:
                 continue
             if alive or (before is not None and age < before):  # stamped since
                 raise CheckpointError(
-                    f"checkpoint folder {self._storage.location} is in use by {holder or 'an unknown job'}; give "
-                    "another --checkpoint_dir, or stop that job, or force it with --break_checkpoint_lock 1"
+                    f"checkpoint folder {self._storage.location} is in use by {holder or 'an unknown job'}; "
+                    f"{self._advice}"
                 )
             if not told:
                 logger.warning(

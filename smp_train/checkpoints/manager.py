@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from smp_train import runtime
 from smp_train.checkpoints.collective import alone, exchange, here, on_group, on_main, rank
-from smp_train.checkpoints.finding import TORCHS, committed_names
-from smp_train.checkpoints.lock import Lock
+from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_names
+from smp_train.checkpoints.lock import ADVICE, Lock
 from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
 from smp_train.checkpoints.record import (
+    ABANDONED,
     META,
     Committed,
     FileRecord,
@@ -28,7 +29,7 @@ from smp_train.checkpoints.record import (
     parse_folder_name,
 )
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
-from smp_train.checkpoints.storage import LocalStorage, Storage, open_storage, wait_for
+from smp_train.checkpoints.storage import LocalStorage, Storage, open_storage, parent_of, wait_for
 from smp_train.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class CheckpointManager:
         self._saved: list[Saved] = []
         self._started = time.monotonic()
         self._swept: set[str] = set()
+        self._back_to: int | None = None
         self._rules: dict[str, list[Policy]] = {}
         self._storages: dict[str, Storage] = {}
         self._locks: dict[str, Lock] = {}
@@ -225,21 +227,29 @@ class CheckpointManager:
                     with contextlib.suppress(OSError, CheckpointError):
                         storage.delete(probe)
 
-    def lock(self, *, force: bool = False) -> None:
+    def lock(self, *, force: bool = False, advice: str = ADVICE) -> None:
         """Keep other jobs from writing to the folders until `close`; collective.
 
-        Raises `CheckpointError` on every rank where another job holds one, unless ``force`` takes it away; that job
-        then commits nothing any more.
+        Raises `CheckpointError` on every rank where another job holds one, with ``advice``, unless ``force`` takes it
+        away; that job then commits nothing any more.
         """
 
         def acquire() -> None:
             for place, storage in self._storages.items():
                 if rank() == 0 or place in self._node_local:
-                    lock = Lock(storage)
+                    lock = Lock(storage, advice)
                     lock.acquire(force=force)
                     self._locks[place] = lock
 
         exchange("cannot start", acquire)
+
+    def go_back(self, to: Checkpoint) -> None:
+        """Let checkpoints of later steps no longer count from the first save on, if ``to`` is in one of the folders.
+
+        Otherwise the next start would go on from what this one has left. They are renamed to ``*.abandoned``.
+        """
+        if parent_of(to.path)[0] in self._storages:
+            self._back_to = to.step
 
     def save(
         self,
@@ -278,8 +288,7 @@ class CheckpointManager:
         def write(state: dict[str, Any]) -> list[Saved]:
             return [self._save_to(place, state, meta, began, saver) for place in due]
 
-        if self.asynchronous and saver.in_background and self._has_room(state):
-            self._begin(state, write)
+        if self.asynchronous and saver.in_background and self._has_room(state) and self._begin(state, write):
             return []
         saved = write(state)
         self._saved += saved
@@ -321,7 +330,8 @@ class CheckpointManager:
 
     def _has_room(self, state: dict[str, Any]) -> bool:
         """Return whether every host can hold a copy of what its ranks hold. Collective, the first time."""
-        from smp_train.checkpoints.staging import MEMORY_SHARE, Stager, free_host_bytes, local_bytes
+        from smp_train.checkpoints.host_memory import free_host_bytes
+        from smp_train.checkpoints.staging import MEMORY_SHARE, Stager, local_bytes
 
         if self._stager is not None:
             return True
@@ -340,7 +350,8 @@ class CheckpointManager:
         self._stager = Stager()
         return True
 
-    def _begin(self, state: dict[str, Any], write: Callable[[dict[str, Any]], list[Saved]]) -> None:
+    def _begin(self, state: dict[str, Any], write: Callable[[dict[str, Any]], list[Saved]]) -> bool:
+        """Copy the state and begin to write it; return False, on all ranks, where any has no memory for it."""
         import torch.distributed as dist
 
         from smp_train.checkpoints.staging import Background
@@ -348,27 +359,46 @@ class CheckpointManager:
         assert self._stager is not None
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-        copy, complete = self._stager.begin(state)
+        begun: list[tuple[dict[str, Any], Callable[[], None]]] = []
+        try:
+            exchange("cannot copy the state to host memory", lambda: begun.append(self._begun(state)))
+        except CheckpointError as failure:
+            logger.warning("%s: saves are synchronous", failure)
+            self.asynchronous, self._stager = False, None
+            return False
+        copy, complete = begun[0]
 
-        def in_background() -> list[Saved]:
+        def in_background(failure: Exception | None) -> list[Saved]:
             with on_group(self._group):
+                exchange("cannot copy the state to host memory", lambda: _unless(failure, None))
                 return write(copy)
 
         self._pending = Background(complete, in_background)
+        return True
+
+    def _begun(self, state: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+        assert self._stager is not None
+        return self._stager.begin(state)
 
     def _save_to(
         self, place: str, state: dict[str, Any], meta: dict[str, Any], began: float, saver: Saver
     ) -> Saved:
-        """Write and commit into one place; collective."""
+        """Write and commit into one place, then delete what that replaces; collective."""
         if place not in self._node_local:
-            return self._save_alike(place, state, meta, began, saver)
+            durable = self._save_alike(place, state, meta, began, saver)
+            self._retain(place, durable.step)
+            return durable
         mine = {**meta, META_KEY: layout(self._durable, meta.get("mesh"))}
 
         def save_mine() -> Saved:
             with alone():
                 return self._save_alike(place, local_part(state), mine, began, saver)
 
-        return exchange("cannot save", save_mine)[rank()]
+        # Every rank has committed its part before any deletes an older one: there is always a step that all have.
+        saved = exchange("cannot save", save_mine)[rank()]
+        with alone():
+            self._retain(place, saved.step)
+        return saved
 
     def _save_alike(
         self, place: str, state: dict[str, Any], meta: dict[str, Any], began: float, saver: Saver
@@ -401,7 +431,9 @@ class CheckpointManager:
             with attempt.cleared_on_failure():
                 listed = exchange(attempt.what, lambda: _unless(failure, saver.listed(storage, staged)))
                 files = dict(each for each in listed if each is not None).get(saver.part, [])
-                return [self._commit(attempt, lambda: saver.written(storage, staged, files), meta, began)]
+                saved = self._commit(attempt, lambda: saver.written(storage, staged, files), meta, began)
+            self._retain(place, saved.step)
+            return [saved]
 
         with attempt.cleared_on_failure():
             exchange(attempt.what, lambda: saver.prepare(storage, staged))
@@ -422,7 +454,7 @@ class CheckpointManager:
     def _commit(
         self, attempt: Attempt, records: Callable[[], dict[str, FileRecord]], meta: dict[str, Any], began: float
     ) -> Saved:
-        """Make what the ranks have written a checkpoint, and delete what it replaces; collective."""
+        """Make what the ranks have written a checkpoint; collective."""
         storage, staged, step = attempt.storage, attempt.staged, meta["step"]
         shares = exchange(attempt.what, lambda: (here(""), records()))
 
@@ -438,8 +470,6 @@ class CheckpointManager:
             storage.publish(staged, attempt.name, committed)
 
         on_main(attempt.what, commit)
-        if rank() == 0:
-            self._retain(storage, self._rules[storage.location], step)
         seconds, durable = time.monotonic() - began, storage.location not in self._node_local
         return Saved(step, os.path.join(storage.location, attempt.name), seconds, durable)
 
@@ -453,10 +483,25 @@ class CheckpointManager:
                     logger.info("checkpoint folder %s: %s", storage.location, done)
             except (OSError, CheckpointError) as error:
                 logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)
+            if self._back_to is not None:
+                self._set_later_aside(storage, self._back_to)
         return storage.stage(name)
 
-    def _retain(self, storage: Storage, rules: Sequence[Policy], step: int) -> None:
-        """Delete what no rule keeps. A failure costs disk space, not the run: it is a warning."""
+    def _set_later_aside(self, storage: Storage, step: int) -> None:
+        for name in committed_names(storage, self.model_type):
+            parsed = parse_folder_name(name)
+            if parsed is not None and parsed[1] > step:
+                aside = storage.set_aside(name, ABANDONED)
+                logger.warning(
+                    "%s is of a later step than %d, to which this run went back: kept as %s",
+                    os.path.join(storage.location, name), step, aside,
+                )  # fmt: skip
+
+    def _retain(self, place: str, step: int) -> None:
+        """Delete, on rank 0, what no rule keeps. A failure costs disk space, not the run: it is a warning."""
+        if rank() != 0:
+            return
+        storage, rules = self._storages[place], self._rules[place]
         try:
             self.on_stage("retain")
             names = {}

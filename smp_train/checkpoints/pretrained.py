@@ -2,54 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from smp_train import runtime
-from smp_train.checkpoints.dcp import DCP_METADATA, load_state, saved_entries
+from smp_train.checkpoints.collective import exchange, on_main
+from smp_train.checkpoints.dcp import DCP_METADATA, Reader, load_state, saved_entries
 from smp_train.checkpoints.finding import find, is_checkpoint_folder
 from smp_train.checkpoints.state import canonical_name, gather_state
-from smp_train.checkpoints.storage import open_storage
+from smp_train.checkpoints.storage import open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import NOT_WEIGHTS, load_pretrained
+from smp_train.runtime.places import Place, place
 
 # What programs call the model in the tree they save; ours is first.
 PREFIXES = ("model.", "", "state_dict.", "app.model.", "module.")
 
 
-def load_weights(model: nn.Module, location: str) -> None:
+def load_weights(
+    model: nn.Module, location: str, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> None:
     """Fill a materialised model with the weights at ``location``, each rank reading its own part. Collective.
 
     ``location`` is a Hugging Face folder or a weight file (see `load_pretrained`), a checkpoint of ours or a folder
-    of them (the newest intact one), or a folder that `torch.distributed.checkpoint` wrote. Optimizer state that lies
-    beside the weights is not read. Raises `CheckpointError` on every rank when any rank failed.
+    of them (the newest committed one, which must be intact), or a folder that `torch.distributed.checkpoint` wrote, all
+    also in S3. Optimizer state that lies beside the weights is not read. ``on_progress`` is called with the bytes done
+    and in all, where they are weight files. Raises `CheckpointError` on every rank when any rank failed.
     """
-    path = Path(location).expanduser()
-    if is_checkpoint_folder(path):
+    path = place(location)
+    what = f"cannot read weights from {path}"
+    kind = on_main(what, lambda: _kind(path))
+    if kind == "ours":
         found = find(path, strict=True)
         if found is None:
             raise CheckpointError(f"{path} holds no committed checkpoint to start from")
         found.load({"model": gather_state(model)["model"]})
-    elif (path / DCP_METADATA).is_file():
-        _load_foreign(model, path)
+    elif kind == "foreign":
+        _load_foreign(model, str(path))
     else:
-        with runtime.together(f"reading weights from {path}"):
-            load_pretrained(model, path)
+        exchange(what, lambda: load_pretrained(model, path, on_progress))
 
 
-def _load_foreign(model: nn.Module, path: Path) -> None:
+def _kind(path: Place) -> str:
+    if is_checkpoint_folder(path):
+        return "ours"
+    return "foreign" if (path / DCP_METADATA).is_file() else "files"
+
+
+def _load_foreign(model: nn.Module, path: str) -> None:
     """Fill the model from a DCP tree of another program, whatever it calls the model there. Collective."""
     tensors = gather_state(model)["model"]
-    with runtime.together(f"reading {path}"):
-        saved = saved_entries(open_storage(path.parent).reader(path.name))
-        prefix = prefix_of_model(saved, tensors, str(path))
+    saved: dict[str, Any] = {}
+    exchange(f"cannot read {path}", lambda: saved.update(saved_entries(open_tree(path))))
+    prefix = prefix_of_model(saved, tensors, path)
     # Others store a tied weight under each of its names, and buffers that are computed.
     known = {prefix + canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     ignored = {key for key in saved if key in known or NOT_WEIGHTS.search(key)}
-    load_state(_nested(tensors, prefix), open_storage(path.parent).reader(path.name), str(path), ignored)
+    load_state(_nested(tensors, prefix), open_tree(path), path, ignored)
+
+
+def open_tree(location: str | os.PathLike[str]) -> Reader:
+    """Return the reader of another program's tree."""
+    folder, name = parent_of(place_of(location))
+    return open_storage(folder).reader(name)
 
 
 def _nested(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -26,6 +26,9 @@ FORMAT = 1
 CHUNK_BYTES = 4 << 20
 
 _FOLDER = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps")
+DAMAGED, ABANDONED = "damaged", "abandoned"
+"""Why a checkpoint was set aside: its files are not those written, or a run went back to before it."""
+_ASIDE = re.compile(rf"\.({DAMAGED}|{ABANDONED})(-\d+)?$")
 
 
 def folder_name(model_type: str, step: int) -> str:
@@ -39,6 +42,11 @@ def parse_folder_name(name: str) -> tuple[str, int] | None:
     if match is None or name.startswith("."):
         return None
     return match["model_type"], int(match["step"])
+
+
+def name_before(name: str) -> str:
+    """Return what a checkpoint was called before it was set aside; ``name`` itself where it was not."""
+    return _ASIDE.sub("", name)
 
 
 class FileRecord(NamedTuple):

@@ -92,25 +92,22 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def local_bytes(state: dict[str, Any]) -> int:
-    """Return the size of this rank's part of the tensors."""
+    """Return the size of the host buffers for this rank's part of the tensors."""
     local = [value.to_local() if isinstance(value, DTensor) else value for _, value in leaves(state)]
-    return sum(value.numel() * value.element_size() for value in local if isinstance(value, Tensor))
+    return sum(_buffer_bytes(value) for value in local if isinstance(value, Tensor))
 
 
-def free_host_bytes() -> int | None:
-    """Return the host memory that is free or can be freed, None where the system does not tell."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
+def _buffer_bytes(source: Tensor) -> int:
+    size = source.numel() * source.element_size()
+    # torch's allocator of pinned memory gives blocks of a power of two.
+    return 1 << (size - 1).bit_length() if size and source.is_cuda else size
 
 
 class Background:
     """Completes a copy, then writes it, in a thread of its own; a failure is kept until it is asked for."""
 
-    def __init__(self, complete: Callable[[], None], write: Callable[[], Any]) -> None:
-        """Begin at once."""
+    def __init__(self, complete: Callable[[], None], write: Callable[[Exception | None], Any]) -> None:
+        """Begin at once. ``write`` is given what went wrong with the copy, for other ranks to learn of it."""
         self._complete, self._write = complete, write
         self._staged = threading.Event()
         self._failure: BaseException | None = None
@@ -124,11 +121,14 @@ class Background:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
+            failure = None
             try:
                 self._complete()
+            except Exception as error:
+                failure = error
             finally:
                 self._staged.set()
-            self._result = self._write()
+            self._result = self._write(failure)
         except BaseException as failure:
             self._failure = failure
 

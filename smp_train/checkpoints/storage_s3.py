@@ -7,114 +7,44 @@ same step is replaced at once, and what a writer uploads that its own job has gi
 
 from __future__ import annotations
 
-import os
 import posixpath
 import re
 import socket
-import time
 import uuid
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from smp_train.checkpoints.record import COMMITTED, Committed, FileRecord, checksum_of, parse_folder_name
+from smp_train.checkpoints.record import COMMITTED, DAMAGED, Committed, FileRecord, checksum_of, parse_folder_name
 from smp_train.errors import CheckpointError
-from smp_train.runtime import s3
+from smp_train.runtime import s3, s3_folder
+from smp_train.runtime.s3_folder import S3Folder
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp import Reader, Writer
 
-AT_ONCE = 8
-"""Requests in flight per rank: one connection of S3 brings some 80 MB/s."""
-PART_BYTES = 16 << 20
-"""Bytes of one request, up or down. A rank holds some twenty of them at most."""
 MOST_PARTS = 9000
 """S3 takes 10,000 parts of one object."""
-ATTEMPTS = 8
-"""Tries per request, over a minute or two; S3 asks for patience (503) where many writers begin at once."""
 IN_FLIGHT_SECONDS = 60.0
 """The last request of a process that was killed, which may be its COMMITTED, may still be on its way for so long."""
 STAMPED_TO_SECONDS = 2.0
 """S3 tells times to the second."""
-WAIT_SECONDS = 0.2
-"""Before the second try of a read that broke off; doubled before each further one."""
-READ_TIMEOUT_SECONDS = 60.0
-"""A connection that brings nothing for so long is given up and opened again."""
-DAMAGED = f"{COMMITTED}.damaged"
-"""What COMMITTED is called once the checkpoint has been set aside."""
+ASIDE = f"{COMMITTED}."
+"""How COMMITTED begins once the checkpoint has been set aside; why comes after it."""
 ATTEMPT = re.compile("[0-9a-f]{8}")
 PROBE = "shared"
 """The name that `CheckpointManager.check_shared` stages."""
-NEEDED = {
-    "put_object": "s3:PutObject", "get_object": "s3:GetObject", "head_object": "s3:GetObject",
-    "delete_object": "s3:DeleteObject", "delete_objects": "s3:DeleteObject", "copy_object": "s3:PutObject",
-    "list_objects_v2": "s3:ListBucket", "list_multipart_uploads": "s3:ListBucketMultipartUploads",
-    "abort_multipart_upload": "s3:AbortMultipartUpload", "upload_fileobj": "s3:PutObject",
-}  # fmt: skip
 
 
-class Entry(NamedTuple):
-    """An object below a prefix."""
-
-    size: int
-    modified: datetime
-
-
-class S3Storage:
+class S3Storage(S3Folder):
     """A prefix of a bucket. ``name`` may also be ``<name>/<attempt>``, the place of one attempt."""
 
     def __init__(self, location: str) -> None:
-        self.bucket, key = s3.split(location)
-        self.prefix = key.strip("/")
-        self.location = f"{s3.SCHEME}{self.bucket}/{self.prefix}".rstrip("/")
-
-    @property
-    def client(self) -> Any:
-        """The client of this process; made on first use."""
-        return _client(os.getpid(), os.environ.get("AWS_ENDPOINT_URL"), READ_TIMEOUT_SECONDS)
-
-    def key(self, *parts: str) -> str:
-        """Return the key of something below the prefix."""
-        return "/".join(part.strip("/") for part in (self.prefix, *parts) if part)
-
-    def ask(self, operation: str, *, key: str | None = None, **more: Any) -> Any:
-        """Make one request about ``key``, or about the prefix. Raises `CheckpointError` that names both."""
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        given = more if key is None else {"Key": key, **more}
-        try:
-            return getattr(self.client, operation)(Bucket=self.bucket, **given)
-        except (BotoCoreError, ClientError) as error:
-            raise self.explained(error, operation, key) from error
-
-    def explained(self, error: BaseException, operation: str, key: str | None) -> CheckpointError:
-        """Return what to tell of a request that failed."""
-        place = self.location if key is None else f"{s3.SCHEME}{self.bucket}/{key}"
-        return CheckpointError(str(s3.explain(error, place, NEEDED[operation], CheckpointError)))
+        super().__init__(location)
+        self._published: set[str] = set()
+        """Attempts whose COMMITTED was sent, answered or not: where it was not, it may still have its effect."""
 
     # --- looking
-
-    def entries(self, folder: str) -> dict[str, Entry]:
-        """Return all objects below ``folder``, by their path there."""
-        start = f"{self.key(folder)}/".lstrip("/")
-        found: dict[str, Entry] = {}
-        for page in self._pages("list_objects_v2", Prefix=start):
-            for each in page.get("Contents", ()):
-                found[each["Key"][len(start) :]] = Entry(each["Size"], each["LastModified"])
-        found.pop("", None)  # how consoles draw an empty folder
-        return found
-
-    def _pages(self, operation: str, **given: Any) -> Iterator[dict[str, Any]]:
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            yield from self.client.get_paginator(operation).paginate(Bucket=self.bucket, **given)
-        except (BotoCoreError, ClientError) as error:
-            raise self.explained(error, operation, None) from error
 
     def names(self) -> list[str]:
         """Return the names one level below the prefix."""
@@ -124,87 +54,22 @@ class S3Storage:
             found += [each["Prefix"][len(start) :].rstrip("/") for each in page.get("CommonPrefixes", ())]
         return sorted(found)
 
-    def damaged(self) -> list[str]:
+    def aside(self, kind: str = DAMAGED) -> list[str]:
         """Return the names of checkpoints that were set aside."""
-        return [name for name in self.names() if any(file.startswith(DAMAGED) for file in self.sizes(name))]
+        return [name for name in self.names() if any(file.startswith(ASIDE + kind) for file in self.sizes(name))]
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each object below ``name``; empty where there is none."""
         return {file: entry.size for file, entry in self.entries(name).items()}
 
-    def has(self, name: str, file: str) -> bool:
-        """Return whether ``file`` is there."""
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            self.client.head_object(Bucket=self.bucket, Key=self.key(name, file))
-        except (BotoCoreError, ClientError) as error:
-            if getattr(error, "response", {}).get("Error", {}).get("Code") in ("404", "NoSuchKey"):
-                return False
-            raise self.explained(error, "head_object", self.key(name, file)) from error
-        return True
-
     # --- reading
-
-    def read(self, name: str, file: str) -> bytes:
-        """Return a small file's contents."""
-        return self._body(self.key(name, file), None)
 
     def checksum(self, name: str, file: str) -> FileRecord:
         """Read an object as it is stored and return its record."""
         size = self.ask("head_object", key=self.key(name, file))["ContentLength"]
-        starts = range(0, size, PART_BYTES)
-        return checksum_of(self.ranges((name, file, start, min(PART_BYTES, size - start)) for start in starts))
-
-    def ranges(self, wanted: Iterable[tuple[str, str, int, int]]) -> Iterator[bytes]:
-        """Yield each (name, file, start, length) as bytes, in this order, the next ones being fetched meanwhile."""
-        waiting: deque[Future[bytes]] = deque()
-        coming = iter(wanted)
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="smp-train-s3") as pool:
-            try:
-                while True:
-                    for name, file, start, length in coming:
-                        waiting.append(pool.submit(self._body, self.key(name, file), (start, length)))
-                        if len(waiting) >= AT_ONCE:
-                            break
-                    if not waiting:
-                        return
-                    yield waiting.popleft().result()
-            finally:
-                for each in waiting:
-                    each.cancel()
-
-    def _body(self, key: str, span: tuple[int, int] | None) -> bytes:
-        """Return an object, or (start, length) of it. A body that breaks off is fetched again."""
-        from botocore.exceptions import BotoCoreError, ClientError
-        from urllib3.exceptions import HTTPError
-
-        if span is not None and span[1] == 0:
-            return b""
-        given = {} if span is None else {"Range": f"bytes={span[0]}-{span[0] + span[1] - 1}"}
-        problem: Exception
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(min(WAIT_SECONDS * 2 ** (attempt - 1), 10.0))
-            try:
-                answer = self.client.get_object(Bucket=self.bucket, Key=key, **given)
-                data: bytes = answer["Body"].read()
-                if len(data) != answer["ContentLength"]:
-                    problem = EOFError(f"{len(data)} of {answer['ContentLength']} bytes came")
-                elif span is not None and len(data) != span[1]:
-                    break  # the object ends before
-                else:
-                    return data
-            except ClientError as error:
-                raise self.explained(error, "get_object", key) from error
-            except (BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
-                if type(error).__name__ == "NoCredentialsError":
-                    raise self.explained(error, "get_object", key) from error
-                problem = error
-        else:
-            last = s3.one_line(problem)
-            raise CheckpointError(f"{s3.SCHEME}{self.bucket}/{key}: cannot be read in {ATTEMPTS} tries (last: {last})")
-        raise CheckpointError(f"{s3.SCHEME}{self.bucket}/{key}: is shorter than it should be; it has been replaced")
+        part = s3_folder.PART_BYTES
+        starts = range(0, size, part)
+        return checksum_of(self.ranges((name, file, start, min(part, size - start)) for start in starts))
 
     # --- writing
 
@@ -255,38 +120,50 @@ class S3Storage:
         except CheckpointError:
             older = None
         root = posixpath.relpath(staged, name)
+        self._published.add(staged)
         self.put(name, COMMITTED, committed.at(root).to_bytes())
         if older:
             try:
-                self._remove(f"{name}/{older}")
+                self.remove_all(f"{name}/{older}")
             except CheckpointError:  # a later sweep removes it
                 return
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. Damaged ones stay."""
+        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. What was set aside stays.
+
+        An attempt that this process has tried to publish is left to a later sweep, which knows what came of it.
+        """
         if "/" in name:
-            # A save may have failed after it was committed: a peer was lost, or the answer to the last request.
-            if name in self._unclaimed(name.partition("/")[0]):
-                self._remove(name)
+            if name not in self._published:
+                self.remove_all(name)
             return
         own = _root_of(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None
         self.ask("delete_object", key=self.key(name, COMMITTED))
         folders = {name}
-        if any(file.startswith(DAMAGED) for file in self.entries(name)):
+        if any(file.startswith(ASIDE) for file in self.entries(name)):
             folders = {*self._unclaimed(name), *([f"{name}/{own}"] if own else [])}
         for folder in folders:
-            self._remove(folder)
+            self.remove_all(folder)
 
-    def set_aside(self, name: str) -> str:
+    def set_aside(self, name: str, kind: str = DAMAGED) -> str:
         """Rename COMMITTED, so that the checkpoint no longer counts; return what it is called now."""
-        attempt, aside = 1, DAMAGED
+        attempt, aside = 1, ASIDE + kind
         while self.has(name, aside):
             attempt += 1
-            aside = f"{DAMAGED}-{attempt}"
+            aside = f"{ASIDE}{kind}-{attempt}"
         source = {"Bucket": self.bucket, "Key": self.key(name, COMMITTED)}
         self.ask("copy_object", key=self.key(name, aside), CopySource=source)
         self.ask("delete_object", key=self.key(name, COMMITTED))
         return f"{name}/{aside}"
+
+    def drop_aside(self, name: str, kind: str = DAMAGED) -> None:
+        """Remove one of them; a newer checkpoint of the same step stays."""
+        files = list(self.entries(name))
+        for file in [file for file in files if file.startswith(ASIDE + kind)]:
+            self.ask("delete_object", key=self.key(name, file))
+            files.remove(file)
+        for folder in self._unclaimed(name) if any(file.startswith(COMMITTED) for file in files) else [name]:
+            self.remove_all(folder)
 
     def sweep(self, idle: float) -> list[str]:
         """Remove attempts that no COMMITTED names, and uploads that were begun, if untouched for ``idle`` seconds.
@@ -300,7 +177,7 @@ class S3Storage:
         for name in names:
             for attempt, newest in self._unclaimed(name).items():
                 if (now - newest).total_seconds() >= idle + STAMPED_TO_SECONDS:
-                    self._remove(attempt)
+                    self.remove_all(attempt)
                     done.append(f"removed {attempt}, left by an interrupted save or deletion")
         for page in self._pages("list_multipart_uploads", Prefix=self.key() + "/" if self.prefix else ""):
             for upload in page.get("Uploads", ()):
@@ -312,11 +189,11 @@ class S3Storage:
         return done
 
     def _unclaimed(self, name: str) -> dict[str, datetime]:
-        """Return the attempts at ``name`` that neither COMMITTED nor a damaged one names, and when last touched."""
+        """Return the attempts at ``name`` that neither COMMITTED nor one set aside names, and when last touched."""
         entries = self.entries(name)
         claimed = set()
         for file in entries:
-            if file == COMMITTED or file.startswith(DAMAGED):
+            if file == COMMITTED or file.startswith(ASIDE):
                 root = _root_of(self.read(name, file))
                 if root is None:  # unreadable: it may have named any of them
                     return {}
@@ -392,7 +269,17 @@ class S3Storage:
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         return parsedate_to_datetime(date) if date else datetime.now().astimezone()
 
-    def _remove(self, folder: str) -> None:
+    def copy(self, file: str, to: str) -> None:
+        """Copy an object of the prefix within S3, however large it is."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            self.client.copy({"Bucket": self.bucket, "Key": self.key(file)}, self.bucket, self.key(to))
+        except (BotoCoreError, ClientError) as error:
+            raise self.explained(error, "copy_object", self.key(to)) from error
+
+    def remove_all(self, folder: str) -> None:
+        """Remove every object below ``folder``."""
         keys = [self.key(folder, file) for file in self.entries(folder)]
         for start in range(0, len(keys), 1000):
             batch = [{"Key": key} for key in keys[start : start + 1000]]
@@ -402,12 +289,6 @@ class S3Storage:
                     f"{s3.SCHEME}{self.bucket}/{error['Key']}: cannot be removed ({error.get('Code')}: "
                     f"{error.get('Message')}); the role in use needs s3:DeleteObject on {self.bucket}"
                 )
-
-
-@lru_cache
-def _client(process: int, endpoint: str | None, read_timeout: float) -> Any:
-    """Return the one client of a process, which all of its threads share, its connections with it."""
-    return s3.connect(attempts=ATTEMPTS, connections=4 * AT_ONCE, read_timeout=read_timeout, retries="legacy")
 
 
 def _root_of(data: bytes) -> str | None:

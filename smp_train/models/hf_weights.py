@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from smp_train.errors import CheckpointError
 from smp_train.models.initialization import DTensor, canonical_name, part_of
 from smp_train.models.weight_files import Block, WeightFiles
+from smp_train.runtime.places import place
 
 # Experts as transformers 5 holds them; files have them one by one.
 FUSED = re.compile(r"^(?P<prefix>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)$")
@@ -39,28 +41,47 @@ class Piece:
     row: int = 0
 
 
-def load_pretrained(model: nn.Module, location: str | Path) -> None:
+Copy = tuple[Tensor, Block, Any]
+"""Where to, what of, and which of it."""
+
+
+def load_pretrained(
+    model: nn.Module,
+    location: str | os.PathLike[str],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """Fill every parameter of a materialised model from the weights at ``location``, cast to its own dtype.
 
-    ``location`` is a folder with safetensors or pickled weights (``.bin``), or one such file. Each rank reads
-    only the rows and columns it holds: host memory for its part and one block more. No collective is entered,
+    ``location`` is a folder with safetensors or pickled weights (``.bin``), or one such file, also in S3. Each rank
+    reads only the rows and columns it holds: host memory for its part and one block more. No collective is entered,
     so a failure on one rank must be made known to the others by the caller. Names are those of the Hugging
     Face state dict, with or without the base model's prefix; experts that this transformers fuses and the
-    files store one by one are put together.
+    files store one by one are put together. ``on_progress`` is called with the bytes of parameters done and in all.
 
     Raises:
         CheckpointError: files missing or unreadable; parameters that the files do not have, or stored
             tensors that the model does not have (the first few are named); shapes that differ.
     """
-    location = Path(location)
+    source = place(location)
     params = {canonical_name(name): param for name, param in model.named_parameters()}
     with ExitStack() as stack, torch.no_grad():
-        stored = WeightFiles(location, stack)
+        stored = WeightFiles(source, stack)
         plan, missing, left = _plan(model, params, _current_names(model, list(stored.files)))
         if missing or left:
             raise CheckpointError(f"{location} does not fit the model: {_names('lacks', missing, left)}")
-        for name, pieces in plan.items():
-            _fill(name, params[name], pieces, stored)
+        copies = (_copies(name, params[name], pieces, stored) for name, pieces in plan.items())
+        stored.copy(_counted(itertools.chain.from_iterable(copies), params.values(), on_progress))
+
+
+def _counted(
+    copies: Iterable[Copy], params: Iterable[Tensor], on_progress: Callable[[int, int], None]
+) -> Iterator[Copy]:
+    local = [param.to_local() if isinstance(param, DTensor) else param for param in params]
+    done, total = 0, sum(tensor.nbytes for tensor in local)
+    for copy in copies:
+        yield copy
+        done += copy[0].nbytes
+        on_progress(done, total)
 
 
 def _names(verb: str, missing: list[str], left: list[str]) -> str:
@@ -150,7 +171,8 @@ def _expert_pieces(name: str, param: Tensor, stored: Mapping[str, str]) -> list[
     return []
 
 
-def _fill(name: str, param: Tensor, pieces: list[Piece], stored: WeightFiles) -> None:
+def _copies(name: str, param: Tensor, pieces: list[Piece], stored: WeightFiles) -> Iterator[Copy]:
+    """Yield what this rank is to copy into a parameter."""
     part = part_of(param)
     whole = param.to_local() if isinstance(param, DTensor) else param
     if whole.is_meta:
@@ -169,11 +191,13 @@ def _fill(name: str, param: Tensor, pieces: list[Piece], stored: WeightFiles) ->
             raise CheckpointError(
                 f"{piece.stored} is {list(shape)} there, {name} is {list(part.shape)} here"
             )
-        _copy(local, source, indices, shape, piece.row)
+        yield from _held(local, source, indices, shape, piece.row)
 
 
-def _copy(local: Tensor, source: Block, indices: list[Tensor], shape: tuple[int, ...], row: int) -> None:
-    """Copy what of ``source`` (whose rows start at ``row`` of the parameter) lies at the held ``indices``."""
+def _held(
+    local: Tensor, source: Block, indices: list[Tensor], shape: tuple[int, ...], row: int
+) -> Iterator[Copy]:
+    """Yield what of ``source`` (whose rows start at ``row`` of the parameter) lies at the held ``indices``."""
     starts = [row, *[0] * (len(shape) - 1)][: len(shape)]
     blocks = [
         _intervals(index, start, start + size)
@@ -185,7 +209,7 @@ def _copy(local: Tensor, source: Block, indices: list[Tensor], shape: tuple[int,
             slice(first - start, first - start + length)
             for (_, first, length), start in zip(block, starts, strict=True)
         )
-        local[target].copy_(source[wanted] if wanted else source[...])
+        yield local[target], source, wanted or ...
 
 
 def _intervals(index: Tensor, start: int, stop: int) -> list[tuple[int, int, int]]:

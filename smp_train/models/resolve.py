@@ -6,14 +6,16 @@ import copy
 import difflib
 import json
 import logging
+import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_train.errors import ConfigError
+from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, ROPE_SCALING, SYNONYMS, Family
 from smp_train.models.weight_files import weight_files
+from smp_train.runtime.places import Place, S3Path, place
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,6 +26,8 @@ PRESETS = Path(__file__).parent / "presets"
 CONFIG_FILE = "config.json"
 # What a checkpoint of ours says of itself; the configuration is its "model_config".
 OUR_META = "meta.json"
+# Written last into a checkpoint of ours; where it was in S3 once, this tells in which sub-folder its files are.
+OUR_MARK = "COMMITTED"
 # Sequence length of training where none is given, in tokens, as in the original system; less for a shorter model.
 DEFAULT_CONTEXT = 2048
 # Widths of the original system where only some are given.
@@ -120,29 +124,34 @@ def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | 
     if not getattr(args, "finetune", False):
         return location, None
     name, folder, file = args.pretrained_model_name, args.finetune_checkpoint_load_dir, args.pretrained_checkpoint_file
-    for flag, place in (("finetune_checkpoint_load_dir", folder), ("pretrained_checkpoint_file", file)):
-        if place is not None and not Path(place).expanduser().exists():
-            raise ConfigError(f"{place} does not exist (--{flag})")
+    for flag, given_place in (("finetune_checkpoint_load_dir", folder), ("pretrained_checkpoint_file", file)):
+        if given_place is not None and not place(given_place).exists():
+            raise ConfigError(f"{given_place} does not exist (--{flag})")
     if folder is not None:
         # Clusters without a way to the hub keep models in one folder, under their names.
-        own = Path(folder).expanduser()
-        elsewhere = name is None or Path(name).expanduser().exists()
+        own = place(folder)
+        elsewhere = name is None or place(name).exists()
         own = own if elsewhere or not (own / name).is_dir() else own / name
         here = not elsewhere and (own / CONFIG_FILE).is_file()
         return location or (str(own / CONFIG_FILE) if here else name), str(own)
     if file is not None:
-        path = Path(file).expanduser()
+        path = place(file)
         described = args.model_type or args.model_size or any(flag in given for flag in SHAPES)
         return location or name or (None if described else _beside(path)), str(path)
     return location or name, None
 
 
-def _beside(weights: Path) -> str:
+def _beside(weights: Place) -> str:
     """Return the file with the configuration that lies beside the weights; flags would say more than none."""
     folder = weights if weights.is_dir() else weights.parent
     for name in (CONFIG_FILE, OUR_META):
         if (folder / name).is_file():
             return str(folder / name)
+    if (folder / OUR_MARK).is_file():
+        try:
+            return str(folder / str(json.loads((folder / OUR_MARK).read_text(encoding="utf-8"))["root"]) / OUR_META)
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{folder / OUR_MARK} cannot be read; {weights} is no checkpoint to start from") from None
     raise ConfigError(
         f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
         "--model_type and its widths"
@@ -384,14 +393,20 @@ def _from_hugging_face(location: str, given: dict[str, Any], weights: str | None
 
     ``weights`` are taken instead of what lies beside the configuration.
     """
-    path = Path(location).expanduser()
+    path = place(location)
+    name = location
     if path.is_file():
-        config = _load_config(path)
+        # The files of a checkpoint that was in S3 are a folder further down.
+        inner = path.name == OUR_META and (path.parent.parent / OUR_MARK).is_file()
+        config, name = _load_config(path), (path.parent.parent if inner else path.parent).name
     elif path.is_dir():
+        name = path.name
         if not (path / CONFIG_FILE).is_file():
             raise ConfigError(f"{path} has no {CONFIG_FILE}: it is not the folder of a Hugging Face model")
         config = _load_config(path / CONFIG_FILE)
         weights = weights or (str(path) if weight_files(path) else None)
+    elif isinstance(path, S3Path):
+        raise ConfigError(f"there is nothing at {location}; give the folder of a Hugging Face model")
     elif location.startswith((".", "/", "~")) or (location.count("/") != 1 and "/" in location):
         raise ConfigError(f"{location} does not exist; give the folder of a Hugging Face model, or its name")
     else:
@@ -399,17 +414,23 @@ def _from_hugging_face(location: str, given: dict[str, Any], weights: str | None
         config = _load_config(folder / CONFIG_FILE)
         weights = weights or (str(folder) if weight_files(folder) else None)
     laid = _lay_over(config, given, weights, location)
-    name = location if not path.exists() else (path.parent.name if path.is_file() else path.name)
     return ModelSpec(name or config.model_type, _our_name(config), laid, weights)
 
 
-def _load_config(path: Path) -> PretrainedConfig:
+def _load_config(path: Place) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
         if path.name == OUR_META:
             return config_of(json.loads(path.read_text(encoding="utf-8"))["model_config"])
-        return AutoConfig.from_pretrained(str(path))
+        if not isinstance(path, S3Path):
+            return AutoConfig.from_pretrained(str(path))
+        with tempfile.TemporaryDirectory() as folder:  # transformers reads files
+            copy = Path(folder) / CONFIG_FILE
+            copy.write_bytes(path.read_bytes())
+            return AutoConfig.from_pretrained(str(copy))
+    except CheckpointError:  # S3 does not give it
+        raise
     except Exception as failure:  # Anything a file of unknown origin may lead to.
         raise ConfigError(f"transformers cannot read {path}: {_one_line(failure)}") from failure
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_train.errors import CheckpointError
+from smp_train.runtime.places import Place, S3Path, names_in
 
 if TYPE_CHECKING:  # Imported where it is used: what only looks for files does without.
     from torch import Tensor
@@ -32,13 +33,14 @@ class Block(Protocol):
         """Read the block at ``index``."""
 
 
-class _Mapped:
+class Mapped:
     """A tensor in memory, or one that is mapped from a file: its pages are read when touched."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def get_shape(self) -> list[int]:
+        """Return its shape."""
         return list(self._tensor.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -46,19 +48,19 @@ class _Mapped:
 
 
 class WeightFiles:
-    """The weight files at a location (a folder, or one file), opened as needed.
+    """The weight files at a location (a folder, or one file, on a file system or in S3), opened as needed.
 
     Attributes:
         files: name of the file that holds each stored tensor.
     """
 
-    def __init__(self, location: Path, stack: ExitStack) -> None:
+    def __init__(self, location: Place, stack: ExitStack) -> None:
         """Find the files. Raises `CheckpointError` where there are none or their index does not fit them."""
         self._stack = stack
         self._open: dict[str, Callable[[str], Block]] = {}
         self._names: dict[str, list[str]] = {}
         if location.is_file():
-            self._folder = location.parent
+            self._folder: Place = location.parent
             self.files = dict.fromkeys(self._keys(location.name), location.name)
         else:
             self._folder = location
@@ -70,6 +72,16 @@ class WeightFiles:
         self._keys(file)
         return self._open[file](name)
 
+    def copy(self, copies: Iterable[tuple[Tensor, Block, Any]]) -> None:
+        """Fill each target with what its block, one of `tensor`'s, has at the index; several requests at a time."""
+        if isinstance(self._folder, S3Path):
+            from smp_train.models.streamed import fetch
+
+            fetch(copies, self._folder)
+            return
+        for target, source, index in copies:
+            target.copy_(source[index])
+
     def _keys(self, file: str) -> list[str]:
         if file not in self._open:
             read = _open_pickled if file.endswith(PICKLED) else _open_safetensors
@@ -77,7 +89,11 @@ class WeightFiles:
         return self._names[file]
 
 
-def _open_safetensors(path: Path, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
+def _open_safetensors(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
+    if isinstance(path, S3Path):
+        from smp_train.models.streamed import open_safetensors
+
+        return open_safetensors(path)
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -87,22 +103,29 @@ def _open_safetensors(path: Path, stack: ExitStack) -> tuple[list[str], Callable
     return list(handle.keys()), handle.get_slice
 
 
-def _open_pickled(path: Path, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
+def _open_pickled(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
     """Open a file of ``torch.save``, tensors and plain values only: nothing in it is executed."""
     import torch
 
+    load = partial(torch.load, map_location="cpu", weights_only=True)
+    block: Callable[[Tensor], Block] = Mapped
     try:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # The format of before torch 1.6 cannot be mapped; it is read whole.
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        if isinstance(path, S3Path):
+            from smp_train.models.streamed import open_pickled
+
+            content, block = open_pickled(path, load)
+        else:
+            try:
+                content = load(path, mmap=True)
+            except RuntimeError:  # The format of before torch 1.6 cannot be mapped; it is read whole.
+                content = load(path)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as failure:
         first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise CheckpointError(f"{path} cannot be read as a file of tensors: {first}") from failure
     tensors = _tensors_in(content)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors by name; is it the file with the model's weights?")
-    return list(tensors), lambda name: _Mapped(tensors[name])
+    return list(tensors), lambda name: block(tensors[name])
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
@@ -116,31 +139,32 @@ def _tensors_in(content: Any) -> dict[str, Tensor]:
     return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
-def _files_of(folder: Path, keys: Callable[[str], list[str]]) -> dict[str, str]:
+def _files_of(folder: Place, keys: Callable[[str], list[str]]) -> dict[str, str]:
     """Return which file holds each stored tensor; safetensors are preferred where there are both kinds."""
+    there = set(names_in(folder))
     for name in INDEXES:
         index = folder / name
-        if not index.is_file() or (index.name != INDEXES[0] and any(folder.glob(f"*{SAFETENSORS}"))):
+        if name not in there or (name != INDEXES[0] and any(file.endswith(SAFETENSORS) for file in there)):
             continue
         try:
             files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError) as failure:
             raise CheckpointError(f"{index} is not an index of weight files: {failure}") from failure
-        missing = sorted(file for file in set(files.values()) if not (folder / file).is_file())
+        missing = sorted(file for file in set(files.values()) if file not in there)
         if missing:
             raise CheckpointError(f"{folder}: the index names {missing[0]}, which is not there")
         return files
     found = weight_files(folder)
     if not found:
         raise CheckpointError(f"{folder} has no weights (*.safetensors or *.bin)")
-    return {key: path.name for path in found for key in keys(path.name)}
+    return {key: file for file in found for key in keys(file)}
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: its safetensors, or where there are none its pickled ones."""
+def weight_files(folder: Place) -> list[str]:
+    """Return the names of a folder's weight files: its safetensors, or where there are none its pickled ones."""
+    there = [name for name in names_in(folder) if not name.startswith(NOT_MODEL_FILES)]
     for suffixes in ((SAFETENSORS,), PICKLED):
-        found = [path for suffix in suffixes for path in sorted(folder.glob(f"*{suffix}"))]
-        found = [path for path in found if not path.name.startswith(NOT_MODEL_FILES)]
+        found = [name for suffix in suffixes for name in there if name.endswith(suffix)]
         if found:
             return found
     return []

@@ -28,7 +28,7 @@ from smp_train.checkpoints import storage as storage_module
 from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.record import COMMITTED, parse_folder_name
 from smp_train.checkpoints.storage import LocalStorage
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, SmpTrainError
 from tests.harness import RankFailed, run
 from tests.training import flags
 from tests.training import train as train_command
@@ -335,6 +335,18 @@ def test_a_second_job_on_the_folder_is_refused_by_name(tmp_path):
     assert run(train_command, 2, flags(tmp_path, break_checkpoint_lock=1)) == [0, 0]
     held.release()
     assert find(tmp_path / "checkpoints").step == 3
+
+
+def refused(command_line: list[str]) -> str:
+    with pytest.raises(SmpTrainError) as why:
+        train_command(command_line)
+    return str(why.value)
+
+
+def test_a_run_that_fails_at_its_start_lets_its_folder_go(tmp_path):
+    line = flags(tmp_path, use_synthetic_data=None, training_dir=tmp_path / "nowhere")
+    assert all("nowhere" in said for said in run(refused, 2, line))
+    assert not (tmp_path / "checkpoints" / ".lock").exists()  # nobody need wait until it is known to be dead
 
 
 def mismatched(folder: str) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import re
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
 from smp_train.checkpoints import staging as staging_module
@@ -21,9 +26,38 @@ from tests.harness import run
 from tests.training import flags, read_checkpoint, steps, train
 
 
+@contextmanager
+def late_copies() -> Iterator[None]:
+    """Copy the state of a save no sooner than this thread has updated it, or waits for the copy so as not to."""
+    trains, updated, copy = threading.get_ident(), threading.Event(), staging_module._copy
+
+    def late(*args: Any) -> None:
+        updated.clear()
+        while not (updated.wait(0.001) or waits(trains)):
+            pass
+        copy(*args)
+
+    staging_module._copy = late
+    hook = register_optimizer_step_post_hook(lambda *_: updated.set())
+    try:
+        yield
+    finally:
+        staging_module._copy = copy
+        hook.remove()
+
+
+def waits(thread: int) -> bool:
+    """Return whether a thread is held by `Background`, for a copy or for the end of a save."""
+    frame, names = sys._current_frames()[thread], set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return {"staged", "wait"} <= names or {"result", "join"} <= names
+
+
 def torn(folder: str, layout: str) -> list[dict[str, str]]:
-    """Save three times, each time training on at once while the writer is held up; digests before and of the file."""
-    with group():
+    """Save three times, each time training on at once while copy and writer are held up; what differs from before."""
+    with group(), late_copies():
         written = threading.Event()
         manager = CheckpointManager(
             [Policy(folder, 1, 9)], model_type="m", asynchronous=True, on_stage=lambda stage: written.wait(30)
@@ -121,7 +155,7 @@ def test_training_and_saving_do_not_mix_up_their_messages(tmp_path: Path) -> Non
 def test_without_memory_for_a_copy_saves_are_synchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(staging_module, "free_host_bytes", lambda: 100)
+    monkeypatch.setattr("smp_train.checkpoints.host_memory.free_host_bytes", lambda: 100)
     manager = CheckpointManager([Policy(str(tmp_path), 1, 2)], model_type="m", asynchronous=True)
     assert manager.save(1, {"model": {"w": torch.ones(999)}}, {}) == [f"{tmp_path}/m-1steps"]
     assert "saves are synchronous" in caplog.text
@@ -146,11 +180,16 @@ def values(folder: Path) -> list[Any]:
     return [[record[key] for key in ("step", "loss", "grad_norm", "tokens")] for record in steps(folder)]
 
 
+def train_with_late_copies(command_line: list[str]) -> int:
+    with late_copies():
+        return train(command_line)
+
+
 @pytest.mark.slow
 def test_a_run_with_asynchronous_saves_writes_the_same_checkpoints(tmp_path: Path) -> None:
     for kind in ("sharded", "async_sharded"):
         options = {"checkpoint_type": kind, "checkpoint_freq": 1, "num_kept_checkpoints": 9, "max_steps": 4}
-        run(train, 2, flags(tmp_path / kind, **options))
+        run(train if kind == "sharded" else train_with_late_copies, 2, flags(tmp_path / kind, **options))
     assert values(tmp_path / "async_sharded") == values(tmp_path / "sharded")
     for step in (1, 2, 3, 4):
         ours, theirs = (
@@ -159,3 +198,34 @@ def test_a_run_with_asynchronous_saves_writes_the_same_checkpoints(tmp_path: Pat
         )
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), step
+
+
+def uncopied(folder: str, fault: str) -> list[str]:
+    """Return what this rank is told of a save whose copy cannot be begun, or completed, on rank 1."""
+    with group():
+        if dist.get_rank() == 1:
+
+            def fail(*_: Any) -> None:
+                raise RuntimeError("the device is gone")
+
+            if fault == "begin":
+                staging_module.Stager.begin = fail  # type: ignore[assignment]
+            else:
+                staging_module._copy = fail
+        manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", asynchronous=True)
+        model, optimizer = prepare("small", "fsdp", seed=1)
+        try:
+            saved = manager.save(1, gather_state(model, optimizer), {})
+            manager.staged()
+            manager.finish()
+        except CheckpointError as error:
+            return [str(error)]
+        return [*saved, str(manager.asynchronous)]
+
+
+def test_a_copy_that_fails_on_one_rank_stops_all_or_none(tmp_path: Path) -> None:
+    (said,) = same_on_all(run(uncopied, 2, str(tmp_path / "copy"), "copy"))
+    assert re.search(r"cannot copy the state to host memory: rank 1 on .*RuntimeError: the device is gone", said)
+    assert find(tmp_path / "copy", missing_ok=True) is None
+    assert same_on_all(run(uncopied, 2, str(tmp_path / "begin"), "begin")) == [f"{tmp_path}/begin/m-1steps", "False"]
+    assert find(tmp_path / "begin").step == 1

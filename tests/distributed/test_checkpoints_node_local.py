@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
@@ -109,6 +110,35 @@ def test_a_disk_that_is_full_stops_all_ranks(tmp_path: Path) -> None:
     message = same_on_all(run(failing, 2, str(tmp_path)))
     assert "rank 1 on" in message
     assert "No space left on device" in message
+
+
+def committing(folder: str) -> tuple[int, int]:
+    """Keep one step; the first rank commits the second step and the other one fails to; then both do."""
+    with group():
+        near, far = folders(folder)
+        Path(far).mkdir(exist_ok=True)
+        fail = [False]
+
+        def on_stage(stage: str) -> None:
+            if fail[0] and stage == "commit" and dist.get_rank() == 1:
+                raise OSError(errno.EIO, "Input/output error")
+
+        manager = CheckpointManager([Policy(near, 1, 1), Policy(far, 9, 1)], model_type="m", on_stage=on_stage)
+        state = {"model": {f"w{dist.get_rank()}": torch.ones(3)}}
+        manager.save(1, state, {"mesh": MESH})
+        fail[0] = True
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            manager.save(2, state, {"mesh": MESH})
+        first = found(folder).step
+        fail[0] = False
+        manager.save(2, state, {"mesh": MESH})
+        return first, found(folder).step
+
+
+def test_there_is_always_a_step_that_all_ranks_have(tmp_path: Path) -> None:
+    assert same_on_all(run(committing, 2, str(tmp_path))) == (1, 2)
+    for rank in ("rank00000", "rank00001"):
+        assert [path.name for path in (tmp_path / "near" / rank).iterdir()] == ["m-2steps"]
 
 
 @pytest.mark.slow

@@ -16,12 +16,16 @@ import torch.distributed as dist
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.checkpoints import CheckpointManager, Policy, storage_s3
+from transformers import AutoModelForCausalLM
+
+from smp_train.checkpoints import CheckpointManager, Policy, open_checkpoint, storage_s3
+from smp_train.checkpoints.export import export
 from smp_train.checkpoints.storage_s3 import S3Storage
+from smp_train.errors import CheckpointError
 from tests.distributed.test_checkpoints import KILLS, group, loaded, resume, same_on_all, save_steps, write
 from tests.distributed.test_resume import MESHES
 from tests.harness import RankFailed, run
-from tests.s3_server import environment, serving
+from tests.s3_server import download, environment, serving
 from tests.training import flags, steps, train
 
 
@@ -109,6 +113,28 @@ def test_a_run_resumes_from_s3_as_if_it_had_never_stopped(server, place, tmp_pat
         run(there, 2, server.url, train, flags(tmp_path / "s3", **options, max_steps=last))
     assert exact(tmp_path / "s3") == exact(tmp_path / "straight")
     world, changes = MESHES["tp2-fsdp2"]
-    run(there, world, server.url, train, flags(tmp_path / "s3", **options | changes, max_steps=7))
+    final = {"checkpoint_type": "full", "save_final_model": 1, "model_dir": f"{place}-final"}
+    run(there, world, server.url, train, flags(tmp_path / "s3", **options | changes | final, max_steps=7))
     assert steps(tmp_path / "s3")[-1]["step"] == 7
+    said = (tmp_path / "s3" / "run" / "logs" / "rank-0.log").read_text()
+    assert said.count("It was saved on another mesh") == 1
     assert {key.partition("/")[0] for key in S3Storage(place).entries("")} == {"llama_v2-6steps", "llama_v2-7steps"}
+    export(open_checkpoint(f"{place}/llama_v2-7steps"), tmp_path / "exported")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).state_dict()
+    for number, written in enumerate((final["model_dir"], f"{place}/llama_v2-7steps/hf")):
+        model = AutoModelForCausalLM.from_pretrained(download(written, tmp_path / str(number)), dtype=torch.float32)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def stopped_early(command_line: list[str]) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        train(command_line)
+    return str(refused.value)
+
+
+def test_a_place_for_the_final_model_that_cannot_be_written_to_stops_at_the_start(server, place, tmp_path):
+    options = {"save_final_model": 1, "model_dir": "s3://no-such-bucket/final"}
+    for said in run(there, 2, server.url, stopped_early, flags(tmp_path, **options)):
+        assert "--model_dir: s3://no-such-bucket/final/.probe" in said
+        assert "no such bucket (404 NoSuchBucket)" in said
+    assert not (tmp_path / "checkpoints").exists() or not any((tmp_path / "checkpoints").glob("*steps"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,10 +15,13 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from smp_train import arguments, backends, runtime
+from smp_train.backends.smp_model import give_weights
 from smp_train.checkpoints import CheckpointManager, Policy, canonical_name, open_checkpoint
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
+from smp_train.models.build import build_meta
 from smp_train.models.resolve import resolve
 from tests import harness
+from tests.s3_server import bucket, environment, serving, upload
 from tests.training import TINY, flags, read_checkpoint, records, steps, train
 
 KEPT = ("bf16", "use_synthetic_data", "train_batch_size", "max_steps", "lr", "warmup", "max_context_width")
@@ -63,8 +67,26 @@ def forms(model: Path) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def start_from(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+def in_s3(models: str) -> dict[str, dict[str, Any]]:
+    """Return the same forms below a prefix, and our checkpoint as it is saved there."""
+    tiny = f"{models}/tiny"
+    return {
+        "folder": {"pretrained_model_name": f"{tiny}/"},
+        "folder by name": {"pretrained_model_name": "tiny", "finetune_checkpoint_load_dir": models},
+        "one file": {"pretrained_checkpoint_file": f"{tiny}/model.safetensors"},
+        "full.pt": {"pretrained_model_name": tiny, "pretrained_checkpoint_file": f"{models}/full.pt"},
+        "a copy of our checkpoint": {"pretrained_checkpoint_file": f"{models}/ours/llama_v2-5steps"},
+        "our checkpoint": {"pretrained_checkpoint_file": f"{models}/saved/llama_v2-6steps"},
+        "our checkpoints": {"pretrained_model_name": tiny, "finetune_checkpoint_load_dir": f"{models}/saved"},
+        "another's DCP": {"pretrained_model_name": tiny, "pretrained_checkpoint_file": f"{models}/foreign"},
+        "without the flag": {"finetune": 0, "hf_pretrained_model_name_or_dir": tiny},
+        "by tensor": {"pretrained_model_name": tiny, "tensor_parallel_degree": 2},
+    }
+
+
+def start_from(cases: dict[str, dict[str, Any]], url: str = "") -> dict[str, dict[str, torch.Tensor]]:
     """Build the model of each command line as a run would, on this rank, and return its whole parameters."""
+    os.environ.update(environment(url))
     ranks = runtime.detect()
     device = runtime.start(ranks, timeout_seconds=60)
     found = {}
@@ -83,6 +105,50 @@ def test_every_form_of_weights_gives_the_same_model(model: Path) -> None:
         for name, parameters in found.items():
             assert parameters.keys() == dict(expected.named_parameters()).keys(), name
             assert all(torch.equal(parameters[key], p) for key, p in expected.named_parameters()), name
+
+
+def given_to_rank_0(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    """Give rank 0 the weights of each command line as the SMP backend does, and return what it has then."""
+    ranks = runtime.detect()
+    runtime.start(ranks, timeout_seconds=60)
+    found = {}
+    for name, changes in cases.items():
+        spec = resolve(arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args)
+        model = build_meta(spec)
+        assert give_weights(model, spec.pretrained, delayed=True, seed=1) == ranks.is_main
+        found[name] = dict(model.named_parameters()) if ranks.is_main else {}
+    runtime.stop()
+    return {name: {key: p.detach() for key, p in parameters.items()} for name, parameters in found.items()}
+
+
+def test_on_smp_rank_0_reads_every_form_of_weights(model: Path) -> None:
+    expected = dict(AutoModelForCausalLM.from_pretrained(model / "tiny", dtype=torch.float32).named_parameters())
+    found, others = harness.run(given_to_rank_0, 2, forms(model))
+    assert not any(others.values())
+    for name, parameters in found.items():
+        assert parameters.keys() == expected.keys(), name
+        assert all(torch.equal(parameters[key], p) for key, p in expected.items()), name
+
+
+def test_every_form_of_weights_in_s3_gives_the_same_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moto.server")
+    with serving() as server:
+        place = bucket(server, monkeypatch, "forms")
+        upload(place, model)
+        spec = resolve(SimpleNamespace(**{**TINY, "tie_word_embeddings": 1}))
+        state = {
+            key.removeprefix("model."): value
+            for key, value in read_checkpoint(model / "ours" / "llama_v2-5steps").items()
+            if key.startswith("model.")
+        }
+        CheckpointManager([Policy(f"{place}/saved", 6, 1)], model_type="llama_v2").save(
+            6, {"model": state, "optim": {"x": torch.ones(1)}}, {"model_config": spec.config.to_dict()}
+        )
+        expected = dict(AutoModelForCausalLM.from_pretrained(model / "tiny", dtype=torch.float32).named_parameters())
+        for found in harness.run(start_from, 2, in_s3(place), server.url):
+            for name, parameters in found.items():
+                assert parameters.keys() == expected.keys(), name
+                assert all(torch.equal(parameters[key], p) for key, p in expected.items()), name
 
 
 def test_a_finetune_resumes_without_its_weights(model: Path, tmp_path: Path) -> None:
@@ -153,9 +219,25 @@ def test_weights_that_do_not_fit_are_refused_by_all_ranks(model: Path, tmp_path:
     assert (damaged / "llama_v2-5steps" / "COMMITTED").exists()  # someone else's is not set aside
 
 
+def refused_at_start(command_line: list[str]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(command_line)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("option", [{"save_final_model": 1}, {"checkpoint_type": "full"}])
+def test_a_tokenizer_that_cannot_be_read_is_found_at_start(tmp_path: Path, option: dict[str, Any]) -> None:
+    (tmp_path / "none").mkdir()
+    options = {**option, "model_dir": tmp_path / "final", "tokenizer": tmp_path / "none"}
+    for said in harness.run(refused_at_start, 2, flags(tmp_path, **options)):
+        assert f"tokenizer {tmp_path}/none cannot be read" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or steps(tmp_path) == []
+
+
 def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
     options = {"save_final_model": 1, "model_dir": tmp_path / "final", "max_steps": 3, "checkpoint_type": "full"}
-    harness.run(train, 2, flags(tmp_path, **options, checkpoint_freq=1, num_kept_checkpoints=2))
+    options |= {"checkpoint_freq": 1, "num_kept_checkpoints": 2}
+    harness.run(train, 2, flags(tmp_path, **options))
     last = tmp_path / "checkpoints" / "llama_v2-3steps"
     saved = read_checkpoint(last)
     for folder in (tmp_path / "final", last / "hf"):
@@ -165,3 +247,9 @@ def test_the_final_model_opens_in_hugging_face(tmp_path: Path) -> None:
     there = sorted(path.parts[-3] for path in tmp_path.glob("checkpoints/*/hf/config.json"))
     assert there == ["llama_v2-2steps", "llama_v2-3steps"]
     assert open_checkpoint(last).verify() == []
+    written = (last / "hf" / "model.safetensors").read_bytes()
+    (last / "hf" / "config.json").unlink()  # as if it had been killed before it had written this, and half of that
+    (last / "hf" / "model.safetensors").write_bytes(b"half")
+    harness.run(train, 1, flags(tmp_path, **options, resume_from_checkpoint=tmp_path / "checkpoints"))
+    assert (last / "hf" / "model.safetensors").read_bytes() == written
+    assert (last / "hf" / "config.json").is_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 
 from smp_train.backends import smp_state
 from smp_train.backends.smp import SmpBackend
-from smp_train.checkpoints import Checkpoint, cli
+from smp_train.checkpoints import Checkpoint, cli, open_checkpoint
+from smp_train.checkpoints.storage import open_storage
 from smp_train.errors import CheckpointError
 from tests import harness
+from tests.s3_server import bucket, download, environment, serving
 from tests.smp import (
     DATA,
     MIXTRAL,
@@ -91,7 +94,8 @@ def test_runs_move_between_backends(way: str, world: int, changes: dict[str, Any
 # --- resumed on SMP ---------------------------------------------------------------------------------
 
 RESUMED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
-    "full": (2, {"train_batch_size": 2}, [""]),
+    "full, asynchronous, in S3": (2, {"train_batch_size": 2, **LATER}, [""]),
+    "tp2 shard2, in S3": (4, {**TENSOR, "hybrid_shard_degree": 2, **LATER}, ["tp0_ep0", "tp1_ep0"]),
     "degree 2 of 4, asynchronous": (4, {"train_batch_size": 1, "hybrid_shard_degree": 2, **LATER}, [""]),
     "tp2 shard1": (4, {**TENSOR, "hybrid_shard_degree": 1, **LATER}, ["tp0_ep0", "tp1_ep0"]),
     "tp2 shard2, asynchronous": (4, {**TENSOR, "hybrid_shard_degree": 2, **LATER}, ["tp0_ep0", "tp1_ep0"]),
@@ -100,19 +104,41 @@ RESUMED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, str]]]:
+    """Return a bucket, and what a rank's environment needs to use it."""
+    pytest.importorskip("moto.server")
+    with serving() as server:
+        yield bucket(server, monkeypatch, request.node.nodeid), environment(server.url)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", RESUMED)
-def test_resume_is_exact(layout: str, tmp_path: Path) -> None:
+def test_resume_is_exact(layout: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     world, changes, parts = RESUMED[layout]
-    shared = {"checkpoint_freq": 1, "num_kept_checkpoints": 9, "lr_decay_iters": 3, "max_steps": 3, **changes}
-    harness.run(train_on_smp, world, smp(tmp_path / "straight", **shared))
+    at, kept, environ = 1, 9, {}
+    folders = {name: str(tmp_path / name / "checkpoints") for name in ("straight", "resumed")}
+    if "S3" in layout:  # and old ones go
+        at, kept = 2, 2
+        place, environ = request.getfixturevalue("s3")
+        folders = {name: f"{place}/{name}" for name in folders}
+    shared = {"checkpoint_freq": 1, "num_kept_checkpoints": kept, "lr_decay_iters": 3, "max_steps": 3, **changes}
+    straight = smp(tmp_path / "straight", **shared, checkpoint_dir=folders["straight"])
+    harness.run(train_on_smp, world, straight, **environ)
     kind = "mixtral" if "moe" in changes else "llama_v2"
-    first = tmp_path / "straight" / "checkpoints" / f"{kind}-1steps"
-    harness.run(train_on_smp, world, smp(tmp_path / "resumed", **shared, resume_from_checkpoint=first))
-    assert numbers(tmp_path / "resumed") == numbers(tmp_path / "straight")[1:]
+    again = {"resume_from_checkpoint": f"{folders['straight']}/{kind}-{at}steps", "checkpoint_dir": folders["resumed"]}
+    harness.run(train_on_smp, world, smp(tmp_path / "resumed", **shared, **again), **environ)
+    assert numbers(tmp_path / "resumed") == numbers(tmp_path / "straight")[at:]
     said = (tmp_path / "straight" / "run" / "logs" / "rank-0.log").read_text()
-    assert ("training waits for each save" in said) == (layout == "tp2 shard1")
-    last = [tmp_path / each / f"checkpoints/{kind}-3steps" for each in ("straight", "resumed")]
+    assert ("training waits for each save" in said) == (layout in ("tp2 shard1", "tp2 shard2, in S3"))
+    if environ:
+        assert open_storage(folders["straight"]).names() == [f"{kind}-2steps", f"{kind}-3steps"]
+        for name, place in folders.items():
+            assert open_checkpoint(f"{place}/{kind}-3steps").verify() == []
+            download(f"{place}/{kind}-3steps", tmp_path / "s3" / name)
+        last = [next((tmp_path / "s3" / name).glob("*/meta.json")).parent for name in folders]
+    else:
+        last = [Path(place) / f"{kind}-3steps" for place in folders.values()]
     for part in parts:
         same(*(read_checkpoint(folder / part) for folder in last))
 

@@ -85,6 +85,11 @@ COMBINATIONS = {
     "--hf-model x --from-scratch": "both choose the model",
     "--hf-model x --model_size 7b": "both choose the model",
     "--save_final_model 1": "--save_final_model 1 needs --model_dir",
+    "--hf_model m --save_final_model 1 --model_dir ./m": "holds what the run starts from (--hf_pretrained_model",
+    "--finetune 1 --pretrained_model_name a/m --save_final_model 1 --model_dir a/../a/m/": "give another folder",
+    "--finetune 1 --hf_model m --pretrained_checkpoint_file a/f.pt --save_final_model 1 --model_dir a": "a/f.pt),",
+    "--finetune 1 --pretrained_model_name m --finetune_checkpoint_load_dir a --save_final_model 1 --model_dir a/m":
+        "(--finetune_checkpoint_load_dir a)",
     "--finetune 1": "--finetune 1 needs weights: give --pretrained_model_name",
     "--pretrained_model_name n": "--pretrained_model_name n needs --finetune 1",
     "--pretrained_checkpoint_file f": "needs --finetune 1",
@@ -100,6 +105,11 @@ def test_combinations_are_refused(line: str) -> None:
         check(READY + line)
     assert COMBINATIONS[line] in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_final_model_may_go_beside_what_the_run_starts_from() -> None:
+    check(READY + "--finetune 1 --pretrained_model_name a/m --save_final_model 1 --model_dir a")
+    check(READY + "--finetune 1 --hf_model m --pretrained_checkpoint_file a/m --save_final_model 1 --model_dir a")
 
 
 DEGREES = [
@@ -216,7 +226,7 @@ def test_flags_of_shards_say_that_they_do_nothing_for_text() -> None:
     assert said("--training_dir d --text_column body") == ["--text_column body has no effect: it needs --dataset"]
     assert said("--training_dir d --data_cache_dir x") == []
     assert said("--use_synthetic_data 1 --training_dir d --short pack") == [
-        f"--{flag} has no effect: --use_synthetic_data 1 reads no file" for flag in ("training_dir d", "short pack")
+        f"--{flag} has no effect: --use_synthetic_data 1 trains on random tokens" for flag in ("training_dir d", "short pack")
     ]
     assert said("--training_dir d --max_bad 1%") == ["--max_bad 0.01 has no effect: it needs --bad_rows skip"]
     assert said("--training_dir d --max_bad 1% --bad_rows skip --test_dir t --validation_freq 9") == []

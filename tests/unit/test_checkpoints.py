@@ -19,6 +19,7 @@ from smp_train.checkpoints import (
     find,
     policies,
 )
+from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.manager import steps_kept
 from smp_train.checkpoints.record import Committed, FileRecord, parse_folder_name
 from smp_train.errors import CheckpointError, ConfigError
@@ -63,6 +64,32 @@ def stop_at(stage: str):
 
 
 # --- saving and finding
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """What a power failure would find: files and folder are synced, then renamed, then the name is synced."""
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        done.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(("rename", str(self)))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    save(tmp_path, 3)
+    published = next(i for i, (what, path) in enumerate(done) if what == "rename" and path.endswith(".staging"))
+    staged = done[published][1]
+    before = {path.removeprefix(staged).strip("/") for what, path in done[:published] if what == "sync"}
+    before = {name.removesuffix(".tmp") for name in before}
+    committed = json.loads((tmp_path / "llama_v2-3steps" / "COMMITTED").read_text())
+    small = {".COMMITTED", ".meta.json"}  # written under another name, then renamed
+    assert before == {"", *committed["files"], *small} - {"meta.json"}
+    assert done[published + 1] == ("sync", str(tmp_path))
 
 
 def test_what_is_saved_is_found_and_loaded(tmp_path):
@@ -226,6 +253,21 @@ def test_a_second_damaged_one_of_a_step_does_not_overwrite_the_first(tmp_path):
     assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-6steps.damaged", "llama_v2-6steps.damaged-2"]
 
 
+def test_the_list_tells_damaged_ones_from_those_that_count(tmp_path, capsys):
+    for _ in range(2):
+        save(tmp_path, 3, 6)
+        flip(tmp_path / "llama_v2-6steps" / "__0_0.distcp")
+        find(tmp_path)
+    save(tmp_path, 6)
+    main(["ls", str(tmp_path)])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["llama_v2-3steps", "committed"],
+        ["llama_v2-6steps", "committed"],
+        ["llama_v2-6steps.damaged", "damaged"],
+        ["llama_v2-6steps.damaged-2", "damaged"],
+    ]
+
+
 def test_verify_deals_the_files_out(tmp_path):
     save(tmp_path, 3)
     found = find(tmp_path)
@@ -369,6 +411,35 @@ def test_which_steps_are_kept(keep, steps, newest, kept):
     assert steps_kept(steps, [Policy("f", 1, keep)], newest) == kept
 
 
+def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(tmp_path, caplog, capsys):
+    save(tmp_path, 10, 20, 30)
+    left = (tmp_path / "llama_v2-30steps" / "COMMITTED").read_bytes()
+    for new, kept in ((21, "llama_v2-30steps.abandoned"), (15, "llama_v2-20steps.abandoned")):
+        saver = manager(tmp_path, keep=9)
+        saver.go_back(find(tmp_path / f"llama_v2-{new // 10 * 10}steps"))
+        assert find(tmp_path).step > new, "nothing has been written yet"
+        saver.save(new, state(new), {})
+        assert find(tmp_path).step == new
+        assert f"kept as {kept}" in caplog.text
+        saver.save(new + 20, state(), {})
+        assert find(tmp_path).step == new + 20, "its own later ones count"
+    assert (tmp_path / "llama_v2-30steps.abandoned" / "COMMITTED").read_bytes() == left
+    assert main(["ls", str(tmp_path)]) == 0
+    listed = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
+    assert listed["llama_v2-30steps.abandoned"] == "abandoned"
+    assert main(["prune", str(tmp_path), "--keep", "9", "--abandoned", "1"]) == 0
+    assert names(tmp_path) == ["llama_v2-10steps", "llama_v2-15steps", "llama_v2-35steps"]
+
+
+def test_what_is_gone_back_to_elsewhere_changes_nothing(tmp_path):
+    save(tmp_path / "theirs", 20)
+    save(tmp_path / "ours", 30)
+    saver = manager(tmp_path / "ours")
+    saver.go_back(find(tmp_path / "theirs" / "llama_v2-20steps"))
+    saver.save(21, state(), {})
+    assert names(tmp_path / "ours") == ["llama_v2-21steps", "llama_v2-30steps"]
+
+
 def test_lists_of_unequal_length_are_refused():
     with pytest.raises(ConfigError, match="got 2, 1 and 2"):
         policies(["a", "b"], [1], [1, 2])
@@ -469,3 +540,8 @@ def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
     with pytest.raises(CheckpointError, match=re.compile("weights.only", re.IGNORECASE)):
         find(tmp_path).load({"extra": {"x": None}})
     assert "ran" not in capsys.readouterr().out
+
+
+def test_a_first_save_into_a_new_folder_warns_of_nothing(tmp_path, caplog):
+    manager(tmp_path / "new").save(1, {"model": {"w": torch.ones(2)}}, {})
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

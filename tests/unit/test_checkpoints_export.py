@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 
 from smp_train.checkpoints import CheckpointManager, Policy, gather_state, open_checkpoint
 from smp_train.checkpoints.cli import in_bytes, main
+from smp_train.checkpoints.dcp import LocalReader
 from smp_train.checkpoints.export import export
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.resolve import resolve
+from tests.s3_server import bucket, download, serving, upload
 from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save
 
 
@@ -57,6 +59,24 @@ def test_large_models_go_into_several_files_with_an_index(tmp_path: Path) -> Non
     assert all(file.stat().st_size < 70_000 for file in files)
     assert torch.equal(expected_logits(tmp_path / "back"), expected_logits(tmp_path / "theirs"))
     assert seen[-1][0] == seen[-1][1] == sum(v.nbytes for file in files for v in load_file(file).values())
+
+
+def test_the_index_is_read_once_however_many_tensors_there_are(tmp_path: Path, monkeypatch: Any) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    read: list[Path] = []
+    once = LocalReader.metadata_bytes
+    monkeypatch.setattr(LocalReader, "metadata_bytes", lambda self: (read.append(self.path), once(self))[1])
+    export(open_checkpoint(path), tmp_path / "back")
+    assert read == [path]
+
+
+def test_what_generation_begins_with_is_taken_over(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    (tmp_path / "theirs" / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
+    export(open_checkpoint(path), tmp_path / "back", like=str(tmp_path / "theirs" / "model.safetensors"))
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["temperature"] == 0.25
 
 
 def test_another_dtype(tmp_path: Path) -> None:
@@ -137,6 +157,41 @@ def test_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["ls", str(tmp_path / "nowhere")])
 
 
+def test_the_verbs_from_s3_to_s3(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    pytest.importorskip("moto.server")
+    save(FAMILIES["mixtral"], tmp_path / "theirs")
+    tokenizer(tmp_path / "theirs")
+    expected = expected_logits(tmp_path / "theirs")
+    with serving() as server:
+        place = bucket(server, monkeypatch, "verbs")
+        upload(f"{place}/theirs", tmp_path / "theirs")
+        assert main(["import", f"{place}/theirs", f"{place}/ours", "--step", "3"]) == 0
+        assert f"wrote {place}/ours/mixtral-3steps" in capsys.readouterr().out
+        split = ["--max_shard_gb", "0.0001"]
+        assert main(["export", f"{place}/ours", f"{place}/back", *split, "--tokenizer", f"{place}/theirs"]) == 0
+        assert f"of {place}/ours/mixtral-3steps to {place}/back" in capsys.readouterr().out
+        for again in ([], ["--overwrite", "1"]):
+            if not again:
+                with pytest.raises(ConfigError, match=f"{place}/back holds a model already"):
+                    main(["export", f"{place}/ours", f"{place}/back"])
+            else:
+                assert main(["export", f"{place}/ours", f"{place}/back", *split, *again]) == 0
+        assert main(["convert", f"{place}/back", f"{place}/converted", *split]) == 0
+        back, converted = (download(f"{place}/{name}", tmp_path / name) for name in ("back", "converted"))
+        for folder in (back, converted):
+            assert torch.equal(expected_logits(folder), expected)
+            assert len(list(folder.glob("model-*.safetensors"))) > 1
+            assert (folder / "tokenizer.json").is_file()
+        server.on_request = lambda method, path: "AccessDenied" if method == "PUT" else None
+        with pytest.raises(CheckpointError, match=r"s3://.*/denied/.*access denied .* needs s3:PutObject on b"):
+            main(["convert", f"{place}/back", f"{place}/denied"])
+        server.on_request = lambda method, path: None
+        with pytest.raises(ConfigError, match=f"smp-train checkpoint export {place}/ours/mixtral-3steps FOLDER"):
+            main(["convert", f"{place}/ours/mixtral-3steps", f"{place}/no"])
+        with pytest.raises(CheckpointError, match=f"{place}/nothing does not exist"):
+            main(["import", f"{place}/nothing", f"{place}/no"])
+
+
 def test_weights_alone_are_not_resumed_from(tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path / "theirs")
     path = checkpoint(tmp_path / "theirs", tmp_path / "ours", optimizer=False)
@@ -171,6 +226,50 @@ def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert open_checkpoint(path).meta["imported"]["resume_from_sequence_number"] == 560
     assert main(["export", str(path), str(tmp_path / "newer")]) == 0
     assert torch.equal(expected_logits(tmp_path / "newer"), expected)
+
+
+@pytest.mark.parametrize("target", ["theirs", "theirs/../theirs", "link"])
+def test_what_is_converted_is_not_what_is_overwritten(tmp_path: Path, target: str) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    pickled(tmp_path / "theirs")
+    (tmp_path / "link").symlink_to("theirs")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    for source in ("theirs", "theirs/pytorch_model.bin"):
+        with pytest.raises(ConfigError, match="is where the weights are that are read"):
+            main(["convert", str(tmp_path / source), str(tmp_path / target), "--overwrite", "1"])
+    assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
+
+
+def test_weights_that_cannot_be_read_replace_nothing(tmp_path: Path) -> None:
+    for name in ("theirs", "out"):
+        save(FAMILIES["llama_v2"], tmp_path / name)
+    expected = expected_logits(tmp_path / "out")
+    (tmp_path / "theirs" / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        main(["convert", str(tmp_path / "theirs"), str(tmp_path / "out"), "--overwrite", "1"])
+    assert torch.equal(expected_logits(tmp_path / "out"), expected)
+
+
+def test_an_import_replaces_no_checkpoint_unasked(tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path / "theirs")
+    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+    words = ["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--step", "4"]
+    before = (path / "COMMITTED").read_bytes()
+    with pytest.raises(ConfigError, match=r"llama_v2-4steps is a committed checkpoint; .*--overwrite 1"):
+        main(words)
+    path.rename(tmp_path / "ours" / ".llama_v2-4steps.0123abcd.replaced")  # as a replacement that was cut short
+    with pytest.raises(ConfigError, match=r"llama_v2-4steps is a committed checkpoint"):
+        main(words)
+    (tmp_path / "ours" / ".llama_v2-4steps.0123abcd.replaced").rename(path)
+    training = CheckpointManager([Policy(str(tmp_path / "ours"), 1, 0)], model_type="llama_v2")
+    training.lock()
+    with pytest.raises(CheckpointError, match=r"is in use by .*; give another folder, or wait"):
+        main([*words, "--overwrite", "1"])
+    training.close()
+    assert (path / "COMMITTED").read_bytes() == before
+    assert main([*words, "--overwrite", "1"]) == 0
+    assert "imported" in open_checkpoint(path).meta
+    assert [each.name for each in (tmp_path / "ours").iterdir()] == [path.name]
 
 
 def test_sizes_as_people_say_them() -> None:

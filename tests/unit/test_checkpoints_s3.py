@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import random
 import re
+import threading
+import time
 
 import pytest
 import torch
@@ -16,9 +16,14 @@ pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
 from smp_train.checkpoints import CheckpointManager, Policy, cli, find, open_checkpoint, storage_s3
+from smp_train.checkpoints.dcp_s3 import Pipe
+from smp_train.checkpoints.model_folder import writing
 from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
-from tests.s3_server import environment, serving
+from smp_train.runtime import s3_folder
+from smp_train.runtime.s3_folder import S3Folder
+from tests.s3_server import bucket, serving
+from tests.unit.test_checkpoints_model_folder import AFTER, OLD, OTHERS, write
 
 CHANGES = ("PUT", "POST", "DELETE")
 
@@ -32,18 +37,8 @@ def server():
 @pytest.fixture
 def place(server, monkeypatch, request):
     """Return a prefix of a bucket of this test's own."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in environment(server.url).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(storage_s3, "WAIT_SECONDS", 0.002)
-    monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
     monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", -math.inf)
-    server.faults.clear()
-    server.on_request = lambda method, path: None
-    bucket = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
-    S3Storage(f"s3://{bucket}").client.create_bucket(Bucket=bucket)
-    return f"s3://{bucket}/runs/one"
+    return f"{bucket(server, monkeypatch, request.node.nodeid)}/runs/one"
 
 
 def state(value: float = 0.0, rows: int = 4) -> dict:
@@ -82,7 +77,7 @@ def keys(place: str) -> list[str]:
 
 def small_parts(monkeypatch) -> None:
     """Let 200 kB be several parts; S3 itself wants 5 MiB each."""
-    monkeypatch.setattr(storage_s3, "PART_BYTES", 1 << 16)
+    monkeypatch.setattr(s3_folder, "PART_BYTES", 1 << 16)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1 << 10)
 
 
@@ -123,15 +118,15 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_in_ranges(place, monkeyp
     save(place, 3, rows=rows)
     assert loaded(place, rows) == 3
     (size,) = [size for file, size in S3Storage(place).sizes("llama_v2-3steps").items() if file.endswith("distcp")]
-    assert size > 3 * storage_s3.PART_BYTES
+    assert size > 3 * s3_folder.PART_BYTES
 
 
 def test_parts_grow_with_the_object():
     """S3 takes 10,000 parts: a rank may hold more than 10,000 times the usual part."""
-    storage_s3_parts = storage_s3.PART_BYTES * 10_000
+    storage_s3_parts = s3_folder.PART_BYTES * 10_000
     from smp_train.checkpoints.dcp_s3 import part_bytes
 
-    assert part_bytes(1000) == storage_s3.PART_BYTES
+    assert part_bytes(1000) == s3_folder.PART_BYTES
     assert part_bytes(storage_s3_parts * 3) * storage_s3.MOST_PARTS >= storage_s3_parts * 3
 
 
@@ -231,6 +226,31 @@ def test_a_save_that_fails_once_it_is_committed_takes_nothing_back(server, place
     assert loaded(place) == 3
 
 
+@pytest.mark.parametrize("lands", [True, False])
+def test_a_committed_that_was_given_up_and_lands_later_names_a_whole_checkpoint(place, monkeypatch, lands):
+    save(place, 2, 3)
+    put, late = S3Storage.put, []
+
+    def slow(self, name, file, data):
+        if file == "COMMITTED":
+            late.append((self, name, file, data))
+            raise CheckpointError("no answer came in time")
+        return put(self, name, file, data)
+
+    again = manager(place)
+    with monkeypatch.context() as patched:
+        patched.setattr(S3Storage, "put", slow)
+        with pytest.raises(CheckpointError, match="no answer"):
+            again.save(3, state(3), {"tokens": 30, "again": True})
+    assert loaded(place) == 3
+    for request in late if lands else ():
+        put(*request)
+    assert loaded(place) == 3
+    assert find(place, strict=True).meta.get("again", False) == lands
+    S3Storage(place).sweep(-math.inf)
+    assert keys(place) == files("llama_v2-2steps") + files("llama_v2-3steps")
+
+
 def test_the_last_request_of_the_dead_may_still_be_on_its_way(place, monkeypatch):
     """What would be left without its COMMITTED is not removed while that may come."""
     monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", 60.0)
@@ -291,7 +311,7 @@ def test_faults_on_every_request_are_mended(server, place, monkeypatch, fault, t
 
 
 def test_a_stall_is_mended(server, place, monkeypatch):
-    monkeypatch.setattr(storage_s3, "READ_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(s3_folder, "READ_TIMEOUT_SECONDS", 0.3)
     stall = each_first("stall")
     server.on_request = lambda method, path: stall(method, path) if "distcp" in path else None
     save(place, 1)
@@ -373,6 +393,26 @@ def test_a_damaged_newest_one_is_set_aside_and_kept(place, caplog, capsys, chang
     assert loaded(place) == 7
 
 
+def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(place, capsys):
+    save(place, 1, 2, 3)
+    saver = manager(place)
+    saver.go_back(find(f"{place}/llama_v2-1steps"))
+    saver.save(2, state(2), {"tokens": 20, "again": True})
+    assert loaded(place) == 2
+    assert find(place).meta["again"]
+    cli.main(["ls", place])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["llama_v2-1steps", "committed"], ["llama_v2-2steps", "committed"], ["llama_v2-3steps", "abandoned"],
+    ]  # fmt: skip
+    S3Storage(place).sweep(-math.inf)
+    aside = ["llama_v2-2steps/COMMITTED.abandoned", "llama_v2-3steps/COMMITTED.abandoned"]
+    assert [key for key in keys(place) if "abandoned" in key] == aside
+    assert len([key for key in keys(place) if key.endswith("meta.json")]) == 4, "their files stay"
+    cli.main(["prune", place, "--keep", "9", "--abandoned", "1"])
+    assert keys(place) == files("llama_v2-1steps") + files("llama_v2-2steps")
+    assert loaded(place) == 2
+
+
 def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(place):
     save(place, 3)
     harm(place, "llama_v2-3steps", ".distcp", flip)
@@ -382,6 +422,16 @@ def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(place):
 
 
 # --- tidying
+
+
+def test_a_model_is_replaced_by_one_that_is_whole(place):
+    folder = S3Storage(place)
+    for name, data in {**OLD, **OTHERS}.items():
+        folder.put("", name, data)
+    with writing(place, replace=True) as out:
+        write(out)
+        assert all(folder.read("", name) == data for name, data in {**OLD, **OTHERS}.items())
+    assert {name: folder.read("", name) for name in folder.entries("")} == AFTER
 
 
 def test_what_others_put_there_stays(place):
@@ -429,3 +479,46 @@ def test_the_verbs(place, tmp_path, capsys):
     assert cli.main(["prune", place, "--keep", "1"]) == 0
     assert keys(place) == files("llama_v2-9steps")
     assert json.loads(S3Storage(place).read("llama_v2-9steps", "COMMITTED"))["step"] == 9
+
+
+# --- memory: little of an object is held at once
+
+
+def test_a_pipe_holds_few_chunks_while_nobody_reads():
+    pipe = Pipe(4)
+    writer = threading.Thread(target=lambda: (pipe.write(memoryview(bytes(400))), pipe.end()), daemon=True)
+    writer.start()
+    while not pipe._chunks.full() and writer.is_alive():
+        time.sleep(0.001)
+    assert writer.is_alive()  # it waits
+    assert pipe._chunks.qsize() == 2
+    assert sum(len(chunk) for chunk in iter(pipe.read, b"")) == 400
+
+
+def test_no_more_requests_are_made_than_are_held(monkeypatch):
+    asked: list[int] = []
+    monkeypatch.setattr(S3Folder, "body", lambda self, key, span: asked.append(span[0]) or b"x")
+    coming = S3Folder("s3://b/x").ranges(("", "f", start, 1) for start in range(100))
+    for taken in range(1, 101):
+        assert next(coming) == b"x"
+        assert len(asked) <= taken - 1 + s3_folder.AT_ONCE
+    assert sorted(asked) == list(range(100))
+
+
+def test_prune_lets_a_running_job_be_and_deletes_damaged_ones_when_asked(place, capsys):
+    save(place, 3, 6, 9)
+    harm(place, "llama_v2-9steps", ".distcp", flip)
+    assert loaded(place) == 6
+    running = manager(place)
+    running.lock()
+    S3Storage(place).put("llama_v2-12steps/0123abcd", "0/__0_0.distcp", b"half")
+    assert cli.main(["prune", place, "--keep", "1", "--dry_run", "1", "--damaged", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "would delete llama_v2-3steps", "would delete llama_v2-9steps, which is damaged",
+    ]  # fmt: skip
+    assert cli.main(["prune", place, "--keep", "1", "--damaged", "1"]) == 0
+    assert "is in use by a job on" in capsys.readouterr().out
+    running.close()
+    assert keys(place) == sorted(["llama_v2-12steps/*/0/__0_0.distcp", *files("llama_v2-6steps")])
+    assert cli.main(["prune", place, "--keep", "1"]) == 0
+    assert not S3Storage(place).has("", ".lock")

@@ -1,7 +1,9 @@
 """Weights that transformers saved, read by us: the same logits as transformers' own loading gives."""
 
 import json
+import os
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,11 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.resolve import resolve
+from smp_train.runtime import s3_folder
+from smp_train.runtime.places import S3Path
+from smp_train.runtime.s3 import is_s3
 from tests.harness import run
+from tests.s3_server import bucket, environment, serving, upload
 
 TINY = {"num_layers": 2, "num_heads": 4, "hidden_width": 40, "vocab_size": 99, "max_context_width": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -220,8 +226,12 @@ def test_a_pickle_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not Path("executed").exists()
 
 
-def peak(folder: str, file: str | None) -> tuple[int, int, int]:
+def peak(folder: str, weights: str, url: str) -> tuple[int, int, int]:
     """Return (memory taken while loading, this rank's part, the largest tensor), in bytes."""
+    os.environ.update(environment(url))
+    if is_s3(weights):
+        s3_folder.PART_BYTES = 1 << 18
+        S3Path(weights).exists()  # boto3 itself takes memory
     dist.init_process_group("gloo")
     model = built(folder)
     for _, layer in decoder_layers(model):
@@ -238,7 +248,7 @@ def peak(folder: str, file: str | None) -> tuple[int, int, int]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     materialise(model, "cpu")
-    load_pretrained(model, file or folder)
+    load_pretrained(model, weights)
     done.set()
     watcher.join()
     held = sum(p.to_local().numel() * 4 for p in model.parameters())
@@ -254,14 +264,24 @@ def anonymous_memory() -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_a_rank_holds_its_part_and_one_tensor_at_most(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "s3"])
+def test_a_rank_holds_its_part_and_one_tensor_at_most(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = TINY | {"model_type": "llama_v2", "hidden_width": 384, "vocab_size": 2000, "num_layers": 8}
-    save(flags, tmp_path)  # 63 MB, the largest tensor 3 MB.
-    file = str(pickled(tmp_path)) if kind == "bin" else None
-    for taken, held, largest in run(peak, 4, str(tmp_path), file):
-        assert held > 2 * largest
-        assert taken < held + largest + (4 << 20)
+    with ExitStack() as stack:
+        save(flags, tmp_path, max_shard_size="2MB" if kind == "s3" else "1GB")  # 63 MB, the largest tensor 3 MB.
+        weights, url = str(tmp_path), ""
+        if kind == "bin":
+            weights = str(pickled(tmp_path))
+        elif kind == "s3":
+            pytest.importorskip("moto.server")
+            server = stack.enter_context(serving())
+            weights, url = bucket(server, monkeypatch, "peak"), server.url
+            upload(weights, tmp_path)
+        for taken, held, largest in run(peak, 4, str(tmp_path), weights, url):
+            assert held > 2 * largest
+            assert taken < held + largest + (4 << 20)
 
 
 def test_a_configuration_without_weights_starts_at_random(tmp_path: Path) -> None:

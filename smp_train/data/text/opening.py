@@ -20,6 +20,7 @@ from smp_train.data.text.read import open_bytes
 from smp_train.data.text.stream import Reading, spread_tokenizing
 from smp_train.data.utils import lines_of
 from smp_train.errors import ConfigError, DataError
+from smp_train.runtime.places import on_this_machine
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -70,7 +71,9 @@ def open_text(
 def _reading(args: Arguments, vocab_size: int, seq_len: int) -> tuple[Reading, str]:
     name = args.tokenizer or args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
     assert name is not None, "checked by arguments.validate"
-    tokenizer = tokenizers.load(name)
+    with on_this_machine(name) as folder:
+        tokenizer = tokenizers.load(folder)
+        _, end = tokenizers.end_token(tokenizer, None, folder)
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
     if highest >= vocab_size:
         raise ConfigError(
@@ -78,7 +81,6 @@ def _reading(args: Arguments, vocab_size: int, seq_len: int) -> tuple[Reading, s
             "use the tokenizer of the model, or set --vocab_size"
         )
     identity = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
-    _, end = tokenizers.end_token(tokenizer, None, name)
     # What a document says about ends of documents is text like any other.
     tokenizer.encode_special_tokens = True
     shuffled = args.shuffle != "none"

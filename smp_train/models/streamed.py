@@ -1,0 +1,238 @@
+"""Weights that lie in S3, read by ranges: each rank fetches the rows it holds, and nothing goes to a disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp_train.errors import CheckpointError
+from smp_train.models.weight_files import Mapped
+from smp_train.runtime import s3_folder
+from smp_train.runtime.places import S3Path
+
+logger = logging.getLogger("smp_train.models")
+
+FORMAT_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""dtypes by their names in the safetensors format."""
+LARGEST_HEADER = 100_000_000
+"""Bytes, of the safetensors library."""
+ZIP = b"PK\x03\x04"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A range of a file, and what is to be done with its bytes."""
+
+    name: str
+    start: int
+    length: int
+    put: Callable[[Tensor], None]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A stored tensor, row-major without gaps, of which what is indexed is fetched; see `models.weight_files.Block`.
+
+    Attributes:
+        file: its file.
+        start: where its bytes begin there.
+    """
+
+    file: S3Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def get_shape(self) -> list[int]:
+        """Return its shape."""
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Fetch the block at ``index``: a slice per dimension, all with both ends, or an ellipsis."""
+        bounds = self._bounds(index)
+        target = torch.empty([high - low for low, high in bounds], dtype=self.dtype)
+        fetch([(target, self, index)], self.file.parent)
+        return target
+
+    def _bounds(self, index: Any) -> list[tuple[int, int]]:
+        if index is Ellipsis:
+            return [(0, size) for size in self.shape]
+        return [(one.start or 0, one.stop) for one in index]
+
+    def requests(self, target: Tensor, index: Any) -> Iterator[Request]:
+        """Yield what to fetch for the block at ``index``, which goes to ``target``: at most `PART_BYTES` at once.
+
+        Rows of which a part is wanted are fetched whole where many of them go into one request: that is cheaper than a
+        request for each.
+        """
+        shape, bounds = self.shape or (1,), self._bounds(index) or [(0, 1)]
+        target = target.view(1) if not self.shape else target
+        if any(low >= high for low, high in bounds):
+            return
+        most = s3_folder.PART_BYTES // self.dtype.itemsize
+        cut = max((d for d, span in enumerate(bounds) if span != (0, shape[d])), default=0)
+        # Elements to one step along dimension `cut`, which is the last that is not taken whole, or a later one.
+        while math.prod(shape[cut + 1 :]) > most:
+            cut += 1
+        inner = math.prod(shape[cut + 1 :])
+        low, high = bounds[cut]
+        run, stride = (high - low) * inner, shape[cut] * inner  # of what follows each other, and to the next such
+        if cut == 0 or run >= most:
+            # Cut runs into requests.
+            along, step, count = cut, inner, max(1, most // inner)
+        else:
+            # Let a request bring several runs, with what is between them.
+            along, step, count = cut - 1, stride, max(1, most // stride)
+        first_at = 0 if along == cut else low * inner
+        for outer in product(*(range(*span) for span in bounds[:along])):
+            base = first_at + sum(i * math.prod(shape[d + 1 :]) for d, i in enumerate(outer))
+            view = target[tuple(i - bounds[d][0] for d, i in enumerate(outer))] if outer else target
+            begin, end = bounds[along]
+            for one in range(begin, end, count):
+                rows = min(end, one + count) - one
+                runs = (1, rows * inner) if along == cut else (rows, run)
+                yield self._request(base + one * step, *runs, stride, view[one - begin : one - begin + rows])
+
+    def _request(self, at: int, count: int, run: int, stride: int, target: Tensor) -> Request:
+        """Return the request for ``count`` runs of elements, ``stride`` apart, of which ``target`` is made."""
+        size = self.dtype.itemsize
+
+        def put(data: Tensor) -> None:
+            target.copy_(data.as_strided((count, run), (stride, 1)).reshape(target.shape))
+
+        length = ((count - 1) * stride + run) * size
+        return Request(self.file.name, self.start + at * size, length, put, self.dtype)
+
+
+def fetch(copies: Iterable[tuple[Tensor, Any, Any]], folder: S3Path) -> None:
+    """Fill each target with what its block, of a file in ``folder``, has at the index.
+
+    ``copies`` are (target, block, index), taken as they are needed: requests for the next ones are under way while one
+    is put in its place, `AT_ONCE` of them at most. Blocks that are not `Streamed` are read at once.
+    """
+    waiting: deque[Request] = deque()
+
+    def wanted() -> Iterator[tuple[str, str, int, int]]:
+        for target, block, index in copies:
+            if not isinstance(block, Streamed):
+                target.copy_(block[index])
+                continue
+            for request in block.requests(target, index):
+                waiting.append(request)
+                yield "", request.name, request.start, request.length
+
+    for data in folder.folder.ranges(wanted()):
+        request = waiting.popleft()
+        request.put(torch.frombuffer(bytearray(data), dtype=request.dtype))
+
+
+def open_safetensors(path: S3Path) -> tuple[list[str], Callable[[str], Streamed]]:
+    """Read the header of a safetensors file; return its names and what gives a tensor by its name.
+
+    The format: https://github.com/huggingface/safetensors#format.
+    """
+    with path.open_ranges() as file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            if not 0 < length <= min(LARGEST_HEADER, size - 8):
+                raise ValueError(f"its header would be {length} bytes long")
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            found = {name: _stored(path, 8 + length, size, entry) for name, entry in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as failure:
+            raise CheckpointError(f"{path} cannot be read as safetensors: {failure}") from failure
+    return list(found), found.__getitem__
+
+
+def _stored(path: S3Path, begin: int, size: int, entry: dict[str, Any]) -> Streamed:
+    dtype = FORMAT_DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"a dtype {entry['dtype']} is not known here")
+    first, last = entry["data_offsets"]
+    shape = tuple(int(length) for length in entry["shape"])
+    if last - first != math.prod(shape) * dtype.itemsize or begin + last > size:
+        raise ValueError("it is shorter than its header says")
+    return Streamed(path, begin + first, dtype, shape)
+
+
+def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[[Tensor], Any]]:
+    """Open a file of ``torch.save``; return its content, and what gives the block of each tensor in it.
+
+    Only the file's own pickle is fetched, by ``load``, which is `torch.load` for tensors and plain values; the tensors
+    in it have no memory. Where this torch, or the file, is too old for that, the whole of it is taken into memory.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with path.open_ranges() as file:
+        begin = file.read(len(ZIP))
+        file.seek(0)
+        if begin == ZIP:
+            with FakeTensorMode():
+                content = load(file)
+            if _has_places(content):
+                return content, lambda tensor: _placed(path, tensor)
+        logger.info("%s is not of a form that can be read in parts: fetching all of it into memory", path)
+        file.seek(0)
+        whole = io.BytesIO(file.read())
+    return load(whole), Mapped
+
+
+def _has_places(content: Any) -> bool:
+    """Tell whether each tensor knows where in the file it lies: from torch 2.7 on."""
+    found: list[Any] = [content]
+    while found:
+        one = found.pop()
+        if isinstance(one, dict):
+            found += one.values()
+        elif isinstance(one, Tensor):
+            return hasattr(one.untyped_storage(), "_checkpoint_offset")
+    return True
+
+
+def _placed(path: S3Path, tensor: Tensor) -> Any:
+    storage: Any = tensor.untyped_storage()
+    start = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize)
+    shape = tuple(tensor.shape)
+    if tensor.is_contiguous():
+        return Streamed(path, start, tensor.dtype, shape)
+    return Scattered(path, start, tensor.dtype, shape, tuple(tensor.stride()))
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A tensor whose elements do not follow each other in the file, as a transposed one's: fetched whole."""
+
+    file: S3Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def get_shape(self) -> list[int]:
+        """Return its shape."""
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Fetch the tensor, and return the block at ``index``."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)[index]
+        whole = Streamed(self.file, self.start, self.dtype, (span,))[...]
+        return whole.as_strided(self.shape, self.strides)[index]

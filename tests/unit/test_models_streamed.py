@@ -1,0 +1,170 @@
+"""Weights in S3: the same tensors, a range at a time; what S3 refuses stops with its bucket and operation."""
+
+from __future__ import annotations
+
+import io
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto.server")
+
+from safetensors.torch import save as as_safetensors
+
+from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.build import build_meta, materialise
+from smp_train.models.hf_weights import load_pretrained
+from smp_train.models.resolve import resolve
+from smp_train.models.weight_files import WeightFiles
+from smp_train.runtime import s3_folder
+from smp_train.runtime.places import S3Path, on_this_machine, place
+from tests.s3_server import bucket, serving, upload
+from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save
+
+TENSORS = {
+    "matrix": torch.randn(37, 20), "scalar": torch.tensor(3.0), "experts": torch.randn(5, 6, 7).bfloat16(),
+    "long": torch.arange(300), "empty": torch.zeros(0, 3), "mask": torch.rand(9, 9) > 0.5,
+}  # fmt: skip
+VIEWS = {"turned": TENSORS["matrix"].t(), "rows": TENSORS["matrix"][3:9]}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def there(server, monkeypatch, request) -> str:
+    """Return a bucket of this test's own."""
+    return bucket(server, monkeypatch, request.node.nodeid)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "torch before 1.6"])
+def test_any_block_of_any_tensor(form: str, there: str, server, monkeypatch) -> None:
+    content = TENSORS if form == "safetensors" else {**TENSORS, **VIEWS}
+    file = io.BytesIO(as_safetensors(TENSORS))
+    if form != "safetensors":
+        file = io.BytesIO()
+        torch.save({"model": content, "step": 1}, file, _use_new_zipfile_serialization=form == "torch")
+    upload(f"{there}/m", {"model.safetensors" if form == "safetensors" else "m.pt": file.getvalue()})
+    rnd = random.Random(1)
+    for part in (72, 500, 1 << 20):  # a row in several requests, several rows in one, everything in one
+        monkeypatch.setattr(s3_folder, "PART_BYTES", part)
+        with ExitStack() as stack:
+            files = WeightFiles(place(f"{there}/m"), stack)
+            assert set(files.files) == set(content)
+            for name, expected in content.items():
+                block = files.tensor(name)
+                assert torch.equal(block[...], expected)
+                low = [rnd.randrange(size + 1) for size in expected.shape]
+                index: Any = tuple(slice(a, rnd.randint(a, s)) for a, s in zip(low, expected.shape, strict=True)) or ...
+                assert torch.equal(block[index], expected[index]), (name, index, part)
+
+
+def test_no_more_is_fetched_than_is_asked_for(there: str, server) -> None:
+    large = {f"layer{i}": torch.zeros(1000, 1000) for i in range(3)}
+    buffer = io.BytesIO()
+    torch.save(large, buffer)
+    upload(there, {"model.safetensors": as_safetensors(large), "full.bin": buffer.getvalue()})
+    for name in ("model.safetensors", "full.bin"):
+        server.gets.clear()
+        with ExitStack() as stack:
+            block = WeightFiles(place(f"{there}/{name}"), stack).tensor("layer1")
+            assert block[slice(10, 20), slice(0, 1000)].numel() == 10_000
+        spans = [span.removeprefix("bytes=").split("-") for _, span in server.gets]
+        assert sum(int(last) + 1 - int(first) for first, last in spans) < 2_000_000  # of 12
+
+
+@pytest.mark.parametrize("family", ["llama_v3", "mixtral"])  # Tied; fused from one tensor per expert.
+def test_a_model_in_s3_is_the_model(family: str, there: str, tmp_path: Path) -> None:
+    save(FAMILIES[family], tmp_path, max_shard_size="60KB")
+    expected = expected_logits(tmp_path)
+    upload(f"{there}/models/m", tmp_path)
+    upload(f"{there}/models/b", {"config.json": (tmp_path / "config.json").read_bytes()})
+    for name, location in (("hf", f"{there}/models/m/"), ("finetune", "m"), ("file", f"{there}/models/m")):
+        flags = dict.fromkeys(("pretrained_model_name", "finetune_checkpoint_load_dir", "pretrained_checkpoint_file"))
+        flags |= dict.fromkeys(("model_type", "model_size"))
+        if name == "hf":
+            flags["hf_pretrained_model_name_or_dir"] = location
+        else:
+            flags |= {"finetune": True, "pretrained_checkpoint_file": location if name == "file" else None}
+        if name == "finetune":
+            flags |= {"pretrained_model_name": location, "finetune_checkpoint_load_dir": f"{there}/models"}
+        spec = resolve(SimpleNamespace(**flags))
+        assert spec.pretrained == f"{there}/models/m"
+        model: Any = build_meta(spec)
+        materialise(model, "cpu")
+        load_pretrained(model, spec.pretrained)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(input_ids=torch.arange(48).view(2, 24)).logits, expected)
+    assert resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=f"{there}/models/b")).pretrained is None
+
+
+def test_what_s3_does_not_give_is_named(there: str, server, tmp_path: Path) -> None:
+    save(FAMILIES["llama_v2"], tmp_path)
+    upload(f"{there}/m", tmp_path)
+    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=f"{there}/m"))
+    model = build_meta(spec)
+    materialise(model, "cpu")
+    name = there.removeprefix("s3://")
+    weights = "m/model.safetensors"
+
+    def said(location: str = f"{there}/m") -> str:
+        with pytest.raises((CheckpointError, ConfigError)) as refused:
+            load_pretrained(model, location)
+        return str(refused.value)
+
+    server.on_request = lambda method, path: "AccessDenied" if method == "GET" and weights in path else None
+    denied = "access denied (403 AccessDenied); the role in use needs"
+    assert f"{there}/{weights}: {denied} s3:GetObject on {name}" in said()
+    server.on_request = lambda method, path: "AccessDenied" if "list-type" in path else None
+    assert f"{there}/m: {denied} s3:ListBucket on {name}" in said()
+    server.on_request = lambda method, path: None
+    assert "s3://nowhere-at-all" in said("s3://nowhere-at-all/m")
+    assert "has no weights" in said(f"{there}/elsewhere")
+    with pytest.raises(ConfigError, match=f"there is nothing at {there}/elsewhere"):
+        resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=f"{there}/elsewhere"))
+    # Faults that pass are not even noticed; a file that is replaced meanwhile is.
+    server.faults[weights].extend(["short", "reset", "SlowDown"])
+    load_pretrained(model, f"{there}/m")
+    replaced = []
+
+    def replace(method: str, path: str) -> None:
+        if method == "GET" and weights in path and not replaced:
+            replaced.append(1)
+        elif method == "GET" and weights in path and len(replaced) == 1:
+            replaced.append(2)
+            upload(f"{there}/m", {"model.safetensors": (tmp_path / "model.safetensors").read_bytes()[:-4] + b"abcd"})
+
+    server.on_request = replace
+    assert "was replaced while it was being read (412)" in said()
+    server.on_request = lambda method, path: None
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for wrong, why in ((whole[:-4], "shorter than its header says"), (b"\xff" * 99, "its header would be")):
+        upload(f"{there}/m", {"model.safetensors": wrong})
+        assert why in said()
+    upload(f"{there}/m", {"model.safetensors": pickled(tmp_path).read_bytes()})
+    assert f"{there}/{weights} cannot be read as safetensors" in said()
+
+
+def test_a_tokenizers_files_come_without_the_weights(there: str, monkeypatch) -> None:
+    monkeypatch.setattr("smp_train.runtime.places.SMALL_BYTES", 100)
+    upload(f"{there}/m", {"tokenizer.json": b"{}", "model.safetensors": b"x" * 200, "sub/other": b"y"})
+    with on_this_machine(f"{there}/m") as folder:
+        assert [path.name for path in Path(folder).iterdir()] == ["tokenizer.json"]
+    with on_this_machine(f"{there}/m/tokenizer.json") as file:
+        assert Path(file).read_bytes() == b"{}"
+
+
+def test_places_have_the_parts_of_paths() -> None:
+    path = S3Path("s3://b/x//y/")
+    assert (str(path), path.name, str(path.parent), str(path / "z")) == ("s3://b/x/y", "y", "s3://b/x", "s3://b/x/y/z")
+    assert str(path.parent.parent) == str(path.parent.parent.parent) == "s3://b"
+    assert not S3Path("s3://b").name
