@@ -322,6 +322,8 @@ def resume(run: Run) -> None:
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
+    if place_of(run.args.resume_from_checkpoint or "") == found.path:  # this very one, not the newest of a folder
+        run.checkpoints.go_back(found)
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
     then, here = (layout(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))
     if then != here:

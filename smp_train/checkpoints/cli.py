@@ -20,7 +20,7 @@ from smp_train.checkpoints.finding import (
 )
 from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.manager import CheckpointManager, Policy
-from smp_train.checkpoints.record import COMMITTED, folder_name, name_before, parse_folder_name
+from smp_train.checkpoints.record import ABANDONED, COMMITTED, DAMAGED, folder_name, name_before, parse_folder_name
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime.places import place
@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     made = verb("prune", "delete all but the newest committed checkpoints", "folder of checkpoints")
     made.add_argument("--keep", type=int, required=True, help="how many of each model type to keep, at least 1")
     made.add_argument("--damaged", type=int, choices=(0, 1), default=0, help="delete those set aside as damaged, too")
+    made.add_argument("--abandoned", type=int, choices=(0, 1), default=0, help="and those that a run went back before")
     made.add_argument("--dry_run", type=int, choices=(0, 1), default=0, help="only say what would be deleted")
     return found
 
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 def ls(options: argparse.Namespace) -> int:
     """Print one line per checkpoint, finished or not, oldest step first."""
     storage = _folder(options.source)
-    damaged = storage.damaged()
+    aside = {name: kind for kind in (ABANDONED, DAMAGED) for name in storage.aside(kind)}
     rows = []
     for name in storage.names():
         sizes = storage.sizes(name)
@@ -93,7 +94,7 @@ def ls(options: argparse.Namespace) -> int:
         if parsed is None and not name.endswith((".staging", ".deleting", ".replaced")):
             continue
         state = "committed" if committed else "incomplete"
-        state = "damaged" if name in damaged and not committed else state
+        state = state if committed else aside.get(name, state)
         rows.append((parsed[1] if parsed else -1, name, state, in_bytes(sum(sizes.values())), len(sizes)))
     width = max((len(row[1]) for row in rows), default=0)
     for _, name, state, size, files in sorted(rows):
@@ -267,10 +268,11 @@ def prune(options: argparse.Namespace) -> int:
             for done in storage.sweep(ABANDONED_SECONDS):
                 print(done)
         _delete_old(storage, options)
-        for name in storage.damaged() if options.damaged else ():
-            if not options.dry_run:
-                storage.drop_damaged(name)
-            print(f"{'would delete' if options.dry_run else 'deleted'} {name}, which is damaged")
+        for kind in [kind for kind in (DAMAGED, ABANDONED) if getattr(options, kind)]:
+            for name in storage.aside(kind):
+                if not options.dry_run:
+                    storage.drop_aside(name, kind)
+                print(f"{'would delete' if options.dry_run else 'deleted'} {name}, which is {kind}")
     finally:
         if lock is not None:
             lock.release()

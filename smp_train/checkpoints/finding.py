@@ -195,7 +195,7 @@ def _candidates(place: str, missing_ok: bool, model_type: str | None) -> tuple[s
     storage = open_storage(place)
     names = committed_names(storage, model_type)
     if not names:
-        damaged = storage.damaged()
+        damaged = storage.aside()
         if damaged:
             raise CheckpointError(
                 f"{place} holds only damaged checkpoints ({damaged[-1]}); "

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from smp_train import runtime
 from smp_train.checkpoints.collective import alone, exchange, here, on_group, on_main, rank
-from smp_train.checkpoints.finding import TORCHS, committed_names
+from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_names
 from smp_train.checkpoints.lock import ADVICE, Lock
 from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
 from smp_train.checkpoints.record import (
+    ABANDONED,
     META,
     Committed,
     FileRecord,
@@ -28,7 +29,7 @@ from smp_train.checkpoints.record import (
     parse_folder_name,
 )
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
-from smp_train.checkpoints.storage import LocalStorage, Storage, open_storage, wait_for
+from smp_train.checkpoints.storage import LocalStorage, Storage, open_storage, parent_of, wait_for
 from smp_train.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class CheckpointManager:
         self._saved: list[Saved] = []
         self._started = time.monotonic()
         self._swept: set[str] = set()
+        self._back_to: int | None = None
         self._rules: dict[str, list[Policy]] = {}
         self._storages: dict[str, Storage] = {}
         self._locks: dict[str, Lock] = {}
@@ -240,6 +242,14 @@ class CheckpointManager:
                     self._locks[place] = lock
 
         exchange("cannot start", acquire)
+
+    def go_back(self, to: Checkpoint) -> None:
+        """Let checkpoints of later steps no longer count from the first save on, if ``to`` is in one of the folders.
+
+        Otherwise the next start would go on from what this one has left. They are renamed to ``*.abandoned``.
+        """
+        if parent_of(to.path)[0] in self._storages:
+            self._back_to = to.step
 
     def save(
         self,
@@ -473,7 +483,19 @@ class CheckpointManager:
                     logger.info("checkpoint folder %s: %s", storage.location, done)
             except (OSError, CheckpointError) as error:
                 logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)
+            if self._back_to is not None:
+                self._set_later_aside(storage, self._back_to)
         return storage.stage(name)
+
+    def _set_later_aside(self, storage: Storage, step: int) -> None:
+        for name in committed_names(storage, self.model_type):
+            parsed = parse_folder_name(name)
+            if parsed is not None and parsed[1] > step:
+                aside = storage.set_aside(name, ABANDONED)
+                logger.warning(
+                    "%s is of a later step than %d, to which this run went back: kept as %s",
+                    os.path.join(storage.location, name), step, aside,
+                )  # fmt: skip
 
     def _retain(self, place: str, step: int) -> None:
         """Delete, on rank 0, what no rule keeps. A failure costs disk space, not the run: it is a warning."""

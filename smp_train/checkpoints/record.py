@@ -26,7 +26,9 @@ FORMAT = 1
 CHUNK_BYTES = 4 << 20
 
 _FOLDER = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps")
-_ASIDE = re.compile(r"\.damaged(-\d+)?$")
+DAMAGED, ABANDONED = "damaged", "abandoned"
+"""Why a checkpoint was set aside: its files are not those written, or a run went back to before it."""
+_ASIDE = re.compile(rf"\.({DAMAGED}|{ABANDONED})(-\d+)?$")
 
 
 def folder_name(model_type: str, step: int) -> str:

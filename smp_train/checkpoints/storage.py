@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from smp_train.checkpoints.record import COMMITTED, Committed, FileRecord, checksum, name_before
+from smp_train.checkpoints.record import COMMITTED, DAMAGED, Committed, FileRecord, checksum, name_before
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime import s3
 
@@ -81,13 +81,13 @@ class Storage(Protocol):
     def delete(self, name: str) -> None:
         """Remove a folder; what is left when that is cut short does not look like a checkpoint."""
 
-    def set_aside(self, name: str) -> str:
-        """Rename a damaged checkpoint so that it no longer counts; return what is called so now."""
+    def set_aside(self, name: str, kind: str = DAMAGED) -> str:
+        """Rename a damaged or an abandoned checkpoint so that it no longer counts; return what is called so now."""
 
-    def damaged(self) -> list[str]:
+    def aside(self, kind: str = DAMAGED) -> list[str]:
         """Return the names of checkpoints that were set aside."""
 
-    def drop_damaged(self, name: str) -> None:
+    def drop_aside(self, name: str, kind: str = DAMAGED) -> None:
         """Remove one of them; a newer checkpoint of the same step stays."""
 
     def sweep(self, idle: float) -> list[str]:
@@ -271,20 +271,23 @@ class LocalStorage:
             folder = gone
         shutil.rmtree(folder)
 
-    def set_aside(self, name: str) -> str:
-        """Rename a damaged checkpoint to ``<name>.damaged`` (or ``.damaged-2``, …); return the new name."""
-        attempt, aside = 1, f"{name}.damaged"
+    def set_aside(self, name: str, kind: str = DAMAGED) -> str:
+        """Rename a checkpoint to ``<name>.damaged`` (or ``.damaged-2``, …), or likewise; return the new name."""
+        scratch = _SCRATCH.fullmatch(name)  # it lost its name to a replacement that was cut short
+        first = f"{scratch['name'] if scratch else name}.{kind}"
+        attempt, aside = 1, first
         while (self.root / aside).exists():
             attempt += 1
-            aside = f"{name}.damaged-{attempt}"
+            aside = f"{first}-{attempt}"
         (self.root / name).rename(self.root / aside)
         return aside
 
-    def damaged(self) -> list[str]:
+    def aside(self, kind: str = DAMAGED) -> list[str]:
         """Return the names of checkpoints that were set aside."""
-        return [name for name in self.names() if name_before(name) != name]
+        names = [(name, name_before(name)) for name in self.names()]
+        return [name for name, before in names if name.removeprefix(before).startswith(f".{kind}")]
 
-    def drop_damaged(self, name: str) -> None:
+    def drop_aside(self, name: str, kind: str = DAMAGED) -> None:
         """Remove one of them; a newer checkpoint of the same step stays."""
         self.delete(name)
 

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from smp_train.checkpoints.record import COMMITTED, Committed, FileRecord, checksum_of, parse_folder_name
+from smp_train.checkpoints.record import COMMITTED, DAMAGED, Committed, FileRecord, checksum_of, parse_folder_name
 from smp_train.errors import CheckpointError
 from smp_train.runtime import s3, s3_folder
 from smp_train.runtime.s3_folder import S3Folder
@@ -29,8 +29,8 @@ IN_FLIGHT_SECONDS = 60.0
 """The last request of a process that was killed, which may be its COMMITTED, may still be on its way for so long."""
 STAMPED_TO_SECONDS = 2.0
 """S3 tells times to the second."""
-DAMAGED = f"{COMMITTED}.damaged"
-"""What COMMITTED is called once the checkpoint has been set aside."""
+ASIDE = f"{COMMITTED}."
+"""How COMMITTED begins once the checkpoint has been set aside; why comes after it."""
 ATTEMPT = re.compile("[0-9a-f]{8}")
 PROBE = "shared"
 """The name that `CheckpointManager.check_shared` stages."""
@@ -54,9 +54,9 @@ class S3Storage(S3Folder):
             found += [each["Prefix"][len(start) :].rstrip("/") for each in page.get("CommonPrefixes", ())]
         return sorted(found)
 
-    def damaged(self) -> list[str]:
+    def aside(self, kind: str = DAMAGED) -> list[str]:
         """Return the names of checkpoints that were set aside."""
-        return [name for name in self.names() if any(file.startswith(DAMAGED) for file in self.sizes(name))]
+        return [name for name in self.names() if any(file.startswith(ASIDE + kind) for file in self.sizes(name))]
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each object below ``name``; empty where there is none."""
@@ -129,7 +129,7 @@ class S3Storage(S3Folder):
                 return
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. Damaged ones stay.
+        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. What was set aside stays.
 
         An attempt that this process has tried to publish is left to a later sweep, which knows what came of it.
         """
@@ -140,29 +140,29 @@ class S3Storage(S3Folder):
         own = _root_of(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None
         self.ask("delete_object", key=self.key(name, COMMITTED))
         folders = {name}
-        if any(file.startswith(DAMAGED) for file in self.entries(name)):
+        if any(file.startswith(ASIDE) for file in self.entries(name)):
             folders = {*self._unclaimed(name), *([f"{name}/{own}"] if own else [])}
         for folder in folders:
             self.remove_all(folder)
 
-    def set_aside(self, name: str) -> str:
+    def set_aside(self, name: str, kind: str = DAMAGED) -> str:
         """Rename COMMITTED, so that the checkpoint no longer counts; return what it is called now."""
-        attempt, aside = 1, DAMAGED
+        attempt, aside = 1, ASIDE + kind
         while self.has(name, aside):
             attempt += 1
-            aside = f"{DAMAGED}-{attempt}"
+            aside = f"{ASIDE}{kind}-{attempt}"
         source = {"Bucket": self.bucket, "Key": self.key(name, COMMITTED)}
         self.ask("copy_object", key=self.key(name, aside), CopySource=source)
         self.ask("delete_object", key=self.key(name, COMMITTED))
         return f"{name}/{aside}"
 
-    def drop_damaged(self, name: str) -> None:
+    def drop_aside(self, name: str, kind: str = DAMAGED) -> None:
         """Remove one of them; a newer checkpoint of the same step stays."""
-        files = self.entries(name)
-        for file in files:
-            if file.startswith(DAMAGED):
-                self.ask("delete_object", key=self.key(name, file))
-        for folder in self._unclaimed(name) if COMMITTED in files else [name]:
+        files = list(self.entries(name))
+        for file in [file for file in files if file.startswith(ASIDE + kind)]:
+            self.ask("delete_object", key=self.key(name, file))
+            files.remove(file)
+        for folder in self._unclaimed(name) if any(file.startswith(COMMITTED) for file in files) else [name]:
             self.remove_all(folder)
 
     def sweep(self, idle: float) -> list[str]:
@@ -189,11 +189,11 @@ class S3Storage(S3Folder):
         return done
 
     def _unclaimed(self, name: str) -> dict[str, datetime]:
-        """Return the attempts at ``name`` that neither COMMITTED nor a damaged one names, and when last touched."""
+        """Return the attempts at ``name`` that neither COMMITTED nor one set aside names, and when last touched."""
         entries = self.entries(name)
         claimed = set()
         for file in entries:
-            if file == COMMITTED or file.startswith(DAMAGED):
+            if file == COMMITTED or file.startswith(ASIDE):
                 root = _root_of(self.read(name, file))
                 if root is None:  # unreadable: it may have named any of them
                     return {}

@@ -15,6 +15,8 @@ from smp_train.launch.spec import Spec
 
 GRACE_SECONDS = 600
 """How long a pod that is asked to go may take to save."""
+SHUTDOWN_SECONDS = GRACE_SECONDS - 30
+"""How long its agent then waits for the processes."""
 CONTAINER = "pytorch"  # Kubeflow's operator looks for a container of this name
 HEALTH = "sagemaker.amazonaws.com/node-health-status"
 SMP_CLUSTER_LOGS = "/var/log/aws/clusters"  # SMP checks with it that this is HyperPod
@@ -179,7 +181,7 @@ def command(spec: Spec, target: Target) -> list[str]:
         # The operator watches what the agent writes below log_dir.
         agent = [
             "hyperpodrun", *agent[1:], "--tee=3", "--log_dir=/tmp/hyperpod", "--shutdown-signal=SIGTERM",
-            f"--shutdown-timeout={GRACE_SECONDS - 30}",
+            f"--shutdown-timeout={SHUTDOWN_SECONDS}",
         ]  # fmt: skip
     words = [*agent, "--module", "smp_train.launch.entry", *spec.train_flags]
     if target.profile == "nsys":
@@ -196,6 +198,9 @@ def _literal(word: str) -> str:
 
 def _environment(spec: Spec, target: Target) -> list[dict[str, Any]]:
     plain = {**spec.environment, "PYTHONUNBUFFERED": "1"}
+    if target.operator != "hyperpod":
+        # As a variable: torchrun of torch 2.13 heeds it, older ones would refuse the flag.
+        plain.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     found: list[dict[str, Any]] = [{"name": name, "value": _literal(plain[name])} for name in sorted(plain)]
     for name, secret, key in target.secrets:
         found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})

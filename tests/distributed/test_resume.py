@@ -45,6 +45,11 @@ def test_resume_is_bit_exact(world: int, changes: dict, tmp_path: Path) -> None:
     assert [[r[k] for k in exact] for r in steps(broken)] == [[r[k] for k in exact] for r in steps(straight)]
     assert audits(broken, world) == audits(straight, world)
     assert [r["event"] for r in records(broken) if "event" in r].count("resume") == 1
+    if world == 1:
+        again = {"resume_from_checkpoint": checkpoint(broken, 3), "max_steps": 4}
+        harness.run(train, world, flags(broken, **options, **again))
+        kept = sorted(path.name for path in (broken / "checkpoints").iterdir())
+        assert kept == ["llama_v2-3steps", "llama_v2-4steps", "llama_v2-6steps.abandoned"]
 
 
 MESHES = {

@@ -66,6 +66,32 @@ def stop_at(stage: str):
 # --- saving and finding
 
 
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """What a power failure would find: files and folder are synced, then renamed, then the name is synced."""
+    done: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        done.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(("rename", str(self)))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    save(tmp_path, 3)
+    published = next(i for i, (what, path) in enumerate(done) if what == "rename" and path.endswith(".staging"))
+    staged = done[published][1]
+    before = {path.removeprefix(staged).strip("/") for what, path in done[:published] if what == "sync"}
+    before = {name.removesuffix(".tmp") for name in before}
+    committed = json.loads((tmp_path / "llama_v2-3steps" / "COMMITTED").read_text())
+    small = {".COMMITTED", ".meta.json"}  # written under another name, then renamed
+    assert before == {"", *committed["files"], *small} - {"meta.json"}
+    assert done[published + 1] == ("sync", str(tmp_path))
+
+
 def test_what_is_saved_is_found_and_loaded(tmp_path):
     save(tmp_path, 7, 12, 9)
     found = find(f"{tmp_path}/")
@@ -383,6 +409,35 @@ def test_two_policies_on_one_folder_keep_what_either_keeps(tmp_path):
 )
 def test_which_steps_are_kept(keep, steps, newest, kept):
     assert steps_kept(steps, [Policy("f", 1, keep)], newest) == kept
+
+
+def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(tmp_path, caplog, capsys):
+    save(tmp_path, 10, 20, 30)
+    left = (tmp_path / "llama_v2-30steps" / "COMMITTED").read_bytes()
+    for new, kept in ((21, "llama_v2-30steps.abandoned"), (15, "llama_v2-20steps.abandoned")):
+        saver = manager(tmp_path, keep=9)
+        saver.go_back(find(tmp_path / f"llama_v2-{new // 10 * 10}steps"))
+        assert find(tmp_path).step > new, "nothing has been written yet"
+        saver.save(new, state(new), {})
+        assert find(tmp_path).step == new
+        assert f"kept as {kept}" in caplog.text
+        saver.save(new + 20, state(), {})
+        assert find(tmp_path).step == new + 20, "its own later ones count"
+    assert (tmp_path / "llama_v2-30steps.abandoned" / "COMMITTED").read_bytes() == left
+    assert main(["ls", str(tmp_path)]) == 0
+    listed = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
+    assert listed["llama_v2-30steps.abandoned"] == "abandoned"
+    assert main(["prune", str(tmp_path), "--keep", "9", "--abandoned", "1"]) == 0
+    assert names(tmp_path) == ["llama_v2-10steps", "llama_v2-15steps", "llama_v2-35steps"]
+
+
+def test_what_is_gone_back_to_elsewhere_changes_nothing(tmp_path):
+    save(tmp_path / "theirs", 20)
+    save(tmp_path / "ours", 30)
+    saver = manager(tmp_path / "ours")
+    saver.go_back(find(tmp_path / "theirs" / "llama_v2-20steps"))
+    saver.save(21, state(), {})
+    assert names(tmp_path / "ours") == ["llama_v2-21steps", "llama_v2-30steps"]
 
 
 def test_lists_of_unequal_length_are_refused():

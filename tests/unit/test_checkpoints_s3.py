@@ -393,6 +393,26 @@ def test_a_damaged_newest_one_is_set_aside_and_kept(place, caplog, capsys, chang
     assert loaded(place) == 7
 
 
+def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(place, capsys):
+    save(place, 1, 2, 3)
+    saver = manager(place)
+    saver.go_back(find(f"{place}/llama_v2-1steps"))
+    saver.save(2, state(2), {"tokens": 20, "again": True})
+    assert loaded(place) == 2
+    assert find(place).meta["again"]
+    cli.main(["ls", place])
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["llama_v2-1steps", "committed"], ["llama_v2-2steps", "committed"], ["llama_v2-3steps", "abandoned"],
+    ]  # fmt: skip
+    S3Storage(place).sweep(-math.inf)
+    aside = ["llama_v2-2steps/COMMITTED.abandoned", "llama_v2-3steps/COMMITTED.abandoned"]
+    assert [key for key in keys(place) if "abandoned" in key] == aside
+    assert len([key for key in keys(place) if key.endswith("meta.json")]) == 4, "their files stay"
+    cli.main(["prune", place, "--keep", "9", "--abandoned", "1"])
+    assert keys(place) == files("llama_v2-1steps") + files("llama_v2-2steps")
+    assert loaded(place) == 2
+
+
 def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(place):
     save(place, 3)
     harm(place, "llama_v2-3steps", ".distcp", flip)
