@@ -226,7 +226,8 @@ def test_flags_of_shards_say_that_they_do_nothing_for_text() -> None:
     assert said("--training_dir d --text_column body") == ["--text_column body has no effect: it needs --dataset"]
     assert said("--training_dir d --data_cache_dir x") == []
     assert said("--use_synthetic_data 1 --training_dir d --short pack") == [
-        f"--{flag} has no effect: --use_synthetic_data 1 trains on random tokens" for flag in ("training_dir d", "short pack")
+        f"--{flag} has no effect: --use_synthetic_data 1 trains on random tokens"
+        for flag in ("training_dir d", "short pack")
     ]
     assert said("--training_dir d --max_bad 1%") == ["--max_bad 0.01 has no effect: it needs --bad_rows skip"]
     assert said("--training_dir d --max_bad 1% --bad_rows skip --test_dir t --validation_freq 9") == []
