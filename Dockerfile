@@ -1,5 +1,5 @@
 # Made by docker_build.sh. The base brings torch; `smp` is the SMP v2 image, `native` any image with torch 2.6 or newer.
-ARG BASE=docker.io/pytorch/pytorch:2.8.0-cuda12.8-cudnn9-runtime
+ARG BASE=public.ecr.aws/deep-learning-containers/pytorch-training:2.8.0-gpu-py312-cu129-ubuntu22.04-ec2
 
 FROM ${BASE} AS common
 WORKDIR /opt/smp-train

@@ -2,23 +2,47 @@
 # Make the image and, where Enroot is installed, the .sqsh file that launch_training_enroot.sh starts from.
 # Run it on a worker node: image caches are on its local disks.
 #   bash docker_build.sh                       SMP v2 image of AWS, region $AWS_REGION
-#   TARGET=native bash docker_build.sh         public PyTorch image, for the native backend
-# Variables: AWS_REGION, ACCOUNT (registry), TAG (of the base image), IMAGE_NAME, OUTPUT (.sqsh file), ENGINE (docker or
-# podman), BASE (any other base image), EXTRA_PACKAGES (for pip, such as hyperpod-elastic-agent), and
+#   TARGET=native bash docker_build.sh         AWS's public PyTorch image, which has the EFA plugin, for the native backend;
+#                                              on an aarch64 node (p6e-gb200) the one for it
+# Variables: AWS_REGION, ACCOUNT (registry), TAG (of the base image), IMAGE_NAME, OUTPUT (.sqsh file), FREE_GB (disk that it
+# may need, 40), ENGINE (docker or podman), BASE (any other base image), EXTRA_PACKAGES (for pip, such as
+# hyperpod-elastic-agent), and
 # PUSH=123456789012.dkr.ecr.REGION.amazonaws.com/smp-train:1, the repository that Kubernetes and SageMaker pull from.
 set -euo pipefail
 
 refuse() { echo "error: $*" >&2; exit 2; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${TARGET:=smp}" "${AWS_REGION:=${AWS_DEFAULT_REGION:-us-west-2}}" "${ACCOUNT:=658645717510}" "${TAG:=2.5.1-gpu-py311-cu124}"
+machine=$(uname -m)
 case "$TARGET" in
-  smp) : "${IMAGE_NAME:=smpv2}" "${BASE:=$ACCOUNT.dkr.ecr.$AWS_REGION.amazonaws.com/smdistributed-modelparallel:$TAG}" ;;
-  native) : "${IMAGE_NAME:=smp-train}" "${BASE:=docker.io/pytorch/pytorch:2.8.0-cuda12.8-cudnn9-runtime}" ;;
+  smp)
+    [ "$machine" = x86_64 ] || [ -n "${BASE:-}" ] ||
+      refuse "AWS has SMP images for x86_64 only, and this machine is $machine: use TARGET=native"
+    : "${IMAGE_NAME:=smpv2}" "${BASE:=$ACCOUNT.dkr.ecr.$AWS_REGION.amazonaws.com/smdistributed-modelparallel:$TAG}" ;;
+  native)
+    : "${IMAGE_NAME:=smp-train}"
+    case "$machine" in
+      aarch64) : "${BASE:=public.ecr.aws/deep-learning-containers/pytorch-training-arm64:2.7.0-gpu-py312-cu128-ubuntu22.04-ec2}" ;;
+      *) : "${BASE:=public.ecr.aws/deep-learning-containers/pytorch-training:2.8.0-gpu-py312-cu129-ubuntu22.04-ec2}" ;;
+    esac
+    case "$BASE" in
+      *pytorch/pytorch:*) echo "warning: $BASE has no EFA plugin: between nodes NCCL will go through TCP" >&2 ;;
+    esac
+    ;;
   *) refuse "TARGET=$TARGET: is not smp or native" ;;
 esac
+case "$IMAGE_NAME" in *[:/]*) refuse "IMAGE_NAME=$IMAGE_NAME: a plain name; PUSH=REPOSITORY:TAG names a registry's" ;; esac
 : "${OUTPUT:=$root/$IMAGE_NAME.sqsh}"
+: "${FREE_GB:=40}"
 if [ -z "${ENGINE:-}" ]; then
   for ENGINE in docker podman none; do command -v "$ENGINE" >/dev/null && break; done
+fi
+if command -v enroot >/dev/null; then
+  folder=$(dirname "$OUTPUT")
+  { [ -d "$folder" ] && [ -w "$folder" ]; } || refuse "OUTPUT=$OUTPUT: $folder is no folder that you may write to"
+  free=$(($(stat --file-system --format='%a * %S' "$folder") / 1000000000))
+  # The base has some 20 GB, and the new file is whole before the old one goes.
+  [ "$free" -ge "$FREE_GB" ] || refuse "$folder: $free GB are free, and an image may need $FREE_GB; set OUTPUT to another disk, or FREE_GB"
 fi
 [ "$ENGINE" != none ] || refuse "neither docker nor podman is installed here; run this on a worker node"
 command -v "$ENGINE" >/dev/null || refuse "ENGINE=$ENGINE is not installed here"

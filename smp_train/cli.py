@@ -38,6 +38,7 @@ class Verb:
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
     "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
+    "doctor": Verb("say what this machine has and lacks, and how to mend it", "smp_train.launch.doctor"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
     "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "checkpoint": Verb("list, verify, export, import and prune checkpoints", "smp_train.checkpoints.cli"),

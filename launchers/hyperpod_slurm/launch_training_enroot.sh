@@ -11,11 +11,13 @@
 # Submit it as it is:  sbatch [--nodes=N] launch_training_enroot.sh [training flags]
 # `./launch_training_enroot.sh --dry_run [training flags]` prints what each node would be given. Variables: see training.sh.
 
+case "${HYPERPOD_PATH:-}" in *:*) HYPERPOD_PATH= ;; esac # a mount, as other scripts have it
 if [ -z "${HYPERPOD_PATH:-}" ]; then
   # Slurm runs a copy of this script: the original says where the checkout is.
   script=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
   HYPERPOD_PATH=$(cd "$(dirname "${script:-$0}")/../.." && pwd) || exit 2
 fi
+unset FLAGS RUN_NAME RUN_ROOT # of other scripts, which set them for training.sh
 # shellcheck source-path=SCRIPTDIR source=training.sh
 source "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh" || exit 2
 if [ -z "${SLURM_JOB_ID:-}$DRY_RUN" ]; then exec sbatch "$0" "$@"; fi

@@ -6,6 +6,7 @@
 # Turn text into token shards on one node:  sbatch prepare_data.sh --input /fsx/text --output /fsx/data ...
 # The flags are those of `smp-train prepare`. PYTHON: the interpreter, where it is not the checkout's .venv.
 
+case "${HYPERPOD_PATH:-}" in *:*) HYPERPOD_PATH= ;; esac # a mount, as other scripts have it
 if [ -z "${HYPERPOD_PATH:-}" ]; then
   script=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
   HYPERPOD_PATH=$(cd "$(dirname "${script:-$0}")/../.." && pwd) || exit 2

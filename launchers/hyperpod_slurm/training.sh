@@ -10,8 +10,11 @@
 #   shard_degree=                          processes that share one copy of the model; all of them when empty
 #   NPROC=auto                             processes on each node: one per GPU, or one
 #   INSTANCE_TYPE=                         such as p5.48xlarge: each node is checked against the table
+#   PREFLIGHT=                             such as 180: before training, all nodes reach each other within so many seconds,
+#                                          or those that do not are named
 #   PROFILE=                               torch or nsys
 #   MAX_ATTEMPTS=3                         starts without a new checkpoint before giving up
+#   CONTAINER_ENV=                         variables, separated by commas, whose values here beat those of the image
 #   FSX_MOUNT=/fsx                         mounted into the container where it exists
 
 # shellcheck disable=SC2034 # batch.sh reads what is set here
@@ -26,7 +29,7 @@ MOUNTS=()
 # shellcheck source-path=SCRIPTDIR source=../local/given.sh
 source "$HYPERPOD_PATH/launchers/local/given.sh"
 EXTRA=(${FLAGS[@]+"${FLAGS[@]}"})
-DRY_RUN=${DRY_RUN:-}
+DRY_RUN=
 for word in "$@"; do
   case "$word" in --dry_run | --dry-run) DRY_RUN=1 ;; *) EXTRA+=("$word") ;; esac
 done

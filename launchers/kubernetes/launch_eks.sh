@@ -17,6 +17,7 @@ for name in IMAGE CLAIM; do
   [ -n "${!name:-}" ] || { echo "error: set $name; for example: IMAGE=REGISTRY/smp-train:1 CLAIM=fsx:/fsx $0" >&2; exit 2; }
 done
 : "${NODES:=8}" "${INSTANCE_TYPE:=ml.p5.48xlarge}" "${OPERATOR:=kubeflow}" "${NAMESPACE:=kubeflow}"
+unset FLAGS RUN_NAME
 # shellcheck disable=SC2034 # training.sh reads it
 RUN_ROOT=${CLAIM#*:}
 # shellcheck source-path=SCRIPTDIR source=../hyperpod_slurm/training.sh

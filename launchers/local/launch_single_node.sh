@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train on this machine, one process per GPU (NPROC overrides):  ./launch_single_node.sh [--dry_run] [training flags]
-# Variables: see local.sh; and NPROC, RUN_DIR, CHECKPOINT_DIR, PYTHON, PROFILE=torch or nsys. ^C saves and stops; the same
-# command goes on.
+# Variables: see local.sh; and NPROC, RUN_DIR, CHECKPOINT_DIR, PYTHON, PREFLIGHT=seconds (several machines: do they reach each other?),
+# PROFILE=torch or nsys. ^C saves and stops; the same command goes on.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -15,6 +15,7 @@ fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 OPTIONS=()
 [ -z "${NPROC:-}" ] || OPTIONS+=(--nproc "$NPROC")
+[ -z "${PREFLIGHT:-}" ] || OPTIONS+=(--preflight "$PREFLIGHT")
 [ -z "${PROFILE:-}" ] || OPTIONS+=(--profile "$PROFILE")
 [ -z "${RUN_DIR:-}" ] || FLAGS+=(--run_dir "$RUN_DIR")
 [ -z "${CHECKPOINT_DIR:-}" ] || FLAGS+=(--checkpoint_dir "$CHECKPOINT_DIR")

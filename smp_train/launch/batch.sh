@@ -4,14 +4,14 @@
 # launchers/hyperpod_slurm, and is part of the text that `smp-train launch slurm` submits.
 #
 # Takes from its script: CODE_DIR, RUN_DIR, PYTHON, TRAIN_FLAGS (array), MOUNTS (array); and where set: IMAGE,
-# NPROC, INSTANCE_TYPE, PROFILE, MAX_ATTEMPTS, NSYS_DIR, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and DRY_RUN, which prints
-# what srun would be given. Ends the script.
+# NPROC, INSTANCE_TYPE, PREFLIGHT, PROFILE, MAX_ATTEMPTS, NSYS_DIR, CONTAINER_ENV, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and
+# DRY_RUN, which prints what srun would be given. Ends the script.
 
 say() { printf 'smp-train: %s\n' "$*" >&2; }
 refuse() { say "error: $*"; exit 2; }
 
 [ -n "${SLURM_JOB_ID:-}" ] || [ -n "${DRY_RUN:-}" ] || refuse "this is a batch script: submit it with sbatch"
-[ -e "$CODE_DIR/smp_train/launch/task.py" ] || refuse "HYPERPOD_PATH=$CODE_DIR has no smp_train on $(hostname); set it to the checkout, on a file system that all nodes mount"
+[ -e "$CODE_DIR/smp_train/launch/task.py" ] || refuse "no smp_train in $CODE_DIR on $(hostname); the checkout (HYPERPOD_PATH) must be on a file system that all nodes mount"
 for folder in "${TRAINING_DIR:-}" "${TEST_DIR:-}"; do
   case "$folder" in '' | *://*) continue ;; esac
   [ -n "${DRY_RUN:-}" ] || [ -d "$folder" ] || refuse "no folder $folder on $(hostname); set TRAINING_DIR and TEST_DIR to folders of shards that all nodes mount"
@@ -39,13 +39,20 @@ step=(--kill-on-bad-exit=1 --ntasks-per-node=1 --label)
 if srun --help 2>&1 | grep -q -- --auto-resume; then step+=(--auto-resume=1); fi
 task=(--nproc "${NPROC:-auto}" --max_attempts "${MAX_ATTEMPTS:-3}" --failures "$RUN_DIR/logs")
 [ -z "${INSTANCE_TYPE:-}" ] || task+=(--instance_type "$INSTANCE_TYPE")
+[ -z "${PREFLIGHT:-}" ] || task+=(--preflight "$PREFLIGHT")
+left=$([ -n "${DRY_RUN:-}" ] || squeue --noheader --jobs "$SLURM_JOB_ID" --format %L 2>/dev/null)
+[ -z "$left" ] || task+=(--time_left "$left")
 case "${PROFILE:-}" in
   '' | 0 | none) ;;
   torch) TRAIN_FLAGS+=(--use_profiler 1) ;;
   nsys) TRAIN_FLAGS+=(--profile_nsys 1); task+=(--nsys) ;;
   *) refuse "PROFILE=$PROFILE: is not torch or nsys" ;;
 esac
+# Of this shell's PYTHONPATH nothing is in a container, whose Python is another one.
+[ -z "${IMAGE:-}" ] || PYTHONPATH=
 export PYTHONPATH="$CODE_DIR${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+: "${NSYS_DIR:=/fsx/nsight-efa}"
+export NSYS_DIR
 
 if [ -n "${IMAGE:-}" ]; then
   [ -n "${DRY_RUN:-}" ] || srun --help 2>&1 | grep -q -- --container-image || refuse "this cluster's srun knows no --container-image; install pyxis, or use launch_training_conda.sh"
@@ -55,14 +62,14 @@ if [ -n "${IMAGE:-}" ]; then
   # The marker tells the task that it is inside: with pyxis missing on a node, srun runs on the bare host.
   mounts="$PWD,$CODE_DIR,$RUN_DIR,$CODE_DIR/smp_train/launch:/.smp-train-inside:ro"
   [ ! -d /var/log/aws/clusters ] || mounts+=",/var/log/aws/clusters" # SMP checks with it that this is HyperPod
-  [ "${PROFILE:-}" != nsys ] || [ ! -d "${NSYS_DIR:=/fsx/nsight-efa}" ] || mounts+=",$NSYS_DIR"
+  [ "${PROFILE:-}" != nsys ] || [ ! -d "$NSYS_DIR" ] || mounts+=",$NSYS_DIR"
   for mount in "${MOUNTS[@]}"; do
     [ -n "${DRY_RUN:-}" ] || [ -e "${mount%%:*}" ] || refuse "no ${mount%%:*} to mount on $(hostname); make it, or take it out of MOUNTS"
     case "$mount" in /*) ;; *) mount=$PWD/$mount ;; esac
     mounts+=",$mount"
   done
   step+=(--container-image="$IMAGE" --container-mounts="$mounts" --no-container-mount-home --container-workdir="$PWD")
-  step+=("--container-env=NCCL_DEBUG,PYTHONPATH,PYTHONUNBUFFERED")
+  step+=("--container-env=NCCL_DEBUG,PYTHONPATH,PYTHONUNBUFFERED${CONTAINER_ENV:+,$CONTAINER_ENV}")
   task+=(--inside)
   # srun would look the interpreter up on this host; the image has its own.
   command=(/bin/bash -c 'exec "$@"' task "${command[@]}")
@@ -71,6 +78,12 @@ else
 fi
 
 if [ -n "${DRY_RUN:-}" ]; then
+  # Where any Python here can read the flags, mistakes in them are told.
+  for python in "$PYTHON" python3; do
+    "$python" -c 'import sys, yaml, packaging; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue
+    "$python" -m smp_train.launch.flags "${TRAIN_FLAGS[@]}" || exit
+    break
+  done
   printf '%q ' srun "${step[@]}" "${command[@]}" "${task[@]}" -- "${TRAIN_FLAGS[@]}"
   echo
   exit 0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from smp_train.arguments import Resolved, parse
+from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
 from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.models.resolve import settled_flags
 
 STEP = re.compile(r"-(\d+)steps$")
 RESUME = {"resume_from_checkpoint", *(a.name for a in ALIASES if a.ours == ("resume_from_checkpoint",))}
@@ -122,3 +124,19 @@ def complete(
         completed = without(completed, RESUME)
         completed.append(f"--resume_from_checkpoint={folder or own[0]}")
     return completed, parse(completed, environ)
+
+
+def check(words: Sequence[str]) -> None:
+    """Refuse training flags that no number of processes could be started with; `ConfigError` says which and why."""
+    args = parse(words, {}).args
+    shards = args.hybrid_shard_degree or args.context_parallel_degree
+    validate(args, shards * args.tensor_parallel_degree * args.expert_parallel_degree)
+    settled_flags(args)  # an unknown preset
+
+
+if __name__ == "__main__":
+    try:
+        check(sys.argv[1:])
+    except SmpTrainError as problem:
+        print(f"smp-train: error: {problem}", file=sys.stderr)
+        sys.exit(problem.exit_code)

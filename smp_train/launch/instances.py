@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,20 +39,11 @@ class Instance:
 
     def runs_cuda(self, version: str) -> bool:
         """Say whether a program built for CUDA ``version`` (such as 12.4) runs on this instance's GPUs."""
-        return _release(version) >= _release(self.min_cuda)
+        return release(version) >= release(self.min_cuda)
 
 
-def check_image(instance: Instance, image: str) -> None:
-    """Refuse an image whose tag tells a CUDA release (``cu124``) that is too old for the instance's GPUs."""
-    told = re.search(r"\bcu(?:da)?(\d\d)\.?(\d)\b", image)
-    if told and not instance.runs_cuda(f"{told[1]}.{told[2]}"):
-        raise ConfigError(
-            f"--image {image}: CUDA {told[1]}.{told[2]} does not know the {instance.gpu} of {instance.name}, which "
-            f"needs {instance.min_cuda}; take a newer image, or another instance type"
-        )
-
-
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
+    """Return a release such as 12.4 as numbers, which compare."""
     return tuple(int(part) for part in version.split("."))
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from smp_train.arguments import parse
 from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
+from smp_train.launch import timing
 from smp_train.launch.flags import inline_files, without
-from smp_train.launch.instances import check_image
-from smp_train.launch.manifests import Target, manifest
+from smp_train.launch.images import check_image
+from smp_train.launch.manifests import GRACE_SECONDS, Target, manifest
 from smp_train.launch.options import COMMON, Option, help_text, split
-from smp_train.launch.spec import VARIABLE, Spec, build, explain, profile_flags
+from smp_train.launch.spec import VARIABLE, Spec, build, profile_flags, tell
 
 OPERATORS = ("kubeflow", "hyperpod")
 OPTIONS = (
@@ -65,6 +66,7 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
         instance_type=options["instance_type"],
         env=options["env"],
         kubernetes=True,
+        container=True,
         environ={name: "from a secret" for name, _, _ in secrets},  # nothing of this shell reaches the pods
     )
     image = options["image"]
@@ -74,8 +76,7 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
         raise ConfigError(
             f"--image {image}: Kubernetes pulls images from a registry; push the one docker_build.sh made"
         )
-    if spec.instance:
-        check_image(spec.instance, image)
+    check_image(spec.instance, image, spec.resolved.args.backend)
     if options["operator"] not in OPERATORS:
         raise ConfigError(
             f"--operator {options['operator']}: is not kubeflow or hyperpod{nearest(options['operator'], OPERATORS)}"
@@ -235,11 +236,15 @@ def main(words: Sequence[str]) -> int:
     options, training = split(words, OPTIONS)
     spec, target = prepare(options, training)
     text = text_of(spec, target)
+    told = warnings(target)
+    told += timing.doubts(
+        spec.resolved, limit=None, margin=GRACE_SECONDS, instance=spec.instance, nodes=spec.nodes,
+        processes=spec.processes,
+    )  # fmt: skip
+    tell(spec, told)
     if options["dry_run"]:
         print(text, end="")
         return 0
-    for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *warnings(target)])]:
-        print(f"smp-train: {line}", file=sys.stderr)
     check(text, target)
     if options["check"]:
         print(f"smp-train: the cluster would take {target.resource}/{target.name}", file=sys.stderr)

@@ -6,10 +6,11 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from smp_train.launch import task
+from smp_train.launch import preflight, task
 from smp_train.launch.options import COMMON, Option, help_text, split
-from smp_train.launch.spec import build, explain, profile_flags
+from smp_train.launch.spec import build, profile_flags, tell
 
 OPTIONS = (
     *COMMON,
@@ -18,6 +19,7 @@ OPTIONS = (
     Option("node_rank", "number of this machine, from 0 ($NODE_RANK)"),
     Option("master_addr", "name or address of machine 0, the same on all ($MASTER_ADDR)"),
     Option("master_port", "a port that is free on machine 0, the same on all ($MASTER_PORT)", int),
+    Option("preflight", "before training, all machines reach each other within so many seconds, or are named", int),
     Option("env", "further environment variables: NAME=VALUE", many=True),
     Option("profile", "torch: PyTorch profiler; nsys: Nsight Systems"),
 )
@@ -45,15 +47,22 @@ def main(words: Sequence[str]) -> int:
     )
     command = [
         sys.executable, "-m", "smp_train.launch.task", "--nproc", str(processes),
+        *(["--preflight", str(options["preflight"])] if options["preflight"] else []),
         *(["--nsys"] if options["profile"] == "nsys" else []), "--", *spec.train_flags,
     ]  # fmt: skip
     if options["dry_run"]:
-        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())))
+        tell(spec)
+        exported = {**spec.environment, **given}
+        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())))
         print(shlex.join(command))
         return 0
-    for line in [*explain(spec), *(f"warning: {line}" for line in spec.warnings)]:
-        print(f"smp-train: {line}", file=sys.stderr)
+    preflight.check_data(spec.resolved.args)
+    if options["profile"] == "nsys":
+        task.nsys_command(Path(spec.run_dir) / "profile", [])  # refuses where there is none
+    tell(spec)
     if options["check"]:
         return 0
-    os.environ.update(given | spec.environment)
+    os.environ.update(given | {name: spec.environment[name] for name in spec.added})
+    for name, value in spec.environment.items():
+        os.environ.setdefault(name, value)
     return task.main(command[3:])

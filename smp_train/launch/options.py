@@ -21,6 +21,8 @@ class Option:
     default: Any = None
     many: bool = False
     metavar: str = ""
+    dashes: bool = False
+    """Its first word may begin with dashes: it is an option of another program."""
 
 
 COMMON = (
@@ -51,7 +53,9 @@ def split(words: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, An
             training.append(word)
             continue
         given = [attached] if equals else []
-        while not equals and index < len(words) and not words[index].startswith("--"):
+        while not equals and index < len(words):
+            if words[index].startswith("--") and not (option.dashes and not given):
+                break
             if option.kind is bool and not is_bool(words[index]):
                 break
             given.append(words[index])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from smp_train.arguments import Resolved
+from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance
-from smp_train.models.resolve import presets
+from smp_train.models.resolve import presets, settled_flags
 
 WIDTHS = ("vocab_size", "hidden_width", "num_layers", "intermediate_size", "num_key_value_heads", "num_local_experts")
 STATE_BYTES = 16
@@ -20,6 +24,7 @@ CHECKPOINT_BYTES = 12
 """Per parameter: weight and Adam's two moments in float32."""
 NO_FP8 = ("A100", "A10G")  # before compute capability 8.9
 GATED = ("meta-llama/", "mistralai/Mixtral", "mistralai/Mistral-7B-v0.3", "google/gemma")
+PLUGIN_PLACES = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/opt/amazon/aws-ofi-nccl", "/opt/aws-ofi-nccl/install")
 LOCAL_DISKS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs")
 
 
@@ -39,59 +44,189 @@ def check(resolved: Resolved, instance: Instance | None, world_size: int) -> Non
         ConfigError: with the setting to change.
     """
     args = resolved.args
+    settled = settled_flags(args)  # an unknown preset is known to be one here
+    divides(resolved, settled)
     if instance is None:
         return
     if args.fp8 and instance.gpu in NO_FP8:
         raise ConfigError(
             f"--fp8 1: the {instance.gpu} of {instance.name} has no FP8; take p5 or later, or leave it out"
         )
-    count = parameters(resolved)
+    count, over = parameters(resolved), spread(resolved, world_size)
     if count is None or args.cpu_offload:
         return
-    tensor = args.tensor_parallel_degree * args.expert_parallel_degree
-    replicated = args.sharding_strategy == "no_shard"
-    shards = 1 if replicated else (args.hybrid_shard_degree or world_size // tensor)
-    gigabytes = STATE_BYTES * count / (shards * tensor) / 1e9
+    gigabytes = STATE_BYTES * count / over / 1e9
     if gigabytes > instance.gpu_memory_gb:
         raise ConfigError(
             f"weights, gradients and optimizer of this model ({count / 1e9:.1f} B parameters) take {gigabytes:.0f} GB "
-            f"on each GPU, spread over {shards * tensor}; the {instance.gpu} of {instance.name} has "
+            f"on each GPU, spread over {over}; the {instance.gpu} of {instance.name} has "
             f"{instance.gpu_memory_gb} GB: "
             + (
                 "raise --hybrid_shard_degree"
-                if shards * tensor < world_size
+                if over < world_size
                 else "take more nodes, a larger instance type, or --cpu_offload 1"
             )
         )
 
 
-def lacks(resolved: Resolved, environ: Mapping[str, str]) -> list[str]:
-    """Return what this run will ask for and not find, as far as this machine tells."""
+def spread(resolved: Resolved, world_size: int) -> int:
+    """Return how many GPUs share one copy of weights, gradients and optimizer."""
+    args = resolved.args
+    split = args.tensor_parallel_degree * args.expert_parallel_degree
+    shards = 1 if args.sharding_strategy == "no_shard" else (args.hybrid_shard_degree or world_size // split)
+    return int(shards * split)
+
+
+def memory(resolved: Resolved, instance: Instance | None, world_size: int) -> str:
+    """Return what the model's states take of each GPU, for people; "" where nobody knows."""
+    count, over = parameters(resolved), spread(resolved, world_size)
+    if count is None or instance is None or resolved.args.cpu_offload:
+        return ""
+    return (
+        f"weights, gradients and optimizer ({count / 1e9:.1f} B parameters): {STATE_BYTES * count / over / 1e9:.1f} of "
+        f"the {instance.gpu_memory_gb} GB of each {instance.gpu}, spread over {over}; activations come on top"
+    )
+
+
+def lacks(resolved: Resolved, environ: Mapping[str, str], *, home: bool = True) -> list[str]:
+    """Return what this run will ask for and not find, as far as is known; ``home``: it sees this home folder."""
     names = (resolved.args.hf_pretrained_model_name_or_dir, resolved.args.pretrained_model_name)
     model = next((str(name) for name in names if name and str(name).startswith(GATED)), None)
-    home = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "/")) / ".cache/huggingface")
-    if model is None or os.path.isdir(model) or environ.get("HF_TOKEN") or (home / "token").exists():
+    if model is None or os.path.isdir(model) or environ.get("HF_TOKEN"):
+        return []
+    if not home:
+        return [f"{model} is gated, and a container sees no login of this home folder: set HF_TOKEN"]
+    folder = Path(environ.get("HF_HOME") or Path(environ.get("HOME", "/")) / ".cache/huggingface")
+    if (folder / "token").exists():
         return []
     return [f"{model} is gated and there is no Hugging Face token here: `hf auth login`, or set HF_TOKEN"]
 
 
-def places(resolved: Resolved, folder: str, nodes: int) -> list[str]:
-    """Return what is wrong with the run folder's disk: too small for two checkpoints, or not shared by nodes."""
-    found = []
+def nccl_plugin(environ: Mapping[str, str]) -> str | None:
+    """Return the file of NCCL's EFA plugin (aws-ofi-nccl), where this machine or image has it."""
+    folders = [*environ.get("LD_LIBRARY_PATH", "").split(":"), *(f"{place}/lib*" for place in PLUGIN_PLACES)]
+    folders += [f"{place}/lib*/*" for place in PLUGIN_PLACES]
+    for folder in folders:
+        found = sorted(glob.glob(f"{folder}/libnccl-net*.so*")) if folder else []
+        if found:
+            return found[0]
+    return None
+
+
+def lacks_plugin(instance: Instance) -> list[str]:
+    """Return what is said where EFA adapters are and NCCL has nothing to use them through."""
+    if nccl_plugin(os.environ):
+        return []
+    return [
+        f"no EFA plugin for NCCL here (libnccl-net*.so of aws-ofi-nccl): {instance.name} has {instance.efa} adapters, "
+        "and nodes would reach each other through TCP; take an image that has it (docker_build.sh), or install it"
+    ]
+
+
+def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
+    """Refuse degrees that do not divide the model, where flags or a preset tell its widths.
+
+    ``settled`` is what `settled_flags` says of the flags that were not given.
+
+    Raises:
+        ConfigError: as the training would, but before it has nodes.
+    """
+    args = resolved.args
+    tensor, context = args.tensor_parallel_degree, args.context_parallel_degree
+    if not settled or max(tensor, context) == 1:
+        return
+
+    def width(name: str) -> int:
+        given = getattr(args, name, None)
+        return int(given if given is not None else settled.get(name, (0, ""))[0] or 0)
+
+    length = width("max_context_width")
+    if context > 1 and length % (2 * context):
+        raise ConfigError(
+            f"--context_parallel_degree {context}: --max_context_width {length} does not split into the {2 * context} "
+            f"pieces that it needs; make it a multiple of {2 * context}"
+        )
+    sizes = {"attention heads": width("num_heads")}
+    if args.backend == "native":
+        sizes["key-value heads"] = width("num_key_value_heads")
+        sizes["tokens of vocabulary"] = width("vocab_size")
+        sizes["tokens that a rank has of each sequence"] = length // context
+    for what, size in sizes.items():
+        if size % tensor:
+            raise ConfigError(
+                f"--tensor_parallel_degree {tensor} does not divide the {size} {what} of this model; "
+                "give one that divides all of its widths"
+            )
+
+
+def data(args: Any) -> list[tuple[str, str]]:
+    """Return (flag, folder) of the data that flags name on a file system, without the weights of a blend."""
+    named = [("training_dir", word) for word in args.training_dir or ()]
+    named += [("test_dir", args.test_dir)] if args.test_dir else []
+    return [
+        (flag, word if Path(word).exists() else re.sub(r":[0-9.eE+-]+$", "", word))
+        for flag, word in named
+        if "://" not in word
+    ]
+
+
+def check_data(args: Any) -> None:
+    """Refuse folders of data that are not there, or empty; `ConfigError` names them."""
+    for flag, folder in data(args):
+        if not Path(folder).exists():
+            raise ConfigError(f"--{flag} {folder}: no such folder")
+        if Path(folder).is_dir() and not any(os.scandir(folder)):
+            raise ConfigError(f"--{flag} {folder}: is empty; `smp-train prepare` makes shards")
+
+
+def places(resolved: Resolved, nodes: int, needed: Sequence[str] = ()) -> list[str]:
+    """Return what is wrong with the disks of a run: too small for its checkpoints, or not shared by its nodes.
+
+    ``needed`` are further files and folders that every node has to see.
+    """
+    args = resolved.args
+    own = [place for place in args.checkpoint_dir if "://" not in place and not place.startswith(NODE_LOCAL)]
+    return [*_too_small(resolved, own), *(_not_shared([args.run_dir, *own, *needed]) if nodes > 1 else [])]
+
+
+def _too_small(resolved: Resolved, folders: Sequence[str]) -> list[str]:
     count = parameters(resolved)
-    free = shutil.disk_usage(folder).free
-    if count and free < 2 * CHECKPOINT_BYTES * count:
-        found.append(
-            f"{folder}: {free / 1e9:.0f} GB are free, and two checkpoints of this model take "
-            f"{2 * CHECKPOINT_BYTES * count / 1e9:.0f} GB; a new one is complete before an old one goes"
-        )
-    if nodes > 1:
-        asked = subprocess.run(
-            ["stat", "--file-system", "--format=%T", folder], capture_output=True, text=True, check=False
-        )
-        kind = asked.stdout.strip()
-        if kind in LOCAL_DISKS:
+    found = []
+    for folder in folders if count else ():
+        there = Path(folder).absolute()
+        while not there.exists():
+            there = there.parent
+        free = shutil.disk_usage(there).free
+        if free < 2 * CHECKPOINT_BYTES * (count or 0):
             found.append(
-                f"{folder}: is on a local disk ({kind}); {nodes} nodes need a file system that all of them mount"
+                f"{folder}: {free / 1e9:.0f} GB are free, and two checkpoints of this model take "
+                f"{2 * CHECKPOINT_BYTES * (count or 0) / 1e9:.0f} GB; a new one is complete before an old one goes"
             )
     return found
+
+
+def _not_shared(needed: Sequence[str]) -> list[str]:
+    found: dict[str, tuple[str, list[str]]] = {}
+    for place in dict.fromkeys(place for place in needed if place):
+        there = Path(place).absolute()
+        while not there.exists():
+            there = there.parent
+        kind = file_system(there)
+        if kind in LOCAL_DISKS:
+            found.setdefault(kind, (kind, []))[1].append(place)
+    return [
+        f"{', '.join(names)}: on a local disk ({kind}) of this machine; the nodes need a file system that all of them "
+        "mount"
+        for kind, names in found.values()
+    ]
+
+
+def file_system(place: str | Path) -> str:
+    """Return the kind of file system that ``place`` is on, such as lustre or ext2/ext3; "" where nobody tells."""
+    try:
+        asked = subprocess.run(
+            ["stat", "--file-system", "--format=%T", place], capture_output=True, text=True, check=False, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return asked.stdout.strip()

@@ -14,10 +14,10 @@ from typing import Any
 
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import preflight
-from smp_train.launch.instances import check_image
+from smp_train.launch import cluster, preflight, timing
+from smp_train.launch.images import check_image
 from smp_train.launch.options import COMMON, Option, help_text, split
-from smp_train.launch.spec import CODE_DIR, Spec, build, explain, profile_flags
+from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, profile_flags, tell
 
 BODY = Path(__file__).with_name("batch.sh")
 OPTIONS = (
@@ -39,9 +39,13 @@ OPTIONS = (
     Option("exclude", "not on these nodes"),
     Option("dependency", "Slurm dependency, such as singleton"),
     Option("save_before", "seconds before the time limit at which to stop and save", int, 300),
+    Option("probe", "ask a compute node too, in one short step: pyxis, image, code and folders", bool, False),
+    Option(
+        "preflight", "before training, all-reduce over all nodes; name those that do not within so many seconds", int
+    ),
     Option("max_attempts", "starts without a new checkpoint before giving up", int, 3),
     Option("profile", "torch: PyTorch profiler; nsys: Nsight Systems"),
-    Option("sbatch", "further sbatch options, such as --comment=x", many=True),
+    Option("sbatch", "a further option of sbatch, such as --comment=x; may be repeated", many=True, dashes=True),
 )
 HEADER = ("partition", "account", "qos", "time", "nodelist", "exclude", "dependency")
 
@@ -52,13 +56,16 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
     Raises:
         ConfigError: for what a batch script cannot express.
     """
-    job_name = options["job_name"] or spec.name
+    job_name = options["job_name"] or re.sub(r"\s+", "-", spec.name)
     lines = ["#!/bin/bash", "#SBATCH --exclusive", "#SBATCH --requeue"]
     lines += [f"#SBATCH --{key}={_header(key, value)}" for key, value in _header_values(spec, options, job_name)]
     lines += [f"#SBATCH {_header('sbatch', word)}" for word in options["sbatch"]]
-    lines += ["", *(f"export {name}={shlex.quote(value)}" for name, value in sorted(spec.environment.items())), ""]
+    lines += ["", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}"]
+    lines += [*(_export(spec, name) for name in sorted(spec.environment)), ""]
+    # Of the scripts, which take them from the environment: nothing of the submitting shell's is to be taken here.
+    lines += ["TRAINING_DIR= TEST_DIR= CHECKPOINT_DIR=", '[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=']
     for name, value in (
-        ("CODE_DIR", str(CODE_DIR)),
+        ("CODE_DIR", _code(spec)),
         ("RUN_DIR", spec.run_dir),
         ("PYTHON", options["python"] or ("python3" if options["image"] else sys.executable)),
         ("IMAGE", options["image"] or ""),
@@ -66,6 +73,8 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
         ("INSTANCE_TYPE", spec.instance.name if spec.instance else ""),
         ("PROFILE", options["profile"] or ""),
         ("MAX_ATTEMPTS", str(options["max_attempts"])),
+        ("PREFLIGHT", str(options["preflight"] or "")),
+        ("CONTAINER_ENV", ",".join(sorted(spec.environment))),
     ):
         lines.append(f"{name}={shlex.quote(value)}")
     lines.append(_array("MOUNTS", _mounts(spec, options) if options["image"] else []))
@@ -73,12 +82,33 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n\n" + BODY.read_text(encoding="utf-8").partition("\n")[2]
 
 
+def _export(spec: Spec, name: str) -> str:
+    """Return the line that sets a variable: what the user gave, or a default that gives way to the shell's."""
+    value = shlex.quote(spec.environment[name])
+    return f"export {name}={value}" if name in spec.added else f"[ -n \"${{{name}+set}}\" ] || export {name}={value}"
+
+
+def _code(spec: Spec) -> str:
+    """Return the folder that has the package on every node: the checkout, or a copy beside the run."""
+    return str(CODE_DIR) if CHECKOUT else f"{spec.run_dir}/code"
+
+
+def stage(spec: Spec) -> None:
+    """Copy the package below the run folder, where it is installed among others: nodes and containers have theirs."""
+    if CHECKOUT:
+        return
+    new, place = Path(f"{_code(spec)}.{os.getpid()}"), Path(_code(spec))
+    shutil.copytree(CODE_DIR / "smp_train", new / "smp_train", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(place, ignore_errors=True)
+    new.rename(place)
+
+
 def _header_values(spec: Spec, options: dict[str, Any], job_name: str) -> list[tuple[str, str]]:
     values = [
         ("job-name", job_name),
         ("nodes", str(spec.nodes)),
         ("ntasks-per-node", "1"),
-        ("output", f"{spec.run_dir}/logs/slurm-%j.out"),
+        ("output", f"{spec.run_dir.replace('%', '%%')}/logs/slurm-%j.out"),
         ("open-mode", "append"),
         ("signal", f"B:USR1@{options['save_before']}"),
     ]
@@ -112,7 +142,7 @@ def _mounts(spec: Spec, options: dict[str, Any]) -> list[str]:
 
 
 def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
-    """Refuse what is missing on this machine, which shares its file system with the nodes; make the log folder.
+    """Refuse what is missing on this machine, which shares its file system with the nodes.
 
     Returns what will be trouble later.
     """
@@ -121,29 +151,59 @@ def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
         raise ConfigError(f"--image {image}: no such file; make it with docker_build.sh")
     if options["python"] and not image and not shutil.which(options["python"]):
         raise ConfigError(f"--python {options['python']}: no such interpreter; make it with setup_conda_env.sh")
-    for name in ("training_dir", "test_dir"):
-        place = getattr(spec.resolved.args, name)
-        if place and "://" not in place and not Path(place).is_dir():
-            raise ConfigError(f"--{name} {place}: no such folder")
+    preflight.check_data(spec.resolved.args)
     for mount in options["mounts"]:
         if not Path(mount.partition(":")[0]).exists():
             raise ConfigError(f"--mounts {mount}: {mount.partition(':')[0]} does not exist")
-    for folder in [os.path.join(spec.run_dir, "logs"), *spec.resolved.args.checkpoint_dir]:
-        if "://" in folder or folder.startswith(NODE_LOCAL):
-            continue
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise ConfigError(f"{folder}: {problem.strerror}; the run could not write there") from None
-    found = preflight.places(spec.resolved, spec.run_dir, spec.nodes)
+    for folder in _written(spec):
+        there = folder
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{folder}: {there} is no folder that you may write to; the run could not either")
+    if not image:
+        _check_interpreter(options["python"] or sys.executable)
+    found = preflight.places(spec.resolved, spec.nodes, _seen_by_nodes(spec, options))
     recipe = CODE_DIR / "Dockerfile"
     if image and os.path.isfile(image) and recipe.exists() and recipe.stat().st_mtime > os.stat(image).st_mtime:
         found.append(f"--image {image}: is older than {recipe}; make it again with docker_build.sh")
     return found
 
 
+def _written(spec: Spec) -> list[Path]:
+    """Return the folders that the run writes to on a file system."""
+    folders = [os.path.join(spec.run_dir, "logs"), *spec.resolved.args.checkpoint_dir]
+    return [Path(os.path.abspath(one)) for one in folders if "://" not in one and not one.startswith(NODE_LOCAL)]
+
+
+def _check_interpreter(python: str) -> None:
+    """Refuse an interpreter that has no torch: every process of the run would."""
+    asked = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    try:
+        done = subprocess.run([python, "-c", asked], capture_output=True, check=False)
+    except OSError:  # for the nodes' processors, say, and not for this machine's
+        return
+    if done.returncode == 1:
+        raise ConfigError(
+            f"{python} has no torch: give --python of an environment that has it (setup_conda_env.sh makes one), or "
+            "--image"
+        )
+
+
+def _seen_by_nodes(spec: Spec, options: dict[str, Any]) -> list[str]:
+    """Return what is read on every node: code, image or interpreter, data, and what is mounted."""
+    image = options["image"]
+    start = [image] if image and image.startswith((".", "/")) else []
+    if not image:
+        start = [shutil.which(options["python"]) or "" if options["python"] else sys.executable]
+    data = [os.path.abspath(folder) for _, folder in preflight.data(spec.resolved.args)]
+    mounts = [mount.partition(":")[0] for mount in options["mounts"]]
+    code = [str(CODE_DIR)] if CHECKOUT else []
+    return [*code, *map(os.path.abspath, start), *data, *mounts]
+
+
 def sbatch(script: str, *options: str) -> str:
-    """Hand a script to sbatch and return what it says.
+    """Hand a script to sbatch and return what it says: its answer alone, or with `--test-only` what it says about it.
 
     Raises:
         ConfigError: with sbatch's own words and what to do about them.
@@ -156,7 +216,8 @@ def sbatch(script: str, *options: str) -> str:
     said = (done.stdout + done.stderr).strip()
     if done.returncode:
         raise ConfigError(f"sbatch refuses: {' '.join(said.split())}{_advice(said)}")
-    return said
+    # Plugins of the cluster may say things on stderr beside the answer.
+    return said if "--test-only" in options else done.stdout.strip()
 
 
 def _advice(said: str) -> str:
@@ -169,29 +230,6 @@ def _advice(said: str) -> str:
         if text.lower() in said.lower():
             return f"; {advice}"
     return ""
-
-
-def warnings(options: dict[str, Any]) -> list[str]:
-    """Return what this cluster's configuration will do to the run, found out by asking scontrol."""
-    found = []
-    shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, check=False).stdout
-    config = dict(re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", shown, re.MULTILINE))
-    if config.get("JobRequeue") == "0":
-        found.append("JobRequeue=0: this cluster does not requeue jobs by itself; a lost node ends the run")
-    helped = subprocess.run(["srun", "--help"], capture_output=True, text=True, check=False).stdout
-    if "--auto-resume" in helped and config.get("TaskPlugin") not in ("task/none", "(null)"):
-        found.append(
-            f"TaskPlugin={config.get('TaskPlugin')}: HyperPod's auto-resume needs task/none; a lost node "
-            "is answered by a requeue"
-        )
-    if options["image"] and "--container-image" not in helped:
-        raise ConfigError(
-            "this cluster's srun knows no --container-image; install pyxis, or use --python instead of --image"
-        )
-    gres = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, check=False).stdout
-    if "gpu" in gres and not options["gpus_per_node"]:
-        found.append("this cluster has GRES: without --gpus_per_node the job may see no GPU")
-    return found
 
 
 def main(words: Sequence[str]) -> int:
@@ -210,20 +248,29 @@ def main(words: Sequence[str]) -> int:
         processes=options["nproc"],
         instance_type=options["instance_type"],
         env=options["env"],
+        container=bool(options["image"]),
     )
-    if spec.instance and options["image"]:
-        check_image(spec.instance, options["image"])
+    timing.check_limit(timing.slurm_seconds(options["time"]), options["save_before"], f"--time {options['time']}")
+    if options["image"]:
+        check_image(spec.instance, options["image"], spec.resolved.args.backend)
     script = render(spec, options)
     if options["dry_run"]:
+        tell(spec)
         print(script, end="")
         return 0
-    for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *_ask(options)])]:
-        print(line, file=sys.stderr)
-    for line in check_places(spec, options):
-        print(f"warning: {line}", file=sys.stderr)
+    told = [*cluster.warnings(spec, options), *check_places(spec, options)]
+    if options["probe"]:
+        told += cluster.probe(options, _seen_by_nodes(spec, options))
+    tell(spec, told)
     print(sbatch(script, "--test-only"), file=sys.stderr)
     if options["check"]:
         return 0
+    try:
+        for folder in _written(spec):
+            folder.mkdir(parents=True, exist_ok=True)
+        stage(spec)
+    except OSError as problem:
+        raise ConfigError(f"{problem.filename}: {problem.strerror}; the run could not write there") from None
     job = sbatch(script, "--parsable").partition(";")[0]
     if not job.isdigit():
         raise SmpTrainError(f"sbatch answered {job!r}, which is not a job id")
@@ -233,7 +280,3 @@ def main(words: Sequence[str]) -> int:
     print(f"stop:   touch {spec.run_dir}/STOP    (saves first)")
     print(f"cancel: scancel {job}")
     return 0
-
-
-def _ask(options: dict[str, Any]) -> list[str]:
-    return warnings(options) if shutil.which("scontrol") else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +20,12 @@ from smp_train.launch.instances import Instance, find
 
 CODE_DIR = Path(__file__).resolve().parents[2]
 """The folder that contains the package: a checkout, or site-packages."""
+CHECKOUT = (CODE_DIR / "launchers").is_dir()
+"""Whether it is a checkout, which has nothing besides that could be imported instead of what is installed."""
 PLACES = (
     "config", "smp_config", "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint",
     "hf_pretrained_model_name_or_dir",
 )  # fmt: skip
-WEIGHT = re.compile(r":[0-9.]+$")
-"""What a blend has behind each of its folders: ``a:0.7 b:0.3``."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -39,6 +40,8 @@ class Spec:
     instance: Instance | None
     environment: dict[str, str] = field(default_factory=dict)
     """What the launcher exports: by instance type, and what the user added with --env."""
+    added: frozenset[str] = frozenset()
+    """Names of those that the user added; the others give way to what is set where the run is submitted."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -61,9 +64,9 @@ class Spec:
         found: list[str] = []
         for name in PLACES:
             value = getattr(self.resolved.args, name)
+            if name == "training_dir":
+                value = [folder for flag, folder in preflight.data(self.resolved.args) if flag == name]
             for place in value if isinstance(value, list) else [value]:
-                if name == "training_dir" and place and not os.path.exists(place):
-                    place = WEIGHT.sub("", place)
                 elsewhere = not place or "://" in place or place.startswith(NODE_LOCAL)
                 if not elsewhere and (name != PLACES[-1] or os.path.isdir(place)):
                     found.append(os.path.abspath(place))
@@ -79,12 +82,14 @@ def build(
     env: Sequence[str] = (),
     absolute_run_dir: bool = True,
     kubernetes: bool = False,
+    container: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> Spec:
     """Check a run and return it, its training flags completed.
 
     ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE;
-    ``environ`` (default ``os.environ``) is what the processes will find besides, which `lint` looks at.
+    ``environ`` (default ``os.environ``) is what the processes will find besides, which `lint` looks at; in a
+    ``container`` they find nothing of the home folder.
 
     Raises:
         ConfigError: for everything that would stop the training at its start and that can be seen here.
@@ -109,7 +114,8 @@ def build(
         instance=instance,
         environment=variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
         | added,
-        warnings=(*lint(found), *ineffective(resolved), *preflight.lacks(resolved, found)),
+        added=frozenset(added),
+        warnings=(*lint(found), *ineffective(resolved), *preflight.lacks(resolved, found, home=not container)),
     )
 
 
@@ -142,13 +148,21 @@ def profile_flags(kind: str | None) -> list[str]:
     return known[kind]
 
 
+def tell(spec: Spec, further: Sequence[str] = ()) -> None:
+    """Print on stderr what this run is, its warnings, and ``further`` ones."""
+    for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *further])]:
+        print(f"smp-train: {line}", file=sys.stderr)
+
+
 def explain(spec: Spec) -> list[str]:
     """Return lines that say what this run is, for people."""
     where = spec.instance.name if spec.instance else "nodes"
     plural = "es" if spec.processes > 1 else ""
     args: Any = spec.resolved.args
+    states = preflight.memory(spec.resolved, spec.instance, spec.world_size)
     return [
         f"{spec.name}: {spec.nodes} x {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
         f"run folder {args.run_dir}; checkpoints {', '.join(args.checkpoint_dir)}; "
         f"resumes from {args.resume_from_checkpoint}",
+        *([states] if states else []),
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -16,14 +17,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from smp_train.arguments import Resolved
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import environment, instances, nodes, preflight
+from smp_train.launch import environment, instances, nodes, preflight, timing
 from smp_train.launch import flags as launch_flags
 from smp_train.launch.container import kept_by_nobody
 from smp_train.launch.instances import Instance
+from smp_train.launch.meet import BAD_NODE, HOSTS, UNREACHABLE
 from smp_train.launch.nsys import recording
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 from smp_train.runtime import expand_hostlist
@@ -34,6 +38,8 @@ INSIDE = "/.smp-train-inside"
 FIRST_PORT, PORTS = 20000, 10000  # below the range that systems hand out by themselves
 GUARD = "launches.jsonl"
 ADAPTERS = Path("/sys/class/infiniband")
+USR1_SECONDS = 300
+"""How long before the time limit the batch scripts have Slurm say so."""
 NSYS = "SMP_TRAIN_UNDER_NSYS"
 """Set for the second start of a task, the one that nsys makes."""
 
@@ -43,7 +49,7 @@ class BadNodeError(SmpTrainError):
 
     node: str | None = None
 
-    exit_code = 75
+    exit_code = BAD_NODE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--failures", type=Path, help="folder for what failed where (default: logs of the run folder)")
     options.add_argument("--inside", action="store_true", help="insist on running inside the container")
     options.add_argument("--max_attempts", type=int, help="refuse to start after so many without a new checkpoint")
+    options.add_argument("--preflight", type=float, default=0, help="seconds for all nodes to reach each other, first")
+    options.add_argument("--time_left", help="until the time limit of the job, as Slurm writes it")
     options.add_argument("--nsys", action="store_true", help="record this node with Nsight Systems")
     options.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
     return options
@@ -138,10 +146,15 @@ def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int =
     Raises:
         BadNodeError: when GPUs or network adapters are missing.
     """
-    here = socket.gethostname()
+    here, machine = socket.gethostname(), platform.machine()
     wanted = None if nproc == "auto" else int(nproc)
     if instance is None:
         return wanted or gpus or 1
+    if machine in ("x86_64", "aarch64") and machine != instance.arch:
+        raise ConfigError(
+            f"{here}: has {machine} processors, and a {instance.name} has {instance.arch}; give the instance type that "
+            "the nodes have"
+        )
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus < (wanted or instance.gpus) and (told or (wanted is None and chosen is None)):
         raise BadNodeError(
@@ -266,13 +279,56 @@ def nsys_command(report: Path, words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: when nsys is not to be found.
     """
-    places = ["nsys", "/fsx/nsight-efa/target-linux-x64/nsys", "/usr/local/cuda/bin/nsys"]
+    target = "target-linux-sbsa-armv8" if platform.machine() == "aarch64" else "target-linux-x64"
+    own = os.environ.get("NSYS_DIR") or "/fsx/nsight-efa"
+    places = ["nsys", f"{own}/nsys", f"{own}/{target}/nsys", "/usr/local/cuda/bin/nsys"]
     nsys = next((found for found in map(shutil.which, places) if found), None)
     if nsys is None:
         raise ConfigError(
             f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
         )
     return recording(nsys, str(report), words)
+
+
+def warn(resolved: Resolved, instance: Instance | None, place: Place, left: float | None) -> None:
+    """Say what this node lacks, and what speaks against this start having saved when the job's time is up."""
+    told = timing.doubts(
+        resolved, limit=left, margin=USR1_SECONDS, instance=instance, nodes=place.nodes, processes=place.processes,
+        setting="--signal=B:USR1@SECONDS (sbatch)",
+    )  # fmt: skip
+    told = [
+        *environment.lint(os.environ),
+        *(told if left is not None else []),
+        *preflight.lacks(resolved, os.environ),
+    ]
+    if instance and instance.efa and place.nodes > 1 and resolved.args.distributed_backend != "gloo":
+        told += preflight.lacks_plugin(instance)
+    for line in told:
+        print(f"smp-train: warning: {line}", file=sys.stderr, flush=True)
+
+
+def meet(
+    place: Place, seconds: float, resolved: Resolved, instance: Instance | None, environ: Mapping[str, str], logs: Path
+) -> tuple[int, Failure | None]:
+    """Have all ranks reach each other within ``seconds``; return (exit code, failure that names the node at fault).
+
+    Rank 0 speaks for all: on the other nodes there is a failure only when it could not be reached.
+    """
+    file = logs / "preflight.json"
+    command = [sys.executable, "-m", "smp_train.launch.meet", "--seconds", str(seconds), "--verdict", str(file)]
+    command += ["--backend", resolved.args.distributed_backend, "--efa", str(instance.efa if instance else 0)]
+    hosts = environ.get("SLURM_STEP_NODELIST")
+    known = {HOSTS: ",".join(expand_hostlist(hosts))} if hosts else {}
+    # A port of its own: the training's may be asked for while rank 0 still serves this one.
+    here = replace(place, master_port=place.master_port - 1)
+    code, failure = supervise(command, here, environ={**environ, **known}, log_dir=logs, say=lambda line: None)
+    if failure is None or (failure.code == BAD_NODE and place.node_rank > 0):
+        return code, None
+    if failure.code in (BAD_NODE, UNREACHABLE):
+        found = json.loads(file.read_text(encoding="utf-8"))["nodes"] if file.exists() else []
+        failure = Failure(-1, ",".join(found) or failure.node, BAD_NODE, "node")
+    print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
+    return failure.code, failure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -284,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     attempt = attempt_name(os.environ)
     node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
     outside = options.inside and not os.path.exists(INSIDE)  # where the packages that S3 needs may be missing too
+    code, failure = 0, None
     try:
         training, resolved = launch_flags.complete(training, in_s3=not outside)
         run_dir = Path(resolved.args.run_dir)
@@ -319,15 +376,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = run_dir / "profile" / f"{attempt}_node{node}_{socket.gethostname()}"
             again = nsys_command(report, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
             os.execve(again[0], again, {**os.environ, NSYS: "1"})
-        if node == 0:
-            for line in environment.lint(os.environ):
-                print(f"smp-train: warning: {line}", file=sys.stderr, flush=True)
         environ = {
             **environment.variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1),
             **environment.places(str(run_dir), f"{run_dir}/logs/{attempt}", os.environ, inside=options.inside),
             **os.environ,
         }
-        code, failure = supervise(command, place, environ=environ, log_dir=run_dir / "logs" / attempt)
+        logs = run_dir / "logs" / attempt
+        if node == 0:
+            warn(resolved, instance, place, timing.slurm_seconds(options.time_left))
+        if options.preflight and place.nodes > 1:
+            code, failure = meet(place, options.preflight, resolved, instance, environ, logs)
+        if not code:
+            code, failure = supervise(command, place, environ=environ, log_dir=logs)
     except SmpTrainError as error:
         print(f"smp-train: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = error.exit_code

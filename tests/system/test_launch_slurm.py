@@ -91,10 +91,12 @@ def test_environment_trains_to_done(undisturbed: Path) -> None:
 def test_container_trains_to_done(rig: Rig, tmp_path: Path) -> None:
     image = tmp_path / "smpv2.sqsh"
     image.touch()
-    job, log = submit(rig, "launch_training_enroot.sh", tmp_path, words(max_steps=4), IMAGE=str(image), NPROC="1")
+    chosen = {"IMAGE": str(image), "NPROC": "1", "PREFLIGHT": "120"}
+    job, log = submit(rig, "launch_training_enroot.sh", tmp_path, words(max_steps=4), "--time=10", **chosen)
     assert rig.wait_for_end(job, 120, log) == "COMPLETED", log.read_text()
     assert done(tmp_path) == 4
     assert f"smp-train: finished: {tmp_path}/run/DONE" in log.read_text()
+    assert "preflight: 2 ranks on 2 nodes reach each other: all-reduce of 4 MiB at" in log.read_text()
 
 
 def same_end(first: Path, second: Path) -> None:
@@ -261,7 +263,7 @@ def command(rig: Rig, folder: Path, *more: str) -> subprocess.CompletedProcess[s
 
 
 def test_command_checks_and_submits(rig: Rig, tmp_path: Path) -> None:
-    checked = command(rig, tmp_path, "--partition", "dev", "--check")
+    checked = command(rig, tmp_path, "--partition", "dev", "--check", "--probe")
     assert checked.returncode == 0, checked.stderr
     assert "to start at" in checked.stderr, "sbatch says when it would"
     submitted = command(rig, tmp_path, "--partition", "dev", "--run_dir", "here")

@@ -15,7 +15,8 @@ PAGES = [ROOT / "docs/launching.md", ROOT / "docs/migration.md"]
 # Of sbatch, srun, docker's and nsys' own, of `prepare`, and of the programs that are being left.
 OTHERS = {
     "exclude", "gpus_per_node", "container_image", "test_only", "nproc_per_node", "delay", "duration", "input",
-    "output", "tokenizer", "conda", "help",
+    "output", "tokenizer", "conda", "help", "shm_size",
+    "ipc", "folder", "json", "nodes",
 }  # fmt: skip
 
 

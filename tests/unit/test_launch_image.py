@@ -33,7 +33,7 @@ def double(folder: Path, name: str, body: str) -> None:
 def build(tools: Path, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     done = subprocess.run(
         ["bash", ROOT / "docker_build.sh"], capture_output=True, text=True, check=False,
-        env={"PATH": f"{tools}:/usr/bin:/bin", "OUTPUT": str(tools.parent / "smpv2.sqsh"), **environ},
+        env={"PATH": f"{tools}:/usr/bin:/bin", "OUTPUT": str(tools.parent / "smpv2.sqsh"), "FREE_GB": "0", **environ},
     )  # fmt: skip
     calls = tools.parent / "calls"
     return done, calls.read_text().splitlines() if calls.exists() else []
@@ -62,6 +62,16 @@ def test_native_image_needs_no_aws(tools: Path) -> None:
     assert "--target native --tag smp-train" in calls[1]
 
 
+def test_native_base_by_processor(tools: Path) -> None:
+    for machine, base in (("x86_64", "pytorch-training:2.8.0"), ("aarch64", "pytorch-training-arm64:2.7.0")):
+        double(tools, "uname", f"echo {machine}")
+        done, calls = build(tools, TARGET="native", ENGINE="docker")
+        assert f"BASE=public.ecr.aws/deep-learning-containers/{base}" in [one for one in calls if " build " in one][-1]
+        assert "EFA" not in done.stderr
+    done, _ = build(tools, TARGET="native", ENGINE="docker", BASE="docker.io/pytorch/pytorch:2.8.0")
+    assert "has no EFA plugin: between nodes NCCL will go through TCP" in done.stderr
+
+
 def test_pushed_to_the_repository_given(tools: Path) -> None:
     place = "123456789012.dkr.ecr.us-east-2.amazonaws.com/smp-train:1"
     done, calls = build(tools, TARGET="native", ENGINE="docker", PUSH=place, EXTRA_PACKAGES="hyperpod-elastic-agent")
@@ -88,6 +98,10 @@ def test_a_failed_import_leaves_the_old_image(tools: Path) -> None:
         ("docker", '[ "$1" != login ]', {}, "does not accept the login"),
         ("docker", "", {"TARGET": "moon"}, "TARGET=moon: is not smp or native"),
         ("docker", "", {"ENGINE": "nothing"}, "ENGINE=nothing is not installed here"),
+        ("docker", "", {"IMAGE_NAME": "a:b"}, "IMAGE_NAME=a:b: a plain name"),
+        ("docker", "", {"OUTPUT": "/no/x.sqsh"}, "OUTPUT=/no/x.sqsh: /no is no folder that you may write to"),
+        ("docker", "", {"FREE_GB": "99999999"}, "GB are free, and an image may need 99999999"),
+        ("uname", "echo aarch64", {}, "AWS has SMP images for x86_64 only, and this machine is aarch64"),
     ],
 )
 def test_refused_early(tools: Path, name: str, body: str, environ: dict[str, str], said: str) -> None:

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import container, flags, instances, local, nodes, task
+from smp_train.launch import container, flags, instances, local, nodes, task, timing
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -207,6 +209,7 @@ def test_impossible_places_are_refused(environ: dict[str, str], complaint: str) 
 
 def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     p5 = find("p5.48xlarge")
+    monkeypatch.setattr(task.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(task, "count_efa", lambda: 32)
     assert task.check_node(p5, "auto", 8) == 8
     assert task.check_node(p5, "2", 8) == 2
@@ -215,6 +218,8 @@ def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None
         4,
         3,
     )
+    with pytest.raises(ConfigError, match=r"has x86_64 processors, and a p6e-gb200\.36xlarge has aarch64"):
+        task.check_node(find("p6e-gb200.36xlarge"), "auto", 4)
     with pytest.raises(task.BadNodeError, match="7 of 8 GPUs are visible"):
         task.check_node(p5, "auto", 7)
     monkeypatch.setattr(task, "count_efa", lambda: 31)
@@ -455,6 +460,49 @@ def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cause=configuration" in capsys.readouterr().err
 
 
+def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, code: int, nodes: list[str]) -> tuple[Any, Any]:
+    """Return what the ranks of a preflight were started with, and what is made of their end."""
+    started: list[Any] = []
+
+    def supervise(command: list[str], place: Place, **options: Any) -> tuple[int, Failure | None]:
+        started.append((command, place, options["environ"]))
+        if nodes:
+            (tmp_path / "preflight.json").write_text(json.dumps({"nodes": nodes}))
+        return code, Failure(node, "here", code, "error") if code else None
+
+    monkeypatch.setattr(task, "supervise", supervise)
+    place = Place(1, nodes=2, node_rank=node, master_addr="n1", master_port=20087)
+    return started, task.meet(place, 60, parse([], {}), find("p5.48xlarge"), STEP, tmp_path)
+
+
+def test_preflight_names_the_node_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started, ended = meet(tmp_path, monkeypatch, 0, 0, [])
+    assert ended == (0, None)
+    ((command, place, environ),) = started
+    assert command[1:3] == ["-m", "smp_train.launch.meet"]
+    assert command[-2:] == ["--efa", "32"]
+    assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20086, "n1,n3")
+    _, (code, failure) = meet(tmp_path, monkeypatch, 0, 75, ["n3"])
+    assert (code, failure.node, failure.cause) == (75, "n3", "node")
+    assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
+    assert meet(tmp_path, monkeypatch, 1, 75, [])[1] == (75, None), "the first node speaks for all"
+    (tmp_path / "preflight.json").unlink()
+    assert meet(tmp_path, monkeypatch, 1, 74, [])[1][1].node == "here", "who does not reach it speaks for itself"
+    code, failure = meet(tmp_path, monkeypatch, 1, 1, [])[1]
+    assert (code, failure.cause) == (1, "error"), "torch, say, could not be imported"
+
+
+def test_task_warns_on_the_first_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_sec": 100.0}\n')
+    resolved = parse(["--run_dir", str(tmp_path)], {})
+    task.warn(resolved, None, Place(1), timing.slurm_seconds("1:00:00"))
+    assert "warning: --checkpoint_freq 1000: that takes 27.8 h" in capsys.readouterr().err
+    task.warn(resolved, None, Place(1), None)
+    assert capsys.readouterr().err == ""
+
+
 def test_task_without_torch_or_anything_installed() -> None:
     code = (
         "import sys; import smp_train.launch.task, smp_train.launch.slurm, smp_train.launch.sagemaker, "
@@ -490,6 +538,11 @@ def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert command[-3:] == ["python", "-m", "x"]
     assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
     assert command[command.index("--output") + 1] == str(tmp_path / "run/report")
+    (tmp_path / "nsys").rename(tmp_path / "elsewhere")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "own/nsys")
+    monkeypatch.setenv("NSYS_DIR", str(tmp_path / "own"))
+    assert task.nsys_command(tmp_path, ["x"])[0] == str(tmp_path / "own/nsys")
 
 
 def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,23 @@ def test_not_refused(words: list[str], instance: str, processes: int) -> None:
     preflight.check(parse(words, {}), None, processes)
 
 
+def test_data(tmp_path: Path) -> None:
+    for name in ("a", "b", "c:1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.json").touch()
+    args = parse(
+        ["--training_dir", f"{tmp_path}/a:0.3", f"{tmp_path}/c:1", "s3://x/y:0.7", "--test_dir", f"{tmp_path}/b"], {}
+    ).args
+    assert [place for _, place in preflight.data(args)] == [f"{tmp_path}/{name}" for name in ("a", "c:1", "b")]
+    preflight.check_data(args)
+    (tmp_path / "b/0.json").unlink()
+    with pytest.raises(ConfigError, match=r"--test_dir .*/b: is empty"):
+        preflight.check_data(args)
+    (tmp_path / "a").rename(tmp_path / "z")
+    with pytest.raises(ConfigError, match=r"--training_dir .*/a: no such folder"):
+        preflight.check_data(args)
+
+
 def test_gated_model_without_a_token(tmp_path: Path) -> None:
     gated = parse(["--hf_model", "meta-llama/Llama-2-7b-hf"], {})
     home = {"HOME": str(tmp_path)}
@@ -62,24 +79,54 @@ def test_gated_model_without_a_token(tmp_path: Path) -> None:
     (tmp_path / "hub/token").touch()
     assert preflight.lacks(gated, {"HF_HOME": str(tmp_path / "hub")}) == []
     assert preflight.lacks(parse(["--hf_model", "gpt2"], {}), home) == []
+    in_container = preflight.lacks(gated, {"HF_HOME": str(tmp_path / "hub")}, home=False)
+    assert "a container sees no login of this home folder: set HF_TOKEN" in in_container[0]
+    assert preflight.lacks(gated, {"HF_TOKEN": "x"}, home=False) == []
 
 
-def test_disk_of_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugin_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "PLUGIN_PLACES", (str(tmp_path / "ofi"),))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert "p5.48xlarge has 32 adapters, and nodes would reach each other through TCP" in preflight.lacks_plugin(
+        find("p5.48xlarge")
+    )[0].replace("\n", " ")
+    (tmp_path / "ofi/lib/x86_64-linux-gnu").mkdir(parents=True)
+    (tmp_path / "ofi/lib/x86_64-linux-gnu/libnccl-net-ofi.so").touch()
+    assert preflight.lacks_plugin(find("p5.48xlarge")) == []
+
+
+def test_disks_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, 1000e9))
-    small, large = parse(["--model_type", "llama_v2", "--model_size", "7b"], {}), parse(LLAMA_70B, {})
-    assert preflight.places(small, str(tmp_path), 1) == []
+    own = ["--run_dir", str(tmp_path), "--checkpoint_dir", str(tmp_path)]
+    small, large = parse(["--model_type", "llama_v2", "--model_size", "7b", *own], {}), parse([*LLAMA_70B, *own], {})
+    assert preflight.places(small, 1) == []
     assert (
-        "1000 GB are free, and two checkpoints of this model take 1655 GB"
-        in preflight.places(large, str(tmp_path), 1)[0]
+        f"{tmp_path}: 1000 GB are free, and two checkpoints of this model take 1655 GB" in preflight.places(large, 1)[0]
     )
-    monkeypatch.setattr(preflight, "LOCAL_DISKS", ("", preflight_kind(tmp_path)))
-    assert "2 nodes need a file system that all of them mount" in preflight.places(small, str(tmp_path), 2)[0]
+    monkeypatch.setattr(preflight, "LOCAL_DISKS", ("", preflight.file_system(tmp_path)))
+    (image := tmp_path / "x.sqsh").touch()
+    (said,) = preflight.places(small, 2, [str(image)])
+    assert said.startswith(f"{tmp_path}, {image}: on a local disk (")
+    assert preflight.places(small, 1, [str(image)]) == []
 
 
-def preflight_kind(folder: Path) -> str:
-    import subprocess
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--tensor_parallel_degree=5", *LLAMA_70B], "5 does not divide the 64 attention heads"),
+        (["--tensor_parallel_degree=16", *LLAMA_70B, "--backend=native"], "16 does not divide the 8 key-value heads"),
+        (["--context_parallel_degree=4", "--max_context_width=100"], "100 does not split into the 8 pieces"),
+        (["--tensor_parallel_degree=4", "--num_heads=6", "--hidden_width=12"], "4 does not divide the 6 attention"),
+    ],
+)
+def test_degrees_that_do_not_divide_the_model(words: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(parse(words, {}), None, 80)
+    assert complaint in str(refused.value)
 
-    return subprocess.run(
-        ["stat", "--file-system", "--format=%T", folder], capture_output=True, text=True, check=True
-    ).stdout.strip()
+
+def test_degrees_that_divide_the_model() -> None:
+    for words in (["--tensor_parallel_degree=8", *LLAMA_70B], ["--context_parallel_degree=4", *LLAMA_70B]):
+        preflight.check(parse([*words, "--backend=native"], {}), None, 64)
+    preflight.check(parse(["--tensor_parallel_degree=5", "--hf_model", "some/model"], {}), None, 80)

@@ -81,9 +81,11 @@ def test_rendered_script_is_clean(capsys: pytest.CaptureFixture[str], tmp_path: 
     )
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
     shown = subprocess.run(
-        ["bash", path], env={"DRY_RUN": "1", "PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
-    )
+        ["bash", path], capture_output=True, text=True, check=False,
+        env={"DRY_RUN": "1", "PATH": os.environ["PATH"], "TRAINING_DIR": "/old", "CHECKPOINT_DIR": "/old"},
+    )  # fmt: skip
     assert "it\\'s\\ \\$HOME" in shown.stdout, shown.stderr
+    assert "/old" not in shown.stdout, "that is of the shell that submits, and for the scripts"
 
 
 def test_sagemaker_request(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +136,21 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--time", "1 day", "--dry_run"], "a space"),
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--profile", "x"], "--profile x: is not torch or nsys"),
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--env", "1X=2"], "is not NAME=VALUE"),
+        (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--time", "5"], "nothing would be trained"),
         (["local", "--nproc", "2", "--nnodes", "2", "--use_synthetic_data=1"], "needs NODE_RANK (0 to 1"),
+        (["local", "--nproc", "2", "--training_dir", "/no/data", "--check"], "--training_dir /no/data: no such folder"),
+        (
+            [
+                "slurm",
+                "--nproc",
+                "2",
+                "--use_synthetic_data=1",
+                "--model_type=llama_v2",
+                "--model_size=71b",
+                "--dry_run",
+            ],
+            "71b",
+        ),
     ],
 )
 def test_refused(
@@ -161,6 +177,7 @@ SAGEMAKER = {"role": ROLE, "instance_type": "ml.p5.48xlarge", "train": "s3://buc
         ({"fsx": "fs-0123456789abcdef0:/m"}, {}, "--fsx needs --subnets"),
         ({"train": None}, {}, "no training data"),
         ({}, {"training_dir": "/x"}, "both say where data is"),
+        ({}, {"checkpoint_dir": "/tmp/ck"}, "--checkpoint_dir /tmp/ck: is lost with the instance"),
         ({}, {"hybrid_shard_degre": 8}, "unknown flag --hybrid_shard_degre; did you mean --hybrid_shard_degree?"),
         ({}, {"hybrid_shard_degree": 3}, "does not divide the 8 processes"),
         ({}, {"mp_parameters": {"hybrid_shard_degre": 8}}, "unknown SMP parameter 'hybrid_shard_degre'"),
@@ -213,6 +230,19 @@ def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixt
     assert json.loads(request["HyperParameters"]["checkpoint_dir"]) == [f"{own}/checkpoints/llama_v2-7b"]
 
 
+def test_sagemaker_image_by_region() -> None:
+    image = {
+        backend: lambda region, backend=backend: sagemaker.build({"backend": backend}, **SAGEMAKER).image_uri(region)
+        for backend in ("native", "smp")
+    }
+    assert image["native"]("us-west-2").startswith("763104351884.dkr.ecr.us-west-2.amazonaws.com/pytorch-training:")
+    assert image["native"]("eu-south-1").startswith("692866216735.dkr.ecr.eu-south-1.amazonaws.com/")
+    assert image["native"]("cn-north-1").startswith("727897471807.dkr.ecr.cn-north-1.amazonaws.com.cn/")
+    assert image["smp"]("eu-west-1").startswith("658645717510.dkr.ecr.eu-west-1.amazonaws.com/smdistributed-")
+    with pytest.raises(ConfigError, match=r"no image smdistributed-modelparallel in eu-south-1; it has in .*us-west-2"):
+        image["smp"]("eu-south-1")
+
+
 def test_staged_source_is_clean_and_the_same_twice(tmp_path: Path) -> None:
     one, two = (sagemaker.stage(tmp_path / name) for name in ("one", "two") if (tmp_path / name).mkdir() is None)
     assert sagemaker.archive(one) == sagemaker.archive(two)
@@ -258,18 +288,129 @@ def test_lint_names_what_is_better_unset() -> None:
         assert line.startswith(f"{name}={value} is set: "), "with its reason"
 
 
-def test_image_must_know_the_gpu() -> None:
-    smp = "658645717510.dkr.ecr.us-west-2.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
-    instances.check_image(instances.find("p5.48xlarge"), smp)
-    instances.check_image(instances.find("p6-b200.48xlarge"), "/fsx/image-without-a-word.sqsh")
-    with pytest.raises(ConfigError, match=r"CUDA 12\.4 does not know the B200 of p6-b200\.48xlarge, which needs 12\.8"):
-        instances.check_image(instances.find("p6-b200.48xlarge"), smp)
-
-
 def test_instance_table_makes_sense() -> None:
     for instance in instances.instances().values():
         assert instance.gpus in (1, 2, 4, 8)
         assert instance.efa >= 1 or not instance.rdma
+        assert instance.arch in ("x86_64", "aarch64")
+
+
+def test_a_default_gives_way_to_the_submitting_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--nproc",
+        "8",
+        "--instance_type",
+        "p5.48xlarge",
+        "--use_synthetic_data=1",
+        "--env",
+        "HF_HUB_ETAG_TIMEOUT=5",
+    ]
+    header = dry_run(capsys, "slurm", *words).partition("TRAINING_DIR=")[0]
+    shown = subprocess.run(
+        ["bash", "-c", header + 'echo "$NCCL_DEBUG $TOKENIZERS_PARALLELISM $HF_HUB_ETAG_TIMEOUT"'],
+        env={"NCCL_DEBUG": "INFO", "HF_HUB_ETAG_TIMEOUT": "7"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert shown.stdout.split() == ["INFO", "false", "5"]
+
+
+def test_run_names_that_slurm_reads_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    header = dry_run(
+        capsys, "slurm", "--nproc=2", "--use_synthetic_data=1", "--run_name", "my run", "--run_dir", "/r%j"
+    )
+    assert "#SBATCH --job-name=my-run\n" in header
+    assert "#SBATCH --output=/r%%j/logs/slurm-%j.out\n" in header
+
+
+def test_options_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
+    header = dry_run(
+        capsys, "slurm", "--nproc=2", "--sbatch", "--comment=x y", "--sbatch=--mem=0", "--use_synthetic_data=1"
+    )
+    assert "#SBATCH --comment=x y\n#SBATCH --mem=0\n" in header
+
+
+def double(folder: Path, name: str, body: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_submitted_by_what_sbatch_answers_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    words = ["launch", "slurm", "--nproc=1", "--use_synthetic_data=1", "--run_dir", str(run)]
+    double(tmp_path / "bin", "sbatch", f'cat > {tmp_path}/script; echo "sbatch: lua: be nice" >&2; echo "77;cluster"')
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    assert cli.main([*words, "--check"]) == 0
+    assert not run.exists(), "a check makes nothing"
+    assert cli.main(words) == 0
+    assert "submitted job 77\n" in capsys.readouterr().out
+    assert (run / "logs").is_dir(), "where it is missing, Slurm ends the job without a word"
+
+
+def test_interpreter_without_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    double(tmp_path, "python", "exit 1")
+    words = ["slurm", "--nproc=1", "--use_synthetic_data=1", "--run_dir", str(tmp_path / "run")]
+    said = refusal(capsys, *words, "--python", str(tmp_path / "python"))
+    assert f"{tmp_path}/python has no torch" in said
+
+
+def test_installed_package_travels_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head node's site-packages nothing but this package is for the nodes and their containers."""
+    monkeypatch.setattr(slurm, "CHECKOUT", False)
+    double(tmp_path / "bin", "sbatch", 'cat > /dev/null; echo "77"')
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    words = ["slurm", "--nproc=1", "--use_synthetic_data=1", "--run_dir", str(tmp_path / "run")]
+    assert f"\nCODE_DIR={tmp_path}/run/code\n" in dry_run(capsys, *words)
+    for _ in "12":
+        assert cli.main(["launch", *words]) == 0
+        assert [path.name for path in (tmp_path / "run/code").iterdir()] == ["smp_train"]
+    assert (tmp_path / "run/code/smp_train/launch/batch.sh").exists()
+    assert not list((tmp_path / "run/code").rglob("__pycache__"))
+
+
+def test_what_the_container_is_given(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our variables beat the image's; of the shell's PYTHONPATH nothing is there, as that Python is another."""
+    (image := tmp_path / "x.sqsh").touch()
+    words = ["--nproc=1", "--use_synthetic_data=1", "--run_dir", str(tmp_path / "run"), "--env", "MINE=1"]
+    (tmp_path / "job.sh").write_text(dry_run(capsys, "slurm", "--image", str(image), *words))
+    double(tmp_path / "bin", "scontrol", "exit 1")
+    double(tmp_path / "bin", "squeue", "echo 1:00:00")
+    double(
+        tmp_path / "bin", "srun",
+        'if [ "$1" = --help ]; then echo --container-image; else echo "$PYTHONPATH $NSYS_DIR $*"; fi',
+    )  # fmt: skip
+    done = subprocess.run(
+        ["bash", tmp_path / "job.sh"], capture_output=True, text=True, check=False, timeout=60,
+        env={
+            "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "DRY_RUN": "1",
+            "PYTHONPATH": "/mine", "NSYS_DIR": "/opt/nsys",
+        },
+    )  # fmt: skip
+    given = done.stdout.splitlines()[0].split()
+    assert given[:2] == [str(CODE_DIR), "/opt/nsys"]
+    named = next(word for word in given if word.startswith("--container-env=")).partition("=")[2].split(",")
+    assert {"MINE", "HF_HUB_ETAG_TIMEOUT", "PYTHONPATH"} <= set(named)
+    assert given[given.index("--time_left") + 1] == "1:00:00"
+
+
+def test_dry_run_of_a_script_tells_mistakes() -> None:
+    script = ROOT / "launchers/hyperpod_slurm/launch_training_conda.sh"
+    environ = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "HYPERPOD_PATH": "/var/log/x:/var/log/x"}
+    environ |= {"FLAGS": "--nonsense", "RUN_NAME": "other", "DRY_RUN": "1"}
+    for words, code, said in (
+        (["--max_stepz=7"], 2, "unknown flag --max_stepz; did you mean --max_steps?"),
+        (["--hf_model=gpt2", "--model_size=7b"], 2, "both choose the model"),
+        (["--hybrid_shard_degree=8", "--tensor_parallel_degree=8"], 0, ""),
+    ):
+        done = subprocess.run([script, "--dry_run", *words], capture_output=True, text=True, check=False, env=environ)
+        assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+    assert "--nonsense" not in done.stdout
+    assert "runs/llama_v2-70b" in done.stdout
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -284,7 +425,7 @@ def test_shellcheck(path: Path) -> None:
     [
         ("hyperpod_slurm/launch_training_enroot.sh", {"FSX_MOUNT": "/", "shard_degree": "8"}, ["--max_steps", "7"]),
         ("hyperpod_slurm/launch_training_conda.sh", {"TRAINING_DIR": str(SAMPLE / "train"), "model_size": "7b"}, []),
-        ("hyperpod_slurm/launch_slurm.sh", {"USE_HF_MODEL": "true"}, ["--model-size=7b"]),
+        ("hyperpod_slurm/launch_slurm.sh", {"USE_HF_MODEL": "true"}, ["--max_steps=7"]),
         ("local/launch_single_node.sh", {"NPROC": "2"}, ["--max-steps", "7"]),
         ("local/launch_multi_node.sh", {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NPROC": "1"}, []),
     ],

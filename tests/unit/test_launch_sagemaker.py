@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import boto3
+import botocore.client
 import moto
 import pytest
+from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 
 from smp_train import cli
 from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
+from smp_train.launch.sagemaker import account
 from tests.sagemaker.jobs import ENVIRON, FLAGS, OPTIONS, REGION, furnish
 
 
@@ -84,6 +88,71 @@ def test_refused_before_it_is_submitted(
     assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 2
     assert complaint in capsys.readouterr().err
     assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
+
+
+class Refusing:
+    """A session of AWS of which every call fails in the same way."""
+
+    def __init__(self, problem: Exception) -> None:
+        self.problem = problem
+
+    def client(self, service: str) -> Refusing:
+        return self
+
+    def __getattr__(self, call: str) -> Any:
+        def fail(**_: Any) -> None:
+            raise self.problem
+
+        return fail
+
+
+def refused(code: str, message: str = "no") -> ClientError:
+    return ClientError({"Error": {"Code": code, "Message": message}}, "x")
+
+
+@pytest.mark.parametrize(
+    ("problem", "complaint"),
+    [
+        (NoCredentialsError(), "Unable to locate credentials; `aws configure` or `aws sso login`"),
+        (EndpointConnectionError(endpoint_url="https://x"), "is --region right, and is there a way to AWS from here"),
+        (refused("301", "Moved Permanently"), "Moved Permanently; the bucket is in another region: give --region"),
+        (refused("ExpiredToken"), "no; log in again: `aws sso login`"),
+    ],
+)
+def test_aws_that_cannot_be_asked(problem: Exception, complaint: str) -> None:
+    with pytest.raises(ConfigError) as said:
+        account.check_account(sagemaker.build(FLAGS, **OPTIONS), Refusing(problem))
+    assert complaint in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("problem", "complaint"),
+    [
+        (NoCredentialsError(), "uploading the code to s3://bucket/c/x.tar.gz: Unable to locate credentials; `aws"),
+        (refused("AccessDenied"), "uploading the code to s3://bucket/c/x.tar.gz: AccessDenied: no"),
+    ],
+)
+def test_submission_that_fails(problem: Exception, complaint: str) -> None:
+    with pytest.raises(ConfigError) as said:
+        account.submit({}, Refusing(problem), "s3://bucket/c/x.tar.gz")
+    assert complaint in str(said.value)
+
+
+def test_quota(aws: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = botocore.client.BaseClient._make_api_call
+
+    def call(self: Any, name: str, arguments: dict[str, Any]) -> Any:
+        if name == "CreateTrainingJob":
+            raise refused("ResourceLimitExceeded", "The account-level service limit is 0 Instances")
+        return original(self, name, arguments)
+
+    monkeypatch.setattr(botocore.client.BaseClient, "_make_api_call", call)
+    words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
+    assert cli.main(["launch", "sagemaker", *words, *FLAGS]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "CreateTrainingJob: ResourceLimitExceeded: The account-level service limit is 0 Instances; ask for more" in said
+    )
 
 
 def test_limits_of_the_number_of_metrics() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from smp_train.arguments import ineffective
 from smp_train.errors import ConfigError
-from smp_train.launch import preflight
+from smp_train.launch import preflight, timing
 from smp_train.launch.environment import lint
 from smp_train.launch.options import help_text, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
@@ -30,6 +30,10 @@ __all__ = [
     "FSX", "OPTIONS", "Job", "archive", "build", "check_limits", "estimator", "inputs", "model_trainer", "request",
     "stage",
 ]  # fmt: skip
+
+
+STOP_SECONDS = 120
+"""What SageMaker gives a container between SIGTERM and its end, at --max_run as at an interruption of spot."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -60,7 +64,17 @@ def main(words: Sequence[str]) -> int:
     if session is None:
         print(json.dumps(wanted, indent=2))
         return 0
-    told = [*lint(job.environment), *ineffective(job.resolved), *preflight.lacks(job.resolved, job.environment)]
+    told = [*lint(job.environment), *ineffective(job.resolved)]
+    if job.subnets:
+        told.append(
+            "--subnets: packages are installed when the container starts; the subnets need a way to PyPI (NAT), or "
+            "give an --image that has them"
+        )
+    told += preflight.lacks(job.resolved, job.environment, home=False)
+    told += timing.doubts(
+        job.resolved, limit=job.max_run, margin=STOP_SECONDS, instance=job.instance, nodes=job.instance_count,
+        processes=job.instance.gpus,
+    )  # fmt: skip
     for line in [*told, *check_account(job, session)]:
         print(f"smp-train: warning: {line}", file=sys.stderr)
     print(f"smp-train: {job.instance_count} x {job.instance_type}: role, data and limits are in order", file=sys.stderr)

@@ -27,7 +27,7 @@ def check_account(job: Job, session: Any) -> list[str]:
     Raises:
         ConfigError: for what does not exist.
     """
-    from botocore.exceptions import ClientError
+    from botocore.exceptions import BotoCoreError, ClientError
 
     unknown: list[str] = []
     s3, iam = session.client("s3"), session.client("iam")
@@ -40,8 +40,9 @@ def check_account(job: Job, session: Any) -> list[str]:
             if code in ("AccessDenied", "AccessDeniedException", "403"):
                 unknown.append(f"{what}: may not be asked ({code})")
                 return None
-            advice = "; `aws s3 mb` makes a bucket" if code == "404" else ""
-            raise ConfigError(f"{what}: {problem.response['Error'].get('Message') or code}{advice}") from None
+            raise ConfigError(f"{what}: {problem.response['Error'].get('Message') or code}{_advice(code)}") from None
+        except BotoCoreError as problem:
+            raise ConfigError(f"{what}: {' '.join(str(problem).split())}{_advice(type(problem).__name__)}") from None
 
     ask(f"role {job.role}", iam.get_role, RoleName=job.role.rpartition("/")[2])
     named = [(name, getattr(job, name)) for name in ("train", "test", "checkpoints", "output")]
@@ -69,9 +70,45 @@ def check_account(job: Job, session: Any) -> list[str]:
     return unknown
 
 
+def _advice(code: str) -> str:
+    """Return what to do about an error of AWS, by its code or its class."""
+    for name, advice in (
+        ("404", "`aws s3 mb` makes a bucket"),
+        ("301", "the bucket is in another region: give --region, or a bucket of this one"),
+        ("PermanentRedirect", "the bucket is in another region: give --region, or a bucket of this one"),
+        ("NoCredentials", "`aws configure` or `aws sso login`, or run where a role is attached"),
+        ("PartialCredentials", "`aws configure` or `aws sso login`, or run where a role is attached"),
+        ("ExpiredToken", "log in again: `aws sso login`"),
+        ("InvalidClientTokenId", "these credentials are not known: `aws configure`"),
+        ("UnrecognizedClient", "these credentials are not known: `aws configure`"),
+        ("EndpointConnection", "is --region right, and is there a way to AWS from here?"),
+        ("ResourceLimitExceeded", "ask for more in Service Quotas: SageMaker, '... for training job usage'"),
+        ("AccessDenied", "these credentials need sagemaker:CreateTrainingJob and iam:PassRole for the role"),
+        ("ResourceInUse", "a job of this name is there already: give another --job_name"),
+    ):
+        if name in code:
+            return f"; {advice}"
+    return ""
+
+
 def submit(wanted: Mapping[str, Any], session: Any, code: str) -> None:
-    """Upload the code and create the training job."""
+    """Upload the code and create the training job.
+
+    Raises:
+        ConfigError: with AWS's own words and what to do about them.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError
+
     bucket, _, key = code.removeprefix("s3://").partition("/")
-    with tempfile.TemporaryDirectory() as folder:
-        session.client("s3").put_object(Bucket=bucket, Key=key, Body=archive(stage(Path(folder))))
-    session.client("sagemaker").create_training_job(**wanted)
+    doing = f"uploading the code to {code}"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            session.client("s3").put_object(Bucket=bucket, Key=key, Body=archive(stage(Path(folder))))
+        doing = "CreateTrainingJob"
+        session.client("sagemaker").create_training_job(**wanted)
+    except ClientError as problem:
+        error = problem.response["Error"]
+        said = f"{error.get('Code')}: {error.get('Message')}{_advice(error.get('Code', ''))}"
+        raise ConfigError(f"{doing}: {' '.join(said.split())}") from None
+    except BotoCoreError as problem:
+        raise ConfigError(f"{doing}: {' '.join(str(problem).split())}{_advice(type(problem).__name__)}") from None

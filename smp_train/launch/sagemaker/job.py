@@ -6,15 +6,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.aliases import SMP_KEYS
+from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.parse import canonical, read_command_line
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight
 from smp_train.launch.flags import inline_files
-from smp_train.launch.instances import Instance, check_image, find
+from smp_train.launch.images import check_image
+from smp_train.launch.instances import Instance, find
 from smp_train.launch.options import COMMON, Option
 from smp_train.launch.spec import read_env
 
@@ -22,10 +25,11 @@ CHECKPOINTS = "/opt/ml/checkpoints"
 FSX = "/opt/ml/input/data/fsx"
 # Newest PyTorch training image of SageMaker's SDK 2.257 that its torch_distributed accepts.
 TORCH = {"framework_version": "2.8.0", "py_version": "py312"}
-TORCH_IMAGE = "763104351884.dkr.ecr.{region}.amazonaws.com/pytorch-training:2.8.0-gpu-py312"
-# SMP v2's last release; its images are in an account of their own.
+TORCH_IMAGE = "pytorch-training:2.8.0-gpu-py312"
+# SMP v2's last release; its images are in an account of their own, and not in every region.
 SMP = {"framework_version": "2.5.1", "py_version": "py311"}
-SMP_IMAGE = "658645717510.dkr.ecr.{region}.amazonaws.com/smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
+SMP_IMAGE = "smdistributed-modelparallel:2.5.1-gpu-py311-cu124"
+REGISTRIES = Path(__file__).with_name("registries.json")
 ECR_IMAGE = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<name>[^:@]+)(:(?P<tag>[\w.-]+))?"
 )
@@ -83,14 +87,28 @@ class Job:
         """Return the image: the one given, or the one for the backend.
 
         Raises:
-            ConfigError: when the one given is in another region, from which SageMaker does not pull.
+            ConfigError: when the one given is in another region, from which SageMaker does not pull, or when the
+                region has none for the backend.
         """
         place = ECR_IMAGE.fullmatch(self.image or "")
         if place and place["region"] != region:
             raise ConfigError(
                 f"--image {self.image}: is in {place['region']} and the job in {region}; push it to a repository there"
             )
-        return self.image or (SMP_IMAGE if self.smp else TORCH_IMAGE).format(region=region)
+        return self.image or registry_image(SMP_IMAGE if self.smp else TORCH_IMAGE, region)
+
+
+def registry_image(image: str, region: str) -> str:
+    """Return the URI of one of AWS' training images in a region; `ConfigError` when it is not there."""
+    name = image.partition(":")[0]
+    accounts = json.loads(REGISTRIES.read_text(encoding="utf-8"))[name]
+    if region not in accounts:
+        raise ConfigError(
+            f"AWS has no image {name} in {region}; it has in {', '.join(sorted(accounts))}: give one of them as "
+            "--region, or an --image of your own"
+        )
+    domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+    return f"{accounts[region]}.dkr.ecr.{region}.{domain}/{image}"
 
 
 OPTIONS = (
@@ -239,7 +257,7 @@ def _check(job: Job) -> None:
         place = getattr(job, name)
         if place and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", place):
             raise ConfigError(f"--{name} {place}: is not s3://bucket/prefix")
-    check_image(job.instance, job.image or job.image_uri("us-west-2"))
+    check_image(job.instance, job.image or job.image_uri("us-west-2"), args.backend)
     if job.input_mode not in ("FastFile", "File"):
         raise ConfigError(f"--input_mode {job.input_mode}: is not FastFile or File")
     if job.fsx:
@@ -251,6 +269,16 @@ def _check(job: Job) -> None:
     if on_fsx and not job.fsx:
         raise ConfigError(
             f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder"
+        )
+    lost = [
+        place
+        for place in args.checkpoint_dir
+        if "://" not in place and not (place + "/").startswith((FSX + "/", CHECKPOINTS + "/", NODE_LOCAL))
+    ]
+    if lost:
+        raise ConfigError(
+            f"--checkpoint_dir {lost[0]}: is lost with the instance; leave it out ({CHECKPOINTS}, which SageMaker "
+            "copies to --checkpoints), or give s3://bucket/prefix or a folder on --fsx"
         )
     kept = on_fsx or all("://" in place for place in args.checkpoint_dir)
     if job.instance_count > 1 and not kept:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -47,7 +47,7 @@ class Rig:
         etc, host = self.folder / "etc", socket.gethostname().partition(".")[0]
         (etc / "munge.key").write_bytes(os.urandom(1024))
         (etc / "munge.key").chmod(0o600)
-        port = 15000 + os.getpid() % 400 * 10 + next(RIGS) * 5000
+        port = _free_ports(15000 + os.getpid() % 400 * 10 + next(RIGS) * 5000, self.nodes + 1)
         names = [f"n{number}" for number in range(1, self.nodes + 1)]
         lines = [
             "ClusterName=rig", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
@@ -174,6 +174,18 @@ class Rig:
                 f"{late}\n--- job\n{log.read_text()[-6000:] if log and log.exists() else ''}"
             ) from None
         return self.state(job)
+
+
+def _free_ports(first: int, count: int) -> int:
+    """Return the first of ``count`` ports in a row that nothing listens on, from ``first`` upwards."""
+    while True:
+        with ExitStack() as probes, suppress(OSError):
+            for port in range(first, first + count):
+                probe = probes.enter_context(socket.socket())
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("", port))
+            return first
+        first += count
 
 
 def _python_folders() -> list[str]:

@@ -10,17 +10,20 @@
 #SBATCH --partition=dev
 #SBATCH --time=2-00:00:00
 
-export FI_EFA_USE_HUGE_PAGE=0
-export HF_HUB_ETAG_TIMEOUT=60
+# To hand this to sbatch yourself, first: mkdir -p /runs/llama_v2-70b/logs
+[ -n "${FI_EFA_USE_HUGE_PAGE+set}" ] || export FI_EFA_USE_HUGE_PAGE=0
+[ -n "${HF_HUB_ETAG_TIMEOUT+set}" ] || export HF_HUB_ETAG_TIMEOUT=60
 export HF_TOKEN='a b'
-export NCCL_DEBUG=WARN
-export NCCL_SOCKET_IFNAME='^docker,lo,veth'
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
-export TOKENIZERS_PARALLELISM=false
-export TORCH_NCCL_DUMP_ON_TIMEOUT=1
-export TORCH_NCCL_TRACE_BUFFER_SIZE=2000
+[ -n "${NCCL_DEBUG+set}" ] || export NCCL_DEBUG=WARN
+[ -n "${NCCL_SOCKET_IFNAME+set}" ] || export NCCL_SOCKET_IFNAME='^docker,lo,veth'
+[ -n "${PYTORCH_CUDA_ALLOC_CONF+set}" ] || export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+[ -n "${TOKENIZERS_PARALLELISM+set}" ] || export TOKENIZERS_PARALLELISM=false
+[ -n "${TORCH_NCCL_DUMP_ON_TIMEOUT+set}" ] || export TORCH_NCCL_DUMP_ON_TIMEOUT=1
+[ -n "${TORCH_NCCL_TRACE_BUFFER_SIZE+set}" ] || export TORCH_NCCL_TRACE_BUFFER_SIZE=2000
 export X=''"'"'q'"'"''
 
+TRAINING_DIR= TEST_DIR= CHECKPOINT_DIR=
+[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=
 CODE_DIR=<code>
 RUN_DIR=/runs/llama_v2-70b
 PYTHON=python3
@@ -29,6 +32,8 @@ NPROC=8
 INSTANCE_TYPE=p5.48xlarge
 PROFILE=''
 MAX_ATTEMPTS=3
+PREFLIGHT=''
+CONTAINER_ENV=FI_EFA_USE_HUGE_PAGE,HF_HUB_ETAG_TIMEOUT,HF_TOKEN,NCCL_DEBUG,NCCL_SOCKET_IFNAME,PYTORCH_CUDA_ALLOC_CONF,TOKENIZERS_PARALLELISM,TORCH_NCCL_DUMP_ON_TIMEOUT,TORCH_NCCL_TRACE_BUFFER_SIZE,X
 MOUNTS=(
   /fsx
   /fsx/data/train

@@ -9,9 +9,12 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --gpus-per-node=2
 
-export HF_HUB_ETAG_TIMEOUT=60
-export TOKENIZERS_PARALLELISM=false
+# To hand this to sbatch yourself, first: mkdir -p /runs/gpt_neox/logs
+[ -n "${HF_HUB_ETAG_TIMEOUT+set}" ] || export HF_HUB_ETAG_TIMEOUT=60
+[ -n "${TOKENIZERS_PARALLELISM+set}" ] || export TOKENIZERS_PARALLELISM=false
 
+TRAINING_DIR= TEST_DIR= CHECKPOINT_DIR=
+[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=
 CODE_DIR=<code>
 RUN_DIR=/runs/gpt_neox
 PYTHON=<python>
@@ -20,6 +23,8 @@ NPROC=2
 INSTANCE_TYPE=''
 PROFILE=nsys
 MAX_ATTEMPTS=3
+PREFLIGHT=''
+CONTAINER_ENV=HF_HUB_ETAG_TIMEOUT,TOKENIZERS_PARALLELISM
 MOUNTS=()
 TRAIN_FLAGS=(
   --use_synthetic_data

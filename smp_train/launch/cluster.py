@@ -1,0 +1,140 @@
+"""What a Slurm cluster says of itself, and what that does to a run: asked on the head node, or on a compute node."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from smp_train.errors import ConfigError
+from smp_train.launch import timing
+from smp_train.launch.spec import Spec
+
+PROBE_SECONDS = 60
+# Printed by the probe for what is not there; the shell of a compute node may greet.
+LACKING = "smp-train-lacks "
+PROBE = (
+    f'for place in "$@"; do [ -e "$place" ] || echo "{LACKING}$place"; done; '
+    f'[ -z "$IMAGE" ] || srun --help 2>&1 | grep -q -- --container-image || echo "{LACKING}pyxis"'
+)
+
+
+def said(*command: str) -> str:
+    """Return what a command of Slurm prints; "" where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def configuration() -> dict[str, str]:
+    """Return the cluster's settings by name."""
+    return dict(re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", said("scontrol", "show", "config"), re.MULTILINE))
+
+
+def partition(name: str | None) -> dict[str, str]:
+    """Return the settings of a partition by name; of the default one without ``name``; {} where there is none."""
+    shown = said("scontrol", "show", "partition", *([name] if name else []), "--oneliner").splitlines()
+    found = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in shown]
+    return next((one for one in found if name or one.get("Default") == "YES"), {})
+
+
+def warnings(spec: Spec, options: Mapping[str, Any]) -> list[str]:
+    """Return what this cluster's configuration will do to the run.
+
+    Raises:
+        ConfigError: for what cannot work there.
+    """
+    if not shutil.which("scontrol"):
+        return []
+    config, place = configuration(), partition(options["partition"])
+    helped = said("srun", "--help")
+    if options["image"] and "--container-image" not in helped:
+        raise ConfigError(
+            "this cluster's srun knows no --container-image; install pyxis, or use --python instead of --image"
+        )
+    found = []
+    if config.get("JobRequeue") == "0":
+        found.append("JobRequeue=0: this cluster does not requeue jobs by itself; a lost node ends the run")
+    if "--auto-resume" in helped:
+        told = auto_resume(config)
+        if options["gpus_per_node"]:
+            told.append(("--gpus_per_node", "Slurm does not swap nodes of jobs with GRES"))
+        found += [f"{setting}: {why}; a lost node is answered by a requeue" for setting, why in told]
+    gres = said("sinfo", "-h", "-o", "%G")
+    if "gpu" in gres and not options["gpus_per_node"]:
+        found.append("this cluster has GRES: without --gpus_per_node the job may see no GPU")
+    return [*found, *_time(spec, options, config, place)]
+
+
+def auto_resume(config: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (setting, why) for what HyperPod's plugin runs a step without its protection with."""
+    found = []
+    if config.get("TaskPlugin") not in ("task/none", "(null)"):
+        found.append((f"TaskPlugin={config.get('TaskPlugin')}", "HyperPod's auto-resume needs task/none"))
+    if "Alloc" in config.get("PrologFlags", ""):
+        found.append((f"PrologFlags={config['PrologFlags']}", "HyperPod's auto-resume does not work with Alloc"))
+    return found
+
+
+def _time(spec: Spec, options: Mapping[str, Any], config: Mapping[str, str], place: Mapping[str, str]) -> list[str]:
+    margin = options["save_before"]
+    limit = timing.slurm_seconds(options["time"])
+    if limit is None:
+        default = place.get("DefaultTime", "NONE")
+        given = place.get("MaxTime") if default == "NONE" else default
+        limit = timing.slurm_seconds(given)
+        timing.check_limit(limit, margin, f"partition {place.get('PartitionName')}: its time limit, without --time")
+    found = []
+    preempted = place.get("PreemptMode", "OFF").partition(",")[0] in ("REQUEUE", "CANCEL")
+    if preempted and config.get("PreemptType", "preempt/none") != "preempt/none":
+        grace = int(place.get("GraceTime", "0") or 0)
+        if grace < EXPECTED_SAVE:
+            found.append(
+                f"partition {place.get('PartitionName')}: a preempted job is given {grace} s (GraceTime), which may "
+                "not be enough to save: what was done since the last checkpoint is lost then; lower --checkpoint_freq"
+            )
+    return [
+        *found,
+        *timing.doubts(
+            spec.resolved, limit=limit, margin=margin, instance=spec.instance, nodes=spec.nodes,
+            processes=spec.processes, setting="--save_before",
+        ),
+    ]  # fmt: skip
+
+
+EXPECTED_SAVE = 60
+"""Seconds that a step and a checkpoint of a model of some size take."""
+
+
+def probe(options: Mapping[str, Any], needed: Sequence[str]) -> list[str]:
+    """Run one short step on a compute node and ask it for pyxis, image, code and folders.
+
+    Returns what could not be asked; raises `ConfigError` for what is not there.
+    """
+    place = [
+        f"--{key}={options[key]}" for key in ("partition", "account", "qos", "nodelist", "exclude") if options[key]
+    ]
+    command = ["srun", "--nodes=1", "--ntasks=1", "--time=2", f"--immediate={PROBE_SECONDS}", "--quiet", *place]
+    words = [*command, "bash", "-c", f"hostname; IMAGE={'1' if options['image'] else ''}; {PROBE}", "probe", *needed]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=PROBE_SECONDS + 120)
+    except subprocess.TimeoutExpired:
+        return [f"--probe: no compute node answered within {PROBE_SECONDS + 120} s"]
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return [f"--probe: no compute node could be asked: {' '.join(done.stderr.split())[:200] or 'no answer'}"]
+    lacking = [line.removeprefix(LACKING) for line in lines if line.startswith(LACKING)]
+    if "pyxis" in lacking:
+        raise ConfigError(
+            f"{lines[0]}: its srun knows no --container-image, though the head node's does: commands would run on the "
+            "bare host; install pyxis on the compute nodes, or use --python instead of --image"
+        )
+    if lacking:
+        raise ConfigError(
+            f"{lines[0]}: has no {', '.join(lacking)}; all nodes must mount what the run reads and writes"
+        )
+    return []

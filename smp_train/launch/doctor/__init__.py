@@ -1,0 +1,58 @@
+"""`smp-train doctor`: what this machine has of what training and launching need, what it lacks, and how to mend it.
+
+Imports no torch: what torch itself says is asked in a process of its own, which may hang or crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from smp_train.launch.doctor import machine, packages, services
+from smp_train.launch.doctor.finding import FAIL, WARN, Finding, fail
+
+EXIT_CODE = 2
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Yield what is found, one thing after the other; a check that breaks is a finding too."""
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        packages.python, packages.torch, packages.transformers, packages.smp, packages.extras, machine.gpus,
+        machine.adapters, lambda: machine.folder(folder), machine.shared_memory, machine.limits, machine.host_name,
+        services.variables, services.slurm, services.containers, services.kubernetes, services.aws,
+        services.hugging_face,
+    ]  # fmt: skip
+    for check in checks:
+        try:
+            yield from check()
+        except Exception as problem:  # whatever the machine has in store: the other checks go on
+            name = getattr(check, "__name__", "folder").replace("<lambda>", "folder")
+            yield fail(name, f"could not be looked at: {type(problem).__name__}: {problem}", "look at this yourself")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run ``smp-train doctor``; return 0, or 2 when something fails."""
+    options = argparse.ArgumentParser(prog="smp-train doctor", description=str(__doc__), allow_abbrev=False)
+    options.add_argument("--json", action="store_true", help="one JSON list instead of lines")
+    options.add_argument("--folder", type=Path, default=Path(), help="where runs are to be written (default: here)")
+    try:
+        given = options.parse_args(list(words))
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    found: list[Finding] = []
+    if not given.json:
+        print(f"smp-train doctor on {socket.gethostname()}")
+    for finding in examine(given.folder):
+        found.append(finding)
+        if not given.json:
+            print(finding.line(), flush=True)
+    levels = [finding.level for finding in found]
+    if given.json:
+        print(json.dumps([asdict(finding) for finding in found], indent=1))
+    else:
+        print(f"{levels.count(FAIL)} to mend, {levels.count(WARN)} to know, {len(found)} looked at")
+    return EXIT_CODE if FAIL in levels else 0

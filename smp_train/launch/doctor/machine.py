@@ -1,0 +1,139 @@
+"""GPUs, network adapters, disks and limits of this machine, against what its instance type has."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
+from smp_train.launch.instances import Instance, instances
+from smp_train.launch.preflight import LOCAL_DISKS, PLUGIN_PLACES, file_system, nccl_plugin
+from smp_train.launch.task import count_efa
+
+PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_LEAST = 1 << 30
+OPEN_FILES_LEAST = 4096
+
+
+def instance() -> Instance | None:
+    """Return the instance type that this machine says it is; None outside of EC2, or for one not in the table."""
+    try:
+        return instances().get(PRODUCT.read_text(encoding="utf-8").strip())
+    except OSError:
+        return None
+
+
+def gpus() -> Iterator[Finding]:
+    """Look at the driver, the number of GPUs, and errors of their memory."""
+    known = instance()
+    code, said = ask("nvidia-smi", "--query-gpu=name,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader")
+    if code == 127:
+        if known:
+            yield fail("GPUs", f"no nvidia-smi on this {known.name}, which has {known.gpus} GPUs", "install the driver")
+        else:
+            yield ok("GPUs", "none: runs here use the CPU")
+        return
+    if code:
+        yield fail("GPUs", f"nvidia-smi: {said.splitlines()[-1] if said else code}", "replace or reboot this node")
+        return
+    rows = [line.rpartition(",") for line in said.splitlines() if "," in line]
+    bad = [number for number, (_, _, errors) in enumerate(rows) if errors.strip().isdigit() and int(errors) > 0]
+    seen = f"{len(rows)} x {rows[0][0].strip() if rows else '?'}"
+    if bad:
+        yield fail("GPUs", f"{seen}; errors of memory that could not be corrected on {bad}", "replace this node")
+    elif known and len(rows) < known.gpus:
+        yield fail("GPUs", f"{seen} of the {known.gpus} of a {known.name}", "replace this node")
+    else:
+        yield ok("GPUs", seen)
+
+
+def adapters() -> Iterator[Finding]:
+    """Look at the EFA adapters, and at the plugin that NCCL uses them through."""
+    known, count = instance(), count_efa()
+    wanted = known.efa if known else 0
+    if known and count < wanted:
+        level = fail if count else warn
+        fix = "replace this node" if count else "let the container see /dev/infiniband, or launch nodes with EFA"
+        yield level("EFA", f"{count} of the {wanted} adapters of a {known.name}", fix)
+        return
+    if not count:
+        yield ok("EFA", "no adapters: nodes reach each other through TCP" if known is None else "this type has none")
+        return
+    plugin = nccl_plugin(os.environ)
+    if plugin is None:
+        yield warn(
+            "EFA", f"{count} adapters, no NCCL plugin (libnccl-net*.so) in {', '.join(PLUGIN_PLACES)}",
+            "in a container it is the image's; else install aws-ofi-nccl, or NCCL goes through TCP",
+        )  # fmt: skip
+    else:
+        yield ok("EFA", f"{count} adapters, NCCL plugin {plugin}")
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
+        fix = "`ulimit -l unlimited`, in /etc/security/limits.conf, or for the container: --ulimit memlock=-1"
+        yield fail("locked memory", "is limited, and EFA registers memory", fix)
+
+
+def folder(place: Path) -> Iterator[Finding]:
+    """Look whether runs can be written below ``place``, and whether other nodes would see them."""
+    name = f"folder {place.resolve()}"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place) as file:
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as problem:
+        yield fail(name, problem.strerror or str(problem), "give another --folder, and the runs another --run_dir")
+        return
+    kind, free = file_system(place), shutil.disk_usage(place).free / 1e9
+    seen = f"written to; {kind or 'unknown file system'}, {free:.0f} GB free"
+    if kind in LOCAL_DISKS:
+        yield warn(name, seen, "several nodes need a file system that all of them mount, such as FSx for Lustre")
+    else:
+        yield ok(name, seen)
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Look at /dev/shm, which data workers and NCCL share memory in."""
+    if not SHARED_MEMORY.is_dir():
+        yield warn("/dev/shm", "is not there", "data workers need it: --data_num_workers 0 does without")
+        return
+    size = shutil.disk_usage(SHARED_MEMORY).total
+    if size < SHARED_MEMORY_LEAST:
+        fix = "docker run --shm-size=16g (or --ipc=host); in a pod an emptyDir of medium Memory"
+        yield warn("/dev/shm", f"{size / 2**20:.0f} MiB: data workers and NCCL run out of it", fix)
+    else:
+        yield ok("/dev/shm", f"{size / 2**30:.1f} GiB")
+
+
+def limits() -> Iterator[Finding]:
+    """Look at limits of processes that runs of many ranks and files meet."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < OPEN_FILES_LEAST:
+        fix = "`ulimit -n 65536`" + (
+            "" if most >= 65536 or most == resource.RLIM_INFINITY else " (as root: it is capped)"
+        )
+        yield warn("open files", f"{files}: connections of many ranks and open shards need more", fix)
+    else:
+        yield ok("open files", "unlimited" if files == resource.RLIM_INFINITY else str(files))
+
+
+def host_name() -> Iterator[Finding]:
+    """Look whether this machine's name has an address: gloo listens at it."""
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError:
+        fix = f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo on a single machine; `getent hosts {name}` shows it"
+        yield fail("host name", f"{name} has no address: ranks cannot reach each other at it", fix)
+        return
+    if str(address).startswith("127.") or address == "::1":
+        fix = "alone that does; of several machines give it the address in /etc/hosts that the others know"
+        yield warn("host name", f"{name} is {address}: gloo on other nodes cannot reach it there", fix)
+    else:
+        yield ok("host name", f"{name} is {address}")

@@ -1,0 +1,139 @@
+"""Python and its packages: what training needs, and what further places and formats need."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Iterator
+
+from packaging.version import Version
+
+from smp_train import __version__
+from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
+from smp_train.launch.images import SMP_TORCH
+from smp_train.launch.spec import CODE_DIR
+from smp_train.runtime import smp_installed
+
+OLDEST_PYTHON = (3, 10)
+NATIVE_TORCH, NATIVE_TRANSFORMERS = "2.6", "4.50"
+SMP_TRANSFORMERS = "4.44.2"
+INSTALL = "pip install 'smp-train[{}]'"
+# Extra of the package, what it is for, the distributions it brings.
+EXTRAS = (
+    ("train", "training", ("transformers", "tokenizers", "safetensors", "numpy", "orjson", "tqdm")),
+    ("s3", "s3:// places, SageMaker", ("boto3",)),
+    ("hf", "Hugging Face data sets on disk", ("pyarrow",)),
+    ("text", "text of the Hugging Face hub", ("datasets",)),
+    ("fast", "faster reading of shards", ("pysimdjson",)),
+    ("report", "report.png", ("matplotlib",)),
+    ("tracking", "TensorBoard", ("tensorboard",)),
+)
+ASK_TORCH = """
+import json, torch
+print(json.dumps({"cuda": torch.version.cuda, "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+                  "nccl": torch.distributed.is_nccl_available(), "gloo": torch.distributed.is_gloo_available()}))
+"""
+
+
+def version(name: str) -> str | None:
+    """Return the version of an installed distribution, None without it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def python() -> Iterator[Finding]:
+    """Look at the interpreter and at this package."""
+    here = f"{platform.python_version()} for {platform.machine()}, {sys.executable}"
+    if sys.version_info < OLDEST_PYTHON:
+        yield fail("python", here, "smp-train needs Python 3.10 or newer")
+    else:
+        yield ok("python", here)
+    yield ok("smp-train", f"{__version__} in {CODE_DIR}")
+
+
+def torch() -> Iterator[Finding]:
+    """Look at torch: there at all, able to be imported, made for the GPUs of this machine."""
+    installed = version("torch")
+    if installed is None:
+        yield warn("torch", "is not here: this machine can launch and check runs, not train", INSTALL.format("train"))
+        return
+    code, said = ask(sys.executable, "-c", ASK_TORCH, seconds=180)
+    if code:
+        last = said.splitlines()[-1] if said else f"exit code {code}"
+        yield fail(
+            "torch", f"{installed} cannot be imported: {last[:200]}", "install it again, for this machine's CUDA"
+        )
+        return
+    told = json.loads(said.splitlines()[-1])
+    built = f"CUDA {told['cuda']}" if told["cuda"] else "no CUDA"
+    seen = f"{installed} with {built}, {told['gpus']} GPUs"
+    driver = ask("nvidia-smi", "-L")
+    has = sum(line.startswith("GPU ") for line in driver[1].splitlines()) if driver[0] == 0 else 0
+    if has and not told["gpus"]:
+        yield fail(
+            "torch", f"{seen}, and the driver has {has}",
+            "install a torch for CUDA, unset CUDA_VISIBLE_DEVICES, or look at the driver's release",
+        )  # fmt: skip
+    elif told["gpus"] and not told["nccl"]:
+        yield fail("torch", f"{seen}, but no NCCL", "install a torch that has it: GPUs reach each other through it")
+    else:
+        yield ok("torch", seen, "" if told["gpus"] else "trains on the CPU (gloo)")
+    if not smp_installed() and Version(installed) < Version(NATIVE_TORCH):
+        yield fail(
+            "torch for --backend native", installed, f"needs {NATIVE_TORCH} or newer: pip install --upgrade torch"
+        )
+
+
+def transformers() -> Iterator[Finding]:
+    """Look at transformers, for the backend that would run here."""
+    installed = version("transformers")
+    if installed is None:
+        return  # among the extras
+    if smp_installed():
+        if installed != SMP_TRANSFORMERS:
+            fix = f"SMP is made for {SMP_TRANSFORMERS}: pip install transformers=={SMP_TRANSFORMERS}"
+            yield warn("transformers", installed, fix)
+        else:
+            yield ok("transformers", installed)
+    elif Version(installed) < Version(NATIVE_TRANSFORMERS):
+        fix = f"--backend native needs {NATIVE_TRANSFORMERS} or newer: pip install --upgrade transformers"
+        yield fail("transformers", installed, fix)
+    else:
+        yield ok("transformers", installed)
+
+
+def smp() -> Iterator[Finding]:
+    """Look for SMP v2, which comes with AWS' containers alone."""
+    if not smp_installed():
+        yield ok("SMP v2", "is not here: --backend native is used", "docker_build.sh makes an image that has it")
+        return
+    installed = (version("torch") or "0").partition("+")[0]
+    if tuple(map(int, installed.split(".")[:3])) in SMP_TORCH:
+        yield ok("SMP v2", f"torch.sagemaker in torch {installed}")
+    else:
+        known = " and ".join(".".join(map(str, one)) for one in SMP_TORCH)
+        yield fail("SMP v2", f"torch.sagemaker in torch {installed}", f"take SMP's image of torch {known}")
+
+
+def extras() -> Iterator[Finding]:
+    """Look at what else can be installed, and at two packages that exclude each other."""
+    lacking = {extra: (use, [name for name in names if version(name) is None]) for extra, use, names in EXTRAS}
+    lacking = {extra: found for extra, found in lacking.items() if found[1]}
+    if "train" in lacking and version("torch"):
+        yield fail("packages", f"lacks {', '.join(lacking['train'][1])}", INSTALL.format("train"))
+    here = [extra for extra, _, _ in EXTRAS if extra not in lacking]
+    seen = f"{', '.join(here) or 'none'}"
+    if lacking:
+        seen += "; not " + ", ".join(f"{extra} ({use})" for extra, (use, _) in lacking.items())
+    yield ok("extras", seen, INSTALL.format(",".join(lacking)) if lacking else "")
+    second, third = version("sagemaker"), version("sagemaker-train")
+    if second and third and int(second.partition(".")[0]) < 3:
+        fix = "they share a Python package: keep one, each in an environment of its own"
+        yield fail("SageMaker's SDK", f"v2 ({second}) and v3 ({third}) are both here", fix)
+    elif second or third:
+        yield ok("SageMaker's SDK", f"v2 {second}" if second and not third else f"v3 {third or second}")

@@ -1,0 +1,125 @@
+"""What this machine can hand runs to: Slurm, containers, Kubernetes, AWS; and variables that get in the way."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from smp_train.launch import cluster
+from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
+from smp_train.launch.environment import lint
+
+HYPERPOD = Path("/opt/sagemaker_cluster")
+
+
+def variables() -> Iterator[Finding]:
+    """Look for variables that scripts carry along and that are better not set."""
+    told = lint(os.environ)
+    for line in told:
+        name, _, why = line.partition(" is set: ")
+        yield warn(f"variable {name}", *why.rpartition("; ")[::2])
+    if not told:
+        yield ok("variables", "none that is better unset")
+
+
+def slurm() -> Iterator[Finding]:
+    """Look for Slurm: whether it answers, has pyxis, and restarts what lost a node."""
+    if not shutil.which("sbatch"):
+        yield ok("Slurm", "is not here")
+        return
+    code, said = ask("scontrol", "ping")
+    if "configuration source" in said:
+        yield ok("Slurm", "is installed, and this machine belongs to no cluster")
+        return
+    if code or "UP" not in said:
+        yield fail("Slurm", f"does not answer: {' '.join(said.split())[:160]}", "ask who runs the cluster")
+        return
+    _, nodes = ask("sinfo", "-h", "-o", "%P %a %D %T")
+    yield ok("Slurm", f"answers{' (HyperPod)' if HYPERPOD.is_dir() else ''}; {'; '.join(nodes.splitlines()[:6])}")
+    config, helped = cluster.configuration(), cluster.said("srun", "--help")
+    if "--container-image" in helped:
+        yield ok("pyxis", "srun knows --container-image; `launch slurm --probe` asks a compute node")
+    else:
+        fix = "install pyxis for launch_training_enroot.sh, or use launch_training_conda.sh"
+        yield warn("pyxis", "srun knows no --container-image", fix)
+    if config.get("JobRequeue") == "0":
+        yield warn("requeue", "JobRequeue=0: a lost node ends a run", "set JobRequeue=1 in slurm.conf")
+    if "--auto-resume" in helped:
+        told = cluster.auto_resume(config)
+        for setting, why in told:
+            yield warn("auto-resume", setting, why)
+        if not told:
+            yield ok("auto-resume", "srun knows it, and the configuration is one that it works with")
+
+
+def containers() -> Iterator[Finding]:
+    """Look for what makes images, and what runs them."""
+    engines = [name for name in ("docker", "podman") if shutil.which(name)]
+    for name in engines:
+        code, said = ask(name, "info")
+        if code:
+            fix = "start its daemon, or join its group; docker_build.sh needs one of docker and podman"
+            yield warn(name, f"does not answer: {(said.splitlines() or ['?'])[-1][:160]}", fix)
+        else:
+            yield ok(name, "answers")
+    if not engines:
+        yield ok("images", "neither docker nor podman here", "run docker_build.sh where one of them is")
+    code, said = ask("enroot", "version")
+    if code == 127:
+        yield ok("enroot", "is not here", "without it docker_build.sh makes no .sqsh file, which Slurm starts from")
+    elif code:
+        yield warn("enroot", said[:160], "install it again")
+    else:
+        yield ok("enroot", said)
+
+
+def kubernetes() -> Iterator[Finding]:
+    """Look for kubectl and a cluster that it is connected to."""
+    if not shutil.which("kubectl"):
+        yield ok("kubectl", "is not here", "`launch k8s --dry_run` needs none")
+        return
+    code, said = ask("kubectl", "config", "current-context")
+    if code:
+        yield warn("kubectl", "is connected to no cluster", "`aws eks update-kubeconfig --name CLUSTER` connects it")
+    else:
+        yield ok("kubectl", f"connected to {said}")
+
+
+def aws() -> Iterator[Finding]:
+    """Look for credentials and a region, as boto3 finds them; asks no service but the machine's own."""
+    if importlib.util.find_spec("boto3") is None:
+        yield ok("AWS", "boto3 is not here: no s3:// places, no `launch sagemaker`", "pip install 'smp-train[s3]'")
+        return
+    # Off EC2 nobody answers for the machine's role: do not wait for long.
+    os.environ.setdefault("AWS_METADATA_SERVICE_TIMEOUT", "1")
+    os.environ.setdefault("AWS_METADATA_SERVICE_NUM_ATTEMPTS", "1")
+    import boto3
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        session = boto3.Session()
+        credentials, region = session.get_credentials(), session.region_name
+    except BotoCoreError as problem:
+        yield fail("AWS", " ".join(str(problem).split()), "mend ~/.aws/config, or AWS_PROFILE")
+        return
+    if credentials is None:
+        fix = "`aws configure`, `aws sso login`, or run where a role is attached"
+        yield warn("AWS credentials", "none: s3:// and SageMaker cannot be used", fix)
+    else:
+        yield ok("AWS credentials", f"from {credentials.method}")
+    if region:
+        yield ok("AWS region", region)
+    else:
+        yield warn("AWS region", "none", "set AWS_DEFAULT_REGION, or give --region")
+
+
+def hugging_face() -> Iterator[Finding]:
+    """Look for a token, which gated models are asked for with."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
+    if os.environ.get("HF_TOKEN") or (home / "token").exists():
+        yield ok("Hugging Face", f"a token is here; files go to {home}")
+    else:
+        yield ok("Hugging Face", "no token", "gated models (Llama, Gemma) need one: `hf auth login`, or HF_TOKEN")

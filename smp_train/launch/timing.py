@@ -1,0 +1,138 @@
+"""Whether a run can save before it is ended: its checkpoints against time limits, and against the time to save one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from smp_train.arguments import Resolved
+from smp_train.arguments.degrees import plan
+from smp_train.errors import ConfigError
+from smp_train.launch.instances import Instance
+from smp_train.launch.preflight import CHECKPOINT_BYTES, parameters
+from smp_train.models.resolve import presets, settled_flags
+from smp_train.telemetry.metrics import peak_flops
+
+WRITE_RATE = 1e9
+"""Bytes per second and node that a shared file system can be expected to take; more is told as doubtful."""
+MFU = 0.5
+"""What a run hardly exceeds, of its GPUs' peak: steps are estimated to be rather too short."""
+EARLY_SECONDS = 60
+"""Slurm sends its signal up to so much earlier than asked."""
+
+
+def slurm_seconds(text: str | None) -> int | None:
+    """Read a time as Slurm writes it: ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M``, ``D-H:M:S``; None: no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", (text or "").strip())
+    if not match:
+        return None
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] is not None:
+        return ((days * 24 + first) * 60 + second) * 60 + third
+    if match[4] is not None:
+        return (first * 60 + second) * 60 + third
+    return first * 60 + second
+
+
+def check_limit(limit: float | None, margin: float, setting: str) -> None:
+    """Refuse a time limit that is over before the run could train: it is asked to save ``margin`` seconds before.
+
+    Raises:
+        ConfigError: naming ``setting``, with what to change.
+    """
+    if limit is not None and limit <= margin + EARLY_SECONDS:
+        raise ConfigError(
+            f"{setting}: the limit is {_time(limit)}, and {_time(margin)} before it the run stops to save (Slurm may "
+            f"say so {EARLY_SECONDS} s earlier still): nothing would be trained; raise the limit, or save later"
+        )
+
+
+def step_seconds(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> tuple[float, str] | None:
+    """Return (seconds per step, how that is known): measured in the run folder, or estimated; None: unknown."""
+    measured = _measured(Path(resolved.args.run_dir) / "metrics.jsonl")
+    if measured:
+        return measured, "as measured in this run folder"
+    args, count = resolved.args, parameters(resolved)
+    if instance is None:
+        return None
+    peak = peak_flops(instance.gpu)
+    preset = presets().get((str(args.model_type), str(args.model_size).lower()))
+    if count is None or peak is None or preset is None or preset.config.get("num_local_experts"):
+        return None
+    world = nodes * processes
+    degrees = plan(
+        world_size=world, local_world_size=processes, sharding_strategy=args.sharding_strategy,
+        hybrid_shard_degree=args.hybrid_shard_degree, tensor=args.tensor_parallel_degree,
+        context=args.context_parallel_degree, expert=args.expert_parallel_degree,
+    )  # fmt: skip
+    width = args.max_context_width or settled_flags(args)["max_context_width"][0]
+    sequences = args.train_batch_size * args.gradient_accumulation_steps * degrees.replicate * degrees.shard
+    flops = 6 * count * sequences * width
+    return flops / (world * peak * (2 if args.fp8 else 1) * MFU), f"at {MFU:.0%} of the peak of {world} {instance.gpu}"
+
+
+def _measured(path: Path) -> float | None:
+    """Return the median time of a step over the last hundred logged ones."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-200:]
+    except OSError:
+        return None
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "event" not in record and isinstance(record.get("step_sec"), float):
+            found.append(record["step_sec"])
+    found = sorted(found[-100:])
+    return found[len(found) // 2] if found else None
+
+
+def doubts(
+    resolved: Resolved,
+    *,
+    limit: float | None,
+    margin: float,
+    instance: Instance | None,
+    nodes: int,
+    processes: int,
+    setting: str = "",
+) -> list[str]:
+    """Return what speaks against the run having saved when its time is up.
+
+    Args:
+        resolved: The training flags.
+        limit: Seconds until the run is ended; None without a limit.
+        margin: Seconds that it has for saving, from when it is asked to stop.
+        instance: Instance type of the nodes, where it is known.
+        nodes: How many there are.
+        processes: How many processes each has.
+        setting: What to change for a longer margin, where that can be.
+    """
+    found = []
+    count = parameters(resolved)
+    size = CHECKPOINT_BYTES * count if count else 0
+    if size > WRITE_RATE * nodes * margin:
+        found.append(
+            f"a checkpoint of this model has {size / 1e9:.0f} GB, and there are {_time(margin)} to save one when time "
+            f"is up: that takes {size / margin / 1e9:.1f} GB/s to {', '.join(resolved.args.checkpoint_dir)}; "
+            f"{f'raise {setting}, or ' if setting else ''}lower --checkpoint_freq so that little is lost without it"
+        )
+    step = step_seconds(resolved, instance, nodes, processes)
+    often, steps = min(resolved.args.checkpoint_freq), resolved.args.max_steps
+    if limit is not None and step is not None and min(often, steps) * step[0] > limit - margin:
+        fitting = max(1, int((limit - margin) / step[0] / 4))
+        found.append(
+            f"--checkpoint_freq {often}: that takes {_time(often * step[0])} ({step[0]:.3g} s a step, {step[1]}), "
+            f"and the time limit is {_time(limit)}: the only checkpoint would be the one when time is up, and a lost "
+            f"node before that loses everything; --checkpoint_freq {fitting} would save some four times"
+        )
+    return found
+
+
+def _time(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,126 @@
+"""Before training, the nodes of a run reach each other, or those that do not are named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from smp_train.launch import meet
+from smp_train.runtime import Runtime
+from tests.harness import run
+
+NAMES = ["n0", "n1", "n2", "n3", "n4"]
+
+
+@pytest.mark.parametrize(
+    ("absent", "alone", "broken", "named", "said"),
+    [
+        ([], [], [], [], ""),
+        ([1, 3], [2], [(0, 1)], ["n1", "n3"], "no word from n1, n3: look whether the run starts there, and reaches n0"),
+        ([], [2], [(1, 2), (2, 3)], ["n2"], "n2: the processes of this node do not finish an all-reduce"),
+        ([], [], [(1, 2), (2, 3)], ["n2"], "n2 does not finish an all-reduce with either of its neighbours"),
+        ([], [], [(4, 0), (0, 1)], ["n0"], "n0 does not finish"),
+        ([], [], [(1, 2)], ["n1", "n2"], "n1 and n2 do not finish an all-reduce with each other; the security group"),
+    ],
+)
+def test_verdicts(
+    absent: list[int], alone: list[int], broken: list[tuple[int, int]], named: list[str], said: str
+) -> None:
+    verdict = meet.judge(NAMES, absent, alone, broken)
+    assert verdict.nodes == named
+    assert verdict.message.startswith(said)
+
+
+@pytest.mark.parametrize("nodes", range(1, 10))
+def test_each_node_meets_its_two_neighbours(nodes: int) -> None:
+    rounds = meet.links(nodes)
+    pairs = [frozenset(pair) for one in rounds for pair in one]
+    assert len(set(pairs)) == len(pairs) == {1: 0, 2: 1}.get(nodes, nodes)
+    for one in rounds:
+        taking_part = [node for pair in one for node in pair]
+        assert len(set(taking_part)) == len(taking_part), "nobody is in two places at once"
+
+
+def test_what_nccl_goes_through() -> None:
+    efa = "ip-1:7:7 [0] NCCL INFO NET/OFI Selected provider is efa, fabric is efa (found 32 nics)\n"
+    sockets = "NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nNCCL INFO Using network Socket\n"
+    assert (meet.network(efa), meet.network(sockets), meet.network("")) == ("efa", "sockets", "")
+    place = Runtime("torchrun", 0, 16, 0, 8, 0, 2, "n1", 1, "n1", False)
+    fine = meet.Verdict([], "", 181.257)
+    assert meet.describe(fine, place, "cuda", efa, 32) == [
+        "preflight: 16 ranks on 2 nodes reach each other: all-reduce of 256 MiB at 181.26 GB/s through efa"
+    ]
+    assert "warning: preflight: NCCL goes through sockets" in meet.describe(fine, place, "cuda", sockets, 32)[1]
+
+
+class Broken(meet.Meeting):
+    """A meeting in which one node's network carries nothing, as both ends notice at once."""
+
+    def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
+        if name.startswith("round") and 1 in ranks:
+            raise RuntimeError("no route to host")
+        return super().reduce(name, ranks, seconds)
+
+
+class Silent(meet.Meeting):
+    """A meeting in which one node's network swallows everything; its steps are short, to be waited for."""
+
+    def _step(self, name: str, ranks: list[int] | None, seconds: float) -> None:
+        super()._step(name, ranks, 0.3)
+
+    def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
+        if self.runtime.rank == 1:
+            time.sleep(600)
+        return super().reduce(name, ranks, seconds)
+
+
+def body(folder: str, local_world: int, seconds: float, kind: type[meet.Meeting], absent: int | None) -> int | None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == absent:
+        return None
+    os.environ |= {
+        "LOCAL_RANK": str(rank % local_world), "LOCAL_WORLD_SIZE": str(local_world),
+        "GROUP_RANK": str(rank // local_world), "GROUP_WORLD_SIZE": str(world // local_world),
+        meet.HOSTS: ",".join(f"host{node}" for node in range(world // local_world)),
+    }  # fmt: skip
+    words = ["--seconds", str(seconds), "--verdict", f"{folder}/verdict.json"]
+    with open(f"{folder}/said-{rank}", "w") as said, contextlib.redirect_stderr(said):
+        return meet.main(words, kind)
+
+
+def verdict(folder: Path) -> meet.Verdict:
+    return meet.Verdict(**json.loads((folder / "verdict.json").read_text()))
+
+
+def test_all_reach_each_other(tmp_path: Path) -> None:
+    assert run(body, 4, str(tmp_path), 2, 60.0, meet.Meeting, None) == [0, 0, 0, 0]
+    assert verdict(tmp_path).message == ""
+    assert verdict(tmp_path).rate > 0
+
+
+def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
+    assert run(body, 2, str(tmp_path), 1, 2.0, meet.Meeting, 1) == [meet.BAD_NODE, None]
+    assert verdict(tmp_path).nodes == ["host1"]
+
+
+def test_a_node_that_reaches_nobody_is_named(tmp_path: Path) -> None:
+    assert run(body, 3, str(tmp_path), 1, 60.0, Broken, None) == [meet.BAD_NODE] * 3
+    found = verdict(tmp_path)
+    assert len(found.nodes) == 1, found
+    assert "does not finish an all-reduce with either of its neighbours" in found.message
+    assert (tmp_path / "said-0").read_text().splitlines()[-1] == f"smp-train: error: preflight: {found.message}"
+
+
+def test_a_silent_network_is_not_waited_for(tmp_path: Path) -> None:
+    assert run(body, 2, str(tmp_path), 1, 60.0, Silent, None) == [meet.BAD_NODE] * 2
+    assert "do not finish an all-reduce with each other" in verdict(tmp_path).message
+
+
+def test_rank_0_that_is_not_there(tmp_path: Path) -> None:
+    assert run(body, 2, str(tmp_path), 1, 0.5, meet.Meeting, 0) == [None, meet.UNREACHABLE]
+    assert "does not reach 127.0.0.1:" in (tmp_path / "said-1").read_text()
