@@ -90,13 +90,14 @@ if [ -n "${DRY_RUN:-}" ]; then
 fi
 
 # --- run it, and stop it when asked ----------------------------------------------------------------------------
-# A STOP of this script has a word in it, a user's has none. One from before the job was submitted is another run's;
+# A STOP of this script has a word in it. One from before the job was submitted is another run's;
 # a later one holds, also when it comes while the job waits or its image is unpacked.
 stop=$RUN_DIR/STOP
+ours() { grep -qxE 'USR1|TERM' "$stop" 2>/dev/null; }
 if [ -e "$stop" ]; then
   submitted=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*SubmitTime=\([^ ]*\).*/\1/p')
   old=$([ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || [ "$(stat -c %Y "$stop")" -ge "$(date -d "${submitted:-now}" +%s)" ] || echo old)
-  [ ! -s "$stop" ] || old=ours
+  if ours; then old=ours; fi
   rm -f "$stop"
   if [ -z "$old" ]; then
     say "stopped on request before it started: $stop was there; submit the same script again to go on"
@@ -132,7 +133,7 @@ while :; do
   code=$?
   kill -0 "$srun_pid" 2>/dev/null || break # else a signal ended the wait, not the step
 done
-[ ! -s "$stop" ] || rm -f "$stop"
+if ours; then rm -f "$stop"; fi
 
 # --- how it ended: by what the run left behind; srun returns 0 also for a node that died ---------------------
 # new MARKER BEFORE: whether this start wrote DONE or STOPPED.

@@ -16,7 +16,7 @@ import pytest
 
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import container, flags, instances, local, nodes, task, timing
+from smp_train.launch import container, environment, flags, instances, local, nodes, task, timing
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -304,6 +304,7 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
     for name in ("NCCL_DEBUG", "HF_HOME", "HF_HUB_CACHE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("FI_PROVIDER", "efa")
     given: dict[str, str] = {}
     monkeypatch.setattr(task, "supervise", lambda *_, environ, **__: (given.update(environ), (0, None))[1])
@@ -313,6 +314,8 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
     assert given["NCCL_DEBUG"] == "INFO", "the user's own"
     assert given["HF_HOME"] == f"{run}/huggingface"
     assert given["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(f"{run}/logs/")
+    (tmp_path / ".cache/huggingface").mkdir(parents=True)
+    assert "HF_HOME" not in environment.places(str(run), "logs", os.environ, inside=True), "the image has its own"
     assert "smp-train: warning: FI_PROVIDER=efa is set: the NCCL plugin finds EFA by itself" in capsys.readouterr().err
 
 
