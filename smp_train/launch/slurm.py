@@ -119,6 +119,8 @@ def _header_values(spec: Spec, options: dict[str, Any], job_name: str) -> list[t
 
 
 def _header(key: str, value: str) -> str:
+    if key == "output" and " " in value and not re.search(r'["\\\n\r]', value):
+        return f'"{value}"'
     if re.search(r"[\n\r]", value) or (key != "sbatch" and re.search(r"\s", value)):
         raise ConfigError(f"{key} {value!r}: a space or a line break cannot stand in an #SBATCH line")
     return value
@@ -276,7 +278,7 @@ def main(words: Sequence[str]) -> int:
         raise SmpTrainError(f"sbatch answered {job!r}, which is not a job id")
     print(f"submitted job {job}")
     print(f"log:    {spec.run_dir}/logs/slurm-{job}.out")
-    print(f"follow: tail -F {spec.run_dir}/logs/slurm-{job}.out; squeue -j {job}")
-    print(f"stop:   touch {spec.run_dir}/STOP    (saves first)")
+    print(f"follow: tail -F {shlex.quote(f'{spec.run_dir}/logs/slurm-{job}.out')}; squeue -j {job}")
+    print(f"stop:   touch {shlex.quote(f'{spec.run_dir}/STOP')}    (saves first)")
     print(f"cancel: scancel {job}")
     return 0

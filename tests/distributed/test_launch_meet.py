@@ -104,7 +104,7 @@ def test_all_reach_each_other(tmp_path: Path) -> None:
 
 
 def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), 1, 2.0, meet.Meeting, 1) == [meet.BAD_NODE, None]
+    assert run(body, 2, str(tmp_path), 1, 1.0, meet.Meeting, 1) == [meet.BAD_NODE, None]
     assert verdict(tmp_path).nodes == ["host1"]
 
 

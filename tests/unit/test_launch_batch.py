@@ -30,7 +30,6 @@ case "$1 $2" in
 esac
 if [ "$1" = requeue ]; then
   [ -z "$NO_REQUEUE" ] || exit 1
-  trap '' TERM
   kill -TERM 0
 fi
 """
@@ -188,6 +187,9 @@ def test_a_run_that_slurm_stopped_goes_on_by_itself(cluster: Cluster) -> None:
     ended = 'kill -USR1 $PPID; until [ -s "$RUN/STOP" ]; do :; done; exit 1'
     cluster.start(ended)
     assert not (cluster.run / "STOP").exists(), "nobody asked the next start to stop"
+    (cluster.run / "STOP").write_text("USR1\n")
+    assert cluster.start("exit 1")[0] == 143, "a script that was lost with its node has left it"
+    assert len(cluster.calls("srun")) == 3
 
 
 def test_a_wish_to_stop_holds_for_a_job_that_waits(cluster: Cluster) -> None:

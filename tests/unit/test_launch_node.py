@@ -16,7 +16,7 @@ import pytest
 
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import container, environment, flags, instances, local, nodes, task, timing
+from smp_train.launch import before, container, environment, flags, instances, local, nodes, task, timing
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -473,9 +473,9 @@ def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, code: int, 
             (tmp_path / "preflight.json").write_text(json.dumps({"nodes": nodes}))
         return code, Failure(node, "here", code, "error") if code else None
 
-    monkeypatch.setattr(task, "supervise", supervise)
+    monkeypatch.setattr(before, "supervise", supervise)
     place = Place(1, nodes=2, node_rank=node, master_addr="n1", master_port=20087)
-    return started, task.meet(place, 60, parse([], {}), find("p5.48xlarge"), STEP, tmp_path)
+    return started, before.meet(place, 60, parse([], {}), find("p5.48xlarge"), STEP, tmp_path)
 
 
 def test_preflight_names_the_node_at_fault(
@@ -500,9 +500,9 @@ def test_preflight_names_the_node_at_fault(
 def test_task_warns_on_the_first_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_sec": 100.0}\n')
     resolved = parse(["--run_dir", str(tmp_path)], {})
-    task.warn(resolved, None, Place(1), timing.slurm_seconds("1:00:00"))
+    before.warn(resolved, None, Place(1), timing.slurm_seconds("1:00:00"))
     assert "warning: --checkpoint_freq 1000: that takes 27.8 h" in capsys.readouterr().err
-    task.warn(resolved, None, Place(1), None)
+    before.warn(resolved, None, Place(1), None)
     assert capsys.readouterr().err == ""
 
 

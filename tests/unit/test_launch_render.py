@@ -319,6 +319,8 @@ def test_run_names_that_slurm_reads_otherwise(capsys: pytest.CaptureFixture[str]
     )
     assert "#SBATCH --job-name=my-run\n" in header
     assert "#SBATCH --output=/r%%j/logs/slurm-%j.out\n" in header
+    header = dry_run(capsys, "slurm", "--nproc=2", "--use_synthetic_data=1", "--run_name", "my run")
+    assert '#SBATCH --output="/runs/my run/logs/slurm-%j.out"\n' in header
 
 
 def test_options_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
