@@ -294,6 +294,25 @@ def test_a_node_that_never_starts_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert refused.value.node == "n2"
 
 
+def test_a_task_starts_nothing_where_nodes_differ_or_checkpoints_would_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(task, "supervise", lambda *_, **__: pytest.fail("started"))
+    for name, value in {**STEP, "SLURMD_NODENAME": "n3"}.items():
+        monkeypatch.setenv(name, value)
+    run = ["--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
+    logs = tmp_path / "run/logs/12.0.3"
+    logs.mkdir(parents=True)
+    nodes.tell(logs, 0, nodes.Node("n1", 2))
+    assert task.main(["--nproc", "1", "--", *run]) == 75
+    assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
+    monkeypatch.setattr(task, "INSIDE", str(tmp_path))
+    monkeypatch.setattr(container, "MOUNTS", tmp_path / "mountinfo")
+    (tmp_path / "mountinfo").write_text("1 0 0:1 / / rw - overlay overlay rw\n")
+    assert task.main(["--nproc", "1", "--inside", "--", *run, "--checkpoint_dir", "/lost"]) == 2
+    assert "--checkpoint_dir /lost is in the container alone" in capsys.readouterr().err
+
+
 def test_a_task_gives_its_processes_what_the_instance_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
