@@ -164,7 +164,10 @@ silent='' down=''
 case "$first" in
   *cause=lost-peer | *cause=aborted)
     heard=$(sed -n 's/.* node=\([^ ]*\) .*/\1/p' <<<"$failures")
-    silent=$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | grep -vxF "$heard" | paste -sd,)
+    silent=$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | grep -vxF "$heard")
+    # More of them than have spoken: those that srun ended before they could.
+    if [ "$(wc -l <<<"$silent")" -gt "$(wc -l <<<"$heard")" ]; then silent=''; fi
+    silent=$(paste -sd, <<<"$silent")
     down=$(sinfo --noheader --Node --nodes "$SLURM_JOB_NODELIST" --format '%N %T' 2>/dev/null | awk '$2 ~ /down|fail|[*]$/ {print $1}' | sort -u | paste -sd,) ;;
 esac
 [ -z "$first" ] || say "first failure of this start: $first${silent:+; no word from $silent}${down:+; Slurm has lost $down}"
@@ -182,6 +185,7 @@ if [ -z "$again" ]; then
 fi
 state=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
 if [ "$asked" = TERM ] && [ "$state" != RUNNING ]; then
+  sed -i '$d' "$starts" # no fault of the run's: it does not count
   say "ended by Slurm ($state): it starts the job again when it lost a node; otherwise submit the same script again to go on"
   exit 143
 fi

@@ -110,6 +110,16 @@ def test_starts_that_reach_no_task_come_to_an_end(cluster: Cluster) -> None:
     assert cluster.calls("scontrol") == ["requeue 77"] * 3
 
 
+def test_starts_that_slurm_ends_do_not_count(cluster: Cluster) -> None:
+    """A job that gives way to others again and again while its image is unpacked."""
+    preempted = 'kill -TERM $PPID; until [ -s "$RUN/STOP" ]; do :; done; exit 1'
+    for _ in "12":
+        code, said = cluster.start(preempted, STATE="PENDING", MAX_ATTEMPTS="1")
+        assert (code, "ended by Slurm (PENDING)" in said) == (143, True)
+    assert len(cluster.calls("srun")) == 2
+    assert cluster.calls("scontrol") == []
+
+
 def test_starts_that_reach_a_task_are_the_tasks_to_count(cluster: Cluster) -> None:
     for step in (0, 0, 10):
         reach(cluster, step)
@@ -214,6 +224,8 @@ def test_the_node_that_went_silent_is_named(cluster: Cluster) -> None:
     lost = fails("lost-peer", node="n1") + fails("lost-peer", node="n3")
     _, said = cluster.start(lost + "exit 1", **two)
     assert "node=n1 rank=0 rc=1 cause=lost-peer; no word from n2; Slurm has lost n2" in said
+    _, said = cluster.start(fails("aborted", node="n1") + "exit 1", **two)
+    assert "cause=aborted; Slurm has lost n2" in said, "the others were ended with it"
     _, said = cluster.start(lost + fails("killed", node="n2", at="2") + "exit 1", **two)
     assert "first failure of this start: LAUNCH-FAIL node=n2 rank=0 rc=1 cause=killed" in said, "later, but the cause"
 
