@@ -127,7 +127,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
     folder = RunFolder(args.run_dir)
     with runtime.together("opening the run folder"):
         if ranks.is_main:
-            folder.create(keep_stop=bool(os.environ.get("SMP_TRAIN_KEEP_STOP")))
+            folder.create()
     with runtime.together("opening the log"):
         setup_logging(ranks.rank, log_dir=folder.logs, level="DEBUG" if args.debug else "INFO")
         metrics = MetricsWriter(folder.path, is_main=ranks.is_main, tensorboard_dir=args.tensorboard_dir)

@@ -90,13 +90,14 @@ if [ -n "${DRY_RUN:-}" ]; then
 fi
 
 # --- run it, and stop it when asked ----------------------------------------------------------------------------
-# A STOP of this script has a word in it, a user's has none. One from before the job was submitted is another run's;
+# A STOP of this script has a word in it. One from before the job was submitted is another run's;
 # a later one holds, also when it comes while the job waits or its image is unpacked.
 stop=$RUN_DIR/STOP
+ours() { grep -qxE 'USR1|TERM' "$stop" 2>/dev/null; }
 if [ -e "$stop" ]; then
   submitted=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*SubmitTime=\([^ ]*\).*/\1/p')
   old=$([ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || [ "$(stat -c %Y "$stop")" -ge "$(date -d "${submitted:-now}" +%s)" ] || echo old)
-  [ ! -s "$stop" ] || old=ours
+  if ours; then old=ours; fi
   rm -f "$stop"
   if [ -z "$old" ]; then
     say "stopped on request before it started: $stop was there; submit the same script again to go on"
@@ -132,7 +133,7 @@ while :; do
   code=$?
   kill -0 "$srun_pid" 2>/dev/null || break # else a signal ended the wait, not the step
 done
-[ ! -s "$stop" ] || rm -f "$stop"
+if ours; then rm -f "$stop"; fi
 
 # --- how it ended: by what the run left behind; srun returns 0 also for a node that died ---------------------
 # new MARKER BEFORE: whether this start wrote DONE or STOPPED.
@@ -163,7 +164,10 @@ silent='' down=''
 case "$first" in
   *cause=lost-peer | *cause=aborted)
     heard=$(sed -n 's/.* node=\([^ ]*\) .*/\1/p' <<<"$failures")
-    silent=$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | grep -vxF "$heard" | paste -sd,)
+    silent=$(scontrol show hostnames "$SLURM_JOB_NODELIST" 2>/dev/null | grep -vxF "$heard")
+    # More of them than have spoken: those that srun ended before they could.
+    if [ "$(wc -l <<<"$silent")" -gt "$(wc -l <<<"$heard")" ]; then silent=''; fi
+    silent=$(paste -sd, <<<"$silent")
     down=$(sinfo --noheader --Node --nodes "$SLURM_JOB_NODELIST" --format '%N %T' 2>/dev/null | awk '$2 ~ /down|fail|[*]$/ {print $1}' | sort -u | paste -sd,) ;;
 esac
 [ -z "$first" ] || say "first failure of this start: $first${silent:+; no word from $silent}${down:+; Slurm has lost $down}"
@@ -181,6 +185,7 @@ if [ -z "$again" ]; then
 fi
 state=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
 if [ "$asked" = TERM ] && [ "$state" != RUNNING ]; then
+  sed -i '$d' "$starts" # no fault of the run's: it does not count
   say "ended by Slurm ($state): it starts the job again when it lost a node; otherwise submit the same script again to go on"
   exit 143
 fi

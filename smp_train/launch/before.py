@@ -11,6 +11,7 @@ from pathlib import Path
 
 from smp_train.arguments import Resolved
 from smp_train.launch import preflight, timing
+from smp_train.launch.environment import lint
 from smp_train.launch.instances import Instance
 from smp_train.launch.meet import BAD_NODE, HOSTS, UNREACHABLE
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -26,7 +27,7 @@ def warn(resolved: Resolved, instance: Instance | None, place: Place, left: floa
         resolved, limit=left, margin=USR1_SECONDS, instance=instance, nodes=place.nodes, processes=place.processes,
         setting="--signal=B:USR1@SECONDS (sbatch)",
     )  # fmt: skip
-    told = [*(told if left is not None else []), *preflight.lacks(resolved, os.environ)]
+    told = [*lint(os.environ), *(told if left is not None else []), *preflight.lacks(resolved, os.environ)]
     if instance and instance.efa and place.nodes > 1 and resolved.args.distributed_backend != "gloo":
         told += preflight.lacks_plugin(instance)
     for line in told:

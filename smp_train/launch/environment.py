@@ -66,7 +66,8 @@ def places(run_dir: str, logs: str, environ: Mapping[str, str], *, inside: bool)
     models and data that Hugging Face downloads are kept for the next start.
     """
     chosen = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{logs}/nccl-trace-rank-"}
-    if inside and not environ.get("HF_HUB_CACHE"):
+    baked = os.path.join(environ.get("HOME", "/root"), ".cache/huggingface")  # what the image may bring
+    if inside and not environ.get("HF_HUB_CACHE") and not os.path.isdir(baked):
         chosen["HF_HOME"] = f"{run_dir}/huggingface"
     return chosen
 

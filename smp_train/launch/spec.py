@@ -26,8 +26,6 @@ PLACES = (
     "config", "smp_config", "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint",
     "hf_pretrained_model_name_or_dir",
 )  # fmt: skip
-WEIGHT = re.compile(r":[0-9.]+$")
-"""What a blend has behind each of its folders: ``a:0.7 b:0.3``."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -69,8 +67,6 @@ class Spec:
             if name == "training_dir":
                 value = [folder for flag, folder in preflight.data(self.resolved.args) if flag == name]
             for place in value if isinstance(value, list) else [value]:
-                if name == "training_dir" and place and not os.path.exists(place):
-                    place = WEIGHT.sub("", place)
                 elsewhere = not place or "://" in place or place.startswith(NODE_LOCAL)
                 if not elsewhere and (name != PLACES[-1] or os.path.isdir(place)):
                     found.append(os.path.abspath(place))

@@ -295,8 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures: Path | None = options.failures
     attempt = attempt_name(os.environ)
     node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
-    code, failure = 0, None
     outside = options.inside and not os.path.exists(INSIDE)  # where the packages that S3 needs may be missing too
+    code, failure = 0, None
     try:
         training, resolved = launch_flags.complete(training, in_s3=not outside)
         run_dir = Path(resolved.args.run_dir)
@@ -332,9 +332,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = run_dir / "profile" / f"{attempt}_node{node}_{socket.gethostname()}"
             again = nsys_command(report, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
             os.execve(again[0], again, {**os.environ, NSYS: "1"})
-        if node == 0:
-            for line in environment.lint(os.environ):
-                print(f"smp-train: warning: {line}", file=sys.stderr, flush=True)
         environ = {
             **environment.variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1),
             **environment.places(str(run_dir), f"{run_dir}/logs/{attempt}", os.environ, inside=options.inside),

@@ -96,13 +96,29 @@ def _meet(runtime: Runtime, seconds: float) -> Any:
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"smp_train/{attempt}", store)
+    _same_world(store, runtime)
     store.set(f"here/{runtime.rank}", runtime.hostname)
     absent = _absent(store, runtime.world_size, limit)
+    if store.check(["odd"]):
+        raise RuntimeError(store.get("odd").decode())
     if absent:
         raise RuntimeError(
             f"no word from rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:8]))}"
         )
     return store
+
+
+def _same_world(store: Any, runtime: Runtime) -> None:
+    """Raise, here and on those that wait, when a node starts fewer processes than the others: a GPU may be missing."""
+    size = str(runtime.world_size)
+    others = store.compare_set("world", "", size).decode()
+    if others == size:
+        return
+    odd = f"ranks of {runtime.hostname} are of a world of {size}, others of {others}: start as many on each node"
+    store.set("odd", odd)
+    for rank in range(max(runtime.world_size, int(others))):
+        store.set(f"here/{rank}", "")  # wakes who waits for a rank that nobody starts
+    raise RuntimeError(odd)
 
 
 def _absent(store: Any, world_size: int, limit: Any) -> list[int]:

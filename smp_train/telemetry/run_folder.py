@@ -21,6 +21,8 @@ from typing import Any
 import smp_train
 from smp_train.errors import ConfigError
 
+KEEP_STOP = "SMP_TRAIN_KEEP_STOP"
+
 
 class RunFolder:
     """Paths and markers of one run. Building it touches nothing on disk."""
@@ -34,10 +36,12 @@ class RunFolder:
         self.stopped = self.path / "STOPPED"
         self.stop = self.path / "STOP"
 
-    def create(self, *, keep_stop: bool = False) -> None:
+    def create(self) -> None:
         """Make the folder, or take it over from an earlier attempt, whose `STOP` no longer holds.
 
-        ``keep_stop``: who started this process has taken away a `STOP` that was not meant for it.
+        With `KEEP_STOP` in the environment a `STOP` stays: the launcher has taken away one that was not meant for this
+        attempt, so this one came while it was starting.
+
         `DONE` and `STOPPED` stay until `reopen`: an attempt that fails before it trains leaves them true.
 
         Raises:
@@ -45,7 +49,7 @@ class RunFolder:
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            if not keep_stop:
+            if not os.environ.get(KEEP_STOP):
                 self.stop.unlink(missing_ok=True)
         except OSError as failure:
             raise self._unwritable(failure) from None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,19 @@ def test_ranks_that_never_start_are_named() -> None:
     assert "no word from ranks 1, 2" in message
     assert f"{place.master_addr}:{place.master_port}" in message
     assert "\n" not in message
+
+
+def test_nodes_that_start_different_numbers_of_processes_are_told_at_once() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    from smp_train.runtime import detect, group
+
+    place = replace(detect({}), master_addr="127.0.0.1", master_port=free_port())
+    places = [replace(place, rank=0, world_size=3), replace(place, rank=1, world_size=2)]
+    with ThreadPoolExecutor(2) as pool:
+        failures = [future.exception() for future in [pool.submit(group._meet, place, 60) for place in places]]
+    for failure in failures:
+        assert re.search("are of a world of (2, others of 3|3, others of 2): start as many on each", str(failure))
 
 
 def test_a_master_that_is_not_there_is_named() -> None:

@@ -213,6 +213,8 @@ def test_refused_at_start(
     job, log = submit(rig, script, tmp_path, words(**flags), MAX_ATTEMPTS="1", **environ)
     assert rig.wait_for_end(job, 90, log) == "FAILED"
     assert said in log.read_text()
+    again = "INSTANCE_TYPE" in environ  # another node may have what this one lacks
+    assert ("putting the job back into the queue" in log.read_text()) is again
 
 
 def test_missing_mount_is_refused(rig: Rig, tmp_path: Path) -> None:

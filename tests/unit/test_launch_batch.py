@@ -30,7 +30,6 @@ case "$1 $2" in
 esac
 if [ "$1" = requeue ]; then
   [ -z "$NO_REQUEUE" ] || exit 1
-  trap '' TERM
   kill -TERM 0
 fi
 """
@@ -111,6 +110,16 @@ def test_starts_that_reach_no_task_come_to_an_end(cluster: Cluster) -> None:
     assert cluster.calls("scontrol") == ["requeue 77"] * 3
 
 
+def test_starts_that_slurm_ends_do_not_count(cluster: Cluster) -> None:
+    """A job that gives way to others again and again while its image is unpacked."""
+    preempted = 'kill -TERM $PPID; until [ -s "$RUN/STOP" ]; do :; done; exit 1'
+    for _ in "12":
+        code, said = cluster.start(preempted, STATE="PENDING", MAX_ATTEMPTS="1")
+        assert (code, "ended by Slurm (PENDING)" in said) == (143, True)
+    assert len(cluster.calls("srun")) == 2
+    assert cluster.calls("scontrol") == []
+
+
 def test_starts_that_reach_a_task_are_the_tasks_to_count(cluster: Cluster) -> None:
     for step in (0, 0, 10):
         reach(cluster, step)
@@ -188,6 +197,9 @@ def test_a_run_that_slurm_stopped_goes_on_by_itself(cluster: Cluster) -> None:
     ended = 'kill -USR1 $PPID; until [ -s "$RUN/STOP" ]; do :; done; exit 1'
     cluster.start(ended)
     assert not (cluster.run / "STOP").exists(), "nobody asked the next start to stop"
+    (cluster.run / "STOP").write_text("USR1\n")
+    assert cluster.start("exit 1")[0] == 143, "a script that was lost with its node has left it"
+    assert len(cluster.calls("srun")) == 3
 
 
 def test_a_wish_to_stop_holds_for_a_job_that_waits(cluster: Cluster) -> None:
@@ -212,6 +224,8 @@ def test_the_node_that_went_silent_is_named(cluster: Cluster) -> None:
     lost = fails("lost-peer", node="n1") + fails("lost-peer", node="n3")
     _, said = cluster.start(lost + "exit 1", **two)
     assert "node=n1 rank=0 rc=1 cause=lost-peer; no word from n2; Slurm has lost n2" in said
+    _, said = cluster.start(fails("aborted", node="n1") + "exit 1", **two)
+    assert "cause=aborted; Slurm has lost n2" in said, "the others were ended with it"
     _, said = cluster.start(lost + fails("killed", node="n2", at="2") + "exit 1", **two)
     assert "first failure of this start: LAUNCH-FAIL node=n2 rank=0 rc=1 cause=killed" in said, "later, but the cause"
 

@@ -16,7 +16,7 @@ import pytest
 
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import before, container, flags, instances, local, nodes, task, timing
+from smp_train.launch import before, container, environment, flags, instances, local, nodes, task, timing
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -294,6 +294,25 @@ def test_a_node_that_never_starts_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert refused.value.node == "n2"
 
 
+def test_a_task_starts_nothing_where_nodes_differ_or_checkpoints_would_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(task, "supervise", lambda *_, **__: pytest.fail("started"))
+    for name, value in {**STEP, "SLURMD_NODENAME": "n3"}.items():
+        monkeypatch.setenv(name, value)
+    run = ["--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
+    logs = tmp_path / "run/logs/12.0.3"
+    logs.mkdir(parents=True)
+    nodes.tell(logs, 0, nodes.Node("n1", 2))
+    assert task.main(["--nproc", "1", "--", *run]) == 75
+    assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
+    monkeypatch.setattr(task, "INSIDE", str(tmp_path))
+    monkeypatch.setattr(container, "MOUNTS", tmp_path / "mountinfo")
+    (tmp_path / "mountinfo").write_text("1 0 0:1 / / rw - overlay overlay rw\n")
+    assert task.main(["--nproc", "1", "--inside", "--", *run, "--checkpoint_dir", "/lost"]) == 2
+    assert "--checkpoint_dir /lost is in the container alone" in capsys.readouterr().err
+
+
 def test_a_task_gives_its_processes_what_the_instance_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,6 +323,7 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
     for name in ("NCCL_DEBUG", "HF_HOME", "HF_HUB_CACHE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("FI_PROVIDER", "efa")
     given: dict[str, str] = {}
     monkeypatch.setattr(task, "supervise", lambda *_, environ, **__: (given.update(environ), (0, None))[1])
@@ -313,6 +333,8 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
     assert given["NCCL_DEBUG"] == "INFO", "the user's own"
     assert given["HF_HOME"] == f"{run}/huggingface"
     assert given["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(f"{run}/logs/")
+    (tmp_path / ".cache/huggingface").mkdir(parents=True)
+    assert "HF_HOME" not in environment.places(str(run), "logs", os.environ, inside=True), "the image has its own"
     assert "smp-train: warning: FI_PROVIDER=efa is set: the NCCL plugin finds EFA by itself" in capsys.readouterr().err
 
 
