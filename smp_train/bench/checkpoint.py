@@ -199,7 +199,7 @@ def loading(folder: Path, options: argparse.Namespace) -> list[str]:
 
     Memory is that of rank 0: its model and optimizer before, and what loading took beyond them at its peak.
     """
-    lines = [f"{'':<30}{'load s':>10}{'verify s':>10}{'holds GiB':>11}{'more GiB':>10}"]
+    lines = [f"{'':<30}{'load s':>10}{'verify s':>10}{'holds MiB':>11}{'more MiB':>10}"]
     for way in LOADED:
         dist.barrier()
         told = [free_store(folder) if dist.get_rank() == 0 else None]
@@ -207,7 +207,7 @@ def loading(folder: Path, options: argparse.Namespace) -> list[str]:
         with multiprocessing.get_context("spawn").Pool(1) as fresh:
             place = (dist.get_rank(), dist.get_world_size(), str(told[0]))
             seconds, verified, held, more = fresh.apply(load, (way, str(folder), options, place))
-        lines.append(f"{way:<30}{seconds:>10.2f}{verified:>10.2f}{held / 2**30:>11.2f}{more / 2**30:>10.2f}")
+        lines.append(f"{way:<30}{seconds:>10.2f}{verified:>10.2f}{held / 2**20:>11.0f}{more / 2**20:>10.1f}")
     return lines
 
 

@@ -55,7 +55,7 @@ def test_any_block_of_any_tensor(form: str, there: str, server, monkeypatch) -> 
         torch.save({"model": content, "step": 1}, file, _use_new_zipfile_serialization=form == "torch")
     upload(f"{there}/m", {"model.safetensors" if form == "safetensors" else "m.pt": file.getvalue()})
     rnd = random.Random(1)
-    for part in (72, 500, 1 << 20):  # a row in several requests, several rows in one, everything in one
+    for part in (72, 1 << 20):  # a row in two requests, several small ones in one; everything in one
         monkeypatch.setattr(s3_folder, "PART_BYTES", part)
         with ExitStack() as stack:
             files = WeightFiles(place(f"{there}/m"), stack)
@@ -88,7 +88,8 @@ def test_a_model_in_s3_is_the_model(family: str, there: str, tmp_path: Path) -> 
     expected = expected_logits(tmp_path)
     upload(f"{there}/models/m", tmp_path)
     upload(f"{there}/models/b", {"config.json": (tmp_path / "config.json").read_bytes()})
-    for name, location in (("hf", f"{there}/models/m/"), ("finetune", "m"), ("file", f"{there}/models/m")):
+    ways = (("hf", f"{there}/models/m/"), ("finetune", "m"), ("file", f"{there}/models/m"))
+    for name, location in ways if family == "llama_v3" else ways[:1]:
         flags = dict.fromkeys(("pretrained_model_name", "finetune_checkpoint_load_dir", "pretrained_checkpoint_file"))
         flags |= dict.fromkeys(("model_type", "model_size"))
         if name == "hf":
