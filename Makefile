@@ -29,7 +29,7 @@ lint: venv
 	$(PY) -m mypy
 
 test-table: venv
-	SMP_TRAIN_WHOLE_TABLE=1 $(PY) -m pytest tests/distributed/test_same_numbers.py
+	SMP_TRAIN_WHOLE_TABLE=1 $(PY) -m pytest tests/distributed/test_same_numbers.py tests/distributed/test_checkpoints_killed.py
 
 # Two workers, for the two cores asked for; by file, as its tests share what is dear to make: a Slurm, trained models.
 test: lint

@@ -137,6 +137,12 @@ def environment(url: str) -> dict[str, str]:
     }
 
 
+def there(url: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function`` in a rank of the harness, which does not have this process's variables."""
+    os.environ.update(environment(url))
+    return function(*args)
+
+
 def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
     """Point this process at the server, without faults, and return a new bucket of the test's own, ``s3://...``."""
     from smp_train.runtime import s3_folder
