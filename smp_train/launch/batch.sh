@@ -121,18 +121,24 @@ export SMP_TRAIN_KEEP_STOP=1 # from here on a STOP is meant for this start
 finished_before=$(cat "$RUN_DIR/DONE" 2>/dev/null)
 stopped_before=$(cat "$RUN_DIR/STOPPED" 2>/dev/null)
 recorded_before=$(wc -c 2>/dev/null <"$RUN_DIR/metrics.jsonl")
-asked=
-trap 'asked=USR1' USR1 # time is up, or the job gives way to another: stop, save, go on later
-trap 'asked=${asked:-TERM}' TERM
+asked='' user='' ended=''
+# Written here, as a signal may come just before the wait below. What a person asked for stays, and counts for more.
+# shellcheck disable=SC2317 # the traps call it
+ask() {
+  [ -z "$ended" ] || return 0
+  if [ -e "$stop" ] && ! ours; then user=yes; else echo "$asked" >"$stop"; fi
+}
+trap 'asked=USR1; ask' USR1 # time is up, or the job gives way to another: stop, save, go on later
+trap 'asked=${asked:-TERM}; ask' TERM
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST, run folder $RUN_DIR; to stop and save: touch $stop"
 srun "${step[@]}" "${command[@]}" "${task[@]}" -- "${TRAIN_FLAGS[@]}" &
 srun_pid=$!
 while :; do
-  [ -z "$asked" ] || echo "$asked" >"$stop"
   wait "$srun_pid"
   code=$?
   kill -0 "$srun_pid" 2>/dev/null || break # else a signal ended the wait, not the step
 done
+ended=yes
 if ours; then rm -f "$stop"; fi
 
 # --- how it ended: by what the run left behind; srun returns 0 also for a node that died ---------------------
@@ -142,7 +148,7 @@ if new DONE "$finished_before"; then
   say "finished: $RUN_DIR/DONE"
   exit 0
 fi
-if [ -z "$asked" ] && new STOPPED "$stopped_before"; then
+if { [ -z "$asked" ] || [ -n "$user" ]; } && new STOPPED "$stopped_before"; then
   say "stopped on request and saved: $RUN_DIR/STOPPED; submit the same script again to go on"
   exit 0
 fi
@@ -185,15 +191,21 @@ if [ -z "$again" ]; then
 fi
 state=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p')
 if [ "$asked" = TERM ] && [ "$state" != RUNNING ]; then
-  sed -i '$d' "$starts" # no fault of the run's: it does not count
+  sed -i '$d' "$starts" # no fault of the run's: it does not count, here and in the task
+  [ ! -d "$attempts.$last" ] || touch "$attempts.$last/ended-by-slurm"
   say "ended by Slurm ($state): it starts the job again when it lost a node; otherwise submit the same script again to go on"
   exit 143
 fi
 
 # exclude NODES: keep the job off bad nodes as long as enough others are left for it.
 exclude() {
-  local before left
-  before=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p' | grep -vx '(null)')
+  local job before left
+  job=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)
+  if grep -qE '(ReqNodeList|Features|Reservation)=[^( ]' <<<"$job"; then
+    say "warning: the job may run on certain nodes only, and $1 is not left out; replace or reboot it"
+    return 0
+  fi
+  before=$(sed -n 's/.*ExcNodeList=\([^ ]*\).*/\1/p' <<<"$job" | grep -vx '(null)')
   left=$(sinfo --noheader --Node --partition "${SLURM_JOB_PARTITION:-}" --responding --states idle,alloc,mix,comp --format %N | sort -u |
     grep -cvxF "$(scontrol show hostnames "$1${before:+,$before}")")
   if [ "$left" -lt "${SLURM_JOB_NUM_NODES:-1}" ]; then

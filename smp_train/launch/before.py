@@ -52,7 +52,9 @@ def meet(
     if failure is None or (failure.code == BAD_NODE and place.node_rank > 0):
         return code, None
     if failure.code in (BAD_NODE, UNREACHABLE):
-        found = json.loads(file.read_text(encoding="utf-8"))["nodes"] if file.exists() else []
-        failure = Failure(-1, ",".join(found) or failure.node, BAD_NODE, "node")
+        verdict = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        # Nodes are left out of the next start for a fault of their own only; links and groups are nobody's.
+        cause = "node" if verdict.get("at_fault") else "network"
+        failure = Failure(-1, ",".join(verdict.get("nodes", [])) or failure.node, BAD_NODE, cause)
     print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
     return failure.code, failure

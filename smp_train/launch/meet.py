@@ -38,6 +38,8 @@ class Verdict:
 
     nodes: list[str]
     message: str
+    at_fault: bool = False
+    """Whether it is the nodes themselves, and not what lies between them."""
     rate: float = 0.0
     """GB/s of the reduction over all ranks: bytes x 2 (n - 1) / n / seconds, as nccl-tests' bus bandwidth."""
 
@@ -66,12 +68,14 @@ def judge(
         return Verdict(
             [names[node] for node in absent],
             f"no word from {_listed(names, absent)}: look whether the run starts there, and reaches {names[0]}",
+            at_fault=True,
         )
     if alone:
         return Verdict(
             [names[node] for node in alone],
             f"{_listed(names, alone)}: the processes of this node do not finish an all-reduce among themselves; "
             "replace or reboot the node",
+            at_fault=True,
         )
     failing = [node for pair in broken for node in pair]
     often = sorted({node for node in failing if failing.count(node) > 1})
@@ -80,6 +84,7 @@ def judge(
             [names[node] for node in often],
             f"{_listed(names, often)} does not finish an all-reduce with either of its neighbours; replace or reboot "
             "the node, or look at its security group",
+            at_fault=True,
         )
     if broken:
         said = ", ".join(f"{names[one]} and {names[other]}" for one, other in broken)
@@ -263,7 +268,7 @@ class Meeting:
         failed = [rank for rank in range(place.world_size) if not self._ok("all", rank)]
         if failed:
             return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
-        return Verdict([], "", self.rate)
+        return Verdict([], "", rate=self.rate)
 
     def _tell(self, verdict: Verdict) -> Verdict:
         self._say("verdict", json.dumps(asdict(verdict)))

@@ -218,7 +218,8 @@ class _Supervisor:
             with suppress(OSError):
                 if Path(told).read_text(encoding="utf-8") == LOST_PEER:
                     cause = LOST_PEER
-        failure = Failure(rank, socket.gethostname(), code, cause)
+        here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as Slurm calls it
+        failure = Failure(rank, here, code, cause)
         self.say(failure.line())
         return failure
 

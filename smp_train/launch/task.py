@@ -154,10 +154,12 @@ def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int =
         )
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if gpus < (wanted or instance.gpus) and (told or (wanted is None and chosen is None)):
-        raise BadNodeError(
+        # What the environment chose is no fault of the node's: every node would be called bad.
+        raise (BadNodeError if chosen is None else ConfigError)(
             f"{here}: {gpus} of {wanted or instance.gpus} GPUs are visible on this {instance.name}"
             + (f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else "")
-            + "; in Slurm with GRES ask for them (--gpus-per-node), otherwise replace the node"
+            + "; in Slurm with GRES ask for them (--gpus-per-node), otherwise "
+            + ("replace the node" if chosen is None else "unset it")
         )
     efa = count_efa()
     if 0 < efa < instance.efa or (not efa and instance.efa and nodes > 1 and told):
@@ -236,6 +238,7 @@ def guard(
         in_vain = [
             one for one in before
             if one.get("job") == job and one.get("committed_step") == step and float(str(one.get("time", 0))) > ended
+            and not (run_dir / "logs" / str(one.get("attempt")) / "ended-by-slurm").exists()
         ]  # fmt: skip
         if len(in_vain) >= limit:
             raise CrashLoopError(

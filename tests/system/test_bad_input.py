@@ -43,7 +43,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"use_synthetic_data": None, "training_dir": "d", "validation_freq": 2},
         r"--validation_freq 2 needs --test_dir",
     ),
-    "a run folder in S3": ({"run_dir": "s3://bucket/run"}, r"--run_dir s3://bucket/run: .*use a folder"),
+    "a run folder in S3": ({"run_dir": "s3://bucket/run"}, r"--run_dir s3://bucket/run: .*give a folder"),
     "expert parallelism": ({"expert_parallel_degree": 2}, r"--expert_parallel_degree 2: .*--tensor_parallel_degree"),
     "FP8 in float32": ({"fp8": 1, "bf16": 0}, r"--fp8 1 does not compute in float32; give --bf16 1"),
 }

@@ -202,6 +202,13 @@ def test_a_run_that_slurm_stopped_goes_on_by_itself(cluster: Cluster) -> None:
     assert len(cluster.calls("srun")) == 3
 
 
+def test_a_wish_to_stop_holds_when_time_is_up_meanwhile(cluster: Cluster) -> None:
+    both = 'touch "$RUN/STOP"; kill -USR1 $PPID; echo now >"$RUN/STOPPED"'
+    code, said = cluster.start(both)
+    assert (code, cluster.calls("scontrol")) == (0, [])
+    assert "stopped on request and saved" in said
+
+
 def test_a_wish_to_stop_holds_for_a_job_that_waits(cluster: Cluster) -> None:
     cluster.run.mkdir()
     (cluster.run / "STOP").touch()
@@ -238,6 +245,9 @@ def test_a_job_stays_off_a_bad_node_while_there_are_others(cluster: Cluster) -> 
     _, said = cluster.start(bad, NODES="n1\nn2\nn9", EXCLUDED="n9")
     assert cluster.calls("scontrol")[2:] == ["requeue 77"], "it would wait for ever"
     assert "no other node can take the place of n2" in said
+    _, said = cluster.start(bad, NODES="n1\nn2\nn3\nn9", EXCLUDED="(null) ReqNodeList=n1,n2")
+    assert cluster.calls("scontrol")[3:] == ["requeue 77"], "others may not be for this job"
+    assert "the job may run on certain nodes only, and n2 is not left out" in said
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def anonymous_memory() -> int:
 def test_a_rank_holds_its_part_and_one_tensor_at_most(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = TINY | {"model_type": "llama_v2", "hidden_width": 384, "vocab_size": 2000, "num_layers": 8}
+    flags = TINY | {"model_type": "llama_v2", "hidden_width": 384, "vocab_size": 4000, "num_layers": 8}
     with ExitStack() as stack:
         save(flags, tmp_path, max_shard_size="2MB" if kind == "s3" else "1GB")  # 63 MB, the largest tensor 3 MB.
         weights, url = str(tmp_path), ""

@@ -62,7 +62,7 @@ def torch() -> Iterator[Finding]:
     if installed is None:
         yield warn("torch", "is not here: this machine can launch and check runs, not train", INSTALL.format("train"))
         return
-    code, said = ask(sys.executable, "-c", ASK_TORCH, seconds=180)
+    code, said = ask(sys.executable, "-c", ASK_TORCH, seconds=60)
     if code:
         last = said.splitlines()[-1] if said else f"exit code {code}"
         yield fail(

@@ -24,6 +24,7 @@ export X=''"'"'q'"'"''
 
 TRAINING_DIR= TEST_DIR= CHECKPOINT_DIR=
 [ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=
+[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES
 CODE_DIR=<code>
 RUN_DIR=/runs/llama_v2-70b
 PYTHON=python3

@@ -15,6 +15,7 @@
 
 TRAINING_DIR= TEST_DIR= CHECKPOINT_DIR=
 [ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=
+[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES
 CODE_DIR=<code>
 RUN_DIR=/runs/gpt_neox
 PYTHON=<python>
