@@ -38,10 +38,10 @@ class Verdict:
 
     nodes: list[str]
     message: str
-    at_fault: bool = False
-    """Whether it is the nodes themselves, and not what lies between them."""
     rate: float = 0.0
     """GB/s of the reduction over all ranks: bytes x 2 (n - 1) / n / seconds, as nccl-tests' bus bandwidth."""
+    at_fault: bool = False
+    """Whether it is the nodes themselves, and not what lies between them."""
 
 
 def links(nodes: int) -> list[list[tuple[int, int]]]:
