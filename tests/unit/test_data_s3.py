@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from smp_train.data.index import convert, open_source
 from smp_train.data.prepare.writing import finish_arrow, write_block
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
+from tests import s3_server
 from tests.s3_server import serving
 
 
@@ -27,21 +27,11 @@ def server():
 
 @pytest.fixture
 def bucket(server, monkeypatch, request):
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    """Return (client, name) of a bucket of this test's own, on a server that forgot the tests before."""
+    name = s3_server.bucket(server, monkeypatch, request.node.nodeid).removeprefix("s3://")
     monkeypatch.setattr(s3, "WAIT_SECONDS", 0.002)
-    server.faults.clear()
     server.gets.clear()
-    client = s3.connect()
-    name = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
-    client.create_bucket(Bucket=name)
-    return client, name
+    return s3.connect(), name
 
 
 def line(*ids):

@@ -5,7 +5,6 @@ import gzip
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import threading
@@ -41,19 +40,13 @@ def server():
 
 @pytest.fixture
 def bucket(server, monkeypatch, request):
-    from tests.s3_server import environment
+    """Return (client, name) of a bucket of this test's own, on a server that forgot the tests before."""
+    from tests import s3_server
 
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in environment(server.url).items():
-        monkeypatch.setenv(name, value)
+    name = s3_server.bucket(server, monkeypatch, request.node.nodeid).removeprefix("s3://")
     monkeypatch.setattr(s3, "WAIT_SECONDS", 0.002)
-    server.faults.clear()
     server.gets.clear()
-    client = s3.connect()
-    name = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
-    client.create_bucket(Bucket=name)
-    return client, name
+    return s3.connect(), name
 
 
 def put_folder(bucket, key, folder):
