@@ -16,18 +16,21 @@ from tests.training import flags
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 CONFIG, DATA, CHECKPOINT = 2, 3, 4
-GONE_SECONDS = 15.0
-"""From the failing rank's message until no process of the job is left."""
+GONE_SECONDS = 90.0
+"""From the failing rank's message until no process of the job is left, on a machine that others use too.
+
+By itself it takes one or two; who waited for a collective to give up would wait half an hour.
+"""
 
 
 def ended(command: Command, pattern: str, *, codes: dict[int, int]) -> list[str]:
     """Wait for the message and the end; check how long the end took and the ranks' codes, and return our lines."""
     command.until(lambda: any(re.search(pattern, line) for line in command.complaints), f"message {pattern}")
-    said = time.monotonic()
+    deadline = time.monotonic() + GONE_SECONDS
     code = command.code(GONE_SECONDS)
-    took = time.monotonic() - said
-    assert took < GONE_SECONDS
-    assert command.processes() == []
+    while left := command.processes():  # torchrun's helpers end once it has
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
     assert code == 1  # torchrun's own, whatever its ranks' are
     # What torchrun says of its ranks, in the order of their failures.
     found = re.findall(r"rank +: (\d+) \(.*\)\n +exitcode +: (-?\d+) ", command.err)
@@ -120,7 +123,8 @@ def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
         (cache,) = folder.glob(".smp_train_cache/part-1*.tok")
         cache.write_bytes(b"")
         lines = sorted(ended(command, r"\[rank 1 on ", codes={0: DATA, 1: DATA}))
-    told = f"{re.escape(str(cache))}: row 0 \\(part-1.jsonl:1\\) does not match its checksum; remove this file"
+    # The first row of a step, unless it was damaged in the middle of one.
+    told = rf"{re.escape(str(cache))}: row \d \(part-1.jsonl:\d\) does not match its checksum; remove this file"
     assert len(lines) == 2
     assert re.match(rf"smp-train: \[rank 0 on \S+\] error: rank 1 on \S+: {told}", lines[0])
     assert re.match(rf"smp-train: \[rank 1 on \S+\] error: {told}", lines[1])
