@@ -19,8 +19,9 @@ from smp_train.checkpoints.finding import (
     open_checkpoint,
 )
 from smp_train.checkpoints.lock import Lock
-from smp_train.checkpoints.manager import CheckpointManager, Policy
+from smp_train.checkpoints.manager import CheckpointManager
 from smp_train.checkpoints.record import ABANDONED, COMMITTED, DAMAGED, folder_name, name_before, parse_folder_name
+from smp_train.checkpoints.retention import Policy
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime.places import place
