@@ -13,7 +13,7 @@ from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.record import COMMITTED
 from smp_train.checkpoints.storage import open_storage, place_of
 from smp_train.errors import CheckpointError
-from smp_train.models.resolve import CONFIG_FILE
+from smp_train.models.hugging_face import CONFIG_FILE
 from smp_train.set_up import Run, tokenizer_of
 from smp_train.telemetry.logging_utils import get_logger
 from smp_train.telemetry.run_folder import versions
