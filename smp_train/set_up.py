@@ -124,15 +124,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
         optimizer=build_optimizer(args, backend, model, checkpoints),
         train_data=train_data,
         validation=validation,
-        schedule=schedule(
-            args.lr_decay_style,
-            lr=args.lr,
-            min_lr=args.min_lr,
-            max_steps=total_steps,
-            decay_iters=args.lr_decay_iters,
-            warmup=args.warmup,
-            plateau=args.plateau,
-        ),
+        schedule=choose_schedule(args, total_steps),
         total_steps=total_steps,
         checkpoints=checkpoints,
         folder=folder,
@@ -147,20 +139,9 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
         audit=audit,
         found=found,
     )
-    if run.schedule.warmup_steps > total_steps:
-        log.info("--warmup of %d steps is longer than the run: --lr is not reached", run.schedule.warmup_steps)
     with runtime.together("writing run.json"):
         if ranks.is_main:
-            folder.write_run(
-                config=asdict(args),
-                sources=resolved.sources,
-                mesh={"world_size": ranks.world_size, **topology.mesh},
-                backend=backend.name,
-                model=spec.name,
-                parameters=parameters,
-                total_steps=total_steps,
-                samples=train_data.sizes(),
-            )
+            write_run(run, resolved, parameters)
     if args.enable_memory_profiling:
         log.info(memory_report(device, "model and optimizer built"))
     return run
@@ -279,6 +260,36 @@ def count_steps(args: Arguments, training: Dealing) -> int:
             )
         steps = min(steps, of_epochs)
     return steps
+
+
+def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
+    """Return the learning rate of each step, as the arguments and the length of the run say."""
+    chosen = schedule(
+        args.lr_decay_style,
+        lr=args.lr,
+        min_lr=args.min_lr,
+        max_steps=total_steps,
+        decay_iters=args.lr_decay_iters,
+        warmup=args.warmup,
+        plateau=args.plateau,
+    )
+    if chosen.warmup_steps > total_steps:
+        log.info("--warmup of %d steps is longer than the run: --lr is not reached", chosen.warmup_steps)
+    return chosen
+
+
+def write_run(run: Run, resolved: Resolved, parameters: int) -> None:
+    """Write down in the run folder what this start of the run is."""
+    run.folder.write_run(
+        config=asdict(run.args),
+        sources=resolved.sources,
+        mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh},
+        backend=run.backend.name,
+        model=run.spec.name,
+        parameters=parameters,
+        total_steps=run.total_steps,
+        samples=run.train_data.sizes(),
+    )
 
 
 def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, found: Checkpoint | None) -> str:
