@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.command import Command, torchrun, warm, write_shard
+from tests.system.command import Command, Ranks, as_torchrun, torchrun, warm, write_shard
 from tests.training import flags
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.system, pytest.mark.slow]
 CONFIG, DATA, CHECKPOINT = 2, 3, 4
 GONE_SECONDS = 15.0
 """From the failing rank's message until no process of the job is left."""
+REFUSED_SECONDS = 60.0
+"""In which ranks that find a mistake have ended, on a machine that others use too; by themselves they take a few."""
 
 
 def ended(command: Command, pattern: str, *, codes: dict[int, int]) -> list[str]:
@@ -57,6 +59,15 @@ def running(command: Command, folder: Path, step: int = 3) -> None:
 # --- before training -------------------------------------------------------------------------------
 
 
+def refused(folder: Path, code: int, **changes: Any) -> list[str]:
+    """Return what two ranks that some launcher started said when both ended in time with ``code``."""
+    with Ranks(folder, 2, "train", *flags(folder, **changes), launcher=as_torchrun) as ranks:
+        assert ranks.codes(REFUSED_SECONDS) == [code, code], ranks.err
+        lines = ranks.err.splitlines()
+    assert all(line.startswith("smp-train: [rank ") for line in lines), lines
+    return lines
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -66,10 +77,23 @@ def running(command: Command, folder: Path, step: int = 3) -> None:
     ids=["flag", "degree"],
 )
 def test_arguments(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
-        # The rank that keeps quiet is ended by torchrun while it waits for the other to have spoken.
-        (line,) = ended(command, message, codes={0: CONFIG, 1: -signal.SIGTERM})
-        assert re.search(message, line)
+    (line,) = refused(tmp_path, CONFIG, **changes)
+    assert re.search(message, line)
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    lines = refused(tmp_path, DATA, **data(tmp_path, training_dir=tmp_path / "nowhere"))
+    assert len(lines) <= 2
+    assert all("nowhere: no such data folder" in line for line in lines)
+
+
+def test_a_damaged_checkpoint(tmp_path: Path) -> None:
+    with warm(tmp_path, "train", *flags(tmp_path, max_steps=1)) as command:
+        assert command.code() == 0, command.err
+    checkpoint = tmp_path / "checkpoints" / "llama_v2-1steps"
+    next(checkpoint.glob("*.distcp")).write_bytes(b"")
+    lines = refused(tmp_path, CHECKPOINT, resume_from_checkpoint=checkpoint)
+    assert all(f"checkpoint {checkpoint} is damaged" in line for line in lines)
 
 
 def test_a_bad_shard_that_only_one_rank_converts(tmp_path: Path) -> None:
@@ -85,24 +109,6 @@ def test_a_bad_shard_that_only_one_rank_converts(tmp_path: Path) -> None:
     assert re.match(rf"smp-train: \[rank 1 on \S+\] error: {re.escape(where)}", second)
 
 
-def test_a_missing_folder(tmp_path: Path) -> None:
-    changes = data(tmp_path, training_dir=tmp_path / "nowhere")
-    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
-        lines = ended(command, r"\[rank 0 on ", codes={0: DATA, 1: DATA})
-    assert len(lines) <= 2
-    assert all("nowhere: no such data folder" in line for line in lines)
-
-
-def test_a_damaged_checkpoint(tmp_path: Path) -> None:
-    with warm(tmp_path, "train", *flags(tmp_path, max_steps=1)) as command:
-        assert command.code() == 0, command.err
-    checkpoint = tmp_path / "checkpoints" / "llama_v2-1steps"
-    next(checkpoint.glob("*.distcp")).write_bytes(b"")
-    with torchrun(tmp_path, 2, "train", *flags(tmp_path, resume_from_checkpoint=checkpoint)) as command:
-        lines = ended(command, r"\[rank 0 on ", codes={0: CHECKPOINT, 1: CHECKPOINT})
-    assert all(f"checkpoint {checkpoint} is damaged" in line for line in lines)
-
-
 # --- in mid-training -------------------------------------------------------------------------------
 
 
@@ -114,12 +120,13 @@ def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
         changes |= {"test_dir": tmp_path / "held_out", "validation_freq": 1, "fast_validation": 0, "val_batch_size": 4}
         for number in range(2):
             write_shard(tmp_path / "held_out" / f"part-{number}.jsonl", 4, first=4 * number)
-    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
-        running(command, tmp_path)
+    with Ranks(tmp_path, 2, "train", *flags(tmp_path, **changes), launcher=as_torchrun) as ranks:
+        running(ranks[0], tmp_path)
         folder = tmp_path / ("data" if what == "training" else "held_out")
         (cache,) = folder.glob(".smp_train_cache/part-1*.tok")
         cache.write_bytes(b"")
-        lines = sorted(ended(command, r"\[rank 1 on ", codes={0: DATA, 1: DATA}))
+        assert ranks.codes(REFUSED_SECONDS) == [DATA, DATA]
+        lines = [line for rank in ranks.ranks for line in rank.complaints]
     told = f"{re.escape(str(cache))}: row 0 \\(part-1.jsonl:1\\) does not match its checksum; remove this file"
     assert len(lines) == 2
     assert re.match(rf"smp-train: \[rank 0 on \S+\] error: rank 1 on \S+: {told}", lines[0])
