@@ -16,20 +16,21 @@ from tests.training import flags
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 CONFIG, DATA, CHECKPOINT = 2, 3, 4
-GONE_SECONDS = 15.0
-"""From the failing rank's message until no process of the job is left."""
-REFUSED_SECONDS = 60.0
-"""In which ranks that find a mistake have ended, on a machine that others use too; by themselves they take a few."""
+GONE_SECONDS = 90.0
+"""From the failing rank's message until no process of the job is left, on a machine that others use too.
+
+By itself it takes one or two; who waited for a collective to give up would wait half an hour.
+"""
 
 
 def ended(command: Command, pattern: str, *, codes: dict[int, int]) -> list[str]:
     """Wait for the message and the end; check how long the end took and the ranks' codes, and return our lines."""
     command.until(lambda: any(re.search(pattern, line) for line in command.complaints), f"message {pattern}")
-    said = time.monotonic()
+    deadline = time.monotonic() + GONE_SECONDS
     code = command.code(GONE_SECONDS)
-    took = time.monotonic() - said
-    assert took < GONE_SECONDS
-    assert command.processes() == []
+    while left := command.processes():  # torchrun's helpers end once it has
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
     assert code == 1  # torchrun's own, whatever its ranks' are
     # What torchrun says of its ranks, in the order of their failures.
     found = re.findall(r"rank +: (\d+) \(.*\)\n +exitcode +: (-?\d+) ", command.err)
@@ -62,7 +63,7 @@ def running(command: Command, folder: Path, step: int = 3) -> None:
 def refused(folder: Path, code: int, **changes: Any) -> list[str]:
     """Return what two ranks that some launcher started said when both ended in time with ``code``."""
     with Ranks(folder, 2, "train", *flags(folder, **changes), launcher=as_torchrun) as ranks:
-        assert ranks.codes(REFUSED_SECONDS) == [code, code], ranks.err
+        assert ranks.codes(GONE_SECONDS) == [code, code], ranks.err
         lines = ranks.err.splitlines()
     assert all(line.startswith("smp-train: [rank ") for line in lines), lines
     return lines
@@ -125,9 +126,10 @@ def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
         folder = tmp_path / ("data" if what == "training" else "held_out")
         (cache,) = folder.glob(".smp_train_cache/part-1*.tok")
         cache.write_bytes(b"")
-        assert ranks.codes(REFUSED_SECONDS) == [DATA, DATA]
+        assert ranks.codes(GONE_SECONDS) == [DATA, DATA]
         lines = [line for rank in ranks.ranks for line in rank.complaints]
-    told = f"{re.escape(str(cache))}: row 0 \\(part-1.jsonl:1\\) does not match its checksum; remove this file"
+    # The first row of a step, unless it was damaged in the middle of one.
+    told = rf"{re.escape(str(cache))}: row \d \(part-1.jsonl:\d\) does not match its checksum; remove this file"
     assert len(lines) == 2
     assert re.match(rf"smp-train: \[rank 0 on \S+\] error: rank 1 on \S+: {told}", lines[0])
     assert re.match(rf"smp-train: \[rank 1 on \S+\] error: {told}", lines[1])
