@@ -48,8 +48,8 @@ VERBS: dict[str, Verb] = {
 
 HELP_FLAGS = {"-h", "--help"}
 QUIET_SECONDS = 1.0
-ALIKE_SECONDS = 15.0
-"""How much later than its node's other processes the one that speaks for them may come to what stops them all."""
+ALIKE_SECONDS = 5.0
+"""How long a node's other processes leave it to the one that speaks for them to end the job before they speak too."""
 
 
 @dataclass
@@ -215,12 +215,14 @@ def _report(error: Exception, text: str, failing: Failing) -> None:
     runtime = failing.runtime
     if runtime is not None and runtime.world_size == 1:
         runtime = None
-    # Until the ranks try to meet, all processes of a node fail alike: one of them says so.
-    alike = runtime is not None and runtime.local_rank > 0 and not start_attempted()
-    if alike or getattr(error, "quiet", False):
-        # A launcher ends the others once one is gone: let the rank that speaks be first.
-        time.sleep(ALIKE_SECONDS if alike else QUIET_SECONDS)
+    # A launcher ends the others once one is gone: let the rank that speaks be first.
+    if getattr(error, "quiet", False):
+        time.sleep(QUIET_SECONDS)
         return
+    # Until the ranks try to meet, all processes of a node fail alike: one says so. Who is still here after that speaks
+    # as well: this launcher ends nobody, or the one that speaks has not come to it, and would be ended before it does.
+    if runtime is not None and runtime.local_rank > 0 and not start_attempted():
+        time.sleep(ALIKE_SECONDS)
     where = ""
     if runtime is not None:
         where = f"[rank {runtime.rank} on {runtime.hostname}] "

@@ -141,12 +141,17 @@ def test_train_refuses_before_importing_anything(capsys: pytest.CaptureFixture[s
         assert err.count("\n") == 1
 
 
-def test_several_processes_of_a_node_say_it_once(
+def test_one_process_of_a_node_speaks_first_and_others_where_nobody_ends_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "ALIKE_SECONDS", 0.0)
+    said: list[str] = []
+    waited = []
+
+    def wait(seconds: float) -> None:
+        waited.append((len(said), seconds, capsys.readouterr().err))
+
+    monkeypatch.setattr(cli.time, "sleep", wait)
     monkeypatch.setattr(cli, "start_attempted", lambda: False)  # other tests of this process may have started
-    said = []
     for rank in "01":
         for name, value in {
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1",
@@ -156,7 +161,8 @@ def test_several_processes_of_a_node_say_it_once(
         assert cli.main(["train", "--max_stepz", "3"]) == 2
         said.append(capsys.readouterr().err)
     assert said[0].startswith("smp-train: [rank 0 on ")
-    assert said[1] == ""
+    assert said[1] == said[0].replace("rank 0", "rank 1")
+    assert waited == [(1, cli.ALIKE_SECONDS, "")]  # rank 1, before it says a word
 
 
 def test_print_config_exits_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
