@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp_train.data import conversion, s3, staging, token_cache, windows
+from smp_train.data import conversion, locked, s3, staging, token_cache, windows
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.formats import open_place
 from smp_train.data.index import open_source
@@ -63,13 +63,17 @@ def write_shards(folder: Path, count=SHARDS, rows=ROWS, length=lambda n: 16) -> 
     return str(folder)
 
 
-def opened(place, cache, rank=0, world=1, kind="gpt_jsonl", **options):
-    """Open a place as the ranks of one node do, one after the other."""
+def opened(place, cache, rank=0, world=1, kind="gpt_jsonl", slot=None, **options):
+    """Open a place as the ranks of one node do, one after the other, in a slot or a new one."""
     found = windows.look(place, kind, window=WINDOW, vocab_size=300, cache_dir=str(cache), **options)
     if found is None:
         return open_place(place, vocab_size=300, cache_dir=str(cache))
+    if slot is None:
+        found.claim()
+    else:
+        found.enter(slot)
     found.count(0, 1, local_world=1)
-    return found.open(rank, world)
+    return found.open(rank, world, found.whole())
 
 
 def training(source, order=None, dp_rank=0, dp_size=1, micro_batch=2, seq_len=16):
@@ -152,9 +156,11 @@ def as_ranks(place, cache, world, consumed, until, options=None):
     """Train with the ranks of one node as threads, which vote at every step; return what each has read, or raised."""
     barrier = threading.Barrier(world, timeout=60)
     results = [None] * world
+    first = windows.look(place, "gpt_jsonl", window=WINDOW, vocab_size=300, cache_dir=str(cache))
+    slot = first.claim()
 
     def run(rank):
-        data = training(opened(place, cache, rank, world, **(options or {})), dp_rank=rank, dp_size=world)
+        data = training(opened(place, cache, rank, world, slot=slot, **(options or {})), dp_rank=rank, dp_size=world)
         barrier.wait()
         names, failed = [], None
         batches = data.batches(consumed)
@@ -265,7 +271,8 @@ def test_a_manifest_makes_the_counting_unnecessary(bucket, server, tmp_path, cap
     for vocab_size in (300, 70_000):
         other = open_source(str(made), vocab_size=vocab_size, cache_dir=str(tmp_path / str(vocab_size)))
         found = windows.look(place, "gpt_jsonl", window=2, vocab_size=vocab_size, cache_dir=str(tmp_path / "c"))
-        assert found.open(0, 1).fingerprint == other.fingerprint, "for any width of ids"
+        found.claim()
+        assert found.open(0, 1, found.whole()).fingerprint == other.fingerprint, "for any width of ids"
     assert read(training(source, seq_len=4), 0, 70) == in_order(place, tmp_path / "whole", (0, 70))
     # Of the same size, but other rows than the manifest counted.
     bad = block + 3
@@ -339,8 +346,9 @@ def test_what_needs_no_stage(tmp_path):
     place = write_shards(tmp_path / "data")
     open_source(place, vocab_size=300)
     found = windows.look(place, "gpt_jsonl", window=2, vocab_size=300)
+    found.claim()
     assert found.count(0, 1, local_world=1) == 0
-    source = found.open(0, 1)
+    source = found.open(0, 1, found.whole())
     assert not isinstance(source, windows.StagedShards)
     assert read(training(source), 0, 100) == in_order(place, tmp_path / "x", (0, 100))
     # Of a part, that part is read where it is, and stays.
@@ -348,8 +356,9 @@ def test_what_needs_no_stage(tmp_path):
     for path in left[:-3]:
         path.unlink()
     found = windows.look(place, "gpt_jsonl", window=2, vocab_size=300)
+    found.claim()
     assert found.count(0, 1, local_world=1) == SHARDS - 3
-    assert read(training(found.open(0, 1)), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
+    assert read(training(found.open(0, 1, found.whole())), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
     assert all(path.exists() for path in left[-3:])
 
 
@@ -386,14 +395,14 @@ def test_kill_9_while_staging(tmp_path):
     assert reached.wait(60)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    (left,) = (tmp_path / "cache").rglob(f"{staging.WORK}*")
+    (left,) = (tmp_path / "cache").rglob(f"{locked.WORK}*")
     assert list(left.iterdir())
     assert not list((tmp_path / "cache").rglob("*.tok")), "nothing half done has a name"
     source = opened(place, tmp_path / "cache")
     assert read(training(source), 100, 400) == in_order(place, tmp_path / "whole", (100, 400))
     assert not left.exists()
     source.rest()
-    assert not list((tmp_path / "cache").rglob(f"{staging.WORK}*"))
+    assert not list((tmp_path / "cache").rglob(f"{locked.WORK}*"))
 
 
 def test_what_something_else_removes_is_staged_again(tmp_path, monkeypatch):
@@ -418,6 +427,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     with pytest.raises(DataError, match=r"cannot hold the token cache .*; give a --data_cache_dir"):
         opened(place, tmp_path / "file")
     source = opened(place, tmp_path / "cache")
-    shutil.rmtree(source.stager.stage.folder)
-    with pytest.raises(DataError, match=r"window-\w+: .*No such file"):
+    shutil.rmtree(source.stager.slot.path)
+    with pytest.raises(DataError, match=r"window-\w+-0: .*No such file"):
         next(training(source).batches(0))
