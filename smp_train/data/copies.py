@@ -88,7 +88,7 @@ def _say(location: str, folder: str, size: int) -> None:
     if size > free:
         others = [path for path in Path(folder).parent.glob(f"{PREFIX}*") if str(path) != folder]
         logger.warning(
-            "%s: has room for %.2f GB, but %.2f GB of %s are to be copied there; %d copies of other places "
+            "%s: has room for %.2f GB, but %.2f GB of %s are to be copied there; copies of other places "
             "(%s* beside it) take %.2f GB: remove what no run reads, or give another --data_cache_dir",
-            folder, free / 1e9, size / 1e9, location, len(others), PREFIX, sum(map(_bytes, others)) / 1e9,
+            folder, free / 1e9, size / 1e9, location, PREFIX, sum(map(_bytes, others)) / 1e9,
         )  # fmt: skip

@@ -102,7 +102,8 @@ class Stage(Caches):
         try:
             super()._convert(shard, made, tick, read_from)
             opened = token_cache.read_header(made)
-            assert opened is not None, "it was written just now"
+            if opened is None:
+                raise DataError(f"{made}: vanished as it was made; is something clearing the --data_cache_dir?")
             known = self.headers.get(shard.name)
             if known is not None and opened[0].digest != known.digest:
                 raise other_rows(shard)

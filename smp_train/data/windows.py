@@ -31,6 +31,8 @@ from smp_train.errors import DataError
 logger = logging.getLogger("smp_train.data")
 
 STAGED_AGAIN = "start again, and it is staged again; is something clearing the --data_cache_dir?"
+SLOT = "slot"
+"""What the folder of one job is called, with a number."""
 T = TypeVar("T")
 _LENGTHS = struct.Struct("<QQ")
 
@@ -152,7 +154,7 @@ class Windows:
     def claim(self) -> str:
         """Take a slot for this job, and return its folder, for the ranks that share it to `enter`. Raises DataError."""
         try:
-            self._slot = claim(self.stage.folder, os.path.basename(self.stage.folder))
+            self._slot = claim(self.stage.folder, SLOT)
         except OSError as error:
             raise self._unwritable(error) from None
         self.stage.slot = self._slot.path
