@@ -73,7 +73,7 @@ def one_sees_less(ranks, cache):
 def on_two_nodes(variables, cache):
     os.environ.update(variables)
     ranks = runtime.detect()
-    runtime.start(ranks, timeout_seconds=60)
+    runtime.start(ranks, timeout_seconds=250)
     ranks = replace(
         ranks, local_rank=ranks.rank % 2, local_world_size=2, node_rank=ranks.rank // 2, num_nodes=2
     )

@@ -154,7 +154,7 @@ def test_an_epoch_of_s3_on_a_small_disk(bucket, tmp_path, monkeypatch, kind):
 
 def as_ranks(place, cache, world, consumed, until, options=None):
     """Train with the ranks of one node as threads, which vote at every step; return what each has read, or raised."""
-    barrier = threading.Barrier(world, timeout=60)
+    barrier = threading.Barrier(world, timeout=300)
     results = [None] * world
     first = windows.look(place, "gpt_jsonl", window=WINDOW, vocab_size=300, cache_dir=str(cache))
     slot = first.claim()
@@ -379,7 +379,7 @@ def _stage_and_hang(place, cache, reached):
 
     def tick(self, done):
         reached.set()
-        time.sleep(60)
+        time.sleep(600)
 
     conversion._Watch.__call__ = tick
     next(training(source).batches(0))
@@ -392,7 +392,7 @@ def test_kill_9_while_staging(tmp_path):
     reached = context.Event()
     process = context.Process(target=_stage_and_hang, args=(place, tmp_path / "cache", reached))
     process.start()
-    assert reached.wait(60)
+    assert reached.wait(300)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     (left,) = (tmp_path / "cache").rglob(f"{locked.WORK}*")
@@ -488,7 +488,7 @@ def test_waiting_is_said(tmp_path, monkeypatch):
 
     reader = threading.Thread(target=read)
     reader.start()
-    assert said.wait(60)
+    assert said.wait(300)
     assert f"{absent:02}.json.gz: not in {source.stager.slot.path} after 0 s of waiting; staged by rank 1" in lines[0]
     source.rest()
     reader.join()
