@@ -191,9 +191,6 @@ class Stager:
         wanted = dict.fromkeys(number for number in (*needed, *following) if number not in self.here)
         if self._thread is not None and wanted.keys() == self._owner.keys():
             return []
-        if self._thread is not None and self._error is not None:
-            # With it the thread has ended: what is wanted now, nobody here would stage.
-            raise self._error
         gone = [number for number in self._owner if number not in wanted]
         with self._changed:
             for number in gone:
@@ -216,6 +213,9 @@ class Stager:
                 self._stopped, self._error = False, None
                 self._thread = threading.Thread(target=self._run, name="smp-train-stage", daemon=True)
                 self._thread.start()
+            elif self._error is not None:
+                # With it the thread has ended: what is wanted now, nobody here would stage.
+                raise self._error
             self._changed.notify_all()
         return gone
 
@@ -244,11 +244,19 @@ class Stager:
                 now = time.monotonic()
                 if now >= look:
                     look = now + conversion.LOOK_SECONDS
-                    self.stage.raise_failure([self.files[number]], 0.0)
+                    self._raise_failure(number)
                 if now >= say:
                     say = now + SAY_SECONDS
                     self._say_waiting(number, now - asked)
             self._seen.add(number)
+
+    def _raise_failure(self, number: int) -> None:
+        try:
+            self.stage.raise_failure([self.files[number]], 0.0)
+        except OSError as error:
+            raise DataError(
+                f"{self.stage.slot}: cannot be read ({error.strerror}); is something clearing the --data_cache_dir?"
+            ) from None
 
     def _say_waiting(self, number: int, seconds: float) -> None:
         owner = self._owner.get(number)
@@ -294,7 +302,6 @@ class Stager:
 
     def _run(self) -> None:
         scratch = None
-        todo: list[int] = []
         try:
             scratch = Scratch(self.stage.slot)
             self.stage.work = scratch.path
@@ -322,25 +329,25 @@ class Stager:
         except InterruptedError:
             return
         except Exception as error:
-            self._fail(error, todo, scratch)
+            self._fail(error, scratch)
         finally:
             if scratch is not None:
                 scratch.remove()
 
-    def _fail(self, error: Exception, todo: list[int], scratch: Scratch | None) -> None:
-        """Let every rank know that of this rank's part something cannot be had."""
+    def _fail(self, error: Exception, scratch: Scratch | None) -> None:
+        """Let every rank know that this rank's part, as far as it is not here, cannot be had."""
         if isinstance(error, OSError):
             error = DataError(f"{self.stage.slot}: shards cannot be staged here ({error.strerror or error})")
         if scratch is not None:
             # First of all: the disk may be full, and word could not be left.
             scratch.remove()
-        for number in todo:
-            if self.stage.find(self.files[number]) is None:
-                self.stage.leave_word(self.files[number], error)
-        logger.warning("%s; the run stops when it comes to these rows", error)
         with self._changed:
+            for number, owner in self._owner.items():
+                if owner == self.rank and self.stage.find(self.files[number]) is None:
+                    self.stage.leave_word(self.files[number], error)
             self._error = error
             self._changed.notify_all()
+        logger.warning("%s; the run stops when it comes to these rows", error)
 
 
 def needs_bytes(headers: list[Header], shards: int) -> int:

@@ -525,6 +525,29 @@ def test_a_stager_that_has_failed_takes_no_more_work(tmp_path, monkeypatch):
     source.rest()
 
 
+def test_peers_learn_of_a_stager_that_could_not_begin(tmp_path, monkeypatch):
+    """Before it took any shard up: they would wait for its part without end."""
+    place = write_shards(tmp_path / "data")
+    first = opened(place, tmp_path / "cache", 0, 2)
+    second = opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "Scratch", full)
+        second.want([0, 1], [2, 3])
+        second.stager._thread.join()
+    first.want([0, 1], [2, 3])
+    (absent, *_) = [number for number, owner in first.stager._owner.items() if owner == 1]
+    with pytest.raises(DataError, match=r"slot-0: shards cannot be staged here \(No space left on device\)"):
+        first.row(first.shards[absent][0])
+    first.rest()
+    shutil.rmtree(first.stager.slot.path)
+    with pytest.raises(DataError, match=r"slot-0: cannot be read \(No such file"):
+        first.stager._raise_failure(absent)
+
+
 def test_a_damaged_staged_shard_says_what_to_do(tmp_path):
     source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
     source.want([0], [1])
