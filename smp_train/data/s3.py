@@ -110,15 +110,37 @@ def fetch(shard: Shard, path: str, client: Any, tick: Callable[[], None] = lambd
 
 
 def read_small(path: str) -> bytes | None:
-    """Return the content of an object that may not be there, or not be ours to read: then None."""
+    """Return the content of an object that may not be there, or not be ours to read: then None.
+
+    Raises DataError when that cannot be found out: ranks must not come to different answers.
+    """
     from botocore.exceptions import BotoCoreError, ClientError
+    from urllib3.exceptions import HTTPError
 
     bucket, key = split(path)
-    try:
-        content: bytes = shared().get_object(Bucket=bucket, Key=key)["Body"].read()
-        return content
-    except (ClientError, BotoCoreError):
-        return None
+    problem: Exception | None = None
+    for attempt in range(ATTEMPTS):
+        try:
+            content: bytes = shared().get_object(Bucket=bucket, Key=key)["Body"].read()
+            return content
+        except ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if status in (403, 404):
+                return None
+            if status < 500 and status != 429:
+                raise explain(error, path, "s3:GetObject") from None
+            problem = error
+        except (BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
+            if type(error).__name__ == "NoCredentialsError":
+                raise explain(error, path, "s3:GetObject") from None
+            problem = error
+        _pause(attempt)
+    assert problem is not None
+    raise DataError(f"{path}: cannot be read in {ATTEMPTS} tries (last: {one_line(problem)})")
+
+
+def _pause(failures: int) -> None:
+    time.sleep(min(WAIT_SECONDS * 2**failures, 10.0))
 
 
 def get_bytes(
@@ -172,7 +194,7 @@ def get_bytes(
                 f"{path}: cannot be read: {failures} tries in a row brought nothing (last: {one_line(problem)})"
             )
         if failures:
-            time.sleep(min(WAIT_SECONDS * 2 ** (failures - 1), 10.0))
+            _pause(failures - 1)
 
 
 def open_ranges(path: str, size: int, etag: str) -> io.BufferedReader:

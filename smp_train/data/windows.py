@@ -386,6 +386,9 @@ def _manifest(path: str) -> dict[str, Any]:
         else:
             text = Path(path).read_bytes()
         found = json.loads(text or b"null")
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
         return {}
+    except OSError as error:
+        # No guess: ranks must come to the same answer.
+        raise DataError(f"{path}: cannot be read ({error.strerror}); is its file system there on every node?") from None
     return found if isinstance(found, dict) else {}
