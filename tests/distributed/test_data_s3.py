@@ -119,6 +119,7 @@ def nodes(tmp_path_factory):
         gets = Counter(key for key, _ in server.gets if key != "?list" and "manifest" not in key)
         whole = open_source("s3://nodes/windows", vocab_size=99, cache_dir=str(folder / "whole"))
         assert not list((folder / "cache").rglob(".*.tmp"))
+        assert {path.name for path in (folder / "cache").rglob("slot-*")} == {"slot-0"}, "one for all ranks of a disk"
         yield results, gets, whole
 
 

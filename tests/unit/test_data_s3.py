@@ -131,7 +131,7 @@ MENDED = {
 @pytest.mark.parametrize("faults", MENDED.values(), ids=MENDED)
 def test_what_is_mended(server, bucket, tmp_path, monkeypatch, faults):
     if faults[0] == "stall":
-        monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 0.3)
+        monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 1.0)
     put(bucket, "t/a.json", big())
     server.faults["t/a.json"].extend(faults)
     source = open_source(f"s3://{bucket[1]}/t", vocab_size=10000, cache_dir=str(tmp_path))
@@ -304,7 +304,7 @@ def test_text_is_read_in_pieces_and_mended(server, bucket, tmp_path, monkeypatch
     from smp_train.data.text.files import find_files
     from smp_train.data.text.read import documents
 
-    monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 1.0)
     monkeypatch.setattr(s3, "READ_AHEAD", 1 << 14)
     body = text_lines(1200)
     table = io.BytesIO()
