@@ -66,16 +66,18 @@ class Held:
 
 def hold(path: str) -> Held:
     """Make a folder if it is not there, and hold it as others may too. Raises OSError."""
-    while True:
+    for last in (*[False] * 9, True):
         os.makedirs(path, exist_ok=True)
         file = os.open(os.path.join(path, HELD), os.O_CREAT | os.O_RDWR, 0o666)
         # Who holds it alone is about to remove it, or to take it over for a moment: not for long.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_SH)
+        # Removed meanwhile? There are file systems on which a file is never the same as itself.
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(file), os.stat(os.path.join(path, HELD))):
-                return Held(path, file)
+            if last or os.path.samestat(os.fstat(file), os.stat(os.path.join(path, HELD))):
+                break
         os.close(file)
+    return Held(path, file)
 
 
 @contextlib.contextmanager
