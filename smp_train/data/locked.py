@@ -68,7 +68,12 @@ def hold(path: str) -> Held:
     """Make a folder if it is not there, and hold it as others may too. Raises OSError."""
     for last in (*[False] * 9, True):
         os.makedirs(path, exist_ok=True)
-        file = os.open(os.path.join(path, HELD), os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            file = os.open(os.path.join(path, HELD), os.O_CREAT | os.O_RDWR, 0o666)
+        except FileNotFoundError:
+            if last:
+                raise
+            continue
         # Who holds it alone is about to remove it, or to take it over for a moment: not for long.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_SH)

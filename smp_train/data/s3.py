@@ -120,8 +120,10 @@ def read_small(path: str) -> bytes | None:
     bucket, key = split(path)
     problem: Exception | None = None
     for attempt in range(ATTEMPTS):
+        if attempt:
+            _pause(attempt - 1)
         try:
-            content: bytes = shared().get_object(Bucket=bucket, Key=key)["Body"].read()
+            content: bytes = shared(attempts=1).get_object(Bucket=bucket, Key=key)["Body"].read()
             return content
         except ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -134,7 +136,6 @@ def read_small(path: str) -> bytes | None:
             if type(error).__name__ == "NoCredentialsError":
                 raise explain(error, path, "s3:GetObject") from None
             problem = error
-        _pause(attempt)
     assert problem is not None
     raise DataError(f"{path}: cannot be read in {ATTEMPTS} tries (last: {one_line(problem)})")
 

@@ -263,6 +263,9 @@ def test_a_manifest_makes_the_counting_unnecessary(bucket, server, tmp_path, cap
     put_folder(bucket, "m", made.parent)
     place = f"s3://{bucket[1]}/m/train"
     whole = open_source(place, vocab_size=300, cache_dir=str(tmp_path / "whole"))
+    server.faults["m/_manifest.json"].extend(["SlowDown"] * s3.ATTEMPTS)
+    with pytest.raises(DataError, match=r"m/_manifest\.json: cannot be read in 10 tries \(last: .*SlowDown"):
+        opened(place, tmp_path / "cache")
     server.gets.clear()
     # One rank that took trouble in reading it for its absence would count shards that the others know.
     server.faults["m/_manifest.json"].extend(["short", "reset"])
