@@ -1,20 +1,22 @@
 """The data path against its alternatives, alternating, in one process: loading, converting, fetching from S3.
 
 Peers: the way of the system this package replaces (a shard as a list of lines, `json.loads` and two tensors per row),
-and Hugging Face `datasets` with the torch format. Ratios are of the same round.
+Hugging Face `datasets` with the torch format, and litdata. Ratios are of the same round.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
+import io
 import json
 import os
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,8 @@ def main(argv: Sequence[str]) -> int:
             "this package": ours(folder / "shards", options.seq_len),
             "original": lambda: original(folder / "shards"),
         }
-        torch_format = hugging_face(folder)
-        if torch_format is not None:
-            loaders["datasets, torch format"] = torch_format
+        peers = {"datasets, torch format": hugging_face(folder), "litdata": lit_data(folder, options.seq_len)}
+        loaders |= {name: peer for name, peer in peers.items() if peer is not None}
         print_table("load batches of 4 rows, tokens/s", compare(loaders, options.rounds), tokens)
         shard = list_shards(str(folder / "shards"))[0]
         converters: dict[str, Callable[[], Any]] = {
@@ -177,6 +178,37 @@ def hugging_face(folder: Path) -> Callable[[], None] | None:
             found[order[start : start + BATCH].tolist()]["input_ids"].to(torch.int64)
 
     return epoch
+
+
+def lit_data(folder: Path, seq_len: int) -> Callable[[], None] | None:
+    """Return one shuffled epoch over the same rows in litdata; None when that is not installed."""
+    try:
+        from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
+    except ImportError:
+        print("litdata is not installed: left out")
+        return None
+    source = open_source(str(folder / "shards"), vocab_size=VOCAB)
+    rows = np.concatenate([source.row(index).input_ids for index in range(len(source))]).astype(np.int32)
+    np.save(folder / "rows.npy", rows)
+    made = str(folder / "litdata")
+    with contextlib.redirect_stdout(io.StringIO()):
+        optimize(
+            fn=_tokens, inputs=[str(folder / "rows.npy")], output_dir=made, chunk_size=seq_len * len(source) // 2,
+            item_loader=TokensLoader(block_size=seq_len), num_workers=1,
+        )  # fmt: skip
+    found = StreamingDataset(made, item_loader=TokensLoader(block_size=seq_len), shuffle=True)
+    loader = StreamingDataLoader(found, batch_size=BATCH, num_workers=0)
+
+    def epoch() -> None:
+        for batch in loader:
+            batch.to(torch.int64)
+
+    return epoch
+
+
+def _tokens(path: str) -> Iterator[torch.Tensor]:
+    for half in np.array_split(np.load(path), 2):
+        yield torch.from_numpy(half)
 
 
 OBJECT_BYTES = 8 << 20

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from itertools import pairwise
 from typing import Any
 
 from smp_train.data import arrow, bad_rows, index, s3, token_cache
-from smp_train.data.index import Caches, TokenShards, share
+from smp_train.data.copies import bring
+from smp_train.data.index import Caches, TokenShards
 from smp_train.data.source import Source
 from smp_train.data.token_cache import Header
 from smp_train.data.utils import Shard, is_shard_name
@@ -123,14 +123,18 @@ def open_place(
     logger.info("%s: %s", location, kind)
     here = bring(location, cache_dir)[0] if s3.is_s3(location) else location
     if kind == PREPARED:
-        return open_prepared(here, vocab_size, max_bad)
+        cure = "copy or make it again" if here == location else "start again, and it is fetched"
+        return open_prepared(here, vocab_size, max_bad, cure)
     return arrow.open_arrow(Caches(here, vocab_size, cache_dir, skip_bad=max_bad is not None), here, max_bad)
 
 
-def open_prepared(location: str, vocab_size: int, max_bad: float | None = None) -> TokenShards:
+def open_prepared(
+    location: str, vocab_size: int, max_bad: float | None = None, cure: str = "copy or make it again"
+) -> TokenShards:
     """Open a folder of ``.tok`` and ``.idx`` files, in order of the names of the shards they were made from.
 
     ``max_bad`` is the fraction of lines that may have been left out when they were made; None tolerates none.
+    ``cure`` is what to do about a damaged file.
     """
     found = []
     for name in sorted(os.listdir(location)):
@@ -144,7 +148,7 @@ def open_prepared(location: str, vocab_size: int, max_bad: float | None = None) 
         found.append((opened[0], base))
     ordered = in_order(found, vocab_size)
     files = [Shard(base + ".tok", header.source, header.size, 0) for header, base in ordered]
-    source = TokenShards(files, [(base, header) for header, base in ordered])
+    source = TokenShards(files, [(base, header) for header, base in ordered], cure)
     judge_left_out(ordered, len(source), max_bad)
     return source
 
@@ -171,36 +175,3 @@ def in_order(found: list[tuple[Header, str]], vocab_size: int) -> list[tuple[Hea
         if header.source == again.source:
             raise DataError(f"{base}.tok: {other}.tok holds the same shard, {header.source}; remove one of the two")
     return ordered
-
-
-def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -> tuple[str, list[str]]:
-    """Copy this rank's share of a folder in S3 that is read as it lies; return (local folder, what was fetched).
-
-    The local folder is named by the versions of all objects, so another version never mixes with it.
-    """
-    objects = s3.list_folder(location)[0]
-    digest = hashlib.blake2b(digest_size=8)
-    for shard in objects:
-        digest.update(f"{shard.path} {shard.size} {shard.etag}\n".encode())
-    folder = os.path.join(cache_dir or index.own_folder(), f"s3-{digest.hexdigest()}")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        index.sweep(folder)
-        # Dealt before looking: what is there changes while ranks look, and they must agree on the deal.
-        missing = [
-            shard
-            for shard in share(objects, rank, world)
-            if shard.size and not _is_file_of(os.path.join(folder, shard.name), shard.size)
-        ]
-        for shard, copy in s3.staged(missing, folder) if missing else ():
-            os.replace(copy, os.path.join(folder, shard.name))
-    except OSError as error:
-        raise DataError(
-            f"{folder}: cannot hold a copy of {location} ({error.strerror or error}); "
-            "give a --data_cache_dir that can be written"
-        ) from None
-    return folder, [shard.name for shard in missing]
-
-
-def _is_file_of(path: str, size: int) -> bool:
-    return os.path.isfile(path) and os.path.getsize(path) == size

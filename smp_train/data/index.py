@@ -24,7 +24,7 @@ import numpy as np
 from smp_train.data import bad_rows, conversion, token_cache
 from smp_train.data.open_files import OpenFiles
 from smp_train.data.s3 import is_s3
-from smp_train.data.shard_reader import ShardReader
+from smp_train.data.shard_reader import REBUILT, ShardReader
 from smp_train.data.source import Row, Source
 from smp_train.data.token_cache import Header, cache_key
 from smp_train.data.utils import Shard, list_shards
@@ -113,25 +113,33 @@ class Caches:
             f"{hint} a --data_cache_dir that can be written"
         )
 
+    @property
+    def words(self) -> str:
+        """The folder in which word is left of shards that cannot be converted."""
+        return self.folder
+
+    def _word(self, shard: Shard) -> str:
+        return os.path.join(self.words, os.path.basename(self.base(shard)) + self._failed)
+
     def leave_word(self, shard: Shard, error: Exception) -> None:
         """Tell the peers that a shard cannot be had."""
-        with contextlib.suppress(OSError), token_cache.atomic_file(self.base(shard) + self._failed) as file:
+        with contextlib.suppress(OSError), token_cache.atomic_file(self._word(shard)) as file:
             file.write(str(error).encode())
 
     def forget_failures(self, shards: list[Shard]) -> None:
         """Remove what an earlier run left about shards that are about to be tried again."""
         for shard in shards:
             with contextlib.suppress(OSError):
-                os.unlink(self.base(shard) + self._failed)
+                os.unlink(self._word(shard))
 
     def raise_failure(self, shards: list[Shard], since: float) -> None:
         """Raise the DataError that a peer has met in one of ``shards`` since a moment of the file server's clock."""
-        with os.scandir(self.folder) as entries:
+        with os.scandir(self.words) as entries:
             failed = {entry.path for entry in entries if entry.name.endswith(FAILED)}
         if not failed:
             return
         for shard in shards:
-            path = self.base(shard) + self._failed
+            path = self._word(shard)
             with contextlib.suppress(OSError):
                 if path in failed and os.stat(path).st_mtime >= since:
                     raise DataError(Path(path).read_text())
@@ -219,10 +227,17 @@ def convert(
 
 
 class TokenShards(Source):
-    """Rows of converted shards, numbered through the shards in order of their names."""
+    """Rows of converted shards, numbered through the shards in order of their names.
 
-    def __init__(self, shards: list[Shard], found: list[tuple[str, Header]]) -> None:
+    Args:
+        shards: the files.
+        found: (base name of the cache, its header) of each.
+        cure: what to do about a damaged file.
+    """
+
+    def __init__(self, shards: list[Shard], found: list[tuple[str, Header]], cure: str = REBUILT) -> None:
         self.files = shards
+        self._cure = cure
         self._bases = [base for base, _ in found]
         self.headers = [header for _, header in found]
         self._starts = [0, *accumulate(header.rows for header in self.headers)]
@@ -261,7 +276,7 @@ class TokenShards(Source):
         """Return the reader of a shard. Its index stays in memory: rows of a thousand shards come in no order."""
         reader = self._readers.get(number)
         if reader is None:
-            reader = self._readers[number] = ShardReader(self._bases[number])
+            reader = self._readers[number] = ShardReader(self._bases[number], cure=self._cure)
         return reader
 
     def _reader(self, number: int) -> ShardReader:

@@ -81,8 +81,12 @@ class OpenFiles:
                 _count.kept += 1
                 break
             self._close_oldest()
+        try:
+            file.open()
+        except BaseException:
+            _count.give_back()
+            raise
         self._open[key] = file
-        file.open()
 
     def _close_oldest(self) -> None:
         self._open.popitem(last=False)[1].close()

@@ -130,10 +130,13 @@ def _open_windows(args: Arguments, place: str, vocab_size: int, ranks: Runtime, 
             place, args.dataset_type, window=window, vocab_size=vocab_size, cache_dir=args.data_cache_dir,
             zipped=args.zipped_data, max_bad=args.max_bad if args.bad_rows == "skip" else None,
         )  # fmt: skip
-        if windows is not None and ranks.local_rank == 0:
-            windows.forget_failures()
     if windows is None:
         return None
+    shared = ranks.num_nodes > 1 and _is_shared(windows.stage.folder, ranks)
+    disk, rank, world = 0, ranks.rank, ranks.world_size
+    if not shared:
+        disk, rank, world = ranks.node_rank, ranks.local_rank, ranks.local_world_size
+    _enter_slot(windows, disk, rank)
     counting = f"counting the rows of {place}"
     options = {
         "local_world": ranks.local_world_size,
@@ -145,11 +148,27 @@ def _open_windows(args: Arguments, place: str, vocab_size: int, ranks: Runtime, 
         _exchange_indexes(windows, ranks, counting)
     with runtime.together(counting):
         windows.count(ranks.local_rank, ranks.local_world_size, **options)
-    shared = ranks.num_nodes > 1 and _is_shared(windows.stage.folder, ranks)
+    whole = _agreed(windows.whole(), disk, 1 if shared else ranks.num_nodes)
     with runtime.together(f"opening {place}"):
-        if shared:
-            return windows.open(ranks.rank, ranks.world_size)
-        return windows.open(ranks.local_rank, ranks.local_world_size)
+        return windows.open(rank, world, whole)
+
+
+def _enter_slot(windows: Windows, disk: int, rank: int) -> None:
+    """Let the first of the ranks that share a disk take a folder for this job, and tell the others; collective."""
+    mine = ""
+    with runtime.together("taking a folder to stage shards in"):
+        if rank == 0:
+            mine = f"{disk} {windows.claim()}"
+    told = dict(text.decode().split(" ", 1) for text in runtime.exchange(mine.encode()))
+    with runtime.together("taking a folder to stage shards in"):
+        windows.enter(told[str(disk)])
+
+
+def _agreed(mine: list[bool], disk: int, disks: int) -> list[bool]:
+    """Return which of this rank's ``mine`` are true on all ranks of its disk; collective."""
+    lacking = [0] * (len(mine) * disks)
+    lacking[disk * len(mine) : (disk + 1) * len(mine)] = [int(not one) for one in mine]
+    return [not one for one in runtime.largest(lacking)[disk * len(mine) : (disk + 1) * len(mine)]]
 
 
 def _exchange_indexes(windows: Windows, ranks: Runtime, counting: str) -> None:

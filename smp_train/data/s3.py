@@ -15,6 +15,7 @@ from typing import Any
 from smp_train.data.utils import Shard
 from smp_train.errors import DataError
 from smp_train.runtime import s3
+from smp_train.runtime.ranges import Ranges
 from smp_train.runtime.s3 import SCHEME, is_s3, one_line
 
 __all__ = ["connect", "explain", "fetch", "is_s3", "list_folder", "split", "staged"]
@@ -109,15 +110,38 @@ def fetch(shard: Shard, path: str, client: Any, tick: Callable[[], None] = lambd
 
 
 def read_small(path: str) -> bytes | None:
-    """Return the content of an object that may not be there, or not be ours to read: then None."""
+    """Return the content of an object that may not be there, or not be ours to read: then None.
+
+    Raises DataError when that cannot be found out: ranks must not come to different answers.
+    """
     from botocore.exceptions import BotoCoreError, ClientError
+    from urllib3.exceptions import HTTPError
 
     bucket, key = split(path)
-    try:
-        content: bytes = shared().get_object(Bucket=bucket, Key=key)["Body"].read()
-        return content
-    except (ClientError, BotoCoreError):
-        return None
+    problem: Exception | None = None
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            _pause(attempt - 1)
+        try:
+            content: bytes = shared(attempts=1).get_object(Bucket=bucket, Key=key)["Body"].read()
+            return content
+        except ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if status in (403, 404):
+                return None
+            if status < 500 and status != 429:
+                raise explain(error, path, "s3:GetObject") from None
+            problem = error
+        except (BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
+            if type(error).__name__ == "NoCredentialsError":
+                raise explain(error, path, "s3:GetObject") from None
+            problem = error
+    assert problem is not None
+    raise DataError(f"{path}: cannot be read in {ATTEMPTS} tries (last: {one_line(problem)})")
+
+
+def _pause(failures: int) -> None:
+    time.sleep(min(WAIT_SECONDS * 2**failures, 10.0))
 
 
 def get_bytes(
@@ -171,52 +195,25 @@ def get_bytes(
                 f"{path}: cannot be read: {failures} tries in a row brought nothing (last: {one_line(problem)})"
             )
         if failures:
-            time.sleep(min(WAIT_SECONDS * 2 ** (failures - 1), 10.0))
+            _pause(failures - 1)
 
 
-class Reader(io.RawIOBase):
-    """An object as a file that can seek: every read is a request of its own, so none waits on an idle connection.
+def open_ranges(path: str, size: int, etag: str) -> io.BufferedReader:
+    """Return an object as a file of which only what is read is fetched. What is read raises DataError."""
+    client = shared(attempts=1)
 
-    Read it through `io.BufferedReader` with `READ_AHEAD` bytes. Raises DataError.
-    """
-
-    def __init__(self, path: str, size: int, etag: str) -> None:
-        self._path, self._size, self._etag = path, size, etag
-        self._at = 0
-        self._client = shared(attempts=1)
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the place of the next read."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; nothing is requested by that."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill as much of a buffer as there is left of the object."""
-        view = memoryview(buffer).cast("B")
-        end = min(self._at + len(view), self._size)
-        begin = filled = min(self._at, end)
+    def fill(start: int, view: memoryview) -> None:
+        place = 0
 
         def put(chunk: bytes) -> None:
-            nonlocal filled
-            place = filled - begin
-            view[place : place + len(chunk)] = chunk[: len(view) - place]
-            filled += len(chunk)
+            nonlocal place
+            # More than was asked for is an error, which `get_bytes` raises.
+            view[place : place + len(chunk)] = chunk[: max(0, len(view) - place)]
+            place += len(chunk)
 
-        get_bytes(self._path, self._etag, self._size, self._client, begin, end, put)
-        self._at = end
-        return end - begin
+        get_bytes(path, etag, size, client, start, start + len(view), put)
+
+    return io.BufferedReader(Ranges(size, fill), READ_AHEAD)
 
 
 def staged(

@@ -10,9 +10,12 @@ from smp_train.data.source import Row
 from smp_train.data.token_cache import crc32, digest_of, read_header
 from smp_train.errors import DataError
 
+REBUILT = "start again, and it is rebuilt"
+"""What to do about a damaged file that is made of a shard."""
 
-def _missing(base: str) -> DataError:
-    return DataError(f"{base}.tok: the token cache is missing or damaged; start again and it is rebuilt")
+
+class MissingTokens(DataError):
+    """The file of ids is not there."""
 
 
 class ShardReader:
@@ -23,14 +26,15 @@ class ShardReader:
 
     Args:
         base: name of the cache without suffix.
-        index_alone: the ``.tok`` need not be there yet.
+        tok: the file of ids, where it lies elsewhere; it need not be there yet.
+        cure: what to do about a damaged file, once it is removed.
     """
 
-    def __init__(self, base: str, *, index_alone: bool = False) -> None:
-        opened = read_header(base, index_alone=index_alone)
+    def __init__(self, base: str, *, tok: str | None = None, cure: str = REBUILT) -> None:
+        self.base, self._path, self._cure = base, tok or base + ".tok", cure
+        opened = read_header(base, index_alone=tok is not None)
         if opened is None:
-            raise _missing(base)
-        self.base = base
+            raise DataError(f"{base}.idx: it or its .tok is missing or damaged; {cure}")
         self.header, offset = opened
         self._tok = -1
         with open(base + ".idx", "rb") as file:
@@ -40,7 +44,7 @@ class ShardReader:
                 for name, (kind, count) in self.header.arrays.items()
             }
         if digest_of(self._arrays) != self.header.digest:
-            raise self._damaged("its index does not match its checksum")
+            raise DataError(f"{base}.idx: does not match its checksum; remove this file, {cure}")
         self.dtype = np.dtype(self.header.dtype)
         self._crc = self._arrays["crc"]
         # Most shards have rows of one length, all counted: those are read with nothing to look up.
@@ -52,9 +56,9 @@ class ShardReader:
         """Open the file of ids. Raises DataError."""
         if self._tok < 0:
             try:
-                self._tok = os.open(self.base + ".tok", os.O_RDONLY)
+                self._tok = os.open(self._path, os.O_RDONLY)
             except FileNotFoundError:
-                raise _missing(self.base) from None
+                raise MissingTokens(f"{self._path}: was removed; {self._cure}") from None
             except OSError as error:
                 raise self._unreadable(error) from None
 
@@ -62,14 +66,9 @@ class ShardReader:
         if getattr(self, "_tok", -1) >= 0:
             os.close(self._tok)
 
-    def _damaged(self, what: str) -> DataError:
-        return DataError(
-            f"{self.base}.tok: {what}; remove this file and its .idx, start again, and they are rebuilt"
-        )
-
     def _unreadable(self, error: OSError) -> DataError:
         return DataError(
-            f"{self.base}.tok: cannot be read ({error.strerror}); is the file system of --data_cache_dir still there?"
+            f"{self._path}: cannot be read ({error.strerror}); is the file system of --data_cache_dir still there?"
         )
 
     def close(self) -> None:
@@ -145,8 +144,9 @@ class ShardReader:
             if mask[:valid].all():
                 bits = b""
         if crc32(bits or valid.to_bytes(8, "little"), crc32(data)) != self._crc[row]:
-            raise self._damaged(
-                f"row {row} ({self.header.source}:{self.line(row)}) does not match its checksum"
+            raise DataError(
+                f"{self._path}: row {row} ({self.header.source}:{self.line(row)}) does not match its checksum; "
+                f"remove this file, {self._cure}"
             )
         ids = np.frombuffer(data, dtype=self.dtype)
         if valid == n:

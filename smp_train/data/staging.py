@@ -4,26 +4,27 @@ Who stages what is agreed without a word: every rank is told the same wishes in 
 them out alike, and does its own part in a thread; the others wait for the file. A shard is removed by one rank, when
 the trainer asks for a step behind the last row of it: by then each rank has read all steps before, as it has voted on
 them.
+
+The indexes are common to all jobs; the ids are in a slot of this job's own (`locked.claim`), for one job knows nothing
+of what another still reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import shutil
-import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from smp_train.data import conversion, token_cache
-from smp_train.data.index import FAILED, STALE_SECONDS, Caches, clock, share
-from smp_train.data.token_cache import Header
+from smp_train.data.index import Caches, share
+from smp_train.data.locked import Held, Scratch
+from smp_train.data.token_cache import Header, settle
 from smp_train.data.utils import Shard
 from smp_train.errors import DataError
 
@@ -33,7 +34,8 @@ POLL_SECONDS = 0.05
 """Between looks for a shard that a peer stages."""
 CHECK_SECONDS = 5.0
 """Between looks whether something else has removed what was staged."""
-WORK, LOCK = ".work-", ".lock-"
+SAY_SECONDS = 60.0
+"""Between lines about a shard that is waited for."""
 
 
 class Stage(Caches):
@@ -59,7 +61,18 @@ class Stage(Caches):
         self.headers: dict[str, Header] = {}
         """What is known of each shard, by its name, once all are counted."""
         self.work = ""
-        """Where files are made: the path of a `Scratch`, given by the process that makes them."""
+        """Where files are made: the path of a `Scratch` in the slot, given by the process that makes them."""
+        self.slot = ""
+        """This job's folder of ids, once it has one."""
+
+    @property
+    def words(self) -> str:
+        """The folder in which word is left of shards that cannot be converted: for the ranks of this job."""
+        return self.slot
+
+    def tok(self, shard: Shard) -> str:
+        """Return where the ids of a shard are, when they are here."""
+        return os.path.join(self.slot, os.path.basename(self.base(shard)) + ".tok")
 
     @property
     def copies(self) -> str:
@@ -80,7 +93,7 @@ class Stage(Caches):
             return self.counted(shard)
         base, header = self.base(shard), self.headers[shard.name]
         with contextlib.suppress(OSError):
-            if os.path.exists(base + ".idx") and os.path.getsize(base + ".tok") == header.tok_bytes:
+            if os.path.exists(base + ".idx") and os.path.getsize(self.tok(shard)) == header.tok_bytes:
                 return base, header
         return None
 
@@ -89,41 +102,32 @@ class Stage(Caches):
         try:
             super()._convert(shard, made, tick, read_from)
             opened = token_cache.read_header(made)
-            assert opened is not None, "it was written just now"
+            if opened is None:
+                raise DataError(f"{made}: vanished as it was made; is something clearing the --data_cache_dir?")
             known = self.headers.get(shard.name)
             if known is not None and opened[0].digest != known.digest:
-                raise DataError(
-                    f"{shard.path}: its rows are not those that the order was made from (_manifest.json beside the "
-                    "data, or the index of an earlier start); prepare the data again, or start a new run"
-                )
+                raise other_rows(shard)
             if not self.counting:
-                os.replace(made + ".tok", base + ".tok")
+                os.replace(made + ".tok", self.tok(shard))
             os.replace(made + ".idx", base + ".idx")
         finally:
             for suffix in (".tok", ".idx"):
                 with contextlib.suppress(OSError):
                     os.unlink(made + suffix)
 
-    def forget_all_failures(self) -> None:
-        """Remove what earlier runs left about shards they could not convert."""
-        self._unlink(lambda name: name.endswith(FAILED))
-
     def keep_only(self, shards: Sequence[Shard]) -> None:
         """Remove the ids of all shards but these."""
-        kept = {os.path.basename(self.base(shard)) + ".tok" for shard in shards}
-        self._unlink(lambda name: name.endswith(".tok") and name not in kept)
-
-    def _unlink(self, condition: Callable[[str], bool]) -> None:
-        with os.scandir(self.folder) as entries:
+        kept = {os.path.basename(self.tok(shard)) for shard in shards}
+        with os.scandir(self.slot) as entries:
             for entry in entries:
-                if condition(entry.name):
+                if entry.name.endswith(".tok") and entry.name not in kept:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(entry.path)
 
     def remove(self, shard: Shard) -> None:
         """Remove the ids of a shard; who has them open reads on."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.base(shard) + ".tok")
+            os.unlink(self.tok(shard))
 
 
 class PreparedStage(Stage):
@@ -138,67 +142,16 @@ class PreparedStage(Stage):
 
     def _convert(self, shard: Shard, base: str, tick: Callable[[int], None], read_from: str | None) -> None:
         assert read_from is not None, "prepared tokens are staged from S3 alone"
-        os.replace(read_from, base + ".tok")
+        settle(read_from, self.tok(shard))
         tick(shard.size)
 
 
-class Scratch:
-    """A folder for what this process is making, which another removes if this one cannot."""
-
-    def __init__(self, folder: str) -> None:
-        _sweep(folder)
-        name = f"{socket.gethostname()}-{uuid.uuid4().hex}"
-        self.path = os.path.join(folder, WORK + name)
-        self._mark = os.path.join(folder, LOCK + name)
-        # Locked before the folder is there: a folder whose lock is free has lost its maker.
-        self._lock = os.open(self._mark, os.O_CREAT | os.O_RDWR, 0o666)
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.mkdir(self.path)
-
-    def touch(self) -> None:
-        """Show that it is in use."""
-        with contextlib.suppress(OSError):
-            os.utime(self.path)
-
-    def remove(self) -> None:
-        """Remove the folder with all in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(self._mark)
-            os.close(self._lock)
-            self._lock = -1
-
-
-def _sweep(folder: str) -> None:
-    """Remove the scratch folders of processes that were killed.
-
-    On this machine those are the ones whose lock is free; of another one, where a lock may mean nothing here, those not
-    touched for an hour.
-    """
-    here = f"{WORK}{socket.gethostname()}-"
-    now = clock(folder)
-    for name in os.listdir(folder):
-        path, mark = os.path.join(folder, name), os.path.join(folder, LOCK + name[len(WORK) :])
-        # Gone by now, or another user's.
-        with contextlib.suppress(OSError):
-            if name.startswith(WORK) and (
-                os.stat(path).st_mtime < now - STALE_SECONDS or (name.startswith(here) and _is_free(mark))
-            ):
-                shutil.rmtree(path, ignore_errors=True)
-                os.unlink(mark)
-
-
-def _is_free(mark: str) -> bool:
-    file = os.open(mark, os.O_RDWR)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(file)
+def other_rows(shard: Shard) -> DataError:
+    """Return the error about a shard that is not what the order was made of."""
+    return DataError(
+        f"{shard.path}: its rows are not those that the order was made from (_manifest.json beside the "
+        "data, or the index of an earlier start); prepare the data again, or start a new run"
+    )
 
 
 class Stager:
@@ -211,12 +164,13 @@ class Stager:
         rank: this one among those that share the folder; 0 removes what is not wanted any more.
         world: how many do.
         at_once: objects of S3 that this rank fetches at a time.
+        slot: the stage's slot, held for as long as this object is there.
     """
 
     def __init__(
-        self, stage: Stage, files: list[Shard], here: set[int], *, rank: int, world: int, at_once: int
+        self, stage: Stage, files: list[Shard], here: set[int], *, rank: int, world: int, at_once: int, slot: Held
     ) -> None:
-        self.stage, self.files, self.here = stage, files, here
+        self.stage, self.files, self.here, self.slot = stage, files, here, slot
         self.rank, self.world, self.at_once = rank, world, at_once
         self._changed = threading.Condition()
         self._owner: dict[int, int] = {}
@@ -232,7 +186,7 @@ class Stager:
         """Take it that ``needed`` are read next, and ``following`` after those; return what is not wanted any more.
 
         Every rank must be told the same wishes in the same order, and only when every rank has read all rows of what
-        is not wanted any more. Raises DataError.
+        is not wanted any more. Raises DataError, also when a shard that was wanted before could not be had.
         """
         wanted = dict.fromkeys(number for number in (*needed, *following) if number not in self.here)
         if self._thread is not None and wanted.keys() == self._owner.keys():
@@ -253,12 +207,15 @@ class Stager:
                 for number in gone:
                     self.stage.remove(self.files[number])
             except OSError as error:
-                raise DataError(f"{self.stage.folder}: old shards cannot be removed ({error.strerror})") from None
+                raise DataError(f"{self.stage.slot}: old shards cannot be removed ({error.strerror})") from None
         with self._changed:
             if self._thread is None:
                 self._stopped, self._error = False, None
                 self._thread = threading.Thread(target=self._run, name="smp-train-stage", daemon=True)
                 self._thread.start()
+            elif self._error is not None:
+                # With it the thread has ended: what is wanted now, nobody here would stage.
+                raise self._error
             self._changed.notify_all()
         return gone
 
@@ -272,18 +229,47 @@ class Stager:
         """Return when a shard is at hand. Raises DataError when it cannot be had, on any rank."""
         if number in self._seen or number in self.here:
             return
-        look = time.monotonic() + conversion.LOOK_SECONDS
+        asked = time.monotonic()
+        look, say = asked + conversion.LOOK_SECONDS, asked + SAY_SECONDS
         with self._changed:
             while self.stage.find(self.files[number]) is None:
                 if self._error is not None:
                     raise self._error
-                if self._stopped:
-                    raise DataError(f"{self.files[number].path}: the run is ending")
+                if self._stopped or self._thread is None:
+                    raise DataError(
+                        f"{self.files[number].path}: is not staged, as no training is going on; rows under --shuffle "
+                        "window:K are read in their order alone"
+                    )
                 self._changed.wait(POLL_SECONDS)
-                if time.monotonic() >= look:
-                    look = time.monotonic() + conversion.LOOK_SECONDS
-                    self.stage.raise_failure([self.files[number]], 0.0)
+                now = time.monotonic()
+                if now >= look:
+                    look = now + conversion.LOOK_SECONDS
+                    self._raise_failure(number)
+                if now >= say:
+                    say = now + SAY_SECONDS
+                    self._say_waiting(number, now - asked)
             self._seen.add(number)
+
+    def _raise_failure(self, number: int) -> None:
+        try:
+            self.stage.raise_failure([self.files[number]], 0.0)
+        except OSError as error:
+            raise DataError(
+                f"{self.stage.slot}: cannot be read ({error.strerror}); is something clearing the --data_cache_dir?"
+            ) from None
+
+    def _say_waiting(self, number: int, seconds: float) -> None:
+        owner = self._owner.get(number)
+        # Read-ahead may be further than what is wanted; then it waits for the trainer.
+        who = "not wanted yet" if owner is None else f"staged by rank {owner} of the {self.world} that share it"
+        logger.warning(
+            "%s: not in %s after %.0f s of waiting; %s", self.files[number].path, self.stage.slot, seconds, who
+        )
+
+    def look_again(self, number: int) -> None:
+        """Take it that a shard is not at hand any more; `wait` then waits until it is again."""
+        with self._changed:
+            self._seen.discard(number)
 
     def stop(self) -> None:
         """Give up what is being staged, and wait for nothing any more."""
@@ -316,9 +302,8 @@ class Stager:
 
     def _run(self) -> None:
         scratch = None
-        todo: list[int] = []
         try:
-            scratch = Scratch(self.stage.folder)
+            scratch = Scratch(self.stage.slot)
             self.stage.work = scratch.path
             while True:
                 with self._changed:
@@ -329,6 +314,7 @@ class Stager:
                     if not todo:
                         self._changed.wait(CHECK_SECONDS)
                         scratch.touch()
+                        self.slot.touch()
                         continue
                 conversion.run(
                     self.stage, [self.files[number] for number in todo], peers=peers, at_once=self.at_once,
@@ -343,25 +329,25 @@ class Stager:
         except InterruptedError:
             return
         except Exception as error:
-            self._fail(error, todo, scratch)
+            self._fail(error, scratch)
         finally:
             if scratch is not None:
                 scratch.remove()
 
-    def _fail(self, error: Exception, todo: list[int], scratch: Scratch | None) -> None:
-        """Let every rank know that of this rank's part something cannot be had."""
+    def _fail(self, error: Exception, scratch: Scratch | None) -> None:
+        """Let every rank know that this rank's part, as far as it is not here, cannot be had."""
         if isinstance(error, OSError):
-            error = DataError(f"{self.stage.folder}: shards cannot be staged here ({error.strerror or error})")
+            error = DataError(f"{self.stage.slot}: shards cannot be staged here ({error.strerror or error})")
         if scratch is not None:
             # First of all: the disk may be full, and word could not be left.
             scratch.remove()
-        for number in todo:
-            if self.stage.find(self.files[number]) is None:
-                self.stage.leave_word(self.files[number], error)
-        logger.warning("%s; the run stops when it comes to these rows", error)
         with self._changed:
+            for number, owner in self._owner.items():
+                if owner == self.rank and self.stage.find(self.files[number]) is None:
+                    self.stage.leave_word(self.files[number], error)
             self._error = error
             self._changed.notify_all()
+        logger.warning("%s; the run stops when it comes to these rows", error)
 
 
 def needs_bytes(headers: list[Header], shards: int) -> int:
@@ -371,5 +357,9 @@ def needs_bytes(headers: list[Header], shards: int) -> int:
 
 def free_bytes(folder: str) -> int:
     """Return how much room a folder has, what is in it already counted as room."""
-    there = sum(path.stat().st_size for path in Path(folder).glob("*.tok"))
+    there = 0
+    for path in Path(folder).glob("*.tok"):
+        # One that was there a moment ago may be gone.
+        with contextlib.suppress(OSError):
+            there += path.stat().st_size
     return shutil.disk_usage(folder).free + there

@@ -89,15 +89,23 @@ def atomic_file(path: str) -> Iterator[IO[bytes]]:
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(scratch, 0o666 & ~_umask())
-        os.replace(scratch, path)
+        settle(scratch, path)
     except BaseException:
         if os.path.exists(scratch):
             os.unlink(scratch)
         raise
-    directory = os.open(folder or ".", os.O_RDONLY)
+
+
+def settle(scratch: str, path: str) -> None:
+    """Give a temporary file its name, and the access that the umask leaves, once its content is on disk."""
+    file = os.open(scratch, os.O_RDONLY)
+    try:
+        os.fchmod(file, 0o666 & ~_umask())
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.replace(scratch, path)
+    directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:

@@ -11,24 +11,29 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from smp_train.data import conversion, formats, s3, token_cache
 from smp_train.data.index import TokenShards, judge_bad_rows, share
+from smp_train.data.locked import Held, Scratch, claim, hold
 from smp_train.data.manifest import MANIFEST
-from smp_train.data.shard_reader import ShardReader
+from smp_train.data.shard_reader import MissingTokens, ShardReader
 from smp_train.data.source import Row
-from smp_train.data.staging import PreparedStage, Scratch, Stage, Stager, free_bytes, needs_bytes
-from smp_train.data.token_cache import Header, atomic_file
+from smp_train.data.staging import PreparedStage, Stage, Stager, free_bytes, needs_bytes, other_rows
+from smp_train.data.token_cache import Header, atomic_file, settle
 from smp_train.data.utils import Shard, list_shards
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
 
+STAGED_AGAIN = "start again, and it is staged again; is something clearing the --data_cache_dir?"
+SLOT = "slot"
+"""What the folder of one job is called, with a number."""
+T = TypeVar("T")
 _LENGTHS = struct.Struct("<QQ")
 
 
@@ -48,7 +53,11 @@ class StagedShards(TokenShards):
     def _index(self, number: int) -> ShardReader:
         reader = self._readers.get(number)
         if reader is None:
-            reader = self._readers[number] = ShardReader(self._bases[number], index_alone=True)
+            tok = None if number in self.stager.here else self.stager.stage.tok(self.files[number])
+            reader = ShardReader(self._bases[number], tok=tok, cure=self._cure if tok is None else STAGED_AGAIN)
+            if reader.header.digest != self.headers[number].digest:
+                raise other_rows(self.files[number])
+            self._readers[number] = reader
         return reader
 
     def lengths(self, shard: int) -> np.ndarray:
@@ -56,18 +65,29 @@ class StagedShards(TokenShards):
         header = self.headers[shard]
         if header.mask == "none" and header.row_length is not None:
             return np.full(header.rows, header.row_length, dtype=np.int64)
-        return ShardReader(self._bases[shard], index_alone=True).lengths()
+        # Its index alone, and not kept: there may be more of them than memory.
+        return ShardReader(self._bases[shard], tok="").lengths()
 
     def row(self, index: int) -> Row:
         """Read one row, waiting for its shard. Raises DataError."""
-        self.stager.wait(self._locate(index)[0])
-        return super().row(index)
+        return self._at_hand([index], lambda: super(StagedShards, self).row(index))
 
     def fill(self, indices: list[int], into: np.ndarray) -> bool:
         """Read rows as `TokenShards.fill`, waiting for their shards. Raises DataError."""
-        for index in indices:
-            self.stager.wait(self._locate(index)[0])
-        return super().fill(indices, into)
+        return self._at_hand(indices, lambda: super(StagedShards, self).fill(indices, into))
+
+    def _at_hand(self, indices: list[int], read: Callable[[], T]) -> T:
+        numbers = dict.fromkeys(self._locate(index)[0] for index in indices)
+        for number in numbers:
+            self.stager.wait(number)
+        try:
+            return read()
+        except MissingTokens:
+            # Removed by something else since it was first seen: it is staged again while this waits.
+            for number in numbers:
+                self.stager.look_again(number)
+                self.stager.wait(number)
+            return read()
 
     def want(self, needed: list[int], following: list[int]) -> None:
         """Take it that ``needed`` are read next, then ``following``, and no other shard. Raises DataError."""
@@ -85,8 +105,9 @@ class StagedShards(TokenShards):
 class Windows:
     """One place under ``--shuffle window:K``, on its way to being opened. No method is collective.
 
-    In this order, each on all ranks before the next on any: `count` this rank's share of all, `indexes` of those to
-    `take` by one rank of each node that has not `known` them, `count` what is left on a node, `open`.
+    In this order, each on all ranks before the next on any: `claim` a slot by one rank for each disk, `enter` it by
+    those that share that disk, `count` this rank's share of all, `indexes` of those to `take` by one rank of each node
+    that has not `known` them, `count` what is left on a node, `open`, agreed on which shards are there `whole`.
 
     Args:
         location, vocab_size, cache_dir, zipped, max_bad: as of `formats.open_place`.
@@ -118,6 +139,7 @@ class Windows:
             self.shards = list_shards(location, zipped)
         self._said: dict[str, Header] = {}
         """What the manifest says of each shard."""
+        self._slot: Held | None = None
 
     def reaches_further(self) -> bool:
         """Tell whether there is more than two windows hold; then look for a manifest that knows it."""
@@ -129,12 +151,23 @@ class Windows:
                 logger.info("%s: the rows of %d shards are those of its %s", self.location, len(self._said), MANIFEST)
         return True
 
-    def forget_failures(self) -> None:
-        """Remove what earlier runs left about shards they could not convert; by one rank, before any counts."""
+    def claim(self) -> str:
+        """Take a slot for this job, and return its folder, for the ranks that share it to `enter`. Raises DataError."""
         try:
-            self.stage.forget_all_failures()
+            self._slot = claim(self.stage.folder, SLOT)
         except OSError as error:
             raise self._unwritable(error) from None
+        self.stage.slot = self._slot.path
+        return self._slot.path
+
+    def enter(self, path: str) -> None:
+        """Share the slot that another rank of this job has claimed. Raises DataError."""
+        if self._slot is None:
+            try:
+                self._slot = hold(path)
+            except OSError as error:
+                raise self._unwritable(error) from None
+            self.stage.slot = path
 
     def _unwritable(self, error: OSError) -> DataError:
         return DataError(
@@ -155,7 +188,7 @@ class Windows:
         if not missing:
             return 0
         try:
-            scratch = Scratch(self.stage.folder)
+            scratch = Scratch(self.stage.slot)
         except OSError as error:
             raise self._unwritable(error) from None
         try:
@@ -177,7 +210,7 @@ class Windows:
         for index, copy in s3.staged([self._indexes[name] for name in by_index], self.stage.work):
             shard = by_index[index.name]
             try:
-                os.replace(copy, self.stage.base(shard) + ".idx")
+                settle(copy, self.stage.base(shard) + ".idx")
             except OSError as error:
                 raise self._unwritable(error) from None
             header = self.stage.find_index(shard)
@@ -209,15 +242,26 @@ class Windows:
                 except OSError as error:
                     raise self._unwritable(error) from None
 
-    def open(self, rank: int, world: int) -> TokenShards:
-        """Open the set; ``rank`` of ``world`` share the folder. Raises DataError."""
+    def whole(self) -> list[bool]:
+        """Tell of each shard whether this rank sees its ids where an unbounded run has left them."""
+        return [not self.prepared and self.stage.whole.find(shard) is not None for shard in self.shards]
+
+    def open(self, rank: int, world: int, whole: list[bool]) -> TokenShards:
+        """Open the set.
+
+        Args:
+            rank: this one of the ``world`` that share the slot.
+            world: how many do.
+            whole: which shards all of those see `whole`: they must agree on what there is to stage.
+
+        Raises DataError.
+        """
+        assert self._slot is not None, "it was claimed or entered"
         found, here = [], set()
         for number, shard in enumerate(self.shards):
-            whole = None if self.prepared else self.stage.whole.find(shard)
-            known = whole or (self.stage.base(shard), self._header(shard))
-            if whole is not None:
+            if whole[number]:
                 here.add(number)
-            found.append((known[0], known[1]))
+            found.append(self._known(shard, whole[number]))
         if self.prepared:
             order = formats.in_order([(header, base) for base, header in found], self.vocab_size)
             by_base = {base: shard for (base, _), shard in zip(found, self.shards, strict=True)}
@@ -230,11 +274,12 @@ class Windows:
         self.stage.headers = {shard.name: header for shard, (_, header) in zip(self.shards, found, strict=True)}
         stager = Stager(
             self.stage, self.shards, here, rank=rank, world=world,
-            at_once=max(1, min(s3.AT_ONCE, self.window) // world),
+            at_once=max(1, min(s3.AT_ONCE, self.window) // world), slot=self._slot,
         )  # fmt: skip
         source = StagedShards(self.shards, found, stager)
         self._judge(source)
-        self._say(source)
+        if rank == 0:
+            self._say(source)
         return source
 
     def _judge(self, source: TokenShards) -> None:
@@ -245,28 +290,31 @@ class Windows:
         else:
             judge_bad_rows(source, self.max_bad)
 
-    def _header(self, shard: Shard) -> Header:
-        if shard.name in self._said:
-            return self._said[shard.name]
-        header: Header | None
-        if isinstance(self.stage, PreparedStage):
+    def _known(self, shard: Shard, whole: bool) -> tuple[str, Header]:
+        """Return (base name of the index, header) of a shard, all of which is there if it is ``whole``."""
+        if whole:
+            found = self.stage.whole.find(shard)
+        elif shard.name in self._said:
+            return self.stage.base(shard), self._said[shard.name]
+        elif isinstance(self.stage, PreparedStage):
             header = self.stage.find_index(shard)
+            found = None if header is None else (self.stage.base(shard), header)
         else:
-            header = (self.stage.counted(shard) or ("", None))[1]
-        if header is None:
+            found = self.stage.counted(shard)
+        if found is None:
             raise DataError(f"{shard.path}: its index vanished; is something clearing the --data_cache_dir?")
-        return header
+        return found
 
     def _say(self, source: StagedShards) -> None:
-        needed, free = needs_bytes(source.headers, 2 * self.window), free_bytes(self.stage.folder)
+        needed, free = needs_bytes(source.headers, 2 * self.window), free_bytes(self.stage.slot)
         logger.info(
             "%s: %d shards, of which two windows of %d are kept in %s: at most %.2f GB, and what is being fetched",
-            self.location, len(self.shards), self.window, self.stage.folder, needed / 1e9,
+            self.location, len(self.shards), self.window, self.stage.slot, needed / 1e9,
         )  # fmt: skip
         if needed > free:
             logger.warning(
                 "%s: has room for %.2f GB of them only; lower the %d of --shuffle window:%d, or give another "
-                "--data_cache_dir", self.stage.folder, free / 1e9, self.window, self.window,
+                "--data_cache_dir", self.stage.slot, free / 1e9, self.window, self.window,
             )  # fmt: skip
 
 
@@ -338,6 +386,9 @@ def _manifest(path: str) -> dict[str, Any]:
         else:
             text = Path(path).read_bytes()
         found = json.loads(text or b"null")
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
         return {}
+    except OSError as error:
+        # No guess: ranks must come to the same answer.
+        raise DataError(f"{path}: cannot be read ({error.strerror}); is its file system there on every node?") from None
     return found if isinstance(found, dict) else {}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from smp_train.errors import CheckpointError
 from smp_train.runtime import s3_folder
+from smp_train.runtime.ranges import Ranges
 from smp_train.runtime.s3 import SCHEME, is_s3, split
 from smp_train.runtime.s3_folder import S3Folder
 
@@ -81,41 +82,18 @@ class S3Path:
 
     def open_ranges(self) -> io.BufferedReader:
         """Return the object as a file of which only what is read is fetched."""
-        return io.BufferedReader(_Ranges(self), READ_AHEAD)
+        folder, key = self.parent.folder, self.parent.folder.key(self.name)
+        size = folder.pin(self.name)
 
+        def fill(start: int, view: memoryview) -> None:
+            view[:] = folder.body(key, (start, len(view)))
 
-class _Ranges(io.RawIOBase):
-    def __init__(self, path: S3Path) -> None:
-        self._folder, self._name = path.parent.folder, path.name
-        self._size = self._folder.pin(path.name)
-        self._at = 0
+        def rest(start: int) -> bytes:
+            part = s3_folder.PART_BYTES
+            spans = (("", self.name, at, min(part, size - at)) for at in range(start, size, part))
+            return b"".join(folder.ranges(spans))
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        length = max(0, min(len(buffer), self._size - self._at))
-        if length:
-            buffer[:length] = self._folder.body(self._folder.key(self._name), (self._at, length))
-            self._at += length
-        return length
-
-    def readall(self) -> bytes:
-        part = s3_folder.PART_BYTES
-        starts = range(self._at, self._size, part)
-        spans = (("", self._name, start, min(part, self._size - start)) for start in starts)
-        self._at = self._size
-        return b"".join(self._folder.ranges(spans))
+        return io.BufferedReader(Ranges(size, fill, rest), READ_AHEAD)
 
 
 Place = Path | S3Path

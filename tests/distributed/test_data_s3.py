@@ -18,6 +18,7 @@ from smp_train.data import s3, token_cache
 from smp_train.data.index import open_source
 from smp_train.data.opening import open_data
 from smp_train.data.order import Order
+from smp_train.data.windows import Windows
 from smp_train.errors import DataError
 from tests.harness import run
 from tests.s3_server import environment, serving
@@ -56,10 +57,23 @@ def train_on_windows(ranks, place, cache, shared):
     return opened, names
 
 
+def one_sees_less(ranks, cache):
+    """Train on a set of which a part is whole in the cache; of that, one rank does not see all."""
+    source = open_on(ranks, "lopsided", cache, shared=True).source
+    with runtime.together("removing a part"):
+        if ranks.is_main:
+            for number in (0, 1, 2, 3, 4):
+                os.unlink(source._bases[number] + ".tok")
+    whole = Windows.whole
+    if ranks.rank == 3:
+        Windows.whole = lambda windows: [seen and number != 6 for number, seen in enumerate(whole(windows))]
+    return train_on_windows(ranks, "lopsided", cache, shared=True)
+
+
 def on_two_nodes(variables, cache):
     os.environ.update(variables)
     ranks = runtime.detect()
-    runtime.start(ranks, timeout_seconds=60)
+    runtime.start(ranks, timeout_seconds=250)
     ranks = replace(
         ranks, local_rank=ranks.rank % 2, local_world_size=2, node_rank=ranks.rank // 2, num_nodes=2
     )
@@ -69,8 +83,9 @@ def on_two_nodes(variables, cache):
     ]
     windows = train_on_windows(ranks, "windows", cache, shared=False)
     failing = train_on_windows(ranks, "failing", cache, shared=True)
+    lopsided = one_sees_less(ranks, cache + "/lopsided")
     runtime.stop()
-    return whole, windows, failing
+    return whole, windows, failing, lopsided
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +111,7 @@ def nodes(tmp_path_factory):
                     put(f"{disk}/prepared/{n}{suffix}", (folder / f"{n}{suffix}").read_bytes())
         for n in range(SHARDS):
             lines = b"".join(json.dumps({"input_ids": [n, r, 1]}).encode() + b"\n" for r in range(ROWS))
-            for key in ("windows", "failing"):
+            for key in ("windows", "failing", "lopsided"):
                 put(f"{key}/{n}.json.gz", gzip.compress(lines))
         # It is read once to be counted; then it is gone.
         server.faults[f"failing/{BAD}.json.gz"].extend([lambda: None] + ["NoSuchKey"] * 20)
@@ -104,12 +119,13 @@ def nodes(tmp_path_factory):
         gets = Counter(key for key, _ in server.gets if key != "?list" and "manifest" not in key)
         whole = open_source("s3://nodes/windows", vocab_size=99, cache_dir=str(folder / "whole"))
         assert not list((folder / "cache").rglob(".*.tmp"))
+        assert {path.name for path in (folder / "cache").rglob("slot-*")} == {"slot-0"}, "one for all ranks of a disk"
         yield results, gets, whole
 
 
 def test_every_object_is_fetched_once_for_a_disk(nodes):
     results, gets, _ = nodes
-    found = [whole for whole, _, _ in results]
+    found = [whole for whole, *_ in results]
     assert all(one == found[0] for one in found)
     assert found[0][1] == found[0][2]
     assert {gets[key] for key in gets if key.startswith("own")} == {2}, "once on each of two nodes"
@@ -119,8 +135,8 @@ def test_every_object_is_fetched_once_for_a_disk(nodes):
 
 def test_nodes_count_together_and_stage_each_for_itself(nodes):
     results, gets, whole = nodes
-    assert {windows[0] for _, windows, _ in results} == {(whole.fingerprint, SHARDS * ROWS, 2)}
-    steps = zip(*(windows[1] for _, windows, _ in results), strict=True)
+    assert {windows[0] for _, windows, *_ in results} == {(whole.fingerprint, SHARDS * ROWS, 2)}
+    steps = zip(*(windows[1] for _, windows, *_ in results), strict=True)
     rows = ORDER.rows(np.arange(80))[1]
     assert [name for step in steps for name in step] == [whole.name(row) for row in rows.tolist()]
     counts = [gets[f"windows/{n}.json.gz"] for n in range(SHARDS)]
@@ -131,7 +147,15 @@ def test_nodes_count_together_and_stage_each_for_itself(nodes):
 def test_a_stage_that_fails_stops_all_nodes_with_one_line(nodes):
     """On a disk that all nodes share, each shard is staged by one rank of all."""
     results, gets, _ = nodes
-    assert {failing[0][2] for _, _, failing in results} == {4}
+    assert {failing[0][2] for _, _, failing, _ in results} == {4}
     line = f"s3://nodes/failing/{BAD}.json.gz: no such object (404 NoSuchKey)"
-    assert all(line in failing[1] for _, _, failing in results)
+    assert all(line in failing[1] for _, _, failing, _ in results)
     assert max(gets[f"failing/{n}.json.gz"] for n in range(SHARDS)) == 2, "counted once, staged once"
+
+
+def test_ranks_agree_on_what_is_whole(nodes):
+    """One that is seen by three of four is staged: who waits for it must not wait for a rank that has no need to."""
+    results, _, whole = nodes
+    steps = zip(*(lopsided[1] for *_, lopsided in results), strict=True)
+    rows = ORDER.rows(np.arange(80))[1]
+    assert [name for step in steps for name in step] == [whole.name(row) for row in rows.tolist()]

@@ -455,7 +455,7 @@ def test_killed_between_the_two_files(tmp_path, monkeypatch):
 def _convert_and_hang(folder, reached):
     def tick(done):
         reached.set()
-        time.sleep(60)
+        time.sleep(600)
 
     shard = list_shards(folder)[0]
     os.makedirs(os.path.join(folder, BESIDE), exist_ok=True)
@@ -468,7 +468,7 @@ def test_kill_9_during_conversion(tmp_path):
     reached = context.Event()
     process = context.Process(target=_convert_and_hang, args=(str(tmp_path), reached))
     process.start()
-    assert reached.wait(60)
+    assert reached.wait(300)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     left = list((tmp_path / BESIDE).glob(".*.tmp"))
@@ -483,7 +483,7 @@ def test_kill_9_during_conversion(tmp_path):
 
 
 def _convert_all(folder, start):
-    start.wait(60)
+    start.wait(300)
     convert(folder, vocab_size=97)
     return open_source(folder, vocab_size=97).fingerprint
 
@@ -502,7 +502,7 @@ def test_two_jobs_at_once(tmp_path):
     jobs = [context.Process(target=_job, args=(str(tmp_path), start, results)) for _ in range(2)]
     for job in jobs:
         job.start()
-    found = [results.get(timeout=60) for _ in jobs]
+    found = [results.get(timeout=300) for _ in jobs]
     for job in jobs:
         job.join()
     source = open_source(str(tmp_path), vocab_size=97)
@@ -531,8 +531,8 @@ def test_opening_does_not_grow_with_the_rows(tmp_path):
         file.write(token_cache._PREFIX.pack(token_cache.MAGIC, len(text), zlib.crc32(text)) + text)
         file.truncate(file.tell() + rows * 4)
     os.truncate(base + ".tok", rows * 12)
-    began = time.perf_counter()
+    began = time.process_time()
     source = open_source(str(tmp_path), vocab_size=97)
     assert len(source) == rows
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
     assert np.array_equal(source.shards[-1][-1:], [rows - 1])

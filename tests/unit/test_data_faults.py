@@ -76,7 +76,7 @@ def test_files_that_are_removed_under_the_reader(tmp_path):
         path.unlink()
     assert source.row(1).input_ids.tolist() == [1, 2, 3]
     source.close()
-    with pytest.raises(DataError, match="the token cache is missing or damaged; start again and it is rebuilt"):
+    with pytest.raises(DataError, match=r"\.tok: was removed; start again, and it is rebuilt"):
         source.row(1)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp_train.data import conversion, s3, staging, token_cache, windows
+from smp_train.data import conversion, locked, s3, staging, token_cache, windows
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.formats import open_place
 from smp_train.data.index import open_source
@@ -63,13 +63,17 @@ def write_shards(folder: Path, count=SHARDS, rows=ROWS, length=lambda n: 16) -> 
     return str(folder)
 
 
-def opened(place, cache, rank=0, world=1, kind="gpt_jsonl", **options):
-    """Open a place as the ranks of one node do, one after the other."""
+def opened(place, cache, rank=0, world=1, kind="gpt_jsonl", slot=None, **options):
+    """Open a place as the ranks of one node do, one after the other, in a slot or a new one."""
     found = windows.look(place, kind, window=WINDOW, vocab_size=300, cache_dir=str(cache), **options)
     if found is None:
         return open_place(place, vocab_size=300, cache_dir=str(cache))
+    if slot is None:
+        found.claim()
+    else:
+        found.enter(slot)
     found.count(0, 1, local_world=1)
-    return found.open(rank, world)
+    return found.open(rank, world, found.whole())
 
 
 def training(source, order=None, dp_rank=0, dp_size=1, micro_batch=2, seq_len=16):
@@ -150,11 +154,13 @@ def test_an_epoch_of_s3_on_a_small_disk(bucket, tmp_path, monkeypatch, kind):
 
 def as_ranks(place, cache, world, consumed, until, options=None):
     """Train with the ranks of one node as threads, which vote at every step; return what each has read, or raised."""
-    barrier = threading.Barrier(world, timeout=60)
+    barrier = threading.Barrier(world, timeout=300)
     results = [None] * world
+    first = windows.look(place, "gpt_jsonl", window=WINDOW, vocab_size=300, cache_dir=str(cache))
+    slot = first.claim()
 
     def run(rank):
-        data = training(opened(place, cache, rank, world, **(options or {})), dp_rank=rank, dp_size=world)
+        data = training(opened(place, cache, rank, world, slot=slot, **(options or {})), dp_rank=rank, dp_size=world)
         barrier.wait()
         names, failed = [], None
         batches = data.batches(consumed)
@@ -257,15 +263,22 @@ def test_a_manifest_makes_the_counting_unnecessary(bucket, server, tmp_path, cap
     put_folder(bucket, "m", made.parent)
     place = f"s3://{bucket[1]}/m/train"
     whole = open_source(place, vocab_size=300, cache_dir=str(tmp_path / "whole"))
+    server.faults["m/_manifest.json"].extend(["SlowDown"] * s3.ATTEMPTS)
+    with pytest.raises(DataError, match=r"m/_manifest\.json: cannot be read in 10 tries \(last: .*SlowDown"):
+        opened(place, tmp_path / "cache")
     server.gets.clear()
+    # One rank that took trouble in reading it for its absence would count shards that the others know.
+    server.faults["m/_manifest.json"].extend(["short", "reset"])
     source = opened(place, tmp_path / "cache")
+    assert not server.faults["m/_manifest.json"]
     assert not [key for key, _ in server.gets if key.endswith(".gz")], "no shard was read to know them"
     assert source.fingerprint == whole.fingerprint
     assert lay_out(source, 8, long="split", short="concat").fingerprint, "nor to know how long rows are"
     for vocab_size in (300, 70_000):
         other = open_source(str(made), vocab_size=vocab_size, cache_dir=str(tmp_path / str(vocab_size)))
         found = windows.look(place, "gpt_jsonl", window=2, vocab_size=vocab_size, cache_dir=str(tmp_path / "c"))
-        assert found.open(0, 1).fingerprint == other.fingerprint, "for any width of ids"
+        found.claim()
+        assert found.open(0, 1, found.whole()).fingerprint == other.fingerprint, "for any width of ids"
     assert read(training(source, seq_len=4), 0, 70) == in_order(place, tmp_path / "whole", (0, 70))
     # Of the same size, but other rows than the manifest counted.
     bad = block + 3
@@ -339,8 +352,9 @@ def test_what_needs_no_stage(tmp_path):
     place = write_shards(tmp_path / "data")
     open_source(place, vocab_size=300)
     found = windows.look(place, "gpt_jsonl", window=2, vocab_size=300)
+    found.claim()
     assert found.count(0, 1, local_world=1) == 0
-    source = found.open(0, 1)
+    source = found.open(0, 1, found.whole())
     assert not isinstance(source, windows.StagedShards)
     assert read(training(source), 0, 100) == in_order(place, tmp_path / "x", (0, 100))
     # Of a part, that part is read where it is, and stays.
@@ -348,8 +362,9 @@ def test_what_needs_no_stage(tmp_path):
     for path in left[:-3]:
         path.unlink()
     found = windows.look(place, "gpt_jsonl", window=2, vocab_size=300)
+    found.claim()
     assert found.count(0, 1, local_world=1) == SHARDS - 3
-    assert read(training(found.open(0, 1)), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
+    assert read(training(found.open(0, 1, found.whole())), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
     assert all(path.exists() for path in left[-3:])
 
 
@@ -370,7 +385,7 @@ def _stage_and_hang(place, cache, reached):
 
     def tick(self, done):
         reached.set()
-        time.sleep(60)
+        time.sleep(600)
 
     conversion._Watch.__call__ = tick
     next(training(source).batches(0))
@@ -383,17 +398,19 @@ def test_kill_9_while_staging(tmp_path):
     reached = context.Event()
     process = context.Process(target=_stage_and_hang, args=(place, tmp_path / "cache", reached))
     process.start()
-    assert reached.wait(60)
+    assert reached.wait(300)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    (left,) = (tmp_path / "cache").rglob(f"{staging.WORK}*")
+    (left,) = (tmp_path / "cache").rglob(f"{locked.WORK}*")
     assert list(left.iterdir())
+    assert left.parent.name == "slot-0"
     assert not list((tmp_path / "cache").rglob("*.tok")), "nothing half done has a name"
     source = opened(place, tmp_path / "cache")
     assert read(training(source), 100, 400) == in_order(place, tmp_path / "whole", (100, 400))
     assert not left.exists()
+    assert source.stager.slot.path == str(left.parent), "the kernel has released it"
     source.rest()
-    assert not list((tmp_path / "cache").rglob(f"{staging.WORK}*"))
+    assert not list((tmp_path / "cache").rglob(f"{locked.WORK}*"))
 
 
 def test_what_something_else_removes_is_staged_again(tmp_path, monkeypatch):
@@ -402,14 +419,184 @@ def test_what_something_else_removes_is_staged_again(tmp_path, monkeypatch):
     source = opened(place, tmp_path / "cache")
     needed = [0, 3]
     source.want(needed, [5, 6])
-    for number in (0, 3, 5, 6):
-        source.stager.wait(number)
-    for path in (tmp_path / "cache").rglob("*.tok"):
-        path.unlink()
-    source.stager._seen.clear()
-    assert source.name(source.shards[3][4]) == "03.json.gz:5"
-    assert source.row(source.shards[3][4]).input_ids[:2].tolist() == [3, 4]
+    into = np.zeros((2, 16), dtype=np.int64)
+    for read in (
+        lambda: source.row(source.shards[3][4]).input_ids[:2].tolist() == [3, 4],
+        lambda: source.fill([source.shards[0][1], source.shards[3][2]], into) and into[:, 1].tolist() == [1, 2],
+    ):
+        for number in (0, 3, 5, 6):
+            source.stager.wait(number)
+        source.close()
+        for path in (tmp_path / "cache").glob("window-*/slot-0/*.tok"):
+            path.unlink()
+        assert source.name(source.shards[3][4]) == "03.json.gz:5"
+        assert read(), "though it was seen before"
     source.rest()
+
+
+def test_two_jobs_on_one_cache_folder(tmp_path):
+    """Neither removes what the other reads; what one leaves is taken over by the next when it is gone."""
+    place = write_shards(tmp_path / "data")
+    total = sum(ROWS + n for n in range(SHARDS))
+    jobs = [opened(place, tmp_path / "cache") for _ in range(2)]
+    assert [Path(job.stager.slot.path).name for job in jobs] == ["slot-0", "slot-1"]
+    names = [[], []]
+    running = [training(job).batches(consumed) for job, consumed in zip(jobs, (0, total // 4 * 2), strict=True)]
+    for _ in range(total // 2):
+        for batches, read_so_far in zip(running, names, strict=True):
+            read_so_far += [name for batch in next(batches) for name in batch.samples]
+    assert names[0] == in_order(place, tmp_path / "whole", (0, total // 2 * 2))
+    assert names[1] == in_order(place, tmp_path / "whole", (total // 4 * 2, total // 4 * 2 + total // 2 * 2))
+    for batches in running:
+        batches.close()
+    there = {path.name for path in (tmp_path / "cache").rglob("slot-1/*.tok")}
+    assert there
+    assert jobs[0].stager.stage.folder == jobs[1].stager.stage.folder, "of the indexes there is one set"
+    del running, batches, jobs
+    third = opened(place, tmp_path / "cache")
+    assert Path(third.stager.slot.path).name == "slot-0"
+    assert {path.name for path in Path(third.stager.slot.path).glob("*.tok")} >= there
+    assert not list((tmp_path / "cache").rglob("slot-1/*.tok"))
+
+
+def test_word_of_a_failure_is_for_its_own_job(tmp_path):
+    place = write_shards(tmp_path / "data")
+    running = opened(place, tmp_path / "cache")
+    running.stager.stage.leave_word(running.files[3], DataError("03: cannot be had"))
+    other = opened(place, tmp_path / "cache")
+    other.stager.stage.raise_failure(other.files, 0.0)
+    with pytest.raises(DataError, match="03: cannot be had"):
+        running.stager.stage.raise_failure(running.files, 0.0)
+    del running
+    third = opened(place, tmp_path / "cache")
+    assert Path(third.stager.slot.path).name == "slot-0"
+    third.stager.stage.raise_failure(third.files, 0.0)
+
+
+def test_a_shard_that_nobody_stages_is_not_waited_for(tmp_path):
+    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
+    with pytest.raises(DataError, match=r"00\.json\.gz: is not staged, as no training is going on"):
+        source.row(0)
+
+
+def test_waiting_is_said(tmp_path, monkeypatch):
+    """Of two ranks, the one that stages the shard never begins."""
+    monkeypatch.setattr(staging, "SAY_SECONDS", 0.0)
+    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache", 0, 2)
+    source.want([0, 1, 2], [3])
+    (absent,) = [number for number in (0, 1, 2, 3) if source.stager._owner[number] == 1][:1]
+    said, lines = threading.Event(), []
+    monkeypatch.setattr(staging.logger, "warning", lambda text, *given: (lines.append(text % given), said.set()))
+
+    def read():
+        with pytest.raises(DataError):
+            source.row(source.shards[absent][0])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert said.wait(300)
+    assert f"{absent:02}.json.gz: not in {source.stager.slot.path} after 0 s of waiting; staged by rank 1" in lines[0]
+    source.rest()
+    reader.join()
+
+
+def test_a_staged_shard_of_other_rows_than_known(tmp_path):
+    """Something has put another index in place of the one that the order was made from."""
+    place = write_shards(tmp_path / "data")
+    source = opened(place, tmp_path / "cache")
+    source.want([2], [3])
+    source.stager.wait(2)
+    stage = source.stager.stage
+    other = [[2, r, *[8] * 14] for r in range(ROWS + 2)]
+    token_cache.write_rows("x", stage.base(source.files[2]), 300, np.array(other))
+    assert os.path.getsize(stage.tok(source.files[2])) == source.headers[2].tok_bytes
+    with pytest.raises(DataError, match=r"02\.json\.gz: its rows are not those that the order was made from"):
+        source.row(source.shards[2][0])
+    source.rest()
+
+
+def test_a_stager_that_has_failed_takes_no_more_work(tmp_path, monkeypatch):
+    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
+
+    def full(self, shard, *given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(staging.Stage, "_convert", full)
+    source.want([0], [1])
+    with pytest.raises(DataError, match="No space left"):
+        source.row(0)
+    source.want([0], [1])
+    with pytest.raises(DataError, match="No space left"):
+        source.want([1], [2])
+    source.rest()
+
+
+def test_peers_learn_of_a_stager_that_could_not_begin(tmp_path, monkeypatch):
+    """Before it took any shard up: they would wait for its part without end."""
+    place = write_shards(tmp_path / "data")
+    first = opened(place, tmp_path / "cache", 0, 2)
+    second = opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "Scratch", full)
+        second.want([0, 1], [2, 3])
+        second.stager._thread.join()
+    first.want([0, 1], [2, 3])
+    (absent, *_) = [number for number, owner in first.stager._owner.items() if owner == 1]
+    with pytest.raises(DataError, match=r"slot-0: shards cannot be staged here \(No space left on device\)"):
+        first.row(first.shards[absent][0])
+    first.rest()
+    shutil.rmtree(first.stager.slot.path)
+    with pytest.raises(DataError, match=r"slot-0: cannot be read \(No such file"):
+        first.stager._raise_failure(absent)
+
+
+def test_a_damaged_staged_shard_says_what_to_do(tmp_path):
+    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
+    source.want([0], [1])
+    source.stager.wait(0)
+    tok = Path(source.stager.stage.tok(source.files[0]))
+    tok.write_bytes(bytes(tok.stat().st_size))
+    with pytest.raises(DataError) as refused:
+        source.row(4)
+    line = f"{tok}: row 4 (00.json.gz:5) does not match its checksum; remove this file, start again, and it is staged"
+    assert line in str(refused.value)
+    source.rest()
+
+
+def test_room_is_measured_while_files_come_and_go(tmp_path):
+    (tmp_path / "a.tok").write_bytes(bytes(1000))
+    (tmp_path / "gone.tok").symlink_to(tmp_path / "nothing")
+    assert staging.free_bytes(str(tmp_path)) >= 1000
+
+
+def test_only_one_rank_says_how_much_room_there_is(tmp_path, caplog):
+    place = write_shards(tmp_path / "data")
+    with caplog.at_level("INFO"):
+        first = opened(place, tmp_path / "cache", 0, 2)
+        opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
+    assert caplog.text.count("of which two windows of") == 1
+
+
+def test_prepared_tokens_have_the_access_of_other_files(bucket, tmp_path):
+    """Not that of the temporary file they came in: another user reads the folder."""
+    made = tmp_path / "made"
+    made.mkdir()
+    for n in range(5):
+        token_cache.write_rows(f"{n}", str(made / f"{n}"), 300, np.arange(1, 41).reshape(10, 4))
+    put_folder(bucket, "p", made)
+    source = opened(f"s3://{bucket[1]}/p", tmp_path / "cache")
+    source.want([0], [1])
+    source.stager.wait(0)
+    source.rest()
+    open_place(f"s3://{bucket[1]}/p", vocab_size=300, cache_dir=str(tmp_path / "cache"))
+    found = [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".tok", ".idx")]
+    assert len({path.parent for path in found}) == 3, "of windows the indexes and a slot, and a copy of all"
+    (tmp_path / "plain").touch()
+    assert {path.stat().st_mode for path in found} == {(tmp_path / "plain").stat().st_mode}
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -418,6 +605,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     with pytest.raises(DataError, match=r"cannot hold the token cache .*; give a --data_cache_dir"):
         opened(place, tmp_path / "file")
     source = opened(place, tmp_path / "cache")
-    shutil.rmtree(source.stager.stage.folder)
-    with pytest.raises(DataError, match=r"window-\w+: .*No such file"):
+    shutil.rmtree(source.stager.slot.path)
+    with pytest.raises(DataError, match=r"window-\w+/slot-0: .*No such file"):
         next(training(source).batches(0))

@@ -21,7 +21,7 @@ except ImportError:
 def open_bytes(file: TextFile) -> IO[bytes]:
     """Open a local file or an object in S3, seekable. Raises DataError."""
     if s3.is_s3(file.path):
-        return io.BufferedReader(s3.Reader(file.path, file.size, file.version), s3.READ_AHEAD)
+        return s3.open_ranges(file.path, file.size, file.version)
     return open_file(file.path)
 
 
