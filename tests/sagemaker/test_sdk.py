@@ -18,24 +18,14 @@ import pytest
 
 pytest.importorskip("sagemaker.pytorch", reason="SageMaker's SDK is in the environment of `make test-sagemaker`")
 import boto3
-import moto
 import sagemaker as sdk
 
 from smp_train.launch import sagemaker
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
-from tests.sagemaker.jobs import ENVIRON, FLAGS, KINDS, OPTIONS, REGION, flags, furnish, training_environ
+from tests.sagemaker.jobs import FLAGS, KINDS, OPTIONS, REGION, flags, furnish, training_environ
 from tests.training import SAMPLE, TINY
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in ENVIRON.items():
-        monkeypatch.setenv(name, value)
-    with moto.mock_aws():
-        furnish()
-        yield
 
 
 def fit(words: Any, **options: Any) -> dict[str, Any]:
@@ -65,12 +55,10 @@ def test_estimator_and_plain_request_are_the_same(aws: None, kind: str) -> None:
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def service(environ: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """AWS as a server on this machine, as other processes see it."""
     from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
-    for name, value in ENVIRON.items():
-        monkeypatch.setenv(name, value)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -18,7 +18,7 @@ from smp_train.arguments import ineffective
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight, timing
 from smp_train.launch.environment import lint
-from smp_train.launch.options import help_text, split
+from smp_train.launch.options import helped, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
 from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build
 from smp_train.launch.sagemaker.request import check_limits, request
@@ -31,18 +31,14 @@ __all__ = [
     "stage",
 ]  # fmt: skip
 
-
+USAGE = "smp-train launch sagemaker --role ARN --instance_type ml.T --instance_count N [options] <training flags>"
 STOP_SECONDS = 120
 """What SageMaker gives a container between SIGTERM and its end, at --max_run as at an interruption of spot."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch sagemaker`` and return its exit code."""
-    if {"-h", "--help"} & set(words):
-        usage = (
-            "smp-train launch sagemaker --role ARN --instance_type ml.T --instance_count N [options] <training flags>"
-        )
-        print(help_text(usage, str(__doc__), OPTIONS))
+    if helped(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
     dry_run, check, region = (options.pop(name) for name in ("dry_run", "check", "region"))
