@@ -309,7 +309,8 @@ def test_paths_that_pyxis_cannot_express_are_refused(
 def test_what_the_image_must_not_overrule(cluster: Cluster) -> None:
     (cluster.folder / "image.sqsh").touch()
     environ = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
-    environ |= {"CONTAINER_ENV": "MINE,HF_HOME", "NCCL_DEBUG": "INFO", "HF_HOME": "/fsx/hf", "OMP_NUM_THREADS": "3", "NCCLX": "y", "MINE": ""}
+    environ |= {"CONTAINER_ENV": "MINE,HF_HOME", "NCCL_DEBUG": "INFO", "HF_HOME": "/fsx/hf", "NCCLX": "y", "MINE": ""}
+    environ |= {"OMP_NUM_THREADS": "3"}
     cluster.start("exit 1", script="launch_training_enroot.sh", **environ)
     (named,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-env=")]
     wanted = {"HF_HOME", "MINE", "NCCL_DEBUG", "NSYS_DIR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED"}
