@@ -14,8 +14,10 @@
 #                                          or those that do not are named
 #   PROFILE=                               torch or nsys
 #   MAX_ATTEMPTS=3                         starts without a new checkpoint before giving up
-#   CONTAINER_ENV=                         variables, separated by commas, whose values here beat those of the image
+#   CONTAINER_ENV=                         further variables, separated by commas, whose values here beat those of the image,
+#                                          as those of AWS, EFA, NCCL, torch and Hugging Face that are set do anyway
 #   FSX_MOUNT=/fsx                         mounted into the container where it exists
+#   DRY_RUN=                               1: as --dry_run after the script's name
 
 # shellcheck disable=SC2034 # batch.sh reads what is set here
 CODE_DIR=$HYPERPOD_PATH
@@ -32,6 +34,14 @@ EXTRA=(${FLAGS[@]+"${FLAGS[@]}"})
 # DRY_RUN=1 is as good as --dry_run where nothing is submitted yet; a job that finds it set was submitted all the same.
 case "${DRY_RUN:-}${SLURM_JOB_ID:+ in a job}" in '' | 0 | false | *" in a job") DRY_RUN= ;; esac
 for word in "$@"; do
+  case "$word" in -h | --help)
+    # What there is to know is said at the head of the script and of this file.
+    for told in "$0" "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh"; do
+      sed -n '/^#!/d; /^#SBATCH/d; /^# shellcheck/d; /^[^#]/q; s/^#\( \|$\)//p' "$told"
+    done
+    echo "training flags: smp-train train --help"
+    exit 0 ;;
+  esac
   case "$word" in --dry_run | --dry-run) DRY_RUN=1 ;; *) EXTRA+=("$word") ;; esac
 done
 

@@ -36,7 +36,7 @@ def fit(words: Any, **options: Any) -> dict[str, Any]:
         "before-call.sagemaker.CreateTrainingJob", lambda params, **_: sent.update(json.loads(params["body"]))
     )
     ready = sagemaker.estimator(words, sagemaker_session=session, **options)
-    ready.fit(sagemaker.inputs(ready), wait=False)
+    ready.fit(wait=False)
     return sent
 
 
@@ -52,6 +52,24 @@ def test_estimator_and_plain_request_are_the_same(aws: None, kind: str) -> None:
     if kind == "smp":
         assert "smdistributed-modelparallel:2.5.1-gpu-py311-cu124" in sent["AlgorithmSpecification"]["TrainingImage"]
         assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
+
+
+def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:
+    options = {name: value for name, value in OPTIONS.items() if name != "output"}
+    own = "s3://sagemaker-us-west-2-123456789012/"
+    sent = fit(FLAGS, **options, spot=True)
+    assert sent["CheckpointConfig"]["S3Uri"] == f"{own}smp-train/checkpoints/llama_v2-7b"
+    assert sent["OutputDataConfig"]["S3OutputPath"] == own
+    hyper = fit(FLAGS, **options, instance_count=2)["HyperParameters"]
+    assert json.loads(hyper["checkpoint_dir"]) == [f"{own}smp-train/checkpoints/llama_v2-7b"]
+
+
+def test_channels_can_be_added(aws: None) -> None:
+    ready = sagemaker.estimator(FLAGS, sagemaker_session=sdk.Session(boto3.Session()), **OPTIONS)
+    ready.fit({**sagemaker.inputs(ready), "more": "s3://bucket/more"}, wait=False)
+    (job,) = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
+    shown = boto3.client("sagemaker").describe_training_job(TrainingJobName=job["TrainingJobName"])
+    assert {channel["ChannelName"] for channel in shown["InputDataConfig"]} == {"train", "test", "more"}
 
 
 @pytest.fixture

@@ -327,6 +327,14 @@ def test_a_dry_run_can_be_a_variable(cluster: Cluster) -> None:
     assert cluster.start("exit 1", DRY_RUN="1")[0] == 143, "a job is to run, whatever its shell was left with"
 
 
+@pytest.mark.parametrize("script", ["launch_training_enroot.sh", "launch_training_conda.sh", "launch_slurm.sh"])
+@pytest.mark.parametrize("job", ["", JOB])
+def test_help_starts_nothing(cluster: Cluster, script: str, job: str) -> None:
+    code, said = cluster.start("exit 1", "--help", script=script, SLURM_JOB_ID=job)
+    assert (code, "Submit it as it is" in said, "MAX_ATTEMPTS=3  " in said, "SBATCH" in said) == (0, True, True, False)
+    assert not (cluster.folder / "calls").exists()
+
+
 @pytest.mark.parametrize(
     ("told", "line", "excluded"),
     [

@@ -200,6 +200,9 @@ MANY = {"instance_count": 2, "output": "s3://bucket/out"}
         ({"output": "s3://bucket/out"}, {}, "/opt/ml/checkpoints", "s3://bucket/out/checkpoints/llama_v2"),
         ({"checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
         ({}, {}, "/opt/ml/checkpoints", None),
+        ({"keep_in": "s3://own/x"}, {}, "/opt/ml/checkpoints", "s3://own/x/checkpoints/llama_v2"),
+        ({"keep_in": "s3://own/x", "checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
+        ({"keep_in": "s3://own/x", "instance_count": 2}, {}, "s3://own/x/checkpoints/llama_v2", None),
         (MANY, {}, "s3://bucket/out/checkpoints/llama_v2", None),
         ({**MANY, "checkpoints": "s3://bucket/c"}, {}, "s3://bucket/c", None),
         (MANY, {"checkpoint_dir": "s3://bucket/x"}, "s3://bucket/x", None),
@@ -429,12 +432,14 @@ def test_shellcheck(path: Path) -> None:
         ("hyperpod_slurm/launch_training_conda.sh", {"TRAINING_DIR": str(SAMPLE / "train"), "model_size": "7b"}, []),
         ("hyperpod_slurm/launch_slurm.sh", {"USE_HF_MODEL": "true"}, ["--max_steps=7"]),
         ("local/launch_single_node.sh", {"NPROC": "2"}, ["--max-steps", "7"]),
+        ("local/launch_single_node.sh", {"NPROC": "2", "DRY_RUN": "1"}, ["--max-steps", "7"]),
         ("local/launch_multi_node.sh", {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NPROC": "1"}, []),
     ],
 )
 def test_every_script_shows_what_it_would_do(script: str, environ: dict[str, str], words: list[str]) -> None:
     done = subprocess.run(
-        [ROOT / "launchers" / script, *words, "--dry_run"], capture_output=True, text=True, check=False, cwd="/",
+        [ROOT / "launchers" / script, *words, *([] if "DRY_RUN" in environ else ["--dry_run"])],
+        capture_output=True, text=True, check=False, cwd="/",
         env={"PATH": os.environ["PATH"], "PYTHON": "<python>" if "slurm" in script else sys.executable, **environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from smp_train.launch import preflight, timing
 from smp_train.launch.environment import lint
 from smp_train.launch.options import helped, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
-from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build
+from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build, own_place
 from smp_train.launch.sagemaker.request import check_limits, request
 from smp_train.launch.sagemaker.sdk_v2 import estimator, inputs
 from smp_train.launch.sagemaker.sdk_v3 import model_trainer
@@ -50,9 +49,7 @@ def main(words: Sequence[str]) -> int:
         region = session.region_name
         if not region:
             raise ConfigError("no AWS region: give --region, or set AWS_DEFAULT_REGION")
-    account = re.match(r"arn:aws[a-z-]*:iam::(\d{12}):", options["role"] or "")
-    if not options["output"] and account:
-        options["output"] = f"s3://sagemaker-{region}-{account[1]}/smp-train"  # the bucket that the SDK takes, too
+    options["output"] = options["output"] or own_place(options["role"], region)
     job = build(training, **options)
     name = f"{job.base_name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     code = f"{str(job.output).rstrip('/')}/{name}/source/sourcedir.tar.gz"
