@@ -48,6 +48,8 @@ VERBS: dict[str, Verb] = {
 
 HELP_FLAGS = {"-h", "--help"}
 QUIET_SECONDS = 1.0
+ALIKE_SECONDS = 15.0
+"""How much later than its node's other processes the one that speaks for them may come to what stops them all."""
 
 
 @dataclass
@@ -217,7 +219,7 @@ def _report(error: Exception, text: str, failing: Failing) -> None:
     alike = runtime is not None and runtime.local_rank > 0 and not start_attempted()
     if alike or getattr(error, "quiet", False):
         # A launcher ends the others once one is gone: let the rank that speaks be first.
-        time.sleep(QUIET_SECONDS)
+        time.sleep(ALIKE_SECONDS if alike else QUIET_SECONDS)
         return
     where = ""
     if runtime is not None:

@@ -16,7 +16,7 @@ def run_variants(variants: dict[str, dict[str, Any]], watch: Any = None) -> dict
     from smp_train import runtime
 
     ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
     try:
         return {name: train(ranks, device, changes, name, watch) for name, changes in variants.items()}
     finally:

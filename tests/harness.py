@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import pickle
 import pkgutil
+import random
 import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +43,39 @@ PRELOAD = [
 ]
 
 
+REPORT_SECONDS = 30.0
+"""For the peers of a failed rank to come to their own end, on a machine that others use too."""
+
+
 class RankFailed(AssertionError):
     """A rank raised, died, or was still running when its time was up."""
 
 
+# Below those that the system gives to whoever asks for any; begun anywhere, as other test processes count too.
+_FIRST_PORT = random.SystemRandom().randrange(26000, 32000)
+_PORTS = itertools.cycle([*range(_FIRST_PORT, 32000), *range(26000, _FIRST_PORT)])
+
+
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that nothing listens on, and that nobody is given before a rank comes to listen there."""
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+@contextlib.contextmanager
+def serving_store() -> Iterator[int]:
+    """Serve the store through which ranks meet, as torchrun's agent does, and yield its port.
+
+    Ranks that leave then cut nobody off who still connects, and no port is chosen before something listens there.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    yield store.port
+    del store
 
 
 def forkserver() -> Any:
@@ -71,6 +97,8 @@ def _body(function: Callable[..., Any], rank: int, world: int, port: int, out: s
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="test",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_USE_AGENT_STORE="True",
         OMP_NUM_THREADS="1",
     )
     import torch
@@ -89,14 +117,13 @@ def _body(function: Callable[..., Any], rank: int, world: int, port: int, out: s
     os._exit(0 if result[0] == "ok" else 1)
 
 
-def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``world`` processes and return their results, by rank.
 
     ``function`` must be defined at the top of a module. Raises `RankFailed` with the traceback of the first
     rank that failed; a rank that outlives ``timeout`` seconds is killed, its stacks printed.
     """
-    with tempfile.TemporaryDirectory() as out:
-        port = free_port()
+    with tempfile.TemporaryDirectory() as out, serving_store() as port:
         context = forkserver()
         ranks = [
             context.Process(target=_body, args=(function, rank, world, port, out, args, kwargs), daemon=True)
@@ -108,14 +135,14 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 1
         # A failed rank leaves its peers inside a collective: give them a moment to report, then end them.
         while any(process.is_alive() for process in ranks) and time.monotonic() < deadline:
             if any(process.exitcode not in (None, 0) for process in ranks):
-                deadline = min(deadline, time.monotonic() + 5)
+                deadline = min(deadline, time.monotonic() + REPORT_SECONDS)
             for process in ranks:
                 process.join(0.02)
         late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for rank in late:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 os.kill(ranks[rank].pid, signal.SIGUSR2)
-            ranks[rank].join(0.5)
+            ranks[rank].join(2)
             ranks[rank].kill()
             ranks[rank].join()
         results: list[Any] = [None] * world

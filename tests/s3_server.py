@@ -33,6 +33,7 @@ class Proxy(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # of connections that many ranks open at once; five is the library's
 
     def __init__(self, behind: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -89,9 +89,9 @@ class Soak:
             process.start()
         victims = self.random.choice(([0], [1], [0, 1]))
         early = self.random.random() < 0.1
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not early and size(self.metrics) == before:
-            assert time.monotonic() < deadline, f"no step within two minutes; see {log}"
+            assert time.monotonic() < deadline, f"no step within five minutes; see {log}"
             assert all(process.exitcode is None for process in ranks), f"a rank ended by itself; see {log}"
             time.sleep(0.005)
         time.sleep(self.random.uniform(0, 2.0 if early else 1.5))
@@ -127,7 +127,7 @@ class Soak:
     def finish(self) -> int:
         """Train on to the end, and compare with a run that was never disturbed; return its last step."""
         last = self.newest + 4
-        run(trained, WORLD, self.variables, self.words(last), timeout=300)
+        run(trained, WORLD, self.variables, self.words(last), timeout=600)
         straight = self.folder / "straight"
         run(train, WORLD, flags(straight, **OPTIONS | {"max_steps": last, "checkpoint_freq": last}), timeout=600)
         expected = {r["step"]: [r[key] for key in EXACT] for r in logged(straight)}

@@ -124,7 +124,7 @@ def counting_compilations(variants: dict[str, Any]) -> tuple[dict[str, Any], dic
 @pytest.mark.slow
 def test_the_default_compiler_trains_alike() -> None:
     variants = {"plain": named("full"), "compiled": named("full", use_torch_compile=1, **OFFLOADED)}
-    (found,) = harness.run(run_variants, 1, variants, timeout=280)
+    (found,) = harness.run(run_variants, 1, variants, timeout=600)
     for ours, theirs in zip(found["compiled"], found["plain"], strict=True):
         # Fused kernels sum in another order.
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -205,7 +205,7 @@ def host_parameters(folder: str) -> tuple[list, list, list]:
     from smp_train.checkpoints import CheckpointManager, find, policies
 
     ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
     init = NativeBackend.__init__
 
     def offloading(self: Any, *args: Any) -> None:

@@ -48,7 +48,7 @@ def train_all(cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     from smp_train.errors import ConfigError
 
     ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
     found: dict[tuple[str, str], Any] = {}
     try:
         for family, mesh in cells:

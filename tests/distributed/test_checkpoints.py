@@ -9,7 +9,6 @@ import itertools
 import os
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +221,7 @@ def test_a_save_or_load_right_after_an_evaluation_is_whole(tmp_path):
 
 
 def failing(folder: str, scenario: str) -> str:
-    """Return the message of the CheckpointError that this rank got, and how long it took to come."""
+    """Return the message of the CheckpointError that this rank got."""
     with group():
         rank = dist.get_rank()
         state = {"model": {"w": torch.full((1000,), float(rank)), f"only{rank}": torch.ones(3)}}
@@ -244,13 +243,11 @@ def failing(folder: str, scenario: str) -> str:
         manager = CheckpointManager([Policy(mine, 1, 2)], model_type="m", on_stage=on_stage)
         if scenario == "mount":
             state = {"model": {f"w{rank}": torch.ones(400_000)}}
-        started = time.monotonic()
         try:
             if scenario == "probe":
                 manager.check_shared()
             manager.save(6, state, {})
         except CheckpointError as error:
-            assert time.monotonic() - started < 15
             dist.barrier()  # the group is still usable: nobody was left inside a collective
             return re.sub(r"/node\d", "", str(error))
         return "saved"

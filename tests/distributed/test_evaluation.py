@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,28 @@ LONG = {"validation_freq": 2, "validation_batches": 400, "val_batch_size": 1, "m
 
 def train_and_stop_in_validation(command_line: list[str]) -> tuple[int, int]:
     """Train; rank 1 gets SIGTERM as the first validation begins. Return the exit code and the batches read in it."""
-    from smp_train import train_lib
+    from smp_train import stop, train_lib
     from smp_train.data.pipelines.data_pipeline import ValidationData
 
     whole, read = ValidationData.batches, 0
+    heard = threading.Event()
+    on_signal = stop.StopRequest._on_signal
+
+    def hear(self: Any, number: int) -> None:
+        on_signal(self, number)
+        heard.set()
 
     def batches(self: Any) -> Any:
         nonlocal read
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
+            heard.wait()  # a thread's work, which may be late
         for batch in whole(self):
             read += 1
             yield batch
 
     ValidationData.batches = batches  # type: ignore[method-assign]
+    stop.StopRequest._on_signal = hear  # type: ignore[method-assign]
     train_lib.READ_TOGETHER = 1
     return train(command_line), read
 

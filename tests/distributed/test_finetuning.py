@@ -88,7 +88,7 @@ def start_from(cases: dict[str, dict[str, Any]], url: str = "") -> dict[str, dic
     """Build the model of each command line as a run would, on this rank, and return its whole parameters."""
     os.environ.update(environment(url))
     ranks = runtime.detect()
-    device = runtime.start(ranks, timeout_seconds=60)
+    device = runtime.start(ranks, timeout_seconds=300)
     found = {}
     for name, changes in cases.items():
         args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
@@ -110,7 +110,7 @@ def test_every_form_of_weights_gives_the_same_model(model: Path) -> None:
 def given_to_rank_0(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
     """Give rank 0 the weights of each command line as the SMP backend does, and return what it has then."""
     ranks = runtime.detect()
-    runtime.start(ranks, timeout_seconds=60)
+    runtime.start(ranks, timeout_seconds=300)
     found = {}
     for name, changes in cases.items():
         spec = resolve(arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args)
@@ -191,7 +191,7 @@ REFUSED = {
 def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Return what this rank raised in each case."""
     ranks = runtime.detect()
-    device = runtime.start(ranks, timeout_seconds=60)
+    device = runtime.start(ranks, timeout_seconds=300)
     said = {}
     for name, changes in cases.items():
         args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args

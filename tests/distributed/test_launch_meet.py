@@ -12,7 +12,7 @@ import pytest
 
 from smp_train.launch import meet
 from smp_train.runtime import Runtime
-from tests.harness import run
+from tests.harness import free_port, run
 
 NAMES = ["n0", "n1", "n2", "n3", "n4"]
 
@@ -79,13 +79,17 @@ class Silent(meet.Meeting):
         return super().reduce(name, ranks, seconds)
 
 
-def body(folder: str, local_world: int, seconds: float, kind: type[meet.Meeting], absent: int | None) -> int | None:
+def body(
+    folder: str, port: int, local_world: int, seconds: float, kind: type[meet.Meeting], absent: int | None
+) -> int | None:
+    meet.LEAVING_SECONDS = 30.0  # nobody is late who is only slow
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == absent:
         return None
     os.environ |= {
         "LOCAL_RANK": str(rank % local_world), "LOCAL_WORLD_SIZE": str(local_world),
         "GROUP_RANK": str(rank // local_world), "GROUP_WORLD_SIZE": str(world // local_world),
+        "MASTER_PORT": str(port),  # where rank 0 serves
         meet.HOSTS: ",".join(f"host{node}" for node in range(world // local_world)),
     }  # fmt: skip
     words = ["--seconds", str(seconds), "--verdict", f"{folder}/verdict.json"]
@@ -98,18 +102,18 @@ def verdict(folder: Path) -> meet.Verdict:
 
 
 def test_all_reach_each_other(tmp_path: Path) -> None:
-    assert run(body, 4, str(tmp_path), 2, 60.0, meet.Meeting, None) == [0, 0, 0, 0]
+    assert run(body, 4, str(tmp_path), free_port(), 2, 240.0, meet.Meeting, None) == [0, 0, 0, 0]
     assert verdict(tmp_path).message == ""
     assert verdict(tmp_path).rate > 0
 
 
 def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), 1, 1.0, meet.Meeting, 1) == [meet.BAD_NODE, None]
+    assert run(body, 2, str(tmp_path), free_port(), 1, 2.0, meet.Meeting, 1) == [meet.BAD_NODE, None]
     assert verdict(tmp_path).nodes == ["host1"]
 
 
 def test_a_node_that_reaches_nobody_is_named(tmp_path: Path) -> None:
-    assert run(body, 3, str(tmp_path), 1, 60.0, Broken, None) == [meet.BAD_NODE] * 3
+    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Broken, None) == [meet.BAD_NODE] * 3
     found = verdict(tmp_path)
     assert len(found.nodes) == 1, found
     assert "does not finish an all-reduce with either of its neighbours" in found.message
@@ -117,10 +121,10 @@ def test_a_node_that_reaches_nobody_is_named(tmp_path: Path) -> None:
 
 
 def test_a_silent_network_is_not_waited_for(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), 1, 60.0, Silent, None) == [meet.BAD_NODE] * 2
+    assert run(body, 2, str(tmp_path), free_port(), 1, 240.0, Silent, None) == [meet.BAD_NODE] * 2
     assert "do not finish an all-reduce with each other" in verdict(tmp_path).message
 
 
 def test_rank_0_that_is_not_there(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), 1, 0.5, meet.Meeting, 0) == [None, meet.UNREACHABLE]
+    assert run(body, 2, str(tmp_path), free_port(), 1, 0.5, meet.Meeting, 0) == [None, meet.UNREACHABLE]
     assert "does not reach 127.0.0.1:" in (tmp_path / "said-1").read_text()

@@ -47,7 +47,7 @@ def command(family: str, **options: Any) -> Any:
 def hand_on(folder: str, source: str) -> None:
     """Per mesh and family: fill a model of other weights with what the mesh before saved, and save that."""
     ranks = runtime.detect()
-    device = runtime.start(ranks, timeout_seconds=60)
+    device = runtime.start(ranks, timeout_seconds=300)
     for mesh, options in MESHES.items():
         for family in FAMILIES:
             args = command(family, **({} if family in NOT_SPLIT and mesh.startswith("tp") else options))
@@ -87,7 +87,7 @@ def test_every_family_goes_through_every_mesh_and_back(tmp_path: Path) -> None:
         first[family] = flatten(state)
         with torch.no_grad():
             logits[family] = model(input_ids=ids).logits
-    run(hand_on, 4, str(tmp_path), "first", timeout=300)
+    run(hand_on, 4, str(tmp_path), "first", timeout=600)
     for family, expected in first.items():
         for mesh in MESHES:  # bytes that went through one mesh and every one before it
             found = read_checkpoint(tmp_path / mesh / f"{family}-1steps")

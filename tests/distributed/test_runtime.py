@@ -22,7 +22,7 @@ def begin() -> Any:
     from smp_train import runtime
 
     place = runtime.detect()
-    device = runtime.start(place, timeout_seconds=30)
+    device = runtime.start(place, timeout_seconds=240)
     return runtime, place, device
 
 
@@ -120,12 +120,15 @@ def test_together_alone_lets_the_error_through() -> None:
 
 TRAIN = """
 import sys, types
-from smp_train import cli, runtime
+from pathlib import Path
+from smp_train import cli, runtime, stop
 from smp_train.errors import DataError
 
 def main(resolved, place):
-    runtime.start(place, timeout_seconds=60)
+    stop.StopRequest(Path("nowhere"))  # as training does: a launcher that ends the peers of a rank lets them speak
+    runtime.start(place, timeout_seconds=240)
     import torch, torch.distributed as dist
+    dist.barrier()  # all have met: what comes then is no failure to meet
     if resolved.args.run_name == "together":
         with runtime.together("reading"):
             if place.rank == 1:
@@ -172,7 +175,7 @@ def processes(
     return ranks
 
 
-def finish(ranks: list[subprocess.Popen[str]], seconds: float = 60) -> list[tuple[int, list[str]]]:
+def finish(ranks: list[subprocess.Popen[str]], seconds: float = 240) -> list[tuple[int, list[str]]]:
     """Return exit code and our lines on stderr of every process."""
     results = []
     try:
@@ -206,14 +209,19 @@ def test_exit_codes_of_a_failure_that_is_shared(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failing_rank_ends_at_once_and_alone(tmp_path: Path) -> None:
     """Its peers are in a collective that it never enters: gloo tells them, or their launcher would."""
-    (peer, complaint), (code, lines) = finish(processes(tmp_path, 2, "alone"), seconds=50)
+    (peer, complaint), (code, lines) = finish(processes(tmp_path, 2, "alone"))
     assert (peer, code) == (1, 3)
     assert lines[0].endswith("] error: shard.json:3: broken")
     assert "] error: lost touch with another rank; its own message" in complaint[0]
 
 
-def test_ranks_that_never_start_are_named() -> None:
-    from smp_train.runtime import detect, start
+def test_ranks_that_never_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    from smp_train.runtime import detect, group, start
+
+    absent = group._absent
+    monkeypatch.setattr(group, "_absent", lambda store, world, _: absent(store, world, timedelta(seconds=0.3)))
 
     place = detect(
         {
@@ -222,7 +230,7 @@ def test_ranks_that_never_start_are_named() -> None:
         }
     )  # fmt: skip
     with pytest.raises(LostPeerError) as refused:
-        start(place, timeout_seconds=60, rendezvous_seconds=1)
+        start(place, timeout_seconds=60)
     message = str(refused.value)
     assert refused.value.exit_code == 1, "no mistake of the user's: another start may go well"
     assert "no word from ranks 1, 2" in message
@@ -238,7 +246,7 @@ def test_nodes_that_start_different_numbers_of_processes_are_told_at_once() -> N
     place = replace(detect({}), master_addr="127.0.0.1", master_port=free_port())
     places = [replace(place, rank=0, world_size=3), replace(place, rank=1, world_size=2)]
     with ThreadPoolExecutor(2) as pool:
-        failures = [future.exception() for future in [pool.submit(group._meet, place, 60) for place in places]]
+        failures = [future.exception() for future in [pool.submit(group._meet, place, 240) for place in places]]
     for failure in failures:
         assert re.search("are of a world of (2, others of 3|3, others of 2): start as many on each", str(failure))
 
@@ -338,7 +346,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "--standalone",
     ]
     done = subprocess.run(
-        [*command, str(script), "together"], env=environ, text=True, capture_output=True, timeout=120
+        [*command, str(script), "together"], env=environ, text=True, capture_output=True, timeout=400
     )
     assert done.returncode == 1  # torchrun's own, whatever its workers' is
     assert done.stderr.count("smp-train: [rank") == 2

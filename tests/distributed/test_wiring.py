@@ -39,7 +39,7 @@ def look_at_all() -> dict[str, dict[str, Any]]:
     logging.getLogger("smp_train.native").setLevel(logging.INFO)
     losses.CHUNK_ELEMENTS = 1  # so few tokens at a time as there may be
     ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
     try:
         return {name: look_at(name, ranks, device) for name in VARIANTS}
     finally:
@@ -226,7 +226,7 @@ def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
 
     float8.check = lambda device: None  # which asks for a GPU; torch has the product for CPUs too
     ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
     models: list[Any] = []
     try:
         for fp8 in (0, 1):

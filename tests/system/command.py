@@ -28,6 +28,8 @@ from tests.harness import forkserver, free_port
 ROOT = Path(__file__).parents[2]
 MARK = "SMP_TRAIN_TEST_COMMAND"
 POLL_SECONDS = 0.02
+PATIENCE_SECONDS = 240.0
+"""For what takes seconds on a machine of one's own."""
 
 
 def environment(folder: Path, changes: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -88,13 +90,13 @@ class Command:
             return True
         return False
 
-    def code(self, timeout: float = 90) -> int:
+    def code(self, timeout: float = PATIENCE_SECONDS) -> int:
         """Wait for the end and return the exit code, negative for a signal."""
         if not self._ended(timeout):
             raise self._failure(f"still running after {timeout:.0f} s")
         return int(self._process.returncode)
 
-    def until(self, condition: Callable[[], Any], what: str, timeout: float = 90) -> Any:
+    def until(self, condition: Callable[[], Any], what: str, timeout: float = PATIENCE_SECONDS) -> Any:
         """Wait until ``condition()`` is true, and return it, while the command is running."""
         deadline = time.monotonic() + timeout
         while True:
@@ -158,7 +160,7 @@ class _Warm(Command):
         # Waits for the process itself, where join() would also take the first to be reaped for the end.
         return bool(multiprocessing.connection.wait([self._process.sentinel], seconds))
 
-    def code(self, timeout: float = 90) -> int:
+    def code(self, timeout: float = PATIENCE_SECONDS) -> int:
         if not self._ended(timeout):
             raise self._failure(f"still running after {timeout:.0f} s")
         self._process.join()
@@ -223,7 +225,7 @@ class Ranks:
     def __getitem__(self, rank: int) -> Command:
         return self.ranks[rank]
 
-    def codes(self, timeout: float = 90) -> list[int]:
+    def codes(self, timeout: float = PATIENCE_SECONDS) -> list[int]:
         """Wait for the end of all and return their exit codes, by rank."""
         return [rank.code(timeout) for rank in self.ranks]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.launch.supervisor import free_port
+from tests.harness import free_port
 from tests.system.command import ROOT, Ranks, environment
 from tests.training import TINY, flags
 
@@ -67,7 +67,7 @@ def test_scripts_train_on_two_machines_by_hand(tmp_path: Path) -> None:
         )
         for rank in "01"
     ]  # fmt: skip
-    said = [node.communicate(timeout=120)[0] for node in nodes]
+    said = [node.communicate(timeout=400)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     assert json.loads((tmp_path / "run/DONE").read_text())["step"] == 3
     run = json.loads((tmp_path / "run/run.json").read_text())

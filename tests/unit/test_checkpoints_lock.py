@@ -48,6 +48,11 @@ def waits(storage: LocalStorage, on_wait=lambda number: None):
     return wait
 
 
+def waited(wait, began: float, seconds: float) -> bool:
+    """Return whether ``seconds`` were waited for, of which the test itself has taken some since ``began``."""
+    return seconds - 2 - (time.monotonic() - began) <= sum(wait.asked) <= seconds + 2
+
+
 def test_the_second_one_is_refused_at_once_and_told_who_holds_it(storage, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     first, second = Lock(storage), Lock(storage)
@@ -92,18 +97,19 @@ def test_a_number_that_another_process_has_now_holds_nothing(storage):
 
 def test_a_holder_elsewhere_that_stamps_is_alive(storage):
     held_by(storage, **ELSEWHERE)
-    wait = waits(storage, lambda number: storage.stamp(LOCK, b"") if number == 5 else None)
+    wait = waits(storage, lambda number: storage.stamp(LOCK, b"") if number == 40 else None)
     with pytest.raises(CheckpointError, match=r"in use by Slurm job 4711 on node-7 \(process 99"):
         Lock(storage).acquire(wait=wait)
-    assert len(wait.asked) == 5
+    assert len(wait.asked) == 40
 
 
 def test_a_holder_elsewhere_that_is_silent_is_dead(storage, caplog):
+    began = time.monotonic()
     held_by(storage, **ELSEWHERE)
     wait = waits(storage)
     taken = Lock(storage)
     taken.acquire(wait=wait)
-    assert sum(wait.asked) == pytest.approx(lock.STALE_SECONDS, abs=2)
+    assert waited(wait, began, lock.STALE_SECONDS)
     assert caplog.text.count("to see whether it still is") == 1
     taken.release()
 
@@ -114,19 +120,20 @@ def test_this_machines_clock_does_not_matter(storage, monkeypatch, wrong):
     held_by(storage, **ELSEWHERE)
     now = time.time() + wrong
     monkeypatch.setattr(time, "time", lambda: now)
-    wait = waits(storage, lambda number: storage.stamp(LOCK, b"") if number == 3 else None)
+    wait = waits(storage, lambda number: storage.stamp(LOCK, b"") if number == 40 else None)
     with pytest.raises(CheckpointError, match="in use by Slurm job 4711"):
         Lock(storage).acquire(wait=wait)
 
 
 def test_a_lock_of_the_future_ages_as_any_other(storage):
     """The storage's clock was put back after the holder died: it takes longer, and nothing else."""
+    began = time.monotonic()
     held_by(storage, **ELSEWHERE)
     path = storage.root / LOCK
     os.utime(path, (time.time() + 20, time.time() + 20))
     taken, wait = Lock(storage), waits(storage)
     taken.acquire(wait=wait)
-    assert sum(wait.asked) == pytest.approx(lock.STALE_SECONDS + 20, abs=2)
+    assert waited(wait, began, lock.STALE_SECONDS + 20)
     taken.release()
 
 
@@ -151,10 +158,10 @@ def test_stamping_keeps_it(storage, monkeypatch):
     held.acquire()
     path = storage.root / LOCK
     os.utime(path, (1, 1))
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while path.stat().st_mtime == 1 and time.monotonic() < until:
         time.sleep(0.01)
-    assert storage.peek(LOCK)[1] < 30
+    assert storage.peek(LOCK)[1] < 600  # which it would not be by decades
     held.release()
 
 

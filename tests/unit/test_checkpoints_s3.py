@@ -311,7 +311,7 @@ def test_faults_on_every_request_are_mended(server, place, monkeypatch, fault, t
 
 
 def test_a_stall_is_mended(server, place, monkeypatch):
-    monkeypatch.setattr(s3_folder, "READ_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(s3_folder, "READ_TIMEOUT_SECONDS", 1.0)
     stall = each_first("stall")
     server.on_request = lambda method, path: stall(method, path) if "distcp" in path else None
     save(place, 1)

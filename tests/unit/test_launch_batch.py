@@ -69,7 +69,7 @@ class Cluster:
         }  # fmt: skip
         done = subprocess.run(
             ["bash", SCRIPTS / script, *words], cwd=self.folder, env=environ, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
         )  # fmt: skip
         self.restarts += 1
         return done.returncode, done.stdout

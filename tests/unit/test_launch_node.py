@@ -137,7 +137,7 @@ say("saved")
 def test_a_signal_asks_the_workers_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, STOPPABLE)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out.split()) == (0, ["saved", "saved"])
     assert "Traceback" not in err
 
@@ -156,7 +156,7 @@ def test_the_second_interrupt_ends_everything(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in "12"] == ["heard\n", "heard\n"]
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 137
+    assert process.wait(120) == 137
     process.communicate()
 
 
@@ -164,13 +164,13 @@ def test_workers_do_not_outlive_their_supervisor(tmp_path: Path) -> None:
     process = start(tmp_path, "say('ready')\ntime.sleep(600)")
     process.kill()
     # Both ends of the pipe are the workers': it closes when the last of them is gone.
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
 
 
 def test_early_requests_do_not_kill_a_worker_that_is_still_importing(tmp_path: Path) -> None:
     process = start(tmp_path, "say('ready')\ntime.sleep(0.5)\nsay('done')")
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert (process.returncode, out.split()) == (0, ["done", "done"])
 
 

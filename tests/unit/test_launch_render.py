@@ -390,7 +390,7 @@ def test_what_the_container_is_given(
         'if [ "$1" = --help ]; then echo --container-image; else echo "$PYTHONPATH $NSYS_DIR $*"; fi',
     )  # fmt: skip
     done = subprocess.run(
-        ["bash", tmp_path / "job.sh"], capture_output=True, text=True, check=False, timeout=60,
+        ["bash", tmp_path / "job.sh"], capture_output=True, text=True, check=False, timeout=240,
         env={
             "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "DRY_RUN": "1",
             "PYTHONPATH": "/mine", "NSYS_DIR": "/opt/nsys",

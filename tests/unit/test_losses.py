@@ -100,7 +100,7 @@ print((peak() - before) * 1024)
 
 def extra_bytes(kind: str) -> int:
     command = [sys.executable, "-c", MEASURE, kind]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout)
+    return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
 
 
 def test_a_second_backward_pass_is_refused() -> None:

@@ -225,13 +225,13 @@ def test_tied_embeddings_stay_tied_without_sharding() -> None:
 
 def test_the_largest_models_take_seconds_and_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.monotonic()
+    start = time.process_time()  # others may use the machine
     for family, size, layers in (("llama_v3", "405b", 126), ("mixtral", "8x7b", 32), ("gpt_neox", "20b", 44)):
         model = build_meta(resolve(SimpleNamespace(model_type=family, model_size=size)))
         found = decoder_layers(model)
         assert len(found) == layers
         assert all(dict(model.named_modules())[name] is layer for name, layer in found)
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
 
 

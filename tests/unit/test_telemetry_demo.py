@@ -57,7 +57,7 @@ def trainer(folder, mode):
 def stop(demo, folder, mode):
     command = trainer(folder, mode)
     return demo.stop_half_way(
-        RunFolder(folder / "run"), folder / "checkpoints", command, half=8, timeout=60
+        RunFolder(folder / "run"), folder / "checkpoints", command, half=8, timeout=240
     )
 
 
@@ -89,7 +89,7 @@ def test_a_trainer_that_does_not_is_not(demo, tmp_path, mode, message):
 def test_a_trainer_that_hangs_is_killed_when_its_time_is_up(demo, tmp_path):
     run = RunFolder(tmp_path / "run")
     with demo.started(trainer(tmp_path, "good")) as process:
-        demo.wait_for_step(process, run, 8, timeout=60)
+        demo.wait_for_step(process, run, 8, timeout=240)
         with pytest.raises(demo.DemoFailed, match="had not reached step 99"):
             demo.wait_for_step(process, run, 99, timeout=0.3)
     assert gone(process.pid)
@@ -98,7 +98,7 @@ def test_a_trainer_that_hangs_is_killed_when_its_time_is_up(demo, tmp_path):
 def test_a_command_that_fails_is_named(demo):
     command = [sys.executable, "-c", "exit(3)"]
     with pytest.raises(demo.DemoFailed, match="exit code 3"), demo.started(command) as process:
-        demo.finish(process, 30)
+        demo.finish(process, 240)
 
 
 def finished_run(folder, *, last=2.0, steps=20, missing=(), resumed=10, validation=2.5, waits=(0.001, 0.5)):
