@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not USABLE, reason=f"needs root and Debian's slurm-wlm, munge, libslurm-dev (no {MISSING})"),
 ]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
+ENROOT, CONDA = "launch_training_enroot.sh", "launch_training_conda.sh"
 STEPS = 40
 FLAGS = {**TINY, "num_layers": 1, "max_steps": STEPS, "checkpoint_freq": 5}
 
@@ -86,13 +87,13 @@ def worker(rig: Rig, node: str) -> psutil.Process | None:
     return min(found, key=lambda process: process.create_time(), default=None)  # the others are its children
 
 
-def meet(rig: Rig, folder: Path, step: int, number: signal.Signals, start: int = 1) -> psutil.Process:
-    """Send a signal to a process of a run on n2 as soon as start number ``start`` has reached a step; return it."""
+def meet(rig: Rig, folder: Path, step: int, number: signal.Signals, node: str = "n2") -> psutil.Process:
+    """Send a signal to a process of a run on a node as soon as the run has reached a step; return the process."""
     process: psutil.Process | None = None
 
     def there() -> bool:
         nonlocal process
-        process = process or (worker(rig, "n2") if len(starts(folder)) >= start else None)
+        process = process or worker(rig, node)
         return process is not None and max(steps(folder), default=0) >= step
 
     rig.wait(there, 240, f"step {step}", pause=0.02)
@@ -119,7 +120,7 @@ def container(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     chosen = {"IMAGE": f"{folder}/smpv2.sqsh", "NPROC": "2", "PREFLIGHT": "240"}
     # An image with variables of its own: with this PYTHONPATH nothing would run.
     chosen["PYXIS_DOUBLE_IMAGE_ENV"] = "PYTHONPATH=/baked OMP_NUM_THREADS=9 HF_HOME=/baked"
-    job, log = submit(rig, "launch_training_enroot.sh", folder, words(), "--time=60", **chosen)
+    job, log = submit(rig, ENROOT, folder, words(), "--time=60", **chosen)
     assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
     return folder
 
@@ -140,7 +141,7 @@ def test_auto_resume_swaps_the_node(container: Path, tmp_path: Path) -> None:
     """In an environment of Python, 2 nodes x 2 processes: one is killed, and the node with it is replaced."""
     with Rig(tmp_path / "r", auto_resume=True) as rig:
         (rig.folder / "run/bad_nodes").write_text("n2\n")
-        job, log = submit(rig, "launch_training_conda.sh", tmp_path, words(), "--exclusive", NPROC="2")
+        job, log = submit(rig, CONDA, tmp_path, words(), "--exclusive", NPROC="2")
         meet(rig, tmp_path, 8, signal.SIGKILL)
         assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
     assert done(tmp_path) == STEPS
@@ -152,31 +153,66 @@ def test_auto_resume_swaps_the_node(container: Path, tmp_path: Path) -> None:
     same_end(container, tmp_path)
 
 
-def test_out_of_time_and_then_a_lost_node_change_nothing(rig: Rig, tmp_path: Path) -> None:
-    """USR1: saved, requeued, resumed. A node dies: requeued, resumed on the spare one. Ended as if undisturbed."""
-    undisturbed = tmp_path / "undisturbed"
-    more = words(run_dir=undisturbed / "run", checkpoint_dir=undisturbed / "run/checkpoints")
-    with Ranks(undisturbed, 2, "train", *more, launcher=as_torchrun) as ranks:
-        job, log = submit(rig, "launch_training_conda.sh", tmp_path, words())
-        held = meet(rig, tmp_path, 7, signal.SIGSTOP)
-        rig.run("scancel", "--batch", "--signal=USR1", job)
-        rig.wait((tmp_path / "run/STOP").exists, 60, "the request to stop")
-        held.send_signal(signal.SIGCONT)
-        rig.wait(lambda: len(starts(tmp_path)) == 2, 240, "the second start")
-        saved = starts(tmp_path)[1]["committed_step"]
-        assert 7 <= saved < STEPS
-        assert saved % 5 or saved == max(steps(tmp_path)), "it was saved because it was asked to stop"
-        meet(rig, tmp_path, saved + 6, signal.SIGSTOP, start=2)
+def undisturbed(folder: Path, ranks: int) -> Ranks:
+    """Start the same run on this machine, of processes that have their imports behind them."""
+    place = {"run_dir": folder / "run", "checkpoint_dir": folder / "run/checkpoints"}
+    return Ranks(folder, ranks, "train", *words(**place), launcher=as_torchrun)
+
+
+def test_lost_node_is_replaced_and_nothing_changes(rig: Rig, tmp_path: Path) -> None:
+    with undisturbed(tmp_path / "here", 2) as ranks:
+        job, log = submit(rig, CONDA, tmp_path, words())
+        meet(rig, tmp_path, 8, signal.SIGSTOP)
         rig.crash("n2")
         try:
             assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
         finally:
             rig.boot("n2")
         assert ranks.codes(240) == [0, 0], ranks.err
-    assert [start["nodes"] for start in starts(tmp_path)] == ["n[1-2]", "n[1-2]", "n[1,3]"]
-    assert starts(tmp_path)[2]["committed_step"] >= saved + 1
-    same_end(undisturbed, tmp_path)
+    first, second = starts(tmp_path)
+    assert (first["nodes"], second["nodes"]) == ("n[1-2]", "n[1,3]")
+    assert second["committed_step"] >= 5
+    same_end(tmp_path / "here", tmp_path)
     rig.wait(lambda: rig.idle() == rig.nodes, 120, "the node to come back")
+
+
+def test_preempted_job_saves_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm sends USR1, as it does before the time limit. On a cluster with GRES: a process for each GPU asked for."""
+    with Rig(tmp_path / "r", nodes=1, gpus=2) as rig, undisturbed(tmp_path / "here", 1) as ranks:
+        job, log = submit(rig, CONDA, tmp_path, words(), "--nodes=1", "--gpus-per-node=1", NPROC="auto")
+        held = meet(rig, tmp_path, 7, signal.SIGSTOP, node="n1")
+        rig.run("sbatch", "--partition=prio", "--exclusive", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
+        rig.wait((tmp_path / "run/STOP").exists, 120, "the request to stop")
+        held.send_signal(signal.SIGCONT)
+        at(rig, tmp_path, monkeypatch)
+        for more, warned in (([], True), (["--gpus_per_node", "2"], False)):
+            assert launch("--check", *more) == 0
+            assert ("this cluster has GRES: without --gpus_per_node" in capsys.readouterr().err) is warned
+        assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
+        assert ranks.codes(240) == [0], ranks.err
+        # Every node would have these eight: the choice of two is this job's.
+        job, other = submit(
+            rig, CONDA, tmp_path / "b", words(), "--nodes=1", "--gpus-per-node=2", NPROC="auto",
+            INSTANCE_TYPE="p5.48xlarge",
+        )  # fmt: skip
+        assert rig.wait_for_end(job, other) == "FAILED"
+    assert "2 of 8 GPUs are visible on this p5.48xlarge (CUDA_VISIBLE_DEVICES=0,1)" in other.read_text()
+    assert "asked to stop by USR1" in log.read_text()
+    assert [start["committed_step"] >= 7 for start in starts(tmp_path)] == [False, True]
+    saved = starts(tmp_path)[1]["committed_step"]
+    assert [one["step"] for one in records(tmp_path) if one.get("event") == "stop"] == [saved], "when it was asked"
+    same_end(tmp_path / "here", tmp_path)
+
+
+def test_cancelled_job_does_not_come_back(rig: Rig, tmp_path: Path) -> None:
+    job, log = submit(rig, CONDA, tmp_path, words(max_steps=10**6), "--nodes=1")
+    rig.wait(lambda: bool(starts(tmp_path)), 240, "the start")
+    rig.run("scancel", job)
+    assert rig.wait_for_end(job, log) == "CANCELLED"
+    rig.wait(lambda: rig.idle() == rig.nodes, 120, "the job to be gone")
+    assert len(starts(tmp_path)) == 1
 
 
 def test_data_is_prepared_and_trained_on_by_variables(rig: Rig, tmp_path: Path) -> None:
@@ -202,21 +238,8 @@ def test_data_is_prepared_and_trained_on_by_variables(rig: Rig, tmp_path: Path) 
     assert (tmp_path / "run/profile/trace-rank0.json.gz").exists()
 
 
-def test_crash_loop_stops(rig: Rig, tmp_path: Path) -> None:
-    flags = words(lr=1e30, max_steps=5000, checkpoint_freq=5000)
-    job, log = submit(rig, "launch_training_conda.sh", tmp_path, flags, "--nodes=1", MAX_ATTEMPTS="1")
-    assert rig.wait_for_end(job, log) == "FAILED", log.read_text()
-    assert len(starts(tmp_path)) == 1
-    text = log.read_text()
-    assert text.count("first failure of this start: LAUNCH-FAIL node=n1 rank=0 rc=1 cause=error") == 1
-    assert f"1 starts of job {job} brought no checkpoint beyond step 0: not trying again" in text
-
-
-ENROOT, CONDA = "launch_training_enroot.sh", "launch_training_conda.sh"
-
-
-def test_refused_at_start(rig: Rig, tmp_path: Path) -> None:
-    """Each job on a node of its own, all of them at once."""
+def test_what_fails_ends(rig: Rig, tmp_path: Path) -> None:
+    """Refused at start, or stopped in a crash loop: each on a node of its own, all of them at once."""
     image = tmp_path / "x.sqsh"
     image.touch()
     wrong: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
@@ -231,6 +254,8 @@ def test_refused_at_start(rig: Rig, tmp_path: Path) -> None:
             {"INSTANCE_TYPE": "p5.48xlarge", "NPROC": "auto", "MAX_ATTEMPTS": "1"},
         ),
     ]  # fmt: skip
+    loop = words(lr=1e30, max_steps=5000, checkpoint_freq=5000)
+    crashing, crashed = submit(rig, CONDA, tmp_path / "loop", loop, "--nodes=1", MAX_ATTEMPTS="1")
     jobs = [
         submit(rig, script, tmp_path / str(number), words(**flags), "--nodes=1", **environ)
         for number, (_, script, flags, environ) in enumerate(wrong)
@@ -240,36 +265,12 @@ def test_refused_at_start(rig: Rig, tmp_path: Path) -> None:
         assert said in log.read_text()
         again = "INSTANCE_TYPE" in environ  # another node may have what this one lacks
         assert ("putting the job back into the queue" in log.read_text()) is again
-
-
-def test_preempted_job_with_gpus_goes_on_and_a_cancelled_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a cluster with GRES: as many processes as GPUs were asked for, and real preemption by Slurm."""
-    with Rig(tmp_path / "r", nodes=1, gpus=2) as rig:
-        ask, job_a = ("--nodes=1", "--gpus-per-node=2"), tmp_path / "a"
-        flags = words(max_steps=100000, checkpoint_freq=100000)
-        job, log = submit(rig, CONDA, job_a, flags, *ask, NPROC="auto")
-        rig.wait(lambda: len(steps(job_a)) >= 3, 240, "step 3")
-        assert json.loads((job_a / "run/run.json").read_text())["mesh"]["world_size"] == 2
-        rig.run("sbatch", "--partition=prio", "--exclusive", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
-        rig.wait(lambda: len(starts(job_a)) == 2, 240, "the second start")
-        assert "asked to stop by USR1" in log.read_text()
-        saved = starts(job_a)[1]["committed_step"]
-        assert saved >= 3, "it had time to save"
-        rig.wait(lambda: max(steps(job_a)) > saved, 240, "the step after")
-        rig.run("scancel", job)
-        assert rig.wait_for_end(job, log) == "CANCELLED"
-        # Any other node would have these eight; the choice of two is this job's.
-        told = {"INSTANCE_TYPE": "p5.48xlarge", "NPROC": "auto"}
-        job, log = submit(rig, CONDA, tmp_path / "b", words(), *ask, **told)
-        assert rig.wait_for_end(job, log) == "FAILED"
-        assert "2 of 8 GPUs are visible on this p5.48xlarge (CUDA_VISIBLE_DEVICES=0,1)" in log.read_text()
-        assert len(starts(job_a)) == 2, "it stays away"
-        at(rig, tmp_path, monkeypatch)
-        for more, warned in (([], True), (["--gpus_per_node", "2"], False)):
-            assert launch("--check", *more) == 0
-            assert ("this cluster has GRES: without --gpus_per_node" in capsys.readouterr().err) is warned
+    assert rig.wait_for_end(crashing, crashed) == "FAILED", crashed.read_text()
+    assert len(starts(tmp_path / "loop")) == 1
+    text = crashed.read_text()
+    (failure,) = [line for line in text.splitlines() if "first failure of this start: " in line and "loop" not in line]
+    assert failure.endswith("rank=0 rc=1 cause=error")
+    assert f"1 starts of job {crashing} brought no checkpoint beyond step 0: not trying again" in text
 
 
 def at(rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
