@@ -15,7 +15,7 @@ fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 OPTIONS=()
 case "${DRY_RUN:-}" in '' | 0 | false) ;; *) OPTIONS+=(--dry_run) ;; esac
-[ -z "${NPROC:-}" ] || OPTIONS+=(--nproc "$NPROC")
+[ "${NPROC:-auto}" = auto ] || OPTIONS+=(--nproc "$NPROC")
 [ -z "${PREFLIGHT:-}" ] || OPTIONS+=(--preflight "$PREFLIGHT")
 [ -z "${PROFILE:-}" ] || OPTIONS+=(--profile "$PROFILE")
 [ -z "${RUN_DIR:-}" ] || FLAGS+=(--run_dir "$RUN_DIR")

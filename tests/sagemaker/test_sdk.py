@@ -66,7 +66,7 @@ def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:
 
 def test_channels_can_be_added(aws: None) -> None:
     ready = sagemaker.estimator(FLAGS, sagemaker_session=sdk.Session(boto3.Session()), **OPTIONS)
-    ready.fit({**sagemaker.inputs(ready), "more": "s3://bucket/more"}, wait=False)
+    ready.fit(inputs={**sagemaker.inputs(ready), "more": "s3://bucket/more"}, wait=False)
     (job,) = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
     shown = boto3.client("sagemaker").describe_training_job(TrainingJobName=job["TrainingJobName"])
     assert {channel["ChannelName"] for channel in shown["InputDataConfig"]} == {"train", "test", "more"}

@@ -24,6 +24,9 @@ SCRIPTS = [*sorted((ROOT / "launchers").glob("*/*.sh")), ROOT / "docker_build.sh
 ROLE = "arn:aws:iam::123456789012:role/training"
 
 
+CONTAINER = ["slurm", "--nproc", "2", "--use_synthetic_data=1", "--image", "/x.sqsh"]
+
+
 def compare(name: str, text: str) -> None:
     """Compare with the golden file; SMP_TRAIN_UPDATE_GOLDEN=1 writes it instead, for a reviewer to read."""
     text = text.replace(sys.executable, "<python>").replace(str(CODE_DIR), "<code>")
@@ -137,6 +140,8 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--profile", "x"], "--profile x: is not torch or nsys"),
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--env", "1X=2"], "is not NAME=VALUE"),
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--time", "5"], "nothing would be trained"),
+        ([*CONTAINER, "--mounts", "/a,b"], "--mounts /a,b: is not SOURCE or SOURCE:TARGET[:FLAGS]; pyxis has no way"),
+        ([*CONTAINER, "--run_dir", "/a:b"], "/a:b: the container needs it, and pyxis has no way to write a comma"),
         (["local", "--nproc", "2", "--nnodes", "2", "--use_synthetic_data=1"], "needs NODE_RANK (0 to 1"),
         (["local", "--nproc", "2", "--training_dir", "/no/data", "--check"], "--training_dir /no/data: no such folder"),
         (
@@ -433,6 +438,7 @@ def test_shellcheck(path: Path) -> None:
         ("hyperpod_slurm/launch_slurm.sh", {"USE_HF_MODEL": "true"}, ["--max_steps=7"]),
         ("local/launch_single_node.sh", {"NPROC": "2"}, ["--max-steps", "7"]),
         ("local/launch_single_node.sh", {"NPROC": "2", "DRY_RUN": "1"}, ["--max-steps", "7"]),
+        ("local/launch_single_node.sh", {"NPROC": "auto", "CUDA_VISIBLE_DEVICES": "0,1"}, ["--max-steps", "7"]),
         ("local/launch_multi_node.sh", {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NPROC": "1"}, []),
     ],
 )

@@ -85,12 +85,17 @@ def estimator(
     return ready
 
 
-def _fit(ready: Any, channels: Any = None, **options: Any) -> Any:
-    return type(ready).fit(ready, inputs(ready) if channels is None else channels, **options)
+def _fit(ready: Any, inputs: Any = None, *more: Any, **options: Any) -> Any:
+    """Stand for the SDK's ``fit``: the job's own channels where none are given."""
+    return type(ready).fit(ready, _channels(ready) if inputs is None else inputs, *more, **options)
 
 
 def inputs(ready: Any) -> dict[str, Any]:
     """Return the channels of an `estimator`, which its ``fit`` takes when it is given none; add to them as you like."""
+    return _channels(ready)
+
+
+def _channels(ready: Any) -> dict[str, Any]:
     from sagemaker.inputs import FileSystemInput, TrainingInput
 
     job: Job = ready.smp_train_job
