@@ -15,6 +15,7 @@ from smp_train import cli
 from smp_train.arguments.parse import known_names
 from smp_train.errors import ConfigError
 from smp_train.launch import environment, instances, local, options, sagemaker, slurm
+from smp_train.launch.sagemaker import job
 from smp_train.launch.spec import CODE_DIR
 from tests.training import SAMPLE
 
@@ -220,10 +221,10 @@ MANY = {"instance_count": 2, "output": "s3://bucket/out"}
 def test_sagemaker_keeps_checkpoints_where_all_instances_write(
     options_: dict[str, object], flags: dict[str, object], written: str, copied: str | None
 ) -> None:
-    job = sagemaker.build({"model_type": "llama_v2", **flags}, **{**SAGEMAKER, **options_})
-    assert (job.resolved.args.checkpoint_dir, job.checkpoints) == ([written], copied)
+    made = sagemaker.build({"model_type": "llama_v2", **flags}, **{**SAGEMAKER, **options_})
+    assert (made.resolved.args.checkpoint_dir, made.checkpoints) == ([written], copied)
     if written != "/opt/ml/checkpoints":
-        assert [job.hyperparameters["checkpoint_dir"]] in ([written], [[written]])
+        assert [made.hyperparameters["checkpoint_dir"]] in ([written], [[written]])
 
 
 def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +237,13 @@ def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixt
     own = "s3://sagemaker-eu-west-1-123456789012/smp-train"
     assert request["OutputDataConfig"]["S3OutputPath"] == own
     assert json.loads(request["HyperParameters"]["checkpoint_dir"]) == [f"{own}/checkpoints/llama_v2-7b"]
+
+
+def test_sagemakers_own_bucket() -> None:
+    session = type("Session", (), {"_default_bucket_name_override": "mine", "boto_region_name": "eu-west-1"})()
+    assert job.own_place(ROLE, job.region_of(session)) == "s3://sagemaker-eu-west-1-123456789012/smp-train"
+    assert job.own_place(ROLE, "eu-west-1", session) == "s3://mine/smp-train"
+    assert job.own_place("a role", "eu-west-1") is job.own_place(ROLE, None) is None
 
 
 def test_sagemaker_image_by_region() -> None:

@@ -156,10 +156,16 @@ def _plain(text: Any) -> Any:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(text)
 
 
-def own_place(role: str | None, region: str | None) -> str | None:
-    """Return where runs go that are told no place: SageMaker's own bucket, as its SDKs name it, if it can be told."""
+def own_place(role: str | None, region: str | None, session: Any = None) -> str | None:
+    """Return where runs go that are told no place: the bucket of an SDK's session, or the one that SDKs make.
+
+    None where it cannot be told without asking AWS.
+    """
     account = re.match(r"arn:aws[a-z-]*:iam::(\d{12}):", role or "")
-    return f"s3://sagemaker-{region}-{account[1]}/smp-train" if account and region else None
+    bucket = getattr(session, "_default_bucket_name_override", None)  # what it was given; the public call makes one
+    if bucket is None and account and region:
+        bucket = f"sagemaker-{region}-{account[1]}"
+    return f"s3://{bucket}/smp-train" if bucket else None
 
 
 def region_of(session: Any) -> str | None:

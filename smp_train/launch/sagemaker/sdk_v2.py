@@ -40,7 +40,8 @@ def estimator(
         raise ConfigError(
             "SageMaker's SDK v2 is not here; pip install 'sagemaker>=2.233,<3', or use model_trainer with SDK v3"
         ) from None
-    job = build(words, keep_in=own_place(options.get("role"), region_of(sagemaker_session)), **options)
+    own = own_place(options.get("role"), region_of(sagemaker_session), sagemaker_session)
+    job = build(words, keep_in=own, **options)
     folder = stage(Path(source_dir) if source_dir else Path(tempfile.mkdtemp(prefix="smp-train-source-")))
     image: dict[str, Any] = {"image_uri": job.image} if job.image else dict(SMP if job.smp else TORCH)
     distribution: dict[str, Any] = {"torch_distributed": {"enabled": True}}

@@ -54,7 +54,7 @@ def model_trainer(
     region = region or region_of(sagemaker_session)
     if not region:
         raise ConfigError("no AWS region: give region=, or set AWS_DEFAULT_REGION")
-    job = build(words, keep_in=own_place(options.get("role"), region), **options)
+    job = build(words, keep_in=own_place(options.get("role"), region, sagemaker_session), **options)
     _check(job)
     folder = stage(Path(source_dir) if source_dir else Path(tempfile.mkdtemp(prefix="smp-train-source-")))
     more: dict[str, Any] = {}
