@@ -39,3 +39,8 @@ LOST_PEER = "lost-peer"
 EXIT_CODES: dict[int, type[SmpTrainError]] = {
     cls.exit_code: cls for cls in (SmpTrainError, ConfigError, DataError, CheckpointError)
 }
+
+
+def one_line(failure: BaseException) -> str:
+    """Return what a failure of another library says, in one line; its type where it says nothing."""
+    return " ".join(str(failure).split()) or type(failure).__name__

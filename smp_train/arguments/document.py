@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.arguments.aliases import ALIASES, SMP_KEYS
 from smp_train.arguments.capabilities import INEFFECTIVE, OF_SMP, REFUSED, REFUSED_NATIVELY
-from smp_train.arguments.groups import GROUPS, Flag, LegacyArguments, flags, show
+from smp_train.arguments.flag import Flag, show
+from smp_train.arguments.groups import GROUPS, LegacyArguments, flags
 
 if TYPE_CHECKING:
     from smp_train.arguments.parse import Resolved

@@ -18,7 +18,8 @@ from smp_train.arguments.capabilities import (
     REFUSED_NATIVELY,
 )
 from smp_train.arguments.degrees import divisors, plan
-from smp_train.arguments.groups import STRATEGIES, Arguments, flags, show
+from smp_train.arguments.flag import show
+from smp_train.arguments.groups import STRATEGIES, Arguments, flags
 from smp_train.arguments.parse import Resolved
 from smp_train.errors import ConfigError
 from smp_train.runtime import smp_installed

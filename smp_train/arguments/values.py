@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from smp_train.arguments.groups import Flag
+from smp_train.arguments.flag import Flag
 from smp_train.errors import ConfigError
 
 TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
 from smp_train.arguments.parse import launched_by_smp
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -66,18 +66,13 @@ def check_state(library: Any, config: dict[str, Any]) -> None:
             )
 
 
-def reason(failure: Exception) -> str:
-    """Return what a failure of SMP says, in one line."""
-    return " ".join(str(failure).split()) or type(failure).__name__
-
-
 def _refused(failure: Exception) -> str:
     """Return why SMP does not start: what it says, and the one thing about its container that is often the cause."""
     # What is wrong with the configuration has nothing to do with where it runs.
     if isinstance(failure, ValueError | TypeError) or CLUSTERS.is_dir() or runtime.is_sagemaker(os.environ):
-        return reason(failure)
+        return one_line(failure)
     hint = f"on HyperPod, SMP needs {CLUSTERS} of the host mounted into its container; it is not here"
-    return f"{reason(failure)} ({hint})"
+    return f"{one_line(failure)} ({hint})"
 
 
 def part(name: str, wanted_by: str, since: str = "") -> Any:
@@ -86,7 +81,7 @@ def part(name: str, wanted_by: str, since: str = "") -> Any:
         return importlib.import_module(f"torch.sagemaker.{name}")
     except ImportError as failure:
         came = f", which came with SMP {since}" if since else ""
-        raise ConfigError(f"{wanted_by} needs torch.sagemaker.{name}{came}: {reason(failure)}") from failure
+        raise ConfigError(f"{wanted_by} needs torch.sagemaker.{name}{came}: {one_line(failure)}") from failure
 
 
 def moe_config(args: Arguments, *, reads_weights: bool) -> Any:

@@ -21,7 +21,7 @@ from smp_train.backends import smp_library
 from smp_train.backends.smp_fp8 import Fp8
 from smp_train.checkpoints.collective import alone
 from smp_train.checkpoints.pretrained import load_weights
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, one_line
 from smp_train.models import build
 from smp_train.models.initialization import initialise
 from smp_train.parallel.spread import chosen
@@ -68,7 +68,7 @@ def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bo
             raise
         except Exception as failure:
             raise ConfigError(
-                f"torch.sagemaker.transform refuses this model: {smp_library.reason(failure)}; SMP's own "
+                f"torch.sagemaker.transform refuses this model: {one_line(failure)}; SMP's own "
                 "implementation is there for Llama, Mistral, Mixtral and GPT-NeoX"
             ) from failure
     module = smp_library.part("tensor_parallel.transformer", "SMP's own implementation")

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from smp_train import arguments, runtime, train_lib
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.initialization import initialise
+from smp_train.set_up import Run, set_up
 from smp_train.telemetry.logging_utils import get_logger
 
 log = get_logger()
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         resolved = arguments.parse([*defaults(scratch), *flags])
         arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)
         device = runtime.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
-        run = train_lib.set_up(resolved, ranks, device, ExitStack())
+        run = set_up(resolved, ranks, device, ExitStack())
         ours = our_steps(run)
         bare = bare_steps(run)
         ratios, seconds = [], []
@@ -94,7 +95,7 @@ def defaults(scratch: Path) -> list[str]:
     ]
 
 
-def our_steps(run: train_lib.Run) -> Callable[[int], float]:
+def our_steps(run: Run) -> Callable[[int], float]:
     """Return a function that makes n steps as `train_lib` does and returns the seconds of one."""
     batches = run.train_data.batches(0)
 
@@ -104,7 +105,7 @@ def our_steps(run: train_lib.Run) -> Callable[[int], float]:
     return timed(steps, run.backend.topology.device)
 
 
-def bare_steps(run: train_lib.Run) -> Callable[[int], float]:
+def bare_steps(run: Run) -> Callable[[int], float]:
     """Return the same for the shortest FSDP2 loop that trains the same model, averaging over ranks as FSDP2 does."""
     args, device = run.args, run.backend.topology.device
     model = build_meta(run.spec, attn_implementation=args.attn_implementation)

@@ -1,8 +1,9 @@
 """Checkpoints: one tree for all ranks, committed by a marker, verified when found, loaded on any mesh."""
 
 from smp_train.checkpoints.finding import Checkpoint, find, open_checkpoint
-from smp_train.checkpoints.manager import CheckpointManager, Policy, policies
+from smp_train.checkpoints.manager import CheckpointManager
 from smp_train.checkpoints.record import folder_name
+from smp_train.checkpoints.retention import Policy, policies
 from smp_train.checkpoints.state import canonical_name, create_optimizer_state, gather_state
 
 __all__ = [

@@ -19,11 +19,12 @@ from smp_train.checkpoints.finding import (
     open_checkpoint,
 )
 from smp_train.checkpoints.lock import Lock
-from smp_train.checkpoints.manager import CheckpointManager, Policy
+from smp_train.checkpoints.manager import CheckpointManager
 from smp_train.checkpoints.record import ABANDONED, COMMITTED, DAMAGED, folder_name, name_before, parse_folder_name
+from smp_train.checkpoints.retention import Policy
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.runtime.places import place
+from smp_train.runtime.places import Place, place
 
 ABANDONED_SECONDS = 3600.0
 """What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""
@@ -184,9 +185,7 @@ def convert(options: argparse.Namespace) -> int:
     from smp_train.models.hf_weights import NOT_WEIGHTS
     from smp_train.models.weight_files import WeightFiles
 
-    source = place(options.source)
-    if not source.exists():
-        raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
+    source = _weights(options.source)
     if (source / COMMITTED).is_file():
         open_checkpoint(source).check_names()
         raise ConfigError(f"{source} is a checkpoint of this program: smp-train checkpoint export {source} FOLDER")
@@ -218,9 +217,7 @@ def import_weights(options: argparse.Namespace) -> int:
     from smp_train.models.build import build_meta, materialise
     from smp_train.models.resolve import resolve
 
-    source = place(options.source)
-    if not source.exists():
-        raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
+    source = _weights(options.source)
     spec = resolve(
         argparse.Namespace(
             finetune=True, pretrained_model_name=options.model, pretrained_checkpoint_file=str(source),
@@ -313,6 +310,13 @@ def newest(location: str) -> Checkpoint:
     if not names:
         raise CheckpointError(f"{location} holds no committed checkpoint")
     return open_checkpoint(os.path.join(storage.location, names[0]))
+
+
+def _weights(location: str) -> Place:
+    source = place(location)
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
+    return source
 
 
 def _folder(location: str) -> Storage:

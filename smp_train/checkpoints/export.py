@@ -17,7 +17,7 @@ from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.model_folder import ModelFolder, put, put_made, writing
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.models.resolve import config_of
+from smp_train.models.hugging_face import config_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
 from smp_train.runtime.places import Place, on_this_machine, place

@@ -244,6 +244,12 @@ def committed_names(storage: Storage, model_type: str | None) -> list[str]:
     return [name for _, name in sorted(found, reverse=True)]
 
 
+def committed_steps(storage: Storage, model_type: str) -> dict[int, str]:
+    """Return {step: name} of the committed checkpoints of ``model_type`` that have their names, newest step first."""
+    parsed = ((parse_folder_name(name), name) for name in committed_names(storage, model_type))
+    return {found[1]: name for found, name in parsed if found is not None}
+
+
 def open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:
     """Open and verify one checkpoint. Collective. Raises `Damaged` on every rank when any finds it so."""
     label = os.path.join(storage.location, name)

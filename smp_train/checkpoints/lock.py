@@ -105,6 +105,7 @@ class Lock:
         self._storage, self._advice = storage, advice
         self._mine = Holder.this_process()
         self._ended = threading.Event()
+        self._stamping = threading.Lock()
 
     def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
         """Take the lock, from a holder that is dead at once, from one that may be after `STALE_SECONDS`.
@@ -144,8 +145,8 @@ class Lock:
     def _stamp(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             # What goes wrong here is found out by `check`, or does not matter.
-            with contextlib.suppress(OSError, CheckpointError):
-                if self._is_mine():
+            with self._stamping, contextlib.suppress(OSError, CheckpointError):
+                if not self._ended.is_set() and self._is_mine():
                     self._storage.stamp(LOCK, self._mine.to_bytes())
 
     def _is_mine(self) -> bool:
@@ -173,6 +174,10 @@ class Lock:
             return
         self._ended.set()
         atexit.unregister(self.release)
+        # In S3 a stamp is a new object: one that is on its way would bring the lock back.
+        waited = self._stamping.acquire(timeout=BEAT_SECONDS)
         with contextlib.suppress(OSError, CheckpointError):
             if self._is_mine():
                 self._storage.drop(LOCK)
+        if waited:
+            self._stamping.release()

@@ -9,25 +9,18 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from smp_train import runtime
-from smp_train.checkpoints.collective import alone, exchange, here, on_group, on_main, rank
-from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_names
+from smp_train.checkpoints.attempt import Attempt, Elsewhere, Saved, unless
+from smp_train.checkpoints.collective import alone, exchange, on_group, on_main, rank
+from smp_train.checkpoints.finding import TORCHS, Checkpoint
 from smp_train.checkpoints.lock import ADVICE, Lock
 from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
-from smp_train.checkpoints.record import (
-    ABANDONED,
-    META,
-    Committed,
-    FileRecord,
-    folder_name,
-    parse_folder_name,
-)
+from smp_train.checkpoints.record import FileRecord, folder_name, parse_folder_name
+from smp_train.checkpoints.retention import Policy, retain, set_later_aside, sweep
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.storage import LocalStorage, Storage, open_storage, parent_of, wait_for
 from smp_train.errors import CheckpointError, ConfigError
@@ -37,126 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 GROUP_TIMEOUT = timedelta(hours=2)
 """Ranks of a background save wait for the slowest disk among them."""
 ABANDON_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A committed checkpoint, and the seconds from asking for it until it was; ``durable`` unless a rank's own part."""
-
-    step: int
-    path: str
-    seconds: float
-    durable: bool = True
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Save into ``folder`` every ``every`` steps and keep the newest ``keep`` (0 or less: all)."""
-
-    folder: str
-    every: int
-    keep: int
-
-    def due(self, step: int) -> bool:
-        """Return whether to save after ``step``. ``every`` of 0 or less: only when forced."""
-        return step > 0 and self.every > 0 and step % self.every == 0
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A checkpoint that is being written."""
-
-    what: str
-    storage: Storage
-    name: str
-    staged: str
-
-    @contextlib.contextmanager
-    def cleared_on_failure(self) -> Iterator[None]:
-        """Remove what was written when the body raises."""
-        try:
-            yield
-        except BaseException:
-            if rank() == 0:
-                with contextlib.suppress(OSError, CheckpointError):
-                    self.storage.delete(self.staged)
-            raise
-
-
-class Elsewhere:
-    """A save that another library writes; stands where a `Background` does.
-
-    What goes wrong in the library on one rank is kept, for all ranks to learn of when the save is ended.
-    """
-
-    def __init__(self, saver: Saver, end: Callable[[Exception | None], list[Saved]]) -> None:
-        self._saver, self._end = saver, end
-        self._ended = not saver.writes
-        self._failure: Exception | None = None
-
-    def staged(self) -> None:
-        """Return at once: the library copied the state before it returned."""
-
-    def running(self) -> bool:
-        """Return whether this rank has not seen it end."""
-        return not self._ended
-
-    def ended_everywhere(self) -> bool:
-        """Return whether every rank that writes is done; collective."""
-        self._ask(wait=False)
-        return not runtime.any_rank(not self._ended)
-
-    def _ask(self, *, wait: bool) -> None:
-        if self._ended:
-            return
-        assert self._saver.ended is not None
-        try:
-            self._ended = self._saver.ended(wait) or wait
-        except Exception as error:
-            self._failure, self._ended = error, True
-
-    def result(self) -> list[Saved]:
-        """Wait for the end, commit, and return what was saved; collective."""
-        self._ask(wait=True)
-        return self._end(self._failure)
-
-    def abandon(self, seconds: float) -> None:
-        """Let it be: what it wrote is no checkpoint."""
-
-
-def _unless(failure: Exception | None, value: T) -> T:
-    if failure is not None:
-        raise failure
-    return value
-
-
-def policies(folders: Sequence[str], every: Sequence[int], keep: Sequence[int]) -> list[Policy]:
-    """Make one policy of each folder. Raises `ConfigError` where the lists are not equally long."""
-    if not len(folders) == len(every) == len(keep):
-        raise ConfigError(
-            "--checkpoint_dir, --checkpoint_freq and --num_kept_checkpoints must be equally long: "
-            f"got {len(folders)}, {len(every)} and {len(keep)}"
-        )
-    return [Policy(*each) for each in zip(folders, every, keep, strict=True)]
-
-
-def steps_kept(steps: Sequence[int], rules: Sequence[Policy], newest: int) -> set[int]:
-    """Return which of the committed ``steps`` of one folder stay.
-
-    Each rule keeps its newest ``keep`` of the steps that are its own (due under it, or under none: forced
-    ones). The step just written, ``newest``, always stays, even where an abandoned run left later ones
-    behind.
-    """
-    kept = {newest}
-    for rule in rules:
-        own = [step for step in steps if rule.due(step) or not any(other.due(step) for other in rules)]
-        kept.update(own if rule.keep <= 0 else sorted(own)[-rule.keep :])
-    return kept & set(steps)
 
 
 class CheckpointManager:
@@ -370,7 +246,7 @@ class CheckpointManager:
 
         def in_background(failure: Exception | None) -> list[Saved]:
             with on_group(self._group):
-                exchange("cannot copy the state to host memory", lambda: _unless(failure, None))
+                exchange("cannot copy the state to host memory", lambda: unless(failure, None))
                 return write(copy)
 
         self._pending = Background(complete, in_background)
@@ -418,7 +294,7 @@ class CheckpointManager:
                 failure = error
             except Exception as error:  # this rank's alone: the others learn of it as they commit
                 failure = error
-            return self._commit(attempt, lambda: _unless(failure, records), meta, began)
+            return self._commit(attempt, lambda: unless(failure, records), meta, began)
 
     def _begin_with(
         self, saver: Saver, place: str, state: dict[str, Any], meta: dict[str, Any], began: float
@@ -429,7 +305,7 @@ class CheckpointManager:
 
         def end(failure: Exception | None) -> list[Saved]:
             with attempt.cleared_on_failure():
-                listed = exchange(attempt.what, lambda: _unless(failure, saver.listed(storage, staged)))
+                listed = exchange(attempt.what, lambda: unless(failure, saver.listed(storage, staged)))
                 files = dict(each for each in listed if each is not None).get(saver.part, [])
                 saved = self._commit(attempt, lambda: saver.written(storage, staged, files), meta, began)
             self._retain(place, saved.step)
@@ -443,7 +319,7 @@ class CheckpointManager:
                     saver.begin(state, os.path.join(storage.location, saver.folder(staged)))
             except Exception as error:
                 failure = error
-            exchange(attempt.what, lambda: _unless(failure, None))
+            exchange(attempt.what, lambda: unless(failure, None))
         return Elsewhere(saver, end)
 
     def _attempt(self, place: str, meta: dict[str, Any]) -> Attempt:
@@ -455,88 +331,22 @@ class CheckpointManager:
         self, attempt: Attempt, records: Callable[[], dict[str, FileRecord]], meta: dict[str, Any], began: float
     ) -> Saved:
         """Make what the ranks have written a checkpoint; collective."""
-        storage, staged, step = attempt.storage, attempt.staged, meta["step"]
-        shares = exchange(attempt.what, lambda: (here(""), records()))
+        place = attempt.storage.location
+        lock = self._locks.get(place)
+        attempt.commit(records, meta, model_type=self.model_type, lock=lock, on_stage=self.on_stage)
+        return Saved(meta["step"], attempt.path, time.monotonic() - began, place not in self._node_local)
 
-        def commit() -> None:
-            files = _all_files(storage, staged, shares)
-            files[META] = storage.put(staged, META, json.dumps(meta, indent=1).encode())
-            committed = Committed(step, self.model_type, files)
-            self.on_stage("commit")
-            if storage.location in self._locks:
-                self._locks[storage.location].check()
-            storage.mark(staged, committed)
-            self.on_stage("publish")
-            storage.publish(staged, attempt.name, committed)
-
-        on_main(attempt.what, commit)
-        seconds, durable = time.monotonic() - began, storage.location not in self._node_local
-        return Saved(step, os.path.join(storage.location, attempt.name), seconds, durable)
+    def _retain(self, place: str, step: int) -> None:
+        retain(self._storages[place], self._rules[place], self.model_type, step, self.on_stage)
 
     def _stage(self, storage: Storage, name: str) -> str:
         if storage.location not in self._swept:
             self._swept.add(storage.location)
-            try:
-                # Under the lock all that is unfinished is a dead job's; without it, what is older than this one.
-                idle = -math.inf if storage.location in self._locks else time.monotonic() - self._started
-                for done in storage.sweep(idle):
-                    logger.info("checkpoint folder %s: %s", storage.location, done)
-            except (OSError, CheckpointError) as error:
-                logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)
+            # Under the lock all that is unfinished is a dead job's; without it, what is older than this one.
+            sweep(storage, -math.inf if storage.location in self._locks else time.monotonic() - self._started)
             if self._back_to is not None:
-                self._set_later_aside(storage, self._back_to)
+                set_later_aside(storage, self.model_type, self._back_to)
         return storage.stage(name)
-
-    def _set_later_aside(self, storage: Storage, step: int) -> None:
-        for name in committed_names(storage, self.model_type):
-            parsed = parse_folder_name(name)
-            if parsed is not None and parsed[1] > step:
-                aside = storage.set_aside(name, ABANDONED)
-                logger.warning(
-                    "%s is of a later step than %d, to which this run went back: kept as %s",
-                    os.path.join(storage.location, name), step, aside,
-                )  # fmt: skip
-
-    def _retain(self, place: str, step: int) -> None:
-        """Delete, on rank 0, what no rule keeps. A failure costs disk space, not the run: it is a warning."""
-        if rank() != 0:
-            return
-        storage, rules = self._storages[place], self._rules[place]
-        try:
-            self.on_stage("retain")
-            names = {}
-            for name in committed_names(storage, self.model_type):
-                parsed = parse_folder_name(name)
-                if parsed is not None:
-                    names[parsed[1]] = name
-            if step not in names:
-                return
-            for old in sorted(set(names) - steps_kept(list(names), rules, step)):
-                storage.delete(names[old])
-        except (OSError, CheckpointError) as error:
-            logger.warning(
-                "checkpoint folder %s: an old checkpoint cannot be deleted: %s", storage.location, error
-            )
-
-
-def _all_files(
-    storage: Storage, staged: str, shares: Sequence[tuple[str, dict[str, FileRecord]]]
-) -> dict[str, FileRecord]:
-    """Join what the ranks wrote. Raises `CheckpointError` where rank 0 does not see another rank's files."""
-    files = {file: record for _, records in shares for file, record in records.items()}
-
-    def absent() -> list[str]:
-        sizes = storage.sizes(staged)
-        return [file for file, record in files.items() if sizes.get(file) != record.size]
-
-    if not wait_for(lambda: not absent()):
-        file = absent()[0]
-        who = next(who for who, records in shares if file in records)
-        raise CheckpointError(
-            f"{who}wrote {file}, which rank 0 does not see: the nodes do not share {storage.location}; "
-            "give a --checkpoint_dir that they do"
-        )
-    return files
 
 
 def _put_probe(storage: Storage) -> str:

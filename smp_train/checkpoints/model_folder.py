@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.hugging_face import CONFIG_FILE
 from smp_train.models.weight_files import INDEXES, weight_files
 from smp_train.runtime.places import Place, S3Path, names_in, place
-
-CONFIG = "config.json"
-
 
 SCRATCH = ".partial"
 """Sub-folder in which a model is written that is to replace another one."""
@@ -143,7 +141,7 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
     folder = _open(there)
     with _explained(there):
         names = set(names_in(there))
-        held = [name for name in (CONFIG, *INDEXES) if name in names] + weight_files(there)
+        held = [name for name in (CONFIG_FILE, *INDEXES) if name in names] + weight_files(there)
     if not held:
         yield folder
         return
@@ -164,9 +162,9 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
 
 def _move_in(folder: ModelFolder, scratch: ModelFolder, old: list[str]) -> None:
     """Replace one model by another. When this is cut short, the folder does not open, and the next time mends it."""
-    new = sorted(scratch.written(), key=lambda name: (name == CONFIG, name))
+    new = sorted(scratch.written(), key=lambda name: (name == CONFIG_FILE, name))
     for name in old:  # config.json first
-        if name == CONFIG or name not in new:
+        if name == CONFIG_FILE or name not in new:
             folder.remove(name)
     for name in new:
         folder.take_over(name)
@@ -180,7 +178,7 @@ def _files_of_the_model(there: Place, names: set[str]) -> list[str]:
         if index in names:
             with contextlib.suppress(ValueError, KeyError, AttributeError):
                 found |= names & set(json.loads((there / index).read_text(encoding="utf-8"))["weight_map"].values())
-    return [name for name in (CONFIG, *sorted(found), *INDEXES) if name in names]
+    return [name for name in (CONFIG_FILE, *sorted(found), *INDEXES) if name in names]
 
 
 @contextmanager
@@ -212,5 +210,5 @@ def put_made(folder: ModelFolder, make: Callable[[str], Any]) -> None:
     with tempfile.TemporaryDirectory() as made:
         make(made)
         files = [path for path in Path(made).rglob("*") if path.is_file()]
-        for path in sorted(files, key=lambda path: (path.name == CONFIG, path.name)):
+        for path in sorted(files, key=lambda path: (path.name == CONFIG_FILE, path.name)):
             put(folder, path.relative_to(made).as_posix(), path.read_bytes())

@@ -19,8 +19,7 @@ except ImportError:  # torch 2.4
 
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.checkpoints.collective import alone, exchange, rank, world_size
-from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_names, find, open_intact
-from smp_train.checkpoints.record import parse_folder_name
+from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_steps, find, open_intact
 from smp_train.checkpoints.saver import Saver
 from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.storage import Storage, open_storage, place_of
@@ -102,7 +101,7 @@ def _find_near(
     folders: Sequence[str], wanted: dict[str, Any], model_type: str, at_least: int
 ) -> NodeLocalCheckpoint | None:
     """Return the newest step, from ``at_least`` on, of which every rank has its part, intact. Collective."""
-    told = exchange("cannot resume", lambda: [_steps(storage_of(folder), model_type) for folder in folders])
+    told = exchange("cannot resume", lambda: [committed_steps(storage_of(folder), model_type) for folder in folders])
     mine = told[rank()]
     steps = {(step, number) for part in told for number, names in enumerate(part) for step in names if step >= at_least}
     for step, number in sorted(steps, reverse=True):
@@ -119,15 +118,6 @@ def _find_near(
 
 def _itself(value: str | None) -> str | None:
     return value
-
-
-def _steps(storage: Storage, model_type: str) -> dict[int, str]:
-    found = {}
-    for name in committed_names(storage, model_type):
-        parsed = parse_folder_name(name)
-        if parsed is not None:
-            found[parsed[1]] = name
-    return found
 
 
 def _open(storage: Storage, name: str, wanted: dict[str, Any]) -> tuple[NodeLocalCheckpoint | None, str | None]:

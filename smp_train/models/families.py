@@ -164,3 +164,18 @@ SYNONYMS = {
     "llama_v3_1": "llama_v3",
     "phi2": "phi",
 }
+
+
+def other_family(hf_model_type: str) -> Family:
+    """Return the family of a type of transformers that has no entry here: its fields that have the usual names."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[hf_model_type]()
+    usual = FAMILIES["mixtral"].fields | FAMILIES["phi"].fields
+    renamed = getattr(config, "attribute_map", {})
+    fields = {
+        flag: renamed.get(name, name)
+        for flag, name in usual.items()
+        if hasattr(config, name) or name == "rope_theta"
+    }
+    return Family(hf_model_type, fields)

@@ -263,11 +263,19 @@ def exchange(mine: bytes) -> Iterator[bytes]:
     dist.all_gather(sizes, size)
     for source, length in enumerate(map(int, sizes)):
         if length:
-            text = torch.empty(length, dtype=torch.uint8)
-            if dist.get_rank() == source:
-                text.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-            dist.broadcast(text, src=source)
-            yield text.numpy().tobytes()
+            yield _broadcast(mine, length, source)
+
+
+def _broadcast(mine: bytes, length: int, source: int) -> bytes:
+    """Return what the rank ``source`` brings, of so many bytes; collective."""
+    import torch
+    import torch.distributed as dist
+
+    text = torch.empty(length, dtype=torch.uint8)
+    if dist.get_rank() == source:
+        text.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    dist.broadcast(text, src=source)
+    return text.numpy().tobytes()
 
 
 def _agree(what: str, failure: Exception | None) -> None:
@@ -285,11 +293,7 @@ def _agree(what: str, failure: Exception | None) -> None:
         return
     lowest = failing[0]
     code, length = (int(number) for number in statuses[lowest])
-    text = torch.zeros(length, dtype=torch.uint8)
-    if dist.get_rank() == lowest:
-        text.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-    dist.broadcast(text, src=lowest)
-    host, _, line = bytes(text.tolist()).decode().partition("\n")
+    host, _, line = _broadcast(message, length, lowest).decode().partition("\n")
     here = dist.get_rank() == lowest
     error = EXIT_CODES.get(code, SmpTrainError)(line if here else f"rank {lowest} on {host}: {line}")
     # Rank 0 and the rank itself report it; the others would only repeat it.

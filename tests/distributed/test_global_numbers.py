@@ -75,19 +75,27 @@ MESHES = {
 }
 
 
+CLIPPED = {
+    "grad_clip": 0.05, "max_steps": 2, "lr_decay_style": "constant", "checkpoint_freq": 2,
+    "adam_epsilon": 1e-3,  # large: AdamW's first steps then feel the size of the gradient
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def clipped_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clipped")
+    harness.run(train, 1, flags(folder, **CLIPPED, train_batch_size=4))
+    assert steps(folder)[0]["grad_norm"] > 0.1  # it does clip
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_clipping_uses_the_global_norm(mesh: str, tmp_path: Path) -> None:
+def test_clipping_uses_the_global_norm(mesh: str, clipped_alone: Path, tmp_path: Path) -> None:
     """Weights after clipped steps are those of one process, though each rank's own norm is smaller."""
-    shared = {"grad_clip": 0.05, "max_steps": 2, "lr_decay_style": "constant", "checkpoint_freq": 2}
-    shared |= {"adam_epsilon": 1e-3}  # large: AdamW's first steps then feel the size of the gradient
     world, changes = MESHES[mesh]
-    harness.run(train, 1, flags(tmp_path / "one", **shared, train_batch_size=4))
-    harness.run(train, world, flags(tmp_path / "many", **shared, **changes))
-    one, many = (
-        read_checkpoint(tmp_path / name / "checkpoints" / "llama_v2-2steps") for name in ("one", "many")
-    )
-    assert steps(tmp_path / "one")[0]["grad_norm"] > 0.1  # it does clip
+    harness.run(train, world, flags(tmp_path, **CLIPPED, **changes))
+    one, many = (read_checkpoint(each / "checkpoints" / "llama_v2-2steps") for each in (clipped_alone, tmp_path))
     assert one.keys() == many.keys()
     for name, value in one.items():
         if name.startswith("model"):

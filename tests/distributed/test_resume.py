@@ -60,20 +60,28 @@ MESHES = {
 }
 
 
+MOVED = {"lr_decay_iters": 6, "checkpoint_freq": 3, "num_kept_checkpoints": 10, "data_audit": 1}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The steps of one process that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    world, changes = MESHES["one"]
+    harness.run(train, world, flags(folder, **MOVED, **changes, max_steps=6))
+    return steps(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [("tp2-fsdp2", "fsdp4"), ("fsdp4", "tp2-fsdp2"), ("cp2-fsdp2", "one"), ("one", "tp2-fsdp2")]
 )
-def test_resume_on_another_mesh(first: str, second: str, tmp_path: Path) -> None:
-    options = {"lr_decay_iters": 6, "checkpoint_freq": 3, "num_kept_checkpoints": 10, "data_audit": 1}
-    straight, moved = tmp_path / "straight", tmp_path / "moved"
-    world, changes = MESHES["one"]
-    harness.run(train, world, flags(straight, **options, **changes, max_steps=6))
+def test_resume_on_another_mesh(first: str, second: str, undisturbed: list[dict], tmp_path: Path) -> None:
     for name, last in ((first, 3), (second, 6)):
         world, changes = MESHES[name]
-        resumable = {"resume_from_checkpoint": moved / "checkpoints", "max_steps": last}
-        harness.run(train, world, flags(moved, **options, **changes, **resumable))
-    for ours, theirs in zip(steps(moved), steps(straight), strict=True):
+        resumable = {"resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": last}
+        harness.run(train, world, flags(tmp_path, **MOVED, **changes, **resumable))
+    for ours, theirs in zip(steps(tmp_path), undisturbed, strict=True):
         assert (ours["step"], ours["consumed"]) == (theirs["step"], theirs["consumed"])
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)

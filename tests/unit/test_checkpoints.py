@@ -20,8 +20,8 @@ from smp_train.checkpoints import (
     policies,
 )
 from smp_train.checkpoints.cli import main
-from smp_train.checkpoints.manager import steps_kept
 from smp_train.checkpoints.record import Committed, FileRecord, parse_folder_name
+from smp_train.checkpoints.retention import steps_kept
 from smp_train.errors import CheckpointError, ConfigError
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -163,6 +164,31 @@ def test_stamping_keeps_it(storage, monkeypatch):
         time.sleep(0.01)
     assert storage.peek(LOCK)[1] < 600  # which it would not be by decades
     held.release()
+
+
+def test_a_stamp_on_its_way_does_not_bring_back_a_lock_that_is_given_back(storage, monkeypatch):
+    """In S3 a stamp writes the lock anew."""
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.01)
+    begun, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def stamp(file: str, data: bytes) -> None:
+        begun.set()
+        go.wait()
+        (storage.root / file).write_bytes(data)
+        ended.set()
+
+    monkeypatch.setattr(storage, "stamp", stamp)
+    held = Lock(storage)
+    held.acquire()
+    begun.wait()
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 600.0)
+    released = threading.Thread(target=held.release)
+    released.start()
+    released.join(0.2)
+    go.set()
+    released.join()
+    ended.wait()
+    assert list(storage.root.iterdir()) == []
 
 
 def manager(folder: Path) -> CheckpointManager:

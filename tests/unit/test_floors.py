@@ -15,6 +15,8 @@ PACKAGE = Path(__file__).parents[2] / "smp_train"
 FLOORS = [
     {"cli", "__main__", "launch", "bench"},
     {"train_lib"},
+    {"saving"},
+    {"set_up"},
     {"train_utils"},
     {"backends", "data", "checkpoints", "telemetry", "stop"},
     {"parallel"},

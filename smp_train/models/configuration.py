@@ -1,0 +1,198 @@
+"""A model's configuration: flags laid over its fields, and what comes of it checked and made transformers' own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from smp_train.errors import ConfigError, one_line
+from smp_train.models.families import FAMILIES, ROPE_SCALING, Family, other_family
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger("smp_train.models")
+
+# Flags that launch scripts of the original systems give to every family: answered, not refused, where one has no use.
+EVERYWHERE_GIVEN = ("rotary_pct", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+# Flags that change the shape of a weight: with weights given they may only confirm what these say.
+SHAPES = (
+    "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
+    "num_local_experts", "tie_word_embeddings",
+)  # fmt: skip
+
+
+def overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, Any]) -> None:
+    """Write the given flags into the configuration fields; none is dropped in silence."""
+    heads = given.get("num_heads", fields.get(family.fields.get("num_heads", "")))
+    for flag, value in (following_heads(family, fields, given) | given).items():
+        target = family.fields.get(flag)
+        if flag in ROPE_SCALING and target:
+            continue
+        if target is None:
+            harmless = (
+                (flag.endswith("_pdrop") and value == 0)
+                or (flag == "num_key_value_heads" and value == heads)
+                or flag == "max_context_width"  # the length of a row too, which a model may leave open
+            )
+            if flag in EVERYWHERE_GIVEN and not harmless:
+                logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)
+            elif not harmless:
+                raise ConfigError(f"--{flag} {value}: {name} has no such setting; leave it out")
+        elif flag == "max_context_width":
+            fields[target] = max(int(value), fields.get(target) or 0)
+        else:
+            fields[target] = bool(value) if flag == "tie_word_embeddings" else value
+    _overlay_rope(fields, family, given)
+    if family.hf_model_type == "falcon" and "num_key_value_heads" in given:
+        # One key-value head is Falcon 7B's layer, several are Falcon 40B's.
+        fields["new_decoder_architecture"] = given["num_key_value_heads"] > 1
+
+
+def following_heads(family: Family, fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return key-value heads equal to the given heads where the model has as many of one as of the other."""
+    heads, key_value = (fields.get(family.fields.get(flag, "")) for flag in ("num_heads", "num_key_value_heads"))
+    followed = "num_heads" in given and key_value is not None and key_value == heads
+    return {"num_key_value_heads": given["num_heads"]} if followed else {}
+
+
+def _overlay_rope(fields: dict[str, Any], family: Family, given: dict[str, Any]) -> None:
+    scaling = {ROPE_SCALING[flag]: value for flag, value in given.items() if flag in ROPE_SCALING}
+    if not scaling or "rope_scaling_type" not in family.fields:
+        return
+    kind = scaling.get("rope_type", (fields.get("rope_scaling") or {}).get("rope_type", "default"))
+    if kind == "default":
+        fields.pop("rope_scaling", None)
+    elif kind == "llama3":
+        base = {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        fields["rope_scaling"] = base | (fields.get("rope_scaling") or {}) | scaling | {"rope_type": kind}
+    else:
+        raise ConfigError(f"--rope_scaling_type {kind} is not known; known: default, llama3")
+
+
+def configuration(hf_model_type: str, fields: dict[str, Any], name: str) -> PretrainedConfig:
+    """Return the configuration of ``fields``; `ConfigError` where they do not fit together, or transformers refuses."""
+    from transformers import CONFIG_MAPPING
+
+    return _made(lambda fields: CONFIG_MAPPING[hf_model_type](**fields), hf_model_type, fields, name)
+
+
+def lay_over(
+    config: PretrainedConfig, given: dict[str, Any], weights: str | None, location: str
+) -> PretrainedConfig:
+    """Return the configuration at ``location`` with the given flags laid over it.
+
+    Raises:
+        ConfigError: for a shape that the ``weights`` do not have, and as `overlay` and `configuration` do.
+    """
+    if not given:
+        return config
+    known = next((family for family in FAMILIES.values() if family.hf_model_type == config.model_type), None)
+    family = known or other_family(config.model_type)
+    before = _transformers4_names(config.to_dict(), config.model_type)
+    fields = dict(before)
+    overlay(fields, family, location, given)
+    if {"hidden_width", "num_heads"} & given.keys() and not weights:
+        fields.pop("head_dim", None)  # It was written out for the widths of before.
+    shapes = {target: flag for flag in SHAPES if (target := family.fields.get(flag))}
+    if family.hf_model_type == "gpt2":  # Its positions are weights.
+        shapes["n_positions"] = "max_context_width"
+    for target, flag in shapes.items():
+        if weights and fields.get(target) != before.get(target):
+            raise ConfigError(
+                f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}"
+            )
+    return _made(type(config).from_dict, config.model_type, fields, location)
+
+
+def _transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str, Any]:
+    """Return configuration fields with the ``rope_parameters`` of transformers 5 under their former names."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return dict(fields)
+    fields, rope = dict(fields), dict(rope)
+    del fields["rope_parameters"]
+    neox = hf_model_type == "gpt_neox"
+    for new, old in (
+        ("rope_theta", "rotary_emb_base" if neox else "rope_theta"),
+        ("partial_rotary_factor", "rotary_pct" if neox else "partial_rotary_factor"),
+    ):
+        if new in rope:
+            fields[old] = rope.pop(new)
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = rope
+    return fields
+
+
+def _made(
+    make: Callable[[dict[str, Any]], PretrainedConfig], hf_model_type: str, fields: dict[str, Any], name: str
+) -> PretrainedConfig:
+    """Return what ``make`` makes of the fields, checked; ``name`` is the model's, for messages."""
+    _drop_outside_tokens(fields, hf_model_type)
+    _check_widths(hf_model_type, fields, name)
+    try:
+        return make(fields)
+    except Exception as failure:  # transformers' validation raises classes of several libraries.
+        raise ConfigError(f"{name}: transformers refuses the configuration: {one_line(failure)}") from failure
+
+
+def _drop_outside_tokens(fields: dict[str, Any], hf_model_type: str) -> None:
+    # A vocabulary cut down by --vocab_size no longer holds the family's special tokens.
+    from transformers import CONFIG_MAPPING
+
+    defaults = CONFIG_MAPPING[hf_model_type]()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = fields.get(key, getattr(defaults, key, None))
+        if isinstance(value, int) and value >= fields.get("vocab_size", value + 1):
+            fields[key] = None
+
+
+def _check_widths(hf_model_type: str, fields: dict[str, Any], name: str) -> None:
+    """Raise `ConfigError` for widths that do not fit together, named by their flags."""
+
+    def value(*names: str) -> int | None:
+        return next((fields[key] for key in names if fields.get(key) is not None), None)
+
+    hidden, heads = value("hidden_size", "n_embd"), value("num_attention_heads", "n_head")
+    kv_heads = value("num_key_value_heads", "num_kv_heads")
+    sizes = {
+        "--hidden_width": hidden,
+        "--num_heads": heads,
+        "--num_layers": value("num_hidden_layers", "n_layer"),
+        "--num_key_value_heads": kv_heads,
+        "--intermediate_size": value("intermediate_size", "n_inner", "ffn_hidden_size"),
+        "--vocab_size": value("vocab_size"),
+        "--max_context_width": value("max_position_embeddings", "n_positions"),
+        "--num_local_experts": value("num_local_experts"),
+        "--num_experts_per_tok": value("num_experts_per_tok"),
+        "--sliding_window": value("sliding_window"),
+    }
+    for flag, size in sizes.items():
+        if size is not None and size <= 0:
+            raise ConfigError(f"{name}: {flag} must be at least 1, not {size}")
+    experts, used = sizes["--num_local_experts"], sizes["--num_experts_per_tok"]
+    if experts and used and used > experts:
+        raise ConfigError(f"{name}: --num_experts_per_tok {used} is more than --num_local_experts {experts}")
+    if hidden is None or heads is None:
+        return
+    if kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"{name}: --num_heads {heads} is not a multiple of --num_key_value_heads {kv_heads}"
+        )
+    if fields.get("head_dim"):
+        return
+    if hidden % heads:
+        raise ConfigError(f"{name}: --hidden_width {hidden} is not a multiple of --num_heads {heads}")
+    share = value("rotary_pct", "partial_rotary_factor")
+    rotary = int(hidden // heads * (1.0 if share is None else share))
+    if hf_model_type != "gpt2" and not fields.get("alibi") and (rotary % 2 or rotary == 0):
+        raise ConfigError(
+            f"{name}: rotary embeddings turn pairs of dimensions, but --hidden_width {hidden} with "
+            f"--num_heads {heads} leaves {rotary} a head to turn"
+        )

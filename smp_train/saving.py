@@ -1,0 +1,107 @@
+"""What a run writes of its model: checkpoints, and beside them or at the end the model as Hugging Face has it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+
+from smp_train import runtime
+from smp_train.checkpoints import open_checkpoint
+from smp_train.checkpoints.export import export, export_weights
+from smp_train.checkpoints.node_local import is_node_local
+from smp_train.checkpoints.record import COMMITTED
+from smp_train.checkpoints.storage import open_storage, place_of
+from smp_train.errors import CheckpointError
+from smp_train.models.hugging_face import CONFIG_FILE
+from smp_train.set_up import Run, tokenizer_of
+from smp_train.telemetry.logging_utils import get_logger
+from smp_train.telemetry.run_folder import versions
+
+log = get_logger()
+
+MODEL_FOLDER = "hf"
+"""Within a checkpoint, where --checkpoint_type full writes the model."""
+
+
+def save(run: Run, *, force: bool) -> None:
+    """Write a checkpoint of this step and commit it, unless it is there already; collective."""
+    progress = run.progress
+    if run.saved_step == progress.step:
+        return
+    meta = {
+        "tokens": progress.tokens,
+        "lr": run.schedule(progress.step - 1),
+        "data": run.train_data.state(progress.consumed),
+        "model_config": run.spec.config.to_dict(),
+        "arguments": asdict(run.args),
+        "mesh": run.backend.topology.mesh,
+        "versions": versions(),
+    }
+    report_saves(run)
+    with run.throughput.pause():
+        state = run.backend.state_dict(run.model, run.optimizer)
+        run.checkpoints.save(progress.step, state, meta, force=force, saver=run.backend.saver)
+        run.saved_step = progress.step
+        if force or not run.checkpoints.asynchronous:
+            report_saves(run)
+
+
+def report_saves(run: Run) -> None:
+    """Wait for the save that is being written, if there is one, and tell what has been committed; collective."""
+    for saved in run.checkpoints.finish():
+        if saved.durable:
+            run.saved_path = saved.path
+        log.info("Saved %s in %.1f s", saved.path, saved.seconds)
+        run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
+        if saved.durable and run.args.checkpoint_type == "full":
+            write_model(run, saved.path, os.path.join(saved.path, MODEL_FOLDER))
+
+
+def end_saves(run: Run) -> None:
+    """Let a save that is under way come to its end, as the run is about to fail of something else; collective."""
+    try:
+        report_saves(run)
+    except CheckpointError as failure:
+        log.warning("%s", failure)
+
+
+def complete_models(run: Run, name: str) -> None:
+    """Write the models that a run which was cut short left out beside its checkpoint ``name``; collective."""
+    for folder in run.args.checkpoint_dir:
+        if is_node_local(folder):
+            continue
+        lacking = False
+        with runtime.together(f"looking into {folder}"):
+            if run.runtime.is_main:
+                storage = open_storage(folder)
+                lacking = storage.has(name, COMMITTED) and not storage.has(name, f"{MODEL_FOLDER}/{CONFIG_FILE}")
+        if runtime.any_rank(lacking):
+            path = os.path.join(place_of(folder), name)
+            write_model(run, path, os.path.join(path, MODEL_FOLDER))
+
+
+def save_final_model(run: Run) -> None:
+    """Write the model of the last checkpoint, which is the final one, as Hugging Face has it; collective."""
+    assert run.args.model_dir is not None, "checked by arguments.validate"
+    write_model(run, run.saved_path, run.args.model_dir)
+
+
+def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
+    """Write the model of a checkpoint as a Hugging Face folder; collective.
+
+    Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own. Where checkpoints have
+    other names, it writes what the backend gathers.
+    """
+    weights = run.backend.full_weights(run.model)
+    with runtime.together(f"writing the model to {folder}"):
+        if run.runtime.is_main and checkpoint is not None:
+            began = time.perf_counter()
+            tokenizer = tokenizer_of(run.args, run.spec)
+            if weights is None:
+                export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, like=run.spec.pretrained, replace=True)
+            else:
+                export_weights(
+                    weights, run.spec.config, folder, tokenizer=tokenizer, like=run.spec.pretrained, replace=True
+                )
+            log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

@@ -1,0 +1,322 @@
+"""Putting a run together: its folder, backend, model, checkpoints and data, proven to work before training begins."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+import smp_train
+from smp_train import arguments, backends, runtime, train_utils
+from smp_train.arguments import Arguments, Resolved
+from smp_train.backends.base import Backend, Topology
+from smp_train.checkpoints import Checkpoint, CheckpointManager, policies
+from smp_train.checkpoints.export import check_tokenizer, tokenizer_beside
+from smp_train.checkpoints.model_folder import check_writable
+from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
+from smp_train.data.opening import open_data
+from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
+from smp_train.errors import ConfigError
+from smp_train.learning_rates import Schedule, schedule
+from smp_train.models.flops import count_parameters, flops_per_token
+from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
+from smp_train.runtime import Runtime
+from smp_train.stop import StopRequest
+from smp_train.telemetry.audit import DataAudit
+from smp_train.telemetry.logging_utils import get_logger, setup_logging
+from smp_train.telemetry.memory_tracker import memory_report
+from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
+from smp_train.telemetry.run_folder import RunFolder
+
+log = get_logger()
+
+
+@dataclass
+class Progress:
+    """How far the run is; with the weights and the optimizer, all that a resume needs."""
+
+    step: int = 0
+    consumed: int = 0
+    """Samples of the global order that have gone into an update."""
+    tokens: int = 0
+    """Counted tokens that have gone into an update."""
+
+
+@dataclass
+class Run:
+    """Everything a run consists of, put together once by `set_up`."""
+
+    args: Arguments
+    runtime: Runtime
+    backend: Backend
+    spec: ModelSpec
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    train_data: Dealing
+    validation: ValidationData | None
+    schedule: Schedule
+    total_steps: int
+    checkpoints: CheckpointManager
+    folder: RunFolder
+    metrics: MetricsWriter
+    throughput: Throughput
+    stop: StopRequest
+    audit: DataAudit | None
+    found: Checkpoint | None
+    """What the run resumes from; None for a first start."""
+    progress: Progress = field(default_factory=Progress)
+    saved_step: int = 0
+    """Step of the newest checkpoint that this run wrote or resumed from; there is nothing to save at step 0."""
+    saved_path: str | None = None
+
+    def close(self) -> None:
+        """Flush and close what was opened, give signals back, and leave the process group."""
+        self.metrics.close()
+        if self.audit is not None:
+            self.audit.close()
+        self.stop.close()
+        self.checkpoints.close()
+        runtime.stop()
+
+
+def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
+    """Open the run folder and the data, build the model, and put the run together; collective.
+
+    What others must not find locked when this fails goes to ``opened``.
+    """
+    args = resolved.args
+    folder, metrics = open_run_folder(args, ranks)
+    stop = StopRequest(folder.stop)
+    log.info("smp-train %s, torch %s, %s", smp_train.__version__, torch.__version__, describe(ranks, device))
+    backend = choose_backend(resolved, ranks, device)
+    topology = backend.topology
+    audit = open_audit(folder, ranks, topology) if args.data_audit else None
+    spec, seq_len = choose_model(args, backend)
+    checkpoints = open_checkpoints(args, ranks, backend, spec, opened)
+    train_data, validation = open_data(
+        args,
+        vocab_size=spec.config.vocab_size,
+        seq_len=seq_len,
+        ranks=ranks,
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        pin_memory=device.type == "cuda",
+    )
+    total_steps = count_steps(args, train_data)
+
+    found = look_for_checkpoint(args, spec.model_type, topology.mesh)
+    if found is not None:
+        backend.check_checkpoint(found)
+    model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
+    if any(map(is_node_local, args.checkpoint_dir)):
+        check_saver(backend.saver)
+    parameters = count_parameters(spec.config)
+    log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
+    log.info(where_weights_are_from(args, backend, spec, found))
+    run = Run(
+        args=args,
+        runtime=ranks,
+        backend=backend,
+        spec=spec,
+        model=model,
+        optimizer=build_optimizer(args, backend, model, checkpoints),
+        train_data=train_data,
+        validation=validation,
+        schedule=choose_schedule(args, total_steps),
+        total_steps=total_steps,
+        checkpoints=checkpoints,
+        folder=folder,
+        metrics=metrics,
+        throughput=Throughput(
+            devices=ranks.world_size,
+            flops_per_token=flops_per_token(spec.config, seq_len),
+            peak=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+            synchronize=torch.cuda.synchronize if device.type == "cuda" else None,
+        ),
+        stop=stop,
+        audit=audit,
+        found=found,
+    )
+    with runtime.together("writing run.json"):
+        if ranks.is_main:
+            write_run(run, resolved, parameters)
+    if args.enable_memory_profiling:
+        log.info(memory_report(device, "model and optimizer built"))
+    return run
+
+
+def open_run_folder(args: Arguments, ranks: Runtime) -> tuple[RunFolder, MetricsWriter]:
+    """Create the run folder on rank 0, and open the log and the metrics in it; collective."""
+    folder = RunFolder(args.run_dir)
+    with runtime.together("opening the run folder"):
+        if ranks.is_main:
+            folder.create()
+    with runtime.together("opening the log"):
+        setup_logging(ranks.rank, log_dir=folder.logs, level="DEBUG" if args.debug else "INFO")
+        metrics = MetricsWriter(folder.path, is_main=ranks.is_main, tensorboard_dir=args.tensorboard_dir)
+    return folder, metrics
+
+
+def choose_backend(resolved: Resolved, ranks: Runtime, device: torch.device) -> Backend:
+    """Return the backend that the run asks for, and log why it is that and what it has no use for; collective."""
+    backend, why = backends.select(resolved.args, ranks, device)
+    for line in arguments.ineffective(resolved, backend.name):
+        log.info(line)
+    log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout(backend.topology.mesh))
+    return backend
+
+
+def choose_model(args: Arguments, backend: Backend) -> tuple[ModelSpec, int]:
+    """Return the model, once the backend has accepted it, and the length of its sequences in tokens; collective."""
+    with runtime.together("choosing the model"):
+        spec = resolve(args)
+    seq_len = args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )
+    backend.check(spec, seq_len=seq_len)
+    return spec, seq_len
+
+
+def open_checkpoints(
+    args: Arguments, ranks: Runtime, backend: Backend, spec: ModelSpec, opened: ExitStack
+) -> CheckpointManager:
+    """Prove that all that the run is to write can be written, and lock the checkpoint folders; collective."""
+    checkpoints = CheckpointManager(
+        policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints),
+        model_type=spec.model_type,
+        asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
+    )
+    with runtime.together("looking at the checkpoint folders"):
+        checkpoints.check_writable()
+        if args.save_final_model and ranks.is_main and args.model_dir is not None:
+            check_writable(args.model_dir, "model_dir")
+        if (args.save_final_model or args.checkpoint_type == "full") and ranks.is_main:
+            check_tokenizer(tokenizer_of(args, spec))
+    checkpoints.check_shared()
+    opened.callback(checkpoints.close)
+    if not args.evaluate_only:
+        checkpoints.lock(force=args.break_checkpoint_lock)
+    return checkpoints
+
+
+def build_optimizer(
+    args: Arguments, backend: Backend, model: torch.nn.Module, checkpoints: CheckpointManager
+) -> torch.optim.Optimizer:
+    """Return AdamW over the model's parameters, whose updates wait for the copy of a save that is under way."""
+    optimizer = train_utils.build_optimizer(
+        model,
+        lr=args.lr,
+        betas=(args.beta1, args.beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        decays=backend.decays,
+    )
+    # A save in the background copies while the next gradients are computed; the update must not overtake it.
+    optimizer.register_step_pre_hook(lambda *_: checkpoints.staged())
+    return optimizer
+
+
+def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAudit:
+    """Open this rank's audit of the data; collective."""
+    with runtime.together("opening the audit"):
+        earlier = folder.earlier_attempts()
+    # On another file system a rank sees fewer attempts.
+    attempt = runtime.largest([earlier])[0] + 1
+    with runtime.together("opening the audit"):
+        return DataAudit(
+            folder.path, ranks.rank, attempt=attempt, dp_rank=topology.dp_rank, dp_size=topology.dp_size
+        )
+
+
+def look_for_checkpoint(args: Arguments, model_type: str, mesh: dict[str, int]) -> Checkpoint | None:
+    """Return the newest committed checkpoint, if the run asks for one and there is one; collective."""
+    location = args.resume_from_checkpoint
+    if location is None:
+        return None
+    found = find_newest(location, args.checkpoint_dir, model_type=model_type, mesh=mesh, strict=args.strict_resume)
+    if found is None:
+        log.info("No committed checkpoint in %s yet", location)
+    return found
+
+
+def count_steps(args: Arguments, training: Dealing) -> int:
+    """Return the optimizer steps of the whole run: --max_steps, or fewer where --epochs ends first.
+
+    Samples of the last epoch that do not fill a global batch are not trained on; between epochs nothing is left out.
+    """
+    steps = args.max_steps
+    if args.epochs is not None:
+        rows = training.rows_in_epoch
+        assert rows is not None, "checked by arguments.validate"
+        of_epochs = args.epochs * rows // training.global_batch
+        if args.steps_per_epoch is not None:
+            of_epochs = min(of_epochs, args.epochs * args.steps_per_epoch)
+        if of_epochs < 1:
+            raise ConfigError(
+                f"--epochs {args.epochs} of {rows} samples do not fill one global batch of {training.global_batch}; "
+                "lower --train_batch_size or --gradient_accumulation_steps"
+            )
+        steps = min(steps, of_epochs)
+    return steps
+
+
+def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
+    """Return the learning rate of each step, as the arguments and the length of the run say."""
+    chosen = schedule(
+        args.lr_decay_style,
+        lr=args.lr,
+        min_lr=args.min_lr,
+        max_steps=total_steps,
+        decay_iters=args.lr_decay_iters,
+        warmup=args.warmup,
+        plateau=args.plateau,
+    )
+    if chosen.warmup_steps > total_steps:
+        log.info("--warmup of %d steps is longer than the run: --lr is not reached", chosen.warmup_steps)
+    return chosen
+
+
+def write_run(run: Run, resolved: Resolved, parameters: int) -> None:
+    """Write down in the run folder what this start of the run is."""
+    run.folder.write_run(
+        config=asdict(run.args),
+        sources=resolved.sources,
+        mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh},
+        backend=run.backend.name,
+        model=run.spec.name,
+        parameters=parameters,
+        total_steps=run.total_steps,
+        samples=run.train_data.sizes(),
+    )
+
+
+def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, found: Checkpoint | None) -> str:
+    """Say in one line what the weights are at the first step of this start."""
+    if found is not None:
+        return f"Weights and optimizer: those of {found.path}"
+    if spec.pretrained is None:
+        return f"Initial weights: drawn {backend.draws} seed {args.seed}"
+    return f"Initial weights: read from {spec.pretrained}"
+
+
+def in_short(number: float) -> str:
+    """Return a count as people say it: 6.74 B, 124.4 M."""
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
+def describe(ranks: Runtime, device: torch.device) -> str:
+    """Say in a few words on what this run runs."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    return f"{ranks.world_size} x {name} on {ranks.num_nodes} node(s), started by {ranks.launcher}"
+
+
+def layout(mesh: dict[str, int]) -> str:
+    """Say how many ranks each dimension of a mesh has."""
+    return " x ".join(f"{name} {size}" for name, size in mesh.items())
+
+
+def tokenizer_of(args: Arguments, spec: ModelSpec) -> str | None:
+    """Return the tokenizer that goes with the models which the run writes: a folder, a name, or none."""
+    return args.tokenizer or tokenizer_beside(spec.pretrained)
