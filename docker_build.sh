@@ -7,7 +7,8 @@
 # Variables: AWS_REGION, ACCOUNT (registry), TAG (of the base image), IMAGE_NAME, OUTPUT (.sqsh file), FREE_GB (disk that it
 # may need, 40), ENGINE (docker or podman), BASE (any other base image), EXTRA_PACKAGES (for pip, such as
 # hyperpod-elastic-agent), and
-# PUSH=123456789012.dkr.ecr.REGION.amazonaws.com/smp-train:1, the repository that Kubernetes and SageMaker pull from.
+# PUSH=123456789012.dkr.ecr.REGION.amazonaws.com/smp-train:1, the repository that Kubernetes pulls from. SageMaker needs no image
+# of your own; one for it must have SageMaker's training toolkit: BASE=....dkr.ecr.REGION.amazonaws.com/pytorch-training:...-sagemaker
 set -euo pipefail
 
 refuse() { echo "error: $*" >&2; exit 2; }

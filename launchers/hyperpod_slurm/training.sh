@@ -14,23 +14,34 @@
 #                                          or those that do not are named
 #   PROFILE=                               torch or nsys
 #   MAX_ATTEMPTS=3                         starts without a new checkpoint before giving up
-#   CONTAINER_ENV=                         variables, separated by commas, whose values here beat those of the image
+#   CONTAINER_ENV=                         further variables, separated by commas, whose values here beat those of the image,
+#                                          as those of AWS, EFA, NCCL, torch and Hugging Face that are set do anyway
 #   FSX_MOUNT=/fsx                         mounted into the container where it exists
+#   DRY_RUN=                               1: as --dry_run after the script's name
 
 # shellcheck disable=SC2034 # batch.sh reads what is set here
 CODE_DIR=$HYPERPOD_PATH
 : "${model_type:=llama_v2}" "${model_size:=70b}" "${shard_degree:=}" "${TRAINING_DIR:=}" "${TEST_DIR:=}"
 if [ -n "$TRAINING_DIR" ]; then : "${use_synthetic_data:=0}"; else : "${use_synthetic_data:=1}"; fi
 
-MOUNTS=()
+MOUNTS=() FOLDERS=() WRITTEN=()
 : "${FSX_MOUNT:=/fsx}"
 [ ! -e "${FSX_MOUNT%%:*}" ] || MOUNTS+=("$FSX_MOUNT")
 
 # shellcheck source-path=SCRIPTDIR source=../local/given.sh
 source "$HYPERPOD_PATH/launchers/local/given.sh"
 EXTRA=(${FLAGS[@]+"${FLAGS[@]}"})
-DRY_RUN=
+# DRY_RUN=1 is as good as --dry_run where nothing is submitted yet; a job that finds it set was submitted all the same.
+case "${DRY_RUN:-}${SLURM_JOB_ID:+ in a job}" in '' | 0 | false | *" in a job") DRY_RUN= ;; esac
 for word in "$@"; do
+  case "$word" in -h | --help)
+    # What there is to know is said at the head of the script and of this file.
+    for told in "$0" "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh"; do
+      sed -n '/^#!/d; /^#SBATCH/d; /^# shellcheck/d; /^[^#]/q; s/^#\( \|$\)//p' "$told"
+    done
+    echo "training flags: smp-train train --help"
+    exit 0 ;;
+  esac
   case "$word" in --dry_run | --dry-run) DRY_RUN=1 ;; *) EXTRA+=("$word") ;; esac
 done
 
@@ -61,13 +72,12 @@ fi
 TRAIN_FLAGS+=("${EXTRA[@]}" --run_dir "$RUN_DIR")
 
 # A container sees what is mounted: folders that flags name too, and those that the run writes, made where they are missing.
-WRITTEN=()
 while read -r place; do
-  place=${place%%:[0-9]*} # the weight of a blend
-  case "$place" in *:*) ;; *) [ ! -e "$place" ] || MOUNTS+=("$place") ;; esac
+  if [ ! -e "$place" ] && [[ $place =~ ^(.*):[0-9.eE+-]+$ ]]; then place=${BASH_REMATCH[1]}; fi # the weight of a blend
+  case "$place" in *://*) ;; *) [ ! -e "$place" ] || FOLDERS+=("$place") ;; esac
 done < <(given "${DATA_FLAGS[@]:1}"; given test_dir val_data; given resume_from_checkpoint ckpt_load_path restart_checkpoint_file
   given hf_model hf_pretrained_model_name_or_dir; given pretrained_model_name; given pretrained_model_weights; given tokenizer
   given config; given smp_config)
 while read -r place; do
-  case "$place" in '' | *:*) ;; *) WRITTEN+=("$place") ;; esac
+  case "$place" in '' | *://* | local:*) ;; *) WRITTEN+=("$place") ;; esac
 done < <(given checkpoint_dir ckpt_save_path; given data_cache_dir; given tensorboard_dir)

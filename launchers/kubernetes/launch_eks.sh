@@ -17,13 +17,16 @@ for name in IMAGE CLAIM; do
   [ -n "${!name:-}" ] || { echo "error: set $name; for example: IMAGE=REGISTRY/smp-train:1 CLAIM=fsx:/fsx $0" >&2; exit 2; }
 done
 : "${NODES:=8}" "${INSTANCE_TYPE:=ml.p5.48xlarge}" "${OPERATOR:=kubeflow}" "${NAMESPACE:=kubeflow}"
+for name in PREFLIGHT MAX_ATTEMPTS CONTAINER_ENV FSX_MOUNT; do
+  [ -z "${!name:-}" ] || echo "warning: $name=${!name} is for Slurm, and without effect here" >&2
+done
 unset FLAGS
 # shellcheck disable=SC2034 # training.sh reads it
 RUN_ROOT=${CLAIM#*:}
 # shellcheck source-path=SCRIPTDIR source=../hyperpod_slurm/training.sh
 source "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh" || exit 2
 OPTIONS=(--nodes "$NODES" --instance_type "$INSTANCE_TYPE" --image "$IMAGE" --claims "$CLAIM" --operator "$OPERATOR" --namespace "$NAMESPACE")
-[ -z "${NPROC:-}" ] || OPTIONS+=(--nproc "$NPROC")
+[ "${NPROC:-auto}" = auto ] || OPTIONS+=(--nproc "$NPROC")
 [ -z "${JOB_NAME:-}" ] || OPTIONS+=(--job_name "$JOB_NAME")
 [ -z "${QUEUE:-}" ] || OPTIONS+=(--queue "$QUEUE")
 [ -z "${SERVICE_ACCOUNT:-}" ] || OPTIONS+=(--service_account "$SERVICE_ACCOUNT")

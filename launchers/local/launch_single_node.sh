@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train on this machine, one process per GPU (NPROC overrides):  ./launch_single_node.sh [--dry_run] [training flags]
 # Variables: see local.sh; and NPROC, RUN_DIR, CHECKPOINT_DIR, PYTHON, PREFLIGHT=seconds (several machines: do they reach each other?),
-# PROFILE=torch or nsys. ^C saves and stops; the same command goes on.
+# PROFILE=torch or nsys, DRY_RUN=1. ^C saves and stops; the same command goes on.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -14,7 +14,8 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 OPTIONS=()
-[ -z "${NPROC:-}" ] || OPTIONS+=(--nproc "$NPROC")
+case "${DRY_RUN:-}" in '' | 0 | false) ;; *) OPTIONS+=(--dry_run) ;; esac
+[ "${NPROC:-auto}" = auto ] || OPTIONS+=(--nproc "$NPROC")
 [ -z "${PREFLIGHT:-}" ] || OPTIONS+=(--preflight "$PREFLIGHT")
 [ -z "${PROFILE:-}" ] || OPTIONS+=(--profile "$PROFILE")
 [ -z "${RUN_DIR:-}" ] || FLAGS+=(--run_dir "$RUN_DIR")

@@ -3,27 +3,26 @@
 # what did not finish. Runs on the first node of the job, outside of any container. It is sourced by the scripts in
 # launchers/hyperpod_slurm, and is part of the text that `smp-train launch slurm` submits.
 #
-# Takes from its script: CODE_DIR, RUN_DIR, PYTHON, TRAIN_FLAGS (array), MOUNTS (array); and where set: IMAGE,
-# NPROC, INSTANCE_TYPE, PREFLIGHT, PROFILE, MAX_ATTEMPTS, NSYS_DIR, CONTAINER_ENV, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and
-# DRY_RUN, which prints what srun would be given. Ends the script.
+# Takes from its script: CODE_DIR, RUN_DIR, PYTHON, TRAIN_FLAGS (array); and where set: IMAGE, the arrays MOUNTS (as pyxis
+# writes them), FOLDERS (to be mounted where they are) and WRITTEN (made, and mounted), NPROC, INSTANCE_TYPE, PREFLIGHT,
+# PROFILE, MAX_ATTEMPTS, NSYS_DIR, CONTAINER_ENV, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and DRY_RUN, which prints what srun
+# would be given. Ends the script.
 
 say() { printf 'smp-train: %s\n' "$*" >&2; }
 refuse() { say "error: $*"; exit 2; }
 
 [ -n "${SLURM_JOB_ID:-}" ] || [ -n "${DRY_RUN:-}" ] || refuse "this is a batch script: submit it with sbatch"
 [ -e "$CODE_DIR/smp_train/launch/task.py" ] || refuse "no smp_train in $CODE_DIR on $(hostname); the checkout (HYPERPOD_PATH) must be on a file system that all nodes mount"
+FOLDERS=(${FOLDERS[@]+"${FOLDERS[@]}"} "$PWD" "$CODE_DIR" "$RUN_DIR")
 for folder in "${TRAINING_DIR:-}" "${TEST_DIR:-}"; do
   case "$folder" in '' | *://*) continue ;; esac
   [ -n "${DRY_RUN:-}" ] || [ -d "$folder" ] || refuse "no folder $folder on $(hostname); set TRAINING_DIR and TEST_DIR to folders of shards that all nodes mount"
-  MOUNTS+=("$folder")
+  FOLDERS+=("$folder")
 done
-case "${CHECKPOINT_DIR:-}" in
-  '' | *://*) ;;
-  *) [ -n "${DRY_RUN:-}" ] || mkdir -p "$CHECKPOINT_DIR" || refuse "cannot write CHECKPOINT_DIR=$CHECKPOINT_DIR on $(hostname)"; MOUNTS+=("$CHECKPOINT_DIR") ;;
-esac
-for folder in ${WRITTEN[@]+"${WRITTEN[@]}"}; do
-  [ -n "${DRY_RUN:-}" ] || mkdir -p "$folder" || refuse "cannot write $folder on $(hostname)"
-  MOUNTS+=("$folder")
+for folder in "${CHECKPOINT_DIR:-}" ${WRITTEN[@]+"${WRITTEN[@]}"}; do
+  case "$folder" in '' | *://*) continue ;; esac
+  [ -n "${DRY_RUN:-}" ] || mkdir -p "$folder" || refuse "cannot write $folder on $(hostname), which CHECKPOINT_DIR or a flag names"
+  FOLDERS+=("$folder")
 done
 [ -n "${DRY_RUN:-}" ] || mkdir -p "$RUN_DIR/logs" || refuse "cannot write RUN_DIR=$RUN_DIR on $(hostname); set it to a folder on a shared file system"
 # Slurm chooses GPUs where it has GRES; anything else comes from the shell that submitted this job.
@@ -53,23 +52,32 @@ esac
 export PYTHONPATH="$CODE_DIR${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 : "${NSYS_DIR:=/fsx/nsight-efa}"
 export NSYS_DIR
+# Variables that training and the libraries below it read, and that images bring along. Not GPUs and paths: those differ inside.
+HANDED_OVER='PYTHONPATH|PYTHONUNBUFFERED|NSYS_DIR|OMP_NUM_THREADS|TOKENIZERS_PARALLELISM|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING)|(AWS|FI|GLOO|HF|NCCL|OFI_NCCL|PYTORCH|SMP_TRAIN|TORCH|TORCHELASTIC|WANDB)_[A-Z0-9_]+'
 
 if [ -n "${IMAGE:-}" ]; then
   [ -n "${DRY_RUN:-}" ] || srun --help 2>&1 | grep -q -- --container-image || refuse "this cluster's srun knows no --container-image; install pyxis, or use launch_training_conda.sh"
   case "$IMAGE" in
     ./* | /*) [ -n "${DRY_RUN:-}" ] || [ -e "$IMAGE" ] || refuse "no image $IMAGE on $(hostname); make it with docker_build.sh, or set IMAGE" ;;
   esac
+  [ ! -d /var/log/aws/clusters ] || FOLDERS+=(/var/log/aws/clusters) # SMP checks with it that this is HyperPod
+  [ "${PROFILE:-}" != nsys ] || [ ! -d "$NSYS_DIR" ] || FOLDERS+=("$NSYS_DIR")
   # The marker tells the task that it is inside: with pyxis missing on a node, srun runs on the bare host.
-  mounts="$PWD,$CODE_DIR,$RUN_DIR,$CODE_DIR/smp_train/launch:/.smp-train-inside:ro"
-  [ ! -d /var/log/aws/clusters ] || mounts+=",/var/log/aws/clusters" # SMP checks with it that this is HyperPod
-  [ "${PROFILE:-}" != nsys ] || [ ! -d "$NSYS_DIR" ] || mounts+=",$NSYS_DIR"
-  for mount in "${MOUNTS[@]}"; do
+  inside=$CODE_DIR/smp_train/launch:/.smp-train-inside:ro
+  mounted() { case "$1" in /*) set -- "$1" ;; *) set -- "$PWD/$1" ;; esac; case ",$inside," in *",$1,"*) ;; *) inside+=",$1" ;; esac; }
+  for mount in ${MOUNTS[@]+"${MOUNTS[@]}"}; do
+    case "$mount" in *,* | *:*:*:*) refuse "$mount: is not one mount, SOURCE or SOURCE:TARGET[:FLAGS]; pyxis has no way to write a comma or a colon in a path" ;; esac
     [ -n "${DRY_RUN:-}" ] || [ -e "${mount%%:*}" ] || refuse "no ${mount%%:*} to mount on $(hostname); make it, or take it out of MOUNTS"
-    case "$mount" in /*) ;; *) mount=$PWD/$mount ;; esac
-    mounts+=",$mount"
+    mounted "$mount"
   done
-  step+=(--container-image="$IMAGE" --container-mounts="$mounts" --no-container-mount-home --container-workdir="$PWD")
-  step+=("--container-env=NCCL_DEBUG,PYTHONPATH,PYTHONUNBUFFERED${CONTAINER_ENV:+,$CONTAINER_ENV}")
+  for folder in "${FOLDERS[@]}"; do
+    case "$folder" in *[,:]*) refuse "$folder: pyxis cannot mount a path with a comma or a colon in it; rename it, or name it by a link that has none" ;; esac
+    mounted "$folder"
+  done
+  step+=(--container-image="$IMAGE" --container-mounts="$inside" --no-container-mount-home --container-workdir="$PWD")
+  # What an image has set wins over the host's, but for names given here: those that somebody set for this run.
+  handed=$({ compgen -e | grep -xE "$HANDED_OVER"; tr , '\n' <<<"${CONTAINER_ENV:-}"; } | grep . | sort -u | paste -sd,)
+  step+=("--container-env=$handed")
   task+=(--inside)
   # srun would look the interpreter up on this host; the image has its own.
   command=(/bin/bash -c 'exec "$@"' task "${command[@]}")
@@ -121,6 +129,8 @@ export SMP_TRAIN_KEEP_STOP=1 # from here on a STOP is meant for this start
 finished_before=$(cat "$RUN_DIR/DONE" 2>/dev/null)
 stopped_before=$(cat "$RUN_DIR/STOPPED" 2>/dev/null)
 recorded_before=$(wc -c 2>/dev/null <"$RUN_DIR/metrics.jsonl")
+output=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *StdOut=//p' | head -n 1)
+said_before=$(wc -c 2>/dev/null <"$output")
 asked='' user='' ended=''
 # Written here, as a signal may come just before the wait below. What a person asked for stays, and counts for more.
 # shellcheck disable=SC2317 # the traps call it
@@ -166,6 +176,16 @@ failures=$(for file in "$attempts.$last"/failed-*; do
   printf '%s %s %s\n' "$order" "${file##*/}" "$line"
 done | sort | cut -d' ' -f3-)
 first=$(head -n 1 <<<"$failures")
+# A node that lacks the shared file system leaves no file on it, and may not even have started the task: its own words and
+# srun's are in the output of this job. What this host has and a node has not is the node's fault; other ends may be of all.
+if [ -z "$first" ]; then
+  told=$(tail -c "+$((${said_before:-0} + 1))" "$output" 2>/dev/null)
+  first=$(grep -om 1 'LAUNCH-FAIL node=.*' <<<"$told")
+  cause=error
+  if grep -qE "execve\(\)|No module named '?smp_train|pyxis: .*(No such file|does not exist)" <<<"$told"; then cause=node; fi
+  [ -n "$first" ] ||
+    first=$(sed -nE "s/.*srun: error: ([^ ,[]+): task [0-9]+: Exited with exit code ([0-9]+).*/LAUNCH-FAIL node=\1 rank=-1 rc=\2 cause=$cause/p" <<<"$told" | head -n 1)
+fi
 silent='' down=''
 case "$first" in
   *cause=lost-peer | *cause=aborted)

@@ -16,10 +16,11 @@ from smp_train.launch import timing
 from smp_train.launch.flags import inline_files, without
 from smp_train.launch.images import check_image
 from smp_train.launch.manifests import GRACE_SECONDS, Target, manifest
-from smp_train.launch.options import COMMON, Option, help_text, split
+from smp_train.launch.options import COMMON, Option, helped, split
 from smp_train.launch.spec import VARIABLE, Spec, build, profile_flags, tell
 
 OPERATORS = ("kubeflow", "hyperpod")
+USAGE = "smp-train launch k8s --nodes N --instance_type T --image URI --claims C:/fsx [options] <training flags>"
 OPTIONS = (
     *COMMON,
     Option("nodes", "number of nodes: one pod on each", int, 1),
@@ -227,11 +228,7 @@ def check(text: str, target: Target) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch k8s`` and return its exit code."""
-    if {"-h", "--help"} & set(words):
-        usage = (
-            "smp-train launch k8s --nodes N --instance_type T --image URI --claims C:/fsx [options] <training flags>"
-        )
-        print(help_text(usage, str(__doc__), OPTIONS))
+    if helped(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
     spec, target = prepare(options, training)

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smp_train.launch import preflight, task
-from smp_train.launch.options import COMMON, Option, help_text, split
+from smp_train.launch.options import COMMON, Option, helped, split
 from smp_train.launch.spec import build, profile_flags, tell
 
+USAGE = "smp-train launch local [--nproc N] [options] <training flags>"
 OPTIONS = (
     *COMMON,
     Option("nproc", "processes on this machine; without it, one per GPU, or one", int),
@@ -27,8 +28,7 @@ OPTIONS = (
 
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch local`` and return its exit code: that of the first process that failed, or 0."""
-    if {"-h", "--help"} & set(words):
-        print(help_text("smp-train launch local [--nproc N] [options] <training flags>", str(__doc__), OPTIONS))
+    if helped(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
     given = {

@@ -85,6 +85,14 @@ def _read(option: Option, spelling: str, given: list[str], before: Any) -> Any:
     return [*before, *given] if option.many else given[0]
 
 
+def helped(words: Sequence[str], usage: str, about: str | None, options: Sequence[Option]) -> bool:
+    """Print the help of one place to launch at if ``words`` ask for it, and return whether they do."""
+    if not {"-h", "--help"} & set(words):
+        return False
+    print(help_text(usage, str(about), options))
+    return True
+
+
 def help_text(usage: str, about: str, options: Sequence[Option]) -> str:
     """Return what ``--help`` prints for one place to launch at."""
     rows = []

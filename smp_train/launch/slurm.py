@@ -16,10 +16,11 @@ from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, preflight, timing
 from smp_train.launch.images import check_image
-from smp_train.launch.options import COMMON, Option, help_text, split
+from smp_train.launch.options import COMMON, Option, helped, split
 from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, profile_flags, tell
 
 BODY = Path(__file__).with_name("batch.sh")
+USAGE = "smp-train launch slurm --nodes N --instance_type T [options] <training flags>"
 OPTIONS = (
     *COMMON,
     Option("nodes", "number of nodes", int, 1),
@@ -78,7 +79,8 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
         ("CONTAINER_ENV", ",".join(sorted(spec.environment))),
     ):
         lines.append(f"{name}={shlex.quote(value)}")
-    lines.append(_array("MOUNTS", _mounts(spec, options) if options["image"] else []))
+    mounts, folders = _mounts(spec, options) if options["image"] else ([], [])
+    lines += [_array("MOUNTS", mounts), _array("FOLDERS", folders), "WRITTEN=()"]
     lines.append(_array("TRAIN_FLAGS", spec.train_flags))
     return "\n".join(lines) + "\n\n" + BODY.read_text(encoding="utf-8").partition("\n")[2]
 
@@ -131,17 +133,21 @@ def _array(name: str, values: Sequence[str]) -> str:
     return f"{name}=(" + "".join(f"\n  {shlex.quote(value)}" for value in values) + ("\n)" if values else ")")
 
 
-def _mounts(spec: Spec, options: dict[str, Any]) -> list[str]:
-    mounts = list(options["mounts"])
+def _mounts(spec: Spec, options: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return (what pyxis is to mount as the user wrote it, folders to be mounted where they are)."""
+    for mount in options["mounts"]:
+        if "," in mount or mount.count(":") > 2:
+            raise ConfigError(f"--mounts {mount}: is not SOURCE or SOURCE:TARGET[:FLAGS]{UNSPEAKABLE}")
     places = [place for place in spec.local_places() if not place.startswith(spec.run_dir + "/")]
     # A folder below another one comes with it.
-    mounts += [one for one in places if not any(one.startswith(other.rstrip("/") + "/") for other in places)]
-    for mount in mounts:
-        if "," in mount or mount.count(":") > 2:
-            raise ConfigError(
-                f"mount {mount!r}: pyxis cannot express a path with a comma or a colon; rename the folder"
-            )
-    return mounts
+    folders = [one for one in places if not any(one.startswith(other.rstrip("/") + "/") for other in places)]
+    for folder in (spec.run_dir, _code(spec), os.getcwd(), *folders):
+        if "," in folder or ":" in folder:
+            raise ConfigError(f"{folder}: the container needs it, and{UNSPEAKABLE[1:]}")
+    return list(options["mounts"]), folders
+
+
+UNSPEAKABLE = "; pyxis has no way to write a comma or a colon in a path: rename it, or name it by a link that has none"
 
 
 def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
@@ -237,12 +243,7 @@ def _advice(said: str) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch slurm`` and return its exit code."""
-    if {"-h", "--help"} & set(words):
-        print(
-            help_text(
-                "smp-train launch slurm --nodes N --instance_type T [options] <training flags>", str(__doc__), OPTIONS
-            )
-        )
+    if helped(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
     spec = build(

@@ -361,6 +361,11 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
+        if int(os.environ.get("SLURM_NODEID") or 0) > 0:  # the first node has made it, in the batch script
+            raise BadNodeError(
+                f"{name()}: cannot write {folder} ({problem.strerror}), as the first node can: is its file system "
+                "mounted here?"
+            ) from None
         raise ConfigError(f"{folder}: {problem.strerror}; set --run_dir to a folder that all nodes can write") from None
 
 

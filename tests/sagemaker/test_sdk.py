@@ -18,24 +18,14 @@ import pytest
 
 pytest.importorskip("sagemaker.pytorch", reason="SageMaker's SDK is in the environment of `make test-sagemaker`")
 import boto3
-import moto
 import sagemaker as sdk
 
 from smp_train.launch import sagemaker
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
-from tests.sagemaker.jobs import ENVIRON, FLAGS, KINDS, OPTIONS, REGION, flags, furnish, training_environ
+from tests.sagemaker.jobs import FLAGS, KINDS, OPTIONS, REGION, flags, furnish, training_environ
 from tests.training import SAMPLE, TINY
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in ENVIRON.items():
-        monkeypatch.setenv(name, value)
-    with moto.mock_aws():
-        furnish()
-        yield
 
 
 def fit(words: Any, **options: Any) -> dict[str, Any]:
@@ -46,7 +36,7 @@ def fit(words: Any, **options: Any) -> dict[str, Any]:
         "before-call.sagemaker.CreateTrainingJob", lambda params, **_: sent.update(json.loads(params["body"]))
     )
     ready = sagemaker.estimator(words, sagemaker_session=session, **options)
-    ready.fit(sagemaker.inputs(ready), wait=False)
+    ready.fit(wait=False)
     return sent
 
 
@@ -64,13 +54,29 @@ def test_estimator_and_plain_request_are_the_same(aws: None, kind: str) -> None:
         assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
 
 
+def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:
+    options = {name: value for name, value in OPTIONS.items() if name != "output"}
+    own = "s3://sagemaker-us-west-2-123456789012/"
+    sent = fit(FLAGS, **options, spot=True)
+    assert sent["CheckpointConfig"]["S3Uri"] == f"{own}smp-train/checkpoints/llama_v2-7b"
+    assert sent["OutputDataConfig"]["S3OutputPath"] == own
+    hyper = fit(FLAGS, **options, instance_count=2)["HyperParameters"]
+    assert json.loads(hyper["checkpoint_dir"]) == [f"{own}smp-train/checkpoints/llama_v2-7b"]
+
+
+def test_channels_can_be_added(aws: None) -> None:
+    ready = sagemaker.estimator(FLAGS, sagemaker_session=sdk.Session(boto3.Session()), **OPTIONS)
+    ready.fit(inputs={**sagemaker.inputs(ready), "more": "s3://bucket/more"}, wait=False)
+    (job,) = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
+    shown = boto3.client("sagemaker").describe_training_job(TrainingJobName=job["TrainingJobName"])
+    assert {channel["ChannelName"] for channel in shown["InputDataConfig"]} == {"train", "test", "more"}
+
+
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def service(environ: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """AWS as a server on this machine, as other processes see it."""
     from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
-    for name, value in ENVIRON.items():
-        monkeypatch.setenv(name, value)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,13 @@ import pytest
 
 pytest.importorskip("sagemaker.train", reason="SageMaker's SDK v3 is in an environment of `make test-sagemaker`")
 import boto3
-import moto
 from sagemaker.core.helper.session_helper import Session
 
 from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
-from tests.sagemaker.jobs import ENVIRON, KINDS, OPTIONS, REGION, flags, furnish, training_environ
+from tests.sagemaker.jobs import KINDS, OPTIONS, REGION, flags, training_environ
 from tests.training import SAMPLE, TINY
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in ENVIRON.items():
-        monkeypatch.setenv(name, value)
-    with moto.mock_aws():
-        furnish()
-        yield
 
 
 def train(words: Any, **options: Any) -> dict[str, Any]:
@@ -94,6 +83,11 @@ def test_model_trainer_and_plain_request_describe_the_same_job(aws: None, kind: 
     assert comparable(sent) == comparable(plain)
     if kind == "smp":
         assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
+
+
+def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:
+    sent = train(flags("plain"), **{name: value for name, value in OPTIONS.items() if name != "output"})
+    assert sent["CheckpointConfig"]["S3Uri"] == "s3://bucket/smp-train/checkpoints/llama_v2-7b", "the session's bucket"
 
 
 def test_what_its_container_would_break_is_refused(aws: None) -> None:

@@ -1,29 +1,38 @@
-"""On a real Slurm of several nodes: what people submit trains to the end, and survives what clusters do."""
+"""On a real Slurm of several nodes: what people submit trains to the end, and survives what clusters do.
+
+Starting a process of training costs some seconds of a core, so the jobs here say several things each, and have two
+processes in all where that is enough. What must meet a run half-way stops a process of it first, so that nothing here
+depends on how fast the machine is.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from smp_train import cli
+from tests.system.command import Ranks, as_torchrun
 from tests.system.rig import MISSING, ROOT, USABLE, Rig
 from tests.training import TINY, read_checkpoint
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.slow,
+    pytest.mark.timeout(1200),  # the longest job starts three times, and the machine may be busy
     pytest.mark.skipif(not USABLE, reason=f"needs root and Debian's slurm-wlm, munge, libslurm-dev (no {MISSING})"),
 ]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
-STEPS = 60
-FLAGS = {**TINY, "num_layers": 1, "max_steps": STEPS, "checkpoint_freq": 10}
+ENROOT, CONDA = "launch_training_enroot.sh", "launch_training_conda.sh"
+STEPS = 40
+FLAGS = {**TINY, "num_layers": 1, "max_steps": STEPS, "checkpoint_freq": 5}
 
 
 def words(**changes: Any) -> list[str]:
@@ -37,66 +46,60 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 def submit(rig: Rig, script: str, folder: Path, flags: list[str], *sbatch: str, **environ: str) -> tuple[str, Path]:
-    """Submit a launcher as a user would, from ``folder``, and return (job id, its output file)."""
+    """Submit a launcher as a user would, from ``folder``, for two nodes; return (job id, its output file)."""
     folder.mkdir(parents=True, exist_ok=True)
-    environ = {
-        "NPROC": "2",
-        "PYTHON": sys.executable,
-        "RUN_DIR": str(folder / "run"),
-        "OMP_NUM_THREADS": "1",
-        **environ,
-    }
-    job = rig.run(
-        "sbatch", "--parsable", "--nodes=2", *sbatch, str(SCRIPTS / script), *flags, cwd=folder, **environ
-    ).strip()
+    environ = {"NPROC": "1", "PYTHON": sys.executable, "RUN_DIR": f"{folder}/run", "OMP_NUM_THREADS": "1", **environ}
+    words = ["sbatch", "--parsable", "--nodes=2", *sbatch, str(SCRIPTS / script), *flags]
+    job = rig.run(*words, cwd=folder, **environ).strip()
     return job, folder / f"slurm-{job}.out"
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Return what the run has written so far, by whole lines: it may be writing one."""
+    with suppress(FileNotFoundError):
+        text = (folder / "run/metrics.jsonl").read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return []
 
 
 def steps(folder: Path) -> dict[int, float]:
     """Return loss by step; a step that was done again after a restart counts once, as it was last."""
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines) if "event" not in record}
-
-
-def reached(folder: Path, step: int) -> bool:
-    return (folder / "run/metrics.jsonl").exists() and max(steps(folder), default=0) >= step
+    return {record["step"]: record["loss"] for record in records(folder) if "event" not in record}
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run/launches.jsonl").read_text().splitlines()]
+    path = folder / "run/launches.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def done(folder: Path) -> int:
     return int(json.loads((folder / "run/DONE").read_text())["step"])
 
 
-@pytest.fixture(scope="module")
-def undisturbed(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in an environment of Python, 2 nodes x 2 processes, that nothing happened to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    job, log = submit(rig, "launch_training_conda.sh", folder, words())
-    assert rig.wait_for_end(job, 120, log) == "COMPLETED", log.read_text()
-    return folder
+def worker(rig: Rig, node: str) -> psutil.Process | None:
+    """Return a training process on a node; None while there is none."""
+    wanted = {"SLURMD_NODENAME": node, "RIG": str(rig.folder), "LOCAL_RANK": "0"}.items()
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if wanted <= process.environ().items():
+                found.append(process)
+    return min(found, key=lambda process: process.create_time(), default=None)  # the others are its children
 
 
-def test_environment_trains_to_done(undisturbed: Path) -> None:
-    assert done(undisturbed) == STEPS
-    assert sorted(steps(undisturbed)) == list(range(1, STEPS + 1))
-    (start,) = starts(undisturbed)
-    assert start["nodes"] == "n[1-2]"
-    logs = undisturbed / "run/logs" / start["attempt"]
-    assert sorted(path.name for path in logs.glob("rank-*")) == [f"rank-{rank}.log" for rank in range(4)]
+def meet(rig: Rig, folder: Path, step: int, number: signal.Signals, node: str = "n2") -> psutil.Process:
+    """Send a signal to a process of a run on a node as soon as the run has reached a step; return the process."""
+    process: psutil.Process | None = None
 
+    def there() -> bool:
+        nonlocal process
+        process = process or worker(rig, node)
+        return process is not None and max(steps(folder), default=0) >= step
 
-def test_container_trains_to_done(rig: Rig, tmp_path: Path) -> None:
-    image = tmp_path / "smpv2.sqsh"
-    image.touch()
-    chosen = {"IMAGE": str(image), "NPROC": "1", "PREFLIGHT": "120"}
-    job, log = submit(rig, "launch_training_enroot.sh", tmp_path, words(max_steps=4), "--time=10", **chosen)
-    assert rig.wait_for_end(job, 120, log) == "COMPLETED", log.read_text()
-    assert done(tmp_path) == 4
-    assert f"smp-train: finished: {tmp_path}/run/DONE" in log.read_text()
-    assert "preflight: 2 ranks on 2 nodes reach each other: all-reduce of 4 MiB at" in log.read_text()
+    rig.wait(there, 240, f"step {step}", pause=0.02)
+    assert process is not None
+    process.send_signal(number)
+    return process
 
 
 def same_end(first: Path, second: Path) -> None:
@@ -109,30 +112,107 @@ def same_end(first: Path, second: Path) -> None:
         assert torch.equal(value, two[name]) if isinstance(value, torch.Tensor) else value == two[name], name
 
 
-def test_lost_node_is_replaced_and_nothing_changes(rig: Rig, undisturbed: Path, tmp_path: Path) -> None:
-    job, log = submit(rig, "launch_training_conda.sh", tmp_path, words())
-    rig.wait(lambda: reached(tmp_path, 25), 90, "step 25")
-    nodes = starts(tmp_path)[0]["nodes"]
-    rig.crash("n2")
-    try:
-        assert rig.wait_for_end(job, 120, log) == "COMPLETED", log.read_text()
-    finally:
-        rig.boot("n2")
-    assert nodes == "n[1-2]"
-    assert starts(tmp_path)[-1]["nodes"] == "n[1,3]"
-    assert starts(tmp_path)[-1]["committed_step"] >= 20
-    same_end(undisturbed, tmp_path)
-    rig.wait(lambda: rig.idle() == rig.nodes, 30, "the node to come back")
+@pytest.fixture(scope="module")
+def container(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in a container, 2 nodes x 2 processes, that nothing happened to."""
+    folder = tmp_path_factory.mktemp("container")
+    (folder / "smpv2.sqsh").touch()
+    chosen = {"IMAGE": f"{folder}/smpv2.sqsh", "NPROC": "2", "PREFLIGHT": "240"}
+    # An image with variables of its own: with this PYTHONPATH nothing would run.
+    chosen["PYXIS_DOUBLE_IMAGE_ENV"] = "PYTHONPATH=/baked OMP_NUM_THREADS=9 HF_HOME=/baked"
+    job, log = submit(rig, ENROOT, folder, words(), "--time=60", **chosen)
+    assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
+    return folder
 
 
-def test_out_of_time_saves_and_goes_on(rig: Rig, undisturbed: Path, tmp_path: Path) -> None:
-    job, log = submit(rig, "launch_training_conda.sh", tmp_path, words(checkpoint_freq=1000))
-    rig.wait(lambda: reached(tmp_path, 20), 90, "step 20")
-    rig.run("scancel", "--batch", "--signal=USR1", job)
-    assert rig.wait_for_end(job, 120, log) == "COMPLETED", log.read_text()
-    assert len(starts(tmp_path)) == 2
-    assert starts(tmp_path)[1]["committed_step"] >= 20
-    same_end(undisturbed, tmp_path)
+def test_container_trains_to_done(container: Path) -> None:
+    assert done(container) == STEPS
+    assert sorted(steps(container)) == list(range(1, STEPS + 1))
+    (start,) = starts(container)
+    assert start["nodes"] == "n[1-2]"
+    logs = container / "run/logs" / start["attempt"]
+    assert {f"rank-{rank}.log" for rank in range(4)} <= {path.name for path in logs.iterdir()}
+    (log,) = container.glob("slurm-*.out")
+    assert f"smp-train: finished: {container}/run/DONE" in log.read_text()
+    assert "preflight: 4 ranks on 2 nodes reach each other: all-reduce of 4 MiB at" in log.read_text()
+
+
+def test_auto_resume_swaps_the_node(container: Path, tmp_path: Path) -> None:
+    """In an environment of Python, 2 nodes x 2 processes: one is killed, and the node with it is replaced."""
+    with Rig(tmp_path / "r", auto_resume=True) as rig:
+        (rig.folder / "run/bad_nodes").write_text("n2\n")
+        job, log = submit(rig, CONDA, tmp_path, words(), "--exclusive", NPROC="2")
+        meet(rig, tmp_path, 8, signal.SIGKILL)
+        assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
+    assert done(tmp_path) == STEPS
+    first, second = starts(tmp_path)
+    assert (first["nodes"], second["nodes"]) == ("n[1-2]", "n[1,3]")
+    start = [one["attempt"].rpartition(".")[0] for one in (first, second)]
+    assert start[0] == start[1], "the same start of the batch script"
+    assert "cause=killed" in log.read_text()
+    same_end(container, tmp_path)
+
+
+def undisturbed(folder: Path, ranks: int) -> Ranks:
+    """Start the same run on this machine, of processes that have their imports behind them."""
+    place = {"run_dir": folder / "run", "checkpoint_dir": folder / "run/checkpoints"}
+    return Ranks(folder, ranks, "train", *words(**place), launcher=as_torchrun)
+
+
+def test_lost_node_is_replaced_and_nothing_changes(rig: Rig, tmp_path: Path) -> None:
+    with undisturbed(tmp_path / "here", 2) as ranks:
+        job, log = submit(rig, CONDA, tmp_path, words())
+        meet(rig, tmp_path, 8, signal.SIGSTOP)
+        rig.crash("n2")
+        try:
+            assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
+        finally:
+            rig.boot("n2")
+        assert ranks.codes(240) == [0, 0], ranks.err
+    first, second = starts(tmp_path)
+    assert (first["nodes"], second["nodes"]) == ("n[1-2]", "n[1,3]")
+    assert second["committed_step"] >= 5
+    same_end(tmp_path / "here", tmp_path)
+    rig.wait(lambda: rig.idle() == rig.nodes, 120, "the node to come back")
+
+
+def test_preempted_job_saves_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm sends USR1, as it does before the time limit. On a cluster with GRES: a process for each GPU asked for."""
+    with Rig(tmp_path / "r", nodes=1, gpus=2) as rig, undisturbed(tmp_path / "here", 1) as ranks:
+        job, log = submit(rig, CONDA, tmp_path, words(), "--nodes=1", "--gpus-per-node=1", NPROC="auto")
+        held = meet(rig, tmp_path, 7, signal.SIGSTOP, node="n1")
+        rig.run("sbatch", "--partition=prio", "--exclusive", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
+        rig.wait((tmp_path / "run/STOP").exists, 120, "the request to stop")
+        held.send_signal(signal.SIGCONT)
+        at(rig, tmp_path, monkeypatch)
+        for more, warned in (([], True), (["--gpus_per_node", "2"], False)):
+            assert launch("--check", *more) == 0
+            assert ("this cluster has GRES: without --gpus_per_node" in capsys.readouterr().err) is warned
+        assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
+        assert ranks.codes(240) == [0], ranks.err
+        # Every node would have these eight: the choice of two is this job's.
+        job, other = submit(
+            rig, CONDA, tmp_path / "b", words(), "--nodes=1", "--gpus-per-node=2", NPROC="auto",
+            INSTANCE_TYPE="p5.48xlarge",
+        )  # fmt: skip
+        assert rig.wait_for_end(job, other) == "FAILED"
+    assert "2 of 8 GPUs are visible on this p5.48xlarge (CUDA_VISIBLE_DEVICES=0,1)" in other.read_text()
+    assert "asked to stop by USR1" in log.read_text()
+    assert [start["committed_step"] >= 7 for start in starts(tmp_path)] == [False, True]
+    saved = starts(tmp_path)[1]["committed_step"]
+    assert [one["step"] for one in records(tmp_path) if one.get("event") == "stop"] == [saved], "when it was asked"
+    same_end(tmp_path / "here", tmp_path)
+
+
+def test_cancelled_job_does_not_come_back(rig: Rig, tmp_path: Path) -> None:
+    job, log = submit(rig, CONDA, tmp_path, words(max_steps=10**6), "--nodes=1")
+    rig.wait(lambda: bool(starts(tmp_path)), 240, "the start")
+    rig.run("scancel", job)
+    assert rig.wait_for_end(job, log) == "CANCELLED"
+    rig.wait(lambda: rig.idle() == rig.nodes, 120, "the job to be gone")
+    assert len(starts(tmp_path)) == 1
 
 
 def test_data_is_prepared_and_trained_on_by_variables(rig: Rig, tmp_path: Path) -> None:
@@ -142,138 +222,98 @@ def test_data_is_prepared_and_trained_on_by_variables(rig: Rig, tmp_path: Path) 
         (tmp_path / f"text/{number}.txt").write_text(f"The {number} nodes of a cluster wait for each other. " * 20)
     made = ["--train_tokenizer=300", "--seq_len=16", f"--input={tmp_path}/text", f"--output={tmp_path}/data"]
     job, log = submit(rig, "prepare_data.sh", tmp_path, made, "--nodes=1")
-    assert rig.wait_for_end(job, 60, log) == "COMPLETED", log.read_text()
+    assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
     assert (tmp_path / "data/_manifest.json").exists()
     flags = words(
         vocab_size=300, max_steps=3, profile_start=2, profile_steps=1, use_synthetic_data=None, train_batch_size=None
     )
     job, log = submit(
-        rig, "launch_slurm.sh", tmp_path, flags, "--nodes=1", NPROC="1", PROFILE="torch", BATCH_SIZE="2",
-        GRAD_ACCUM_STEPS="2", TRAINING_DIR=f"{tmp_path}/data/train", TEST_DIR=f"{tmp_path}/data/test",
+        rig, "launch_slurm.sh", tmp_path, flags, "--nodes=1", PROFILE="torch", BATCH_SIZE="2", GRAD_ACCUM_STEPS="2",
+        TRAINING_DIR=f"{tmp_path}/data/train", TEST_DIR=f"{tmp_path}/data/test",
     )  # fmt: skip
-    assert rig.wait_for_end(job, 90, log) == "COMPLETED", log.read_text()
+    assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
     assert done(tmp_path) == 3
     config = json.loads((tmp_path / "run/run.json").read_text())["config"]
     assert (config["train_batch_size"], config["gradient_accumulation_steps"]) == (2, 2)
     assert (tmp_path / "run/profile/trace-rank0.json.gz").exists()
 
 
-def test_cancelled_job_does_not_come_back(rig: Rig, tmp_path: Path) -> None:
-    job, _ = submit(rig, "launch_training_conda.sh", tmp_path, words(max_steps=100000), "--nodes=1", NPROC="1")
-    rig.wait(lambda: reached(tmp_path, 3), 60, "step 3")
-    rig.run("scancel", job)
-    rig.wait(lambda: rig.state(job) == "CANCELLED" and rig.idle() == rig.nodes, 60, "the job to end")
-    assert len(starts(tmp_path)) == 1
-
-
-def test_crash_loop_stops(rig: Rig, tmp_path: Path) -> None:
-    flags = words(lr=1e30, max_steps=5000)
-    job, log = submit(rig, "launch_training_conda.sh", tmp_path, flags, "--nodes=1", NPROC="1", MAX_ATTEMPTS="2")
-    assert rig.wait_for_end(job, 120, log) == "FAILED", log.read_text()
-    text = log.read_text()
-    assert len(starts(tmp_path)) == 2
-    assert text.count("first failure of this start: LAUNCH-FAIL node=n1 rank=0 rc=1") == 2
-    assert f"2 starts of job {job} brought no checkpoint beyond step 0: not trying again" in text
-
-
-@pytest.mark.parametrize(
-    ("script", "flags", "environ", "said"),
-    [
-        (
-            "launch_training_enroot.sh",
-            {},
-            {"IMAGE": "/nowhere.sqsh"},
-            "no image /nowhere.sqsh on n1; make it with docker_build.sh",
-        ),
-        (
-            "launch_training_conda.sh",
-            {},
-            {"PYTHON": "/no/python"},
-            "no interpreter /no/python on n1; run setup_conda_env.sh",
-        ),
-        (
-            "launch_training_conda.sh",
-            {"use_synthetic_data": None},
-            {"TRAINING_DIR": "/no/data"},
-            "no folder /no/data on n1",
-        ),
-        ("launch_training_conda.sh", {"max_stepz": 3}, {}, "unknown flag --max_stepz; did you mean --max_steps?"),
-        (
-            "launch_training_conda.sh",
-            {},
-            {"INSTANCE_TYPE": "p5.48xlarge", "NPROC": "auto"},
-            "0 of 8 GPUs are visible on this p5.48xlarge",
-        ),
-    ],
-    ids=["image", "interpreter", "data", "flag", "gpus"],
-)
-def test_refused_at_start(
-    rig: Rig, tmp_path: Path, script: str, flags: dict[str, Any], environ: dict[str, str], said: str
-) -> None:
-    job, log = submit(rig, script, tmp_path, words(**flags), MAX_ATTEMPTS="1", **environ)
-    assert rig.wait_for_end(job, 90, log) == "FAILED"
-    assert said in log.read_text()
-    again = "INSTANCE_TYPE" in environ  # another node may have what this one lacks
-    assert ("putting the job back into the queue" in log.read_text()) is again
-
-
-def test_missing_mount_is_refused(rig: Rig, tmp_path: Path) -> None:
+def test_what_fails_ends(rig: Rig, tmp_path: Path) -> None:
+    """Refused at start, or stopped in a crash loop: each on a node of its own, all of them at once."""
     image = tmp_path / "x.sqsh"
     image.touch()
-    job, log = submit(rig, "launch_training_enroot.sh", tmp_path, words(), IMAGE=str(image), TEST_DIR="/no/test")
-    assert rig.wait_for_end(job, 90, log) == "FAILED"
-    assert "no folder /no/test on n1" in log.read_text()
+    wrong: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
+        ("no image /nowhere.sqsh on n", ENROOT, {}, {"IMAGE": "/nowhere.sqsh"}),
+        ("no folder /no/test on n", ENROOT, {}, {"IMAGE": str(image), "TEST_DIR": "/no/test"}),
+        ("a:b: pyxis cannot mount", ENROOT, {}, {"IMAGE": str(image), "CHECKPOINT_DIR": f"{tmp_path}/a:b"}),
+        ("no interpreter /no/python on n", CONDA, {}, {"PYTHON": "/no/python"}),
+        ("no folder /no/data on n", CONDA, {"use_synthetic_data": None}, {"TRAINING_DIR": "/no/data"}),
+        ("unknown flag --max_stepz; did you mean --max_steps?", CONDA, {"max_stepz": 3}, {}),
+        (
+            "0 of 8 GPUs are visible on this p5.48xlarge", CONDA, {},
+            {"INSTANCE_TYPE": "p5.48xlarge", "NPROC": "auto", "MAX_ATTEMPTS": "1"},
+        ),
+    ]  # fmt: skip
+    loop = words(lr=1e30, max_steps=5000, checkpoint_freq=5000)
+    crashing, crashed = submit(rig, CONDA, tmp_path / "loop", loop, "--nodes=1", MAX_ATTEMPTS="1")
+    jobs = [
+        submit(rig, script, tmp_path / str(number), words(**flags), "--nodes=1", **environ)
+        for number, (_, script, flags, environ) in enumerate(wrong)
+    ]
+    for (said, _, _, environ), (job, log) in zip(wrong, jobs, strict=True):
+        assert rig.wait_for_end(job, log) == "FAILED", log.read_text()
+        assert said in log.read_text()
+        again = "INSTANCE_TYPE" in environ  # another node may have what this one lacks
+        assert ("putting the job back into the queue" in log.read_text()) is again
+    assert rig.wait_for_end(crashing, crashed) == "FAILED", crashed.read_text()
+    assert len(starts(tmp_path / "loop")) == 1
+    text = crashed.read_text()
+    (failure,) = [line for line in text.splitlines() if "first failure of this start: " in line and "loop" not in line]
+    assert failure.endswith("rank=0 rc=1 cause=error")
+    assert f"1 starts of job {crashing} brought no checkpoint beyond step 0: not trying again" in text
 
 
-def worker_of(node: str, rig: Rig) -> int:
-    """Return the process id of a training process on a node."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                environ = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            wanted = {f"SLURMD_NODENAME={node}".encode(), f"RIG={rig.folder}".encode(), b"LOCAL_RANK=1"}
-            if wanted <= set(environ):
-                return int(entry.name)
-    raise AssertionError(f"no training process on {node}")
+def test_node_without_the_shared_file_system_is_left_out(rig: Rig, tmp_path: Path) -> None:
+    """Nothing of smp-train runs there, and nothing can be written: srun's word for it is all there is."""
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    rig.hide(python.parent, "n2")
+    job, log = submit(rig, CONDA, tmp_path, words(max_steps=10**6), PYTHON=str(python))
+    rig.wait(lambda: len(starts(tmp_path)) > 0 and "n[1,3]" in starts(tmp_path)[-1]["nodes"], 240, "other nodes")
+    rig.run("scancel", job)
+    assert rig.wait_for_end(job, log) == "CANCELLED"
+    text = log.read_text()
+    assert "first failure of this start: LAUNCH-FAIL node=n2 rank=-1 rc=2 cause=node" in text
+    assert "the job stays off n2 from now on" in text
+    rig.wait(lambda: rig.idle() == rig.nodes, 120, "the job to be gone")
 
 
-def test_auto_resume_swaps_the_node(undisturbed: Path, tmp_path: Path) -> None:
-    with Rig(tmp_path / "r", auto_resume=True) as rig:
-        job, log = submit(rig, "launch_training_conda.sh", tmp_path, words(), "--exclusive")
-        rig.wait(lambda: reached(tmp_path, 25), 90, "step 25")
-        (rig.folder / "run/bad_nodes").write_text("n2\n")
-        os.kill(worker_of("n2", rig), signal.SIGKILL)
-        assert rig.wait_for_end(job, 120, log) == "COMPLETED", log.read_text()
-    first, second = starts(tmp_path)
-    assert (first["nodes"], second["nodes"]) == ("n[1-2]", "n[1,3]")
-    assert first["attempt"].rpartition(".")[0] == second["attempt"].rpartition(".")[0], (
-        "the same start of the batch script"
-    )
-    assert "cause=killed" in log.read_text()
-    same_end(undisturbed, tmp_path)
+def at(rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be on the head node, in ``folder``."""
+    for name in ("SLURM_CONF", "RIG", "PYXIS_DOUBLE_IMAGE_PATHS"):
+        monkeypatch.setenv(name, rig.environ[name])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(folder)
 
 
-def command(rig: Rig, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def launch(*more: str) -> int:
     """Run `smp-train launch slurm` for a tiny run on one node."""
-    return subprocess.run(
-        [sys.executable, "-m", "smp_train", "launch", "slurm", "--nproc", "1", *more, *words(max_steps=3)],
-        cwd=folder, env={**rig.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    return cli.main(["launch", "slurm", "--nproc", "1", *more, *words(max_steps=3)])
 
 
-def test_command_checks_and_submits(rig: Rig, tmp_path: Path) -> None:
-    checked = command(rig, tmp_path, "--partition", "dev", "--check", "--probe")
-    assert checked.returncode == 0, checked.stderr
-    assert "to start at" in checked.stderr, "sbatch says when it would"
-    submitted = command(rig, tmp_path, "--partition", "dev", "--run_dir", "here")
-    assert submitted.returncode == 0, submitted.stderr
-    lines = dict(line.split(maxsplit=1) for line in submitted.stdout.splitlines())
+def test_command_checks_and_submits(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at(rig, tmp_path, monkeypatch)
+    assert launch("--partition", "dev", "--check", "--probe") == 0
+    assert "to start at" in capsys.readouterr().err, "sbatch says when it would"
+    assert launch("--partition", "dev", "--run_dir", "here") == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     job = lines["submitted"].removeprefix("job ")
     assert lines["log:"] == f"{tmp_path}/here/logs/slurm-{job}.out"
-    assert rig.wait_for_end(job, 90, Path(lines["log:"])) == "COMPLETED"
+    assert rig.wait_for_end(job, Path(lines["log:"])) == "COMPLETED"
     assert json.loads((tmp_path / "here/DONE").read_text())["step"] == 3
 
 
@@ -289,8 +329,11 @@ def test_command_checks_and_submits(rig: Rig, tmp_path: Path) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_command_refuses_before_it_submits(rig: Rig, tmp_path: Path, options: list[str], said: str) -> None:
-    refused = command(rig, tmp_path, *options)
-    assert refused.returncode == 2
-    assert said in refused.stderr
+def test_command_refuses_before_it_submits(
+    rig: Rig, tmp_path: Path, options: list[str], said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    at(rig, tmp_path, monkeypatch)
+    assert launch(*options) == 2
+    assert said in capsys.readouterr().err
     assert rig.run("squeue", "-h", "-t", "PENDING") == ""

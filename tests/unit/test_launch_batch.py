@@ -24,7 +24,8 @@ source "$CLUSTER/step"
 # Slurm ends what runs of a job as it requeues it; this double reaches the script's whole process group.
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
-  "show job") echo "   JobState=$STATE Restarts=0 SubmitTime=$SUBMITTED ExcNodeList=$EXCLUDED" ;;
+  "show job") echo "   JobState=$STATE Restarts=0 SubmitTime=$SUBMITTED ExcNodeList=$EXCLUDED"
+    echo "   StdOut=$CLUSTER/output" ;;
   "show hostnames") tr , '\\n' <<<"$3" ;;
   *) echo "scontrol $*" >>"$CLUSTER/calls" ;;
 esac
@@ -281,6 +282,88 @@ def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
     cluster.start("exit 1", script="launch_training_enroot.sh", **container, **relative)
     (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
     assert {f"{cluster.folder}/train", f"{cluster.folder}/ck"} <= set(mounts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "said"),
+    [
+        ([], {"TRAINING_DIR": "odd,name"}, "odd,name: pyxis cannot mount a path with a comma or a colon in it"),
+        (["--test_dir", "{}/odd:name"], {}, "/odd:name: pyxis cannot mount"),
+        (["--checkpoint_dir", "{}/a:b"], {}, "/a:b: pyxis cannot mount"),
+        ([], {"FSX_MOUNT": "/,/x"}, ""),  # not there: not mounted
+        ([], {"FSX_MOUNT": "/tmp:/x:ro:y"}, "/tmp:/x:ro:y: is not one mount, SOURCE or SOURCE:TARGET[:FLAGS]"),
+    ],
+)
+def test_paths_that_pyxis_cannot_express_are_refused(
+    cluster: Cluster, flags: list[str], environ: dict[str, str], said: str
+) -> None:
+    for name in ("odd,name", "odd:name", "image.sqsh"):
+        (cluster.folder / name).mkdir()
+    container = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
+    words = [word.format(cluster.folder) for word in flags]
+    code, told = cluster.start("exit 1", *words, script="launch_training_enroot.sh", **container, **environ)
+    assert (code, said in told) == (2 if said else 143, True), told
+    assert cluster.start("exit 1", *words, TRAINING_DIR=environ.get("TRAINING_DIR", ""))[0] == 143, "no container"
+
+
+def test_what_the_image_must_not_overrule(cluster: Cluster) -> None:
+    (cluster.folder / "image.sqsh").touch()
+    environ = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
+    environ |= {"CONTAINER_ENV": "MINE,HF_HOME", "NCCL_DEBUG": "INFO", "HF_HOME": "/fsx/hf", "NCCLX": "y", "MINE": ""}
+    environ |= {"OMP_NUM_THREADS": "3"}
+    cluster.start("exit 1", script="launch_training_enroot.sh", **environ)
+    (named,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-env=")]
+    wanted = {"HF_HOME", "MINE", "NCCL_DEBUG", "NSYS_DIR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED"}
+    assert (len(named), set(named)) == (len(wanted), wanted)
+
+
+def test_a_dry_run_can_be_a_variable(cluster: Cluster) -> None:
+    (cluster.folder / "bin/sbatch").write_text('#!/bin/bash\necho "sbatch $*" >>"$CLUSTER/calls"\n')
+    (cluster.folder / "bin/sbatch").chmod(0o755)
+    for value, submitted in (("1", 0), ("0", 1), ("", 2)):
+        code, said = cluster.start("exit 1", "--max_steps", "7", DRY_RUN=value, SLURM_JOB_ID="")
+        assert (code, len(cluster.calls("sbatch"))) == (0, submitted), said
+        assert ("--max_steps 7" in said) is (submitted == 0)
+    assert cluster.start("exit 1", DRY_RUN="1")[0] == 143, "a job is to run, whatever its shell was left with"
+
+
+@pytest.mark.parametrize("script", ["launch_training_enroot.sh", "launch_training_conda.sh", "launch_slurm.sh"])
+@pytest.mark.parametrize("job", ["", JOB])
+def test_help_starts_nothing(cluster: Cluster, script: str, job: str) -> None:
+    code, said = cluster.start("exit 1", "--help", script=script, SLURM_JOB_ID=job)
+    assert (code, "Submit it as it is" in said, "MAX_ATTEMPTS=3  " in said, "SBATCH" in said) == (0, True, True, False)
+    assert not (cluster.folder / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    ("told", "line", "excluded"),
+    [
+        (
+            "1: smp-train: error: n2: cannot write\n1: smp-train: LAUNCH-FAIL node=n2 rank=-1 rc=75 cause=node\n",
+            "node=n2 rank=-1 rc=75 cause=node", True,
+        ),
+        (
+            "slurmstepd: error: execve(): /fsx/.venv/bin/python: No such file or directory\n"
+            "srun: error: n2: task 1: Exited with exit code 2\n", "node=n2 rank=-1 rc=2 cause=node", True,
+        ),
+        (
+            "1: /fsx/.venv/bin/python: No module named smp_train.launch\n"
+            "srun: error: n2: task 1: Exited with exit code 1\n", "node=n2 rank=-1 rc=1 cause=node", True,
+        ),
+        ("srun: error: n2: task 1: Exited with exit code 1\n", "node=n2 rank=-1 rc=1 cause=error", False),
+        ("srun: error: n[1-2]: tasks 0-1: Exited with exit code 1\n", "", False),
+    ],
+    ids=["no folder", "no interpreter", "no package", "whatever", "all"],
+)  # fmt: skip
+def test_a_node_without_the_shared_file_system_is_named(
+    cluster: Cluster, told: str, line: str, excluded: bool
+) -> None:
+    (cluster.folder / "output").write_text("srun: error: n9: task 1: Exited with exit code 9\n")  # of a start before
+    (cluster.folder / "told").write_text(told)
+    code, said = cluster.start('cat "$CLUSTER/told" >>"$CLUSTER/output"; exit 2', NODES="n1\nn2\nn3")
+    assert code == 143
+    assert (f"first failure of this start: LAUNCH-FAIL {line}\n" in said) is bool(line), said
+    assert cluster.calls("scontrol") == ["requeue 77", *(["update JobId=77 ExcNodeList=n2"] if excluded else [])]
 
 
 @pytest.mark.parametrize("there", [True, False])

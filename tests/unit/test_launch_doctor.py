@@ -58,7 +58,9 @@ def test_command(bin_: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {line.split()[0] for line in lines[1:-1]} <= {OK, WARN, FAIL}
     assert lines[-1].endswith(f"{len(lines) - 2} looked at")
     code = cli.main(["doctor", "--json", "--folder", str(tmp_path / "runs")])
-    told = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert f"importing torch {packages.version('torch')} (up to 60 s)" in said.err, "it would be silent for long"
     assert len(told) == len(lines) - 2
     assert {tuple(one) for one in told} == {("name", "level", "seen", "fix")}
     assert code == (2 if FAIL in {one["level"] for one in told} else 0)

@@ -229,9 +229,11 @@ def test_script_shows_the_manifest() -> None:
             "PATH": os.environ["PATH"], "PYTHON": os.environ.get("PYTHON", "") or __import__("sys").executable,
             "IMAGE": IMAGE, "NODES": "4", "INSTANCE_TYPE": "ml.p5.48xlarge", "CLAIM": "fsx:/fsx", "model_size": "7b",
             "TRAINING_DIR": "/fsx/data/train", "PROFILE": "torch", "OPERATOR": "hyperpod", "shard_degree": "8",
+            "NPROC": "auto", "PREFLIGHT": "60",
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "warning: PREFLIGHT=60 is for Slurm" in done.stderr
     job = yaml.safe_load(done.stdout)
     validate(job)
     (replicas,) = job["spec"]["replicaSpecs"]

@@ -495,6 +495,19 @@ def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cause=configuration" in capsys.readouterr().err
 
 
+def test_a_node_that_cannot_write_what_the_first_can_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fsx").write_text("no folder")
+    run = ["--", "--use_synthetic_data", "1", "--run_dir", f"{tmp_path}/fsx/run"]
+    for name, value in {**STEP, "SLURMD_NODENAME": "n3"}.items():
+        monkeypatch.setenv(name, value)
+    for node, code, cause in (("1", 75, "node"), ("0", 2, "configuration")):
+        monkeypatch.setenv("SLURM_NODEID", node)
+        assert task.main(["--failures", str(tmp_path / "fsx"), *run]) == code
+        assert f"LAUNCH-FAIL node=n3 rank=-1 rc={code} cause={cause}" in capsys.readouterr().err
+
+
 def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, code: int, nodes: list[str]) -> tuple[Any, Any]:
     """Return what the ranks of a preflight were started with, and what is made of their end."""
     started: list[Any] = []

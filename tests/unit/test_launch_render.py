@@ -15,6 +15,7 @@ from smp_train import cli
 from smp_train.arguments.parse import known_names
 from smp_train.errors import ConfigError
 from smp_train.launch import environment, instances, local, options, sagemaker, slurm
+from smp_train.launch.sagemaker import job
 from smp_train.launch.spec import CODE_DIR
 from tests.training import SAMPLE
 
@@ -22,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 SCRIPTS = [*sorted((ROOT / "launchers").glob("*/*.sh")), ROOT / "docker_build.sh", ROOT / "smp_train/launch/batch.sh"]
 ROLE = "arn:aws:iam::123456789012:role/training"
+
+
+CONTAINER = ["slurm", "--nproc", "2", "--use_synthetic_data=1", "--image", "/x.sqsh"]
 
 
 def compare(name: str, text: str) -> None:
@@ -137,6 +141,8 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--profile", "x"], "--profile x: is not torch or nsys"),
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--env", "1X=2"], "is not NAME=VALUE"),
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--time", "5"], "nothing would be trained"),
+        ([*CONTAINER, "--mounts", "/a,b"], "--mounts /a,b: is not SOURCE or SOURCE:TARGET[:FLAGS]; pyxis has no way"),
+        ([*CONTAINER, "--run_dir", "/a:b"], "/a:b: the container needs it, and pyxis has no way to write a comma"),
         (["local", "--nproc", "2", "--nnodes", "2", "--use_synthetic_data=1"], "needs NODE_RANK (0 to 1"),
         (["local", "--nproc", "2", "--training_dir", "/no/data", "--check"], "--training_dir /no/data: no such folder"),
         (
@@ -200,6 +206,9 @@ MANY = {"instance_count": 2, "output": "s3://bucket/out"}
         ({"output": "s3://bucket/out"}, {}, "/opt/ml/checkpoints", "s3://bucket/out/checkpoints/llama_v2"),
         ({"checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
         ({}, {}, "/opt/ml/checkpoints", None),
+        ({"keep_in": "s3://own/x"}, {}, "/opt/ml/checkpoints", "s3://own/x/checkpoints/llama_v2"),
+        ({"keep_in": "s3://own/x", "checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
+        ({"keep_in": "s3://own/x", "instance_count": 2}, {}, "s3://own/x/checkpoints/llama_v2", None),
         (MANY, {}, "s3://bucket/out/checkpoints/llama_v2", None),
         ({**MANY, "checkpoints": "s3://bucket/c"}, {}, "s3://bucket/c", None),
         (MANY, {"checkpoint_dir": "s3://bucket/x"}, "s3://bucket/x", None),
@@ -212,10 +221,10 @@ MANY = {"instance_count": 2, "output": "s3://bucket/out"}
 def test_sagemaker_keeps_checkpoints_where_all_instances_write(
     options_: dict[str, object], flags: dict[str, object], written: str, copied: str | None
 ) -> None:
-    job = sagemaker.build({"model_type": "llama_v2", **flags}, **{**SAGEMAKER, **options_})
-    assert (job.resolved.args.checkpoint_dir, job.checkpoints) == ([written], copied)
+    made = sagemaker.build({"model_type": "llama_v2", **flags}, **{**SAGEMAKER, **options_})
+    assert (made.resolved.args.checkpoint_dir, made.checkpoints) == ([written], copied)
     if written != "/opt/ml/checkpoints":
-        assert [job.hyperparameters["checkpoint_dir"]] in ([written], [[written]])
+        assert [made.hyperparameters["checkpoint_dir"]] in ([written], [[written]])
 
 
 def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +237,13 @@ def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixt
     own = "s3://sagemaker-eu-west-1-123456789012/smp-train"
     assert request["OutputDataConfig"]["S3OutputPath"] == own
     assert json.loads(request["HyperParameters"]["checkpoint_dir"]) == [f"{own}/checkpoints/llama_v2-7b"]
+
+
+def test_sagemakers_own_bucket() -> None:
+    session = type("Session", (), {"_default_bucket_name_override": "mine", "boto_region_name": "eu-west-1"})()
+    assert job.own_place(ROLE, job.region_of(session)) == "s3://sagemaker-eu-west-1-123456789012/smp-train"
+    assert job.own_place(ROLE, "eu-west-1", session) == "s3://mine/smp-train"
+    assert job.own_place("a role", "eu-west-1") is job.own_place(ROLE, None) is None
 
 
 def test_sagemaker_image_by_region() -> None:
@@ -429,12 +445,15 @@ def test_shellcheck(path: Path) -> None:
         ("hyperpod_slurm/launch_training_conda.sh", {"TRAINING_DIR": str(SAMPLE / "train"), "model_size": "7b"}, []),
         ("hyperpod_slurm/launch_slurm.sh", {"USE_HF_MODEL": "true"}, ["--max_steps=7"]),
         ("local/launch_single_node.sh", {"NPROC": "2"}, ["--max-steps", "7"]),
+        ("local/launch_single_node.sh", {"NPROC": "2", "DRY_RUN": "1"}, ["--max-steps", "7"]),
+        ("local/launch_single_node.sh", {"NPROC": "auto", "CUDA_VISIBLE_DEVICES": "0,1"}, ["--max-steps", "7"]),
         ("local/launch_multi_node.sh", {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "NPROC": "1"}, []),
     ],
 )
 def test_every_script_shows_what_it_would_do(script: str, environ: dict[str, str], words: list[str]) -> None:
     done = subprocess.run(
-        [ROOT / "launchers" / script, *words, "--dry_run"], capture_output=True, text=True, check=False, cwd="/",
+        [ROOT / "launchers" / script, *words, *([] if "DRY_RUN" in environ else ["--dry_run"])],
+        capture_output=True, text=True, check=False, cwd="/",
         env={"PATH": os.environ["PATH"], "PYTHON": "<python>" if "slurm" in script else sys.executable, **environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

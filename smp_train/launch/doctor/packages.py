@@ -31,6 +31,8 @@ EXTRAS = (
     ("report", "report.png", ("matplotlib",)),
     ("tracking", "TensorBoard", ("tensorboard",)),
 )
+TORCH_SECONDS = 60
+"""How long torch may take to be imported; the first time on a shared file system it is slow."""
 ASK_TORCH = """
 import json, torch
 print(json.dumps({"cuda": torch.version.cuda, "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -62,7 +64,8 @@ def torch() -> Iterator[Finding]:
     if installed is None:
         yield warn("torch", "is not here: this machine can launch and check runs, not train", INSTALL.format("train"))
         return
-    code, said = ask(sys.executable, "-c", ASK_TORCH, seconds=60)
+    print(f"smp-train: importing torch {installed} (up to {TORCH_SECONDS} s)", file=sys.stderr, flush=True)
+    code, said = ask(sys.executable, "-c", ASK_TORCH, seconds=TORCH_SECONDS)
     if code:
         last = said.splitlines()[-1] if said else f"exit code {code}"
         yield fail(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from smp_train.arguments import ineffective
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight, timing
 from smp_train.launch.environment import lint
-from smp_train.launch.options import help_text, split
+from smp_train.launch.options import helped, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
-from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build
+from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build, own_place
 from smp_train.launch.sagemaker.request import check_limits, request
 from smp_train.launch.sagemaker.sdk_v2 import estimator, inputs
 from smp_train.launch.sagemaker.sdk_v3 import model_trainer
@@ -31,18 +30,14 @@ __all__ = [
     "stage",
 ]  # fmt: skip
 
-
+USAGE = "smp-train launch sagemaker --role ARN --instance_type ml.T --instance_count N [options] <training flags>"
 STOP_SECONDS = 120
 """What SageMaker gives a container between SIGTERM and its end, at --max_run as at an interruption of spot."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch sagemaker`` and return its exit code."""
-    if {"-h", "--help"} & set(words):
-        usage = (
-            "smp-train launch sagemaker --role ARN --instance_type ml.T --instance_count N [options] <training flags>"
-        )
-        print(help_text(usage, str(__doc__), OPTIONS))
+    if helped(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
     dry_run, check, region = (options.pop(name) for name in ("dry_run", "check", "region"))
@@ -54,9 +49,7 @@ def main(words: Sequence[str]) -> int:
         region = session.region_name
         if not region:
             raise ConfigError("no AWS region: give --region, or set AWS_DEFAULT_REGION")
-    account = re.match(r"arn:aws[a-z-]*:iam::(\d{12}):", options["role"] or "")
-    if not options["output"] and account:
-        options["output"] = f"s3://sagemaker-{region}-{account[1]}/smp-train"  # the bucket that the SDK takes, too
+    options["output"] = options["output"] or own_place(options["role"], region)
     job = build(training, **options)
     name = f"{job.base_name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     code = f"{str(job.output).rstrip('/')}/{name}/source/sourcedir.tar.gz"

@@ -156,10 +156,33 @@ def _plain(text: Any) -> Any:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(text)
 
 
-def build(words: Sequence[str] | Mapping[str, Any], **options: Any) -> Job:
+def own_place(role: str | None, region: str | None, session: Any = None) -> str | None:
+    """Return where runs go that are told no place: the bucket of an SDK's session, or the one that SDKs make.
+
+    None where it cannot be told without asking AWS.
+    """
+    account = re.match(r"arn:aws[a-z-]*:iam::(\d{12}):", role or "")
+    bucket = getattr(session, "_default_bucket_name_override", None)  # what it was given; the public call makes one
+    if bucket is None and account and region:
+        bucket = f"sagemaker-{region}-{account[1]}"
+    return f"s3://{bucket}/smp-train" if bucket else None
+
+
+def region_of(session: Any) -> str | None:
+    """Return the region of a session of one of the SDKs, or the one AWS is configured for."""
+    region = getattr(session, "boto_region_name", None)
+    if region is None:
+        import boto3
+
+        region = boto3.Session().region_name
+    return str(region) if region else None
+
+
+def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = None, **options: Any) -> Job:
     """Check training flags (words, or a mapping of hyperparameters) and launch options; return the job.
 
-    ``options`` are those of `OPTIONS` by name; what is left out has its default.
+    ``options`` are those of `OPTIONS` by name; what is left out has its default. ``keep_in`` is the ``s3://`` prefix
+    below which checkpoints are kept where the options name no place.
 
     Raises:
         ConfigError: for everything that SageMaker or the training would refuse and that can be seen here.
@@ -184,7 +207,7 @@ def build(words: Sequence[str] | Mapping[str, Any], **options: Any) -> Job:
         f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in ("train", "test") if values[name]
     }
     resolved = parse(flags, environ)
-    own, values["checkpoints"] = _where_checkpoints_go(resolved, values)
+    own, values["checkpoints"] = _where_checkpoints_go(resolved, values, keep_in)
     if own:
         given = {**given, "checkpoint_dir": [own]}
         resolved = parse([*flags, f"--checkpoint_dir={own}"], environ)
@@ -217,13 +240,15 @@ def build(words: Sequence[str] | Mapping[str, Any], **options: Any) -> Job:
     return job
 
 
-def _where_checkpoints_go(resolved: Resolved, values: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _where_checkpoints_go(
+    resolved: Resolved, values: Mapping[str, Any], keep_in: str | None
+) -> tuple[str | None, str | None]:
     """Return (--checkpoint_dir to add, prefix that SageMaker copies a local folder to), either or none of them.
 
     One instance writes to its disk, and SageMaker copies. Several write to what all of them see: FSx, or S3 itself.
     By default it is a place of this run's name, so that the same run started again goes on.
     """
-    run, output = resolved.args.run_name, values["output"]
+    run, output = resolved.args.run_name, values["output"] or keep_in
     if resolved.given("checkpoint_dir"):
         return None, values["checkpoints"]
     if values["fsx"] and not values["checkpoints"]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.launch.sagemaker.job import CHECKPOINTS, SMP, TORCH, Job, build
+from smp_train.launch.sagemaker.job import CHECKPOINTS, SMP, TORCH, Job, build, own_place, region_of
 from smp_train.launch.sagemaker.source import ENTRY, stage
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
 
@@ -20,7 +21,9 @@ def estimator(
     sagemaker_session: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a ready `sagemaker.pytorch.PyTorch`; ``estimator(...).fit(inputs(...))`` starts the job.
+    """Return a ready `sagemaker.pytorch.PyTorch`; its ``fit()`` starts the job, on its own channels when given none.
+
+    Without ``output`` the SDK takes SageMaker's own bucket, and there checkpoints are kept as well.
 
     Args:
         words: training flags, as on a command line or as a mapping of hyperparameters.
@@ -37,7 +40,8 @@ def estimator(
         raise ConfigError(
             "SageMaker's SDK v2 is not here; pip install 'sagemaker>=2.233,<3', or use model_trainer with SDK v3"
         ) from None
-    job = build(words, **options)
+    own = own_place(options.get("role"), region_of(sagemaker_session), sagemaker_session)
+    job = build(words, keep_in=own, **options)
     folder = stage(Path(source_dir) if source_dir else Path(tempfile.mkdtemp(prefix="smp-train-source-")))
     image: dict[str, Any] = {"image_uri": job.image} if job.image else dict(SMP if job.smp else TORCH)
     distribution: dict[str, Any] = {"torch_distributed": {"enabled": True}}
@@ -78,11 +82,21 @@ def estimator(
         **more,
     )
     ready.smp_train_job = job
+    ready.fit = functools.partial(_fit, ready)
     return ready
 
 
+def _fit(ready: Any, inputs: Any = None, *more: Any, **options: Any) -> Any:
+    """Stand for the SDK's ``fit``: the job's own channels where none are given."""
+    return type(ready).fit(ready, _channels(ready) if inputs is None else inputs, *more, **options)
+
+
 def inputs(ready: Any) -> dict[str, Any]:
-    """Return what to give to ``fit`` of an `estimator`: its channels."""
+    """Return the channels of an `estimator`, which its ``fit`` takes when it is given none; add to them as you like."""
+    return _channels(ready)
+
+
+def _channels(ready: Any) -> dict[str, Any]:
     from sagemaker.inputs import FileSystemInput, TrainingInput
 
     job: Job = ready.smp_train_job

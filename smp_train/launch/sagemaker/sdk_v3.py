@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.launch.sagemaker.job import CHECKPOINTS, Job, build
+from smp_train.launch.sagemaker.job import CHECKPOINTS, Job, build, own_place, region_of
 from smp_train.launch.sagemaker.source import ENTRY, stage
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
 
@@ -51,7 +51,10 @@ def model_trainer(
             "SageMaker's SDK v3 is not here; pip install 'sagemaker-train>=1.20,<2' (not beside SDK v2), or use "
             "estimator with SDK v2"
         ) from None
-    job = build(words, **options)
+    region = region or region_of(sagemaker_session)
+    if not region:
+        raise ConfigError("no AWS region: give region=, or set AWS_DEFAULT_REGION")
+    job = build(words, keep_in=own_place(options.get("role"), region, sagemaker_session), **options)
     _check(job)
     folder = stage(Path(source_dir) if source_dir else Path(tempfile.mkdtemp(prefix="smp-train-source-")))
     more: dict[str, Any] = {}
@@ -73,7 +76,7 @@ def model_trainer(
         sagemaker_session=sagemaker_session,
         role=job.role,
         base_job_name=job.base_name,
-        training_image=job.image_uri(region or _region(sagemaker_session)),
+        training_image=job.image_uri(region),
         source_code=SourceCode(
             source_dir=str(folder), entry_script=ENTRY, requirements="requirements.txt", ignore_patterns=["__pycache__"]
         ),
@@ -99,17 +102,6 @@ def _check(job: Job) -> None:
             raise ConfigError(
                 f"--{name} {value!r}: SDK v3 cannot pass a value with a single quote; use estimator (SDK v2)"
             )
-
-
-def _region(session: Any) -> str:
-    region = getattr(session, "boto_region_name", None)
-    if region is None:
-        import boto3
-
-        region = boto3.Session().region_name
-    if not region:
-        raise ConfigError("no AWS region: give region=, or set AWS_DEFAULT_REGION")
-    return str(region)
 
 
 def _channels(job: Job) -> list[Any]:

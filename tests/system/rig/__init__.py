@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -25,10 +26,15 @@ USABLE = not MISSING and os.geteuid() == 0
 
 
 class Rig:
-    """A cluster of `nodes` nodes n1, n2, ... below ``folder``, with doubles of pyxis and of HyperPod's auto-resume."""
+    """A cluster of `nodes` nodes n1, n2, ... below ``folder``, with doubles of pyxis and of HyperPod's auto-resume.
 
-    def __init__(self, folder: Path, nodes: int = 3, *, pyxis: bool = True, auto_resume: bool = False) -> None:
-        self.folder, self.nodes = folder, nodes
+    With ``gpus`` it has GRES, and each node so many GPUs, as far as Slurm knows.
+    """
+
+    def __init__(
+        self, folder: Path, nodes: int = 3, *, pyxis: bool = True, auto_resume: bool = False, gpus: int = 0
+    ) -> None:
+        self.folder, self.nodes, self.gpus = folder, nodes, gpus
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("etc", "run", "log", "state", "spool", "bin"):
             (folder / name).mkdir(parents=True)
@@ -59,16 +65,21 @@ class Rig:
             "TaskPlugin=task/none", "MpiDefault=none", "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core",
             "SlurmdParameters=config_overrides", "SlurmctldParameters=preempt_send_user_signal",
             "SchedulerParameters=permit_job_expansion,sched_interval=1,bf_interval=1", "ReturnToService=2",
-            "SlurmdTimeout=5", "KillWait=5", "JobRequeue=1", "PreemptType=preempt/partition_prio",
+            # Long, for a machine that is busy with other things: a node is lost when `crash` says so.
+            "SlurmdTimeout=300", "KillWait=5", "JobRequeue=1", "PreemptType=preempt/partition_prio",
             "PreemptMode=REQUEUE", "JobAcctGatherType=jobacct_gather/none", "JobAcctGatherFrequency=0",
             "AccountingStorageType=accounting_storage/none", f"PlugStackConfig={etc}/plugstack.conf",
         ]  # fmt: skip
+        has = f" Gres=gpu:{self.gpus}" if self.gpus else ""
         lines += [
-            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port + number} CPUs=8 RealMemory=1000"
+            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port + number} CPUs=8 RealMemory=1000{has}"
             for number, name in enumerate(names, 1)
         ]
+        if self.gpus:
+            self._make_gpus()
+            lines.append("GresTypes=gpu")
         lines.append(
-            f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES PriorityTier=1 GraceTime=60"
+            f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES PriorityTier=1 GraceTime=240"
         )
         lines.append(
             f"PartitionName=prio Nodes=n[1-{self.nodes}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF"
@@ -87,6 +98,14 @@ class Rig:
                 plugins.append(f"required {library}")
         (etc / "plugstack.conf").write_text("\n".join(plugins) + "\n")
 
+    def _make_gpus(self) -> None:
+        """Make twins of /dev/null that Slurm takes for GPUs."""
+        (self.folder / "dev").mkdir()
+        for number in range(self.gpus):
+            os.mknod(self.folder / f"dev/nvidia{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        files = f"{self.folder}/dev/nvidia[0-{self.gpus - 1}]"
+        (self.folder / "etc/gres.conf").write_text(f"Name=gpu File={files} Flags=nvidia_gpu_env\n")
+
     def __enter__(self) -> Rig:
         run = self.folder / "run"
         self._start(
@@ -95,12 +114,12 @@ class Rig:
             f"--seed-file={run}/munge.seed",
         )  # fmt: skip
         try:
-            self.wait(lambda: (run / "munge.sock").exists(), 10, "munged")
+            self.wait(lambda: (run / "munge.sock").exists(), 60, "munged")
             self._start("slurmctld", "slurmctld", "-D")
-            self.wait(lambda: "is UP" in self.run("scontrol", "ping", check=False), 20, "slurmctld")
+            self.wait(lambda: "is UP" in self.run("scontrol", "ping", check=False), 60, "slurmctld")
             for number in range(1, self.nodes + 1):
                 self.boot(f"n{number}")
-            self.wait(lambda: self.idle() == self.nodes, 30, "the nodes")
+            self.wait(lambda: self.idle() == self.nodes, 120, "the nodes")
         except BaseException:
             self.__exit__()
             raise
@@ -130,9 +149,15 @@ class Rig:
         )  # fmt: skip
 
     def crash(self, node: str) -> None:
-        """Kill a node with all that runs on it, as a lost machine."""
+        """Kill a node with all that runs on it, as a lost machine, and have Slurm notice."""
         self.processes[node].send_signal(signal.SIGKILL)
         self.processes[node].wait()
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
+    def hide(self, folder: Path, node: str) -> None:
+        """Have a node see nothing in ``folder``, as one that has not mounted it."""
+        inside = ["nsenter", "--mount", "--target", str(self.processes[node].pid)]
+        subprocess.run([*inside, "mount", "-t", "tmpfs", "none", folder], check=True, timeout=60)
 
     def idle(self) -> int:
         """Return the number of idle nodes."""
@@ -141,7 +166,7 @@ class Rig:
     def run(self, *command: str, check: bool = True, cwd: Path | None = None, **environ: str) -> str:
         """Run a command of Slurm and return all it says."""
         done = subprocess.run(
-            command, env=self.environ | environ, cwd=cwd, check=False, timeout=60, text=True,
+            command, env=self.environ | environ, cwd=cwd, check=False, timeout=120, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert done.returncode == 0 or not check, f"{command}: {done.stdout}"
@@ -152,7 +177,7 @@ class Rig:
         shown = self.run("scontrol", "show", "job", job, check=False)
         return shown.partition("JobState=")[2].partition(" ")[0]
 
-    def wait(self, true: Callable[[], bool], seconds: float, what: str) -> None:
+    def wait(self, true: Callable[[], bool], seconds: float, what: str, pause: float = 0.2) -> None:
         """Wait until something comes true; fail, with the logs' ends, when it does not."""
         deadline = time.monotonic() + seconds
         while not true():
@@ -162,18 +187,25 @@ class Rig:
                     for path in sorted((self.folder / "log").iterdir())
                 ]
                 raise AssertionError(f"waited {seconds} s for {what}\n" + "\n".join(tails))
-            time.sleep(0.2)
+            time.sleep(pause)
 
-    def wait_for_end(self, job: str, seconds: float, log: Path | None = None) -> str:
+    def wait_for_end(self, job: str, log: Path | None = None, seconds: float = 240) -> str:
         """Wait until a job is over for good and return its state."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", ""}
+        last = ""
+
+        def ended() -> bool:
+            nonlocal last
+            last = self.state(job)
+            return last in over
+
         try:
-            self.wait(lambda: self.state(job) in over, seconds, f"job {job}")
+            self.wait(ended, seconds, f"job {job}")
         except AssertionError as late:
             raise AssertionError(
                 f"{late}\n--- job\n{log.read_text()[-6000:] if log and log.exists() else ''}"
             ) from None
-        return self.state(job)
+        return last
 
 
 def _free_ports(first: int, count: int) -> int:

@@ -1,5 +1,6 @@
 /* A double of pyxis, for tests: takes its options, and starts the task in a root file system of its own that shows what
- * an image would bring (PYXIS_DOUBLE_IMAGE_PATHS) and what --container-mounts names, and nothing else. Fails in pyxis's words. */
+ * an image would bring (PYXIS_DOUBLE_IMAGE_PATHS) and what --container-mounts names, and nothing else. What the image has
+ * set (PYXIS_DOUBLE_IMAGE_ENV, words of NAME=VALUE) wins over the job's, but for names in --container-env. Fails in pyxis's words. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <sched.h>
@@ -12,16 +13,17 @@
 #include <unistd.h>
 SPANK_PLUGIN(pyxis, 1)
 
-static char *image, *mounts, *workdir, root[] = "/tmp/pyxis-double-root";
+static char *image, *mounts, *workdir, *kept, root[] = "/tmp/pyxis-double-root";
 static int set_image(int v, const char *arg, int remote) { image = strdup(arg); return 0; }
 static int set_mounts(int v, const char *arg, int remote) { mounts = strdup(arg); return 0; }
 static int set_workdir(int v, const char *arg, int remote) { workdir = strdup(arg); return 0; }
+static int set_kept(int v, const char *arg, int remote) { kept = strdup(arg); return 0; }
 static int set_nothing(int v, const char *arg, int remote) { return 0; }
 static struct spank_option options[] = {
     {"container-image", "X", "[pyxis double] image", 1, 0, set_image},
     {"container-mounts", "A:B[:flags],...", "[pyxis double] mounts", 1, 0, set_mounts},
     {"container-workdir", "PATH", "[pyxis double] working directory", 1, 0, set_workdir},
-    {"container-env", "NAME,...", "[pyxis double] environment that wins over the image's", 1, 0, set_nothing},
+    {"container-env", "NAME,...", "[pyxis double] environment that wins over the image's", 1, 0, set_kept},
     {"container-mount-home", NULL, "[pyxis double]", 0, 0, set_nothing},
     {"no-container-mount-home", NULL, "[pyxis double]", 0, 0, set_nothing},
     SPANK_OPTIONS_TABLE_END};
@@ -48,6 +50,15 @@ static int bind(const char *source, const char *target) {
     return 0;
 }
 
+/* Whether name is in the list, and the job has a value for it. */
+static int keeps(spank_t sp, const char *name) {
+    char list[8192] = "", value[8], *save = NULL;
+    if (kept) snprintf(list, sizeof list, "%s", kept);
+    for (char *p = strtok_r(list, ",", &save); p; p = strtok_r(NULL, ",", &save))
+        if (!strcmp(p, name)) return spank_getenv(sp, name, value, sizeof value) != ESPANK_ENV_NOEXIST;
+    return 0;
+}
+
 int slurm_spank_task_init(spank_t sp, int ac, char **av) {
     char paths[4096] = "/bin:/lib:/lib64:/usr:/etc:/proc:/sys:/dev:/tmp", more[4096] = "", *save = NULL;
     if (!image) return 0;
@@ -70,6 +81,13 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av) {
         if (bind(p, target && *target ? target : p)) return -1;
     }
     if (chroot(root) || chdir(workdir ? workdir : "/")) { slurm_error("pyxis: couldn't chdir to %s", workdir); return -1; }
+    char set[4096] = "", *value;
+    spank_getenv(sp, "PYXIS_DOUBLE_IMAGE_ENV", set, sizeof set);
+    for (char *p = strtok_r(set, " ", &save); p; p = strtok_r(NULL, " ", &save)) {
+        if (!(value = strchr(p, '='))) continue;
+        *value++ = 0;
+        if (!keeps(sp, p)) spank_setenv(sp, p, value, 1);
+    }
     /* What pyxis and enroot's hook for PyTorch images leave behind: srun's numbers, wrong for a launcher. */
     spank_setenv(sp, "RANK", "0", 1);
     spank_setenv(sp, "LOCAL_RANK", "0", 1);

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import boto3
 import botocore.client
-import moto
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 
@@ -16,16 +14,7 @@ from smp_train import cli
 from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from smp_train.launch.sagemaker import account
-from tests.sagemaker.jobs import ENVIRON, FLAGS, OPTIONS, REGION, furnish
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in ENVIRON.items():
-        monkeypatch.setenv(name, value)
-    with moto.mock_aws():
-        furnish()
-        yield
+from tests.sagemaker.jobs import FLAGS, OPTIONS, REGION
 
 
 def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
