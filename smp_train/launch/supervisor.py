@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -74,10 +75,15 @@ def _cpus() -> int:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this machine now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that is free on this machine now, and that the system gives to nobody who asks for any.
+
+    Rank 0 listens there seconds later: a port of the system's own range (Linux: from 32768 on) may be gone by then.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ SOME = [PAIRS[index] for index in (1, 2, 4, 7)]
 """A quarter, with every value of each."""
 FEWEST = SOME[1::2]
 """An eighth, with every value of each but for two ways of checkpointing."""
+ALL_AT_ONCE = ("full", 1, 1)
 
 UNSUPPORTED: list[tuple[str, str, str, str]] = [
     # family, mesh, checkpointing (regular expressions), what the refusal says
@@ -177,10 +178,10 @@ def reference(family: str) -> list[tuple[float, float]]:
 
 
 def modes_of(mesh: str) -> list[tuple[str, int, int]]:
-    """Return the modes to train on a mesh: all of them if SMP_TRAIN_WHOLE_TABLE is 1, else what the mesh may change."""
+    """Return the modes to train on a mesh: the fewer the more processes, unless SMP_TRAIN_WHOLE_TABLE is 1."""
     if os.environ.get("SMP_TRAIN_WHOLE_TABLE") == "1":
         return MODES
-    return {"one": MODES, "tp2": PAIRS, "tp2-hsdp2x2": FEWEST}.get(mesh, SOME)
+    return {1: MODES, 2: SOME, 4: FEWEST, 8: [ALL_AT_ONCE]}[MESHES[mesh][0]]
 
 
 @pytest.mark.slow

@@ -97,7 +97,6 @@ RESUMED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "tp2 shard2, in S3": (4, {**TENSOR, "hybrid_shard_degree": 2, **LATER}, ["tp0_ep0", "tp1_ep0"]),
     "tp2 shard1": (4, {**TENSOR, "hybrid_shard_degree": 1, **LATER}, ["tp0_ep0", "tp1_ep0"]),
     "tp2 shard2, asynchronous": (4, {**TENSOR, "hybrid_shard_degree": 2, **LATER}, ["tp0_ep0", "tp1_ep0"]),
-    "cp2": (2, {"train_batch_size": 4, "context_parallel_degree": 2}, [""]),
     "ep2": (2, {**MIXTRAL, **EXPERT}, ["tp0_ep0", "tp0_ep1"]),
 }
 
