@@ -183,7 +183,9 @@ class Scratch:
         self._mark = os.path.join(folder, LOCK + name)
         # Locked before the folder is there: a folder whose lock is free has lost its maker.
         self._lock = os.open(self._mark, os.O_CREAT | os.O_RDWR, 0o666)
-        try_lock(self._lock, alone=True)
+        # Whoever looks whether it is free has it for a moment.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.mkdir(self.path)
 
     def touch(self) -> None:
@@ -215,9 +217,11 @@ def _sweep(folder: str) -> None:
         with contextlib.suppress(OSError):
             made = WORK + name in names
             age = now - os.stat(path if made else mark).st_mtime
+            if not made and age <= MARK_SECONDS:
+                # A mark is there a moment before its lock and its folder are: not to be touched before they are.
+                continue
             free = _is_free(mark) if name.startswith(here) else None
-            # A mark is there a moment before its lock and its folder are.
-            if age > STALE_SECONDS if free is None else free and (made or age > MARK_SECONDS):
+            if age > STALE_SECONDS if free is None else free:
                 shutil.rmtree(path, ignore_errors=True)
                 os.unlink(mark)
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import socket
+import threading
 
 import pytest
 
@@ -42,6 +43,37 @@ def test_marks_without_a_folder(tmp_path, host, age, gone):
     _, mark = leave(tmp_path, host, age, work=False)
     locked.Scratch(str(tmp_path)).remove()
     assert mark.exists() == (not gone)
+
+
+def test_a_fresh_mark_is_not_even_locked_by_others(tmp_path, monkeypatch):
+    """Its maker is about to."""
+    _, mark = leave(tmp_path, HERE, 0, work=False)
+    looked, is_free = [], locked._is_free
+    monkeypatch.setattr(locked, "_is_free", lambda path: looked.append(path) or is_free(path))
+    locked._sweep(str(tmp_path))
+    assert not looked
+    os.utime(mark, (1, 1))
+    locked._sweep(str(tmp_path))
+    assert looked == [str(mark)]
+
+
+def test_a_scratch_is_locked_though_another_looks_at_it(tmp_path, monkeypatch):
+    flock, looking = fcntl.flock, []
+
+    def looked_at(file, how):
+        if not looking:
+            (mark,) = tmp_path.glob(f"{locked.LOCK}*")
+            looking.append(os.open(mark, os.O_RDWR))
+            flock(looking[0], fcntl.LOCK_EX)
+            threading.Timer(0.1, os.close, looking).start()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", looked_at)
+    scratch = locked.Scratch(str(tmp_path))
+    locked._sweep(str(tmp_path))
+    assert os.path.isdir(scratch.path)
+    scratch.remove()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_says_more_than_age(tmp_path):
