@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import uuid
 from pathlib import Path
@@ -62,7 +63,9 @@ def open_data(
             source = _open_place(args, place, vocab_size, ranks)
         with runtime.together(f"laying out {place}"):
             say(place, source)
-            return lay_out(source, seq_len, long=long_rows(args), short=args.short)
+            source = lay_out(source, seq_len, long=long_rows(args), short=args.short)
+        _refuse_different(place, source.fingerprint)
+        return source
 
     if args.dataset is not None:
         return open_text(
@@ -130,9 +133,12 @@ def _open_windows(args: Arguments, place: str, vocab_size: int, ranks: Runtime, 
             place, args.dataset_type, window=window, vocab_size=vocab_size, cache_dir=args.data_cache_dir,
             zipped=args.zipped_data, max_bad=args.max_bad if args.bad_rows == "skip" else None,
         )  # fmt: skip
+        # Made by the first look: a node that cannot write there stops all.
+        folder = "" if windows is None else windows.stage.folder
+    _refuse_different(place, "" if windows is None else windows.listing())
     if windows is None:
         return None
-    shared = ranks.num_nodes > 1 and _is_shared(windows.stage.folder, ranks)
+    shared = ranks.num_nodes > 1 and _is_shared(folder, ranks)
     disk, rank, world = 0, ranks.rank, ranks.world_size
     if not shared:
         disk, rank, world = ranks.node_rank, ranks.local_rank, ranks.local_world_size
@@ -151,6 +157,18 @@ def _open_windows(args: Arguments, place: str, vocab_size: int, ranks: Runtime, 
     whole = _agreed(windows.whole(), disk, 1 if shared else ranks.num_nodes)
     with runtime.together(f"opening {place}"):
         return windows.open(rank, world, whole)
+
+
+def _refuse_different(place: str, seen: str) -> None:
+    """Raise DataError on all ranks where they have not all ``seen`` the same; collective, of two integers."""
+    number = int.from_bytes(hashlib.blake2b(seen.encode(), digest_size=7).digest(), "big")
+    highest, lowest = runtime.largest([number, -number])
+    if highest != -lowest:
+        with runtime.together(f"comparing {place}"):
+            raise DataError(
+                f"{place}: the data changed while ranks listed it, or is not the same on every node; start again, "
+                "with the same data on all"
+            )
 
 
 def _enter_slot(windows: Windows, disk: int, rank: int) -> None:

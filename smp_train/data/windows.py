@@ -151,6 +151,10 @@ class Windows:
                 logger.info("%s: the rows of %d shards are those of its %s", self.location, len(self._said), MANIFEST)
         return True
 
+    def listing(self) -> str:
+        """Return what every rank must have found alike: the shards, in their order."""
+        return json.dumps([[shard.name, shard.size, shard.etag] for shard in self.shards])
+
     def claim(self) -> str:
         """Take a slot for this job, and return its folder, for the ranks that share it to `enter`. Raises DataError."""
         try:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,36 +81,49 @@ def test_a_bad_shard_stops_every_rank_with_one_message(tmp_path):
 
 
 def slow_and_bad(folder: str):
-    """Rank 0 meets a bad line; rank 1 is in the middle of a shard that does not end before it learns of that."""
+    """Rank 0 meets a bad line, rank 1 is in the middle of a shard; return the error, and how far that shard came."""
     conversion.LOOK_SECONDS = 0.0
     ranks = runtime.detect()
     runtime.start(ranks, timeout_seconds=250)
-    read = utils.read_lines
+    read, reached = utils.read_lines, []
 
     def endless(path, tick=lambda done: None, **options):
         yield from read(path, tick, **options)
         if path.endswith("good.json"):
+            reached.append("middle")
             until = time.monotonic() + 240
             while time.monotonic() < until:
                 tick(0)
                 time.sleep(0.01)
+            reached.append("end")
 
     token_cache.read_lines = endless
     try:
         with runtime.together("reading"):
             convert(folder, vocab_size=99, rank=ranks.rank, world=2)
     except DataError as failure:
-        return str(failure)
+        return str(failure), reached
     finally:
         runtime.stop()
-    return "not stopped"
+    return "not stopped", reached
 
 
 def test_a_bad_shard_stops_peers_in_the_middle_of_theirs(tmp_path):
     (tmp_path / "bad.json").write_text('{"input_ids": [1, 2]}\n' * 50 + "{}\n")
     (tmp_path / "good.json").write_text('{"input_ids": [1, 2]}\n' * 40)
-    messages = run(slow_and_bad, 2, str(tmp_path))
-    assert all("bad.json:51: no input_ids" in message for message in messages)
+    results = run(slow_and_bad, 2, str(tmp_path))
+    assert all("bad.json:51: no input_ids" in message for message, _ in results)
+    assert [reached for _, reached in results] == [[], ["middle"]]
+
+
+def opening_args(folder: str, **changed) -> SimpleNamespace:
+    given = {
+        "dataset": None, "use_synthetic_data": 0, "training_dir": [folder], "test_dir": None, "data_cache_dir": None,
+        "zipped_data": None, "dataset_type": "gpt_jsonl", "data_num_workers": 1, "bad_rows": "stop", "max_bad": 0.0,
+        "short": "pad", "long": None, "seed": 0, "shuffle": "global", "train_batch_size": 1,
+        "gradient_accumulation_steps": 1, "data_audit": False,
+    }  # fmt: skip
+    return SimpleNamespace(**{**given, **changed})
 
 
 def opened_on_a_damaged_node(folder: str):
@@ -122,11 +136,7 @@ def opened_on_a_damaged_node(folder: str):
             raise DataError(f"{folder}: its index does not match its checksum; remove it")
 
         TokenShards.lengths = damaged
-    args = SimpleNamespace(
-        dataset=None, use_synthetic_data=0, training_dir=[folder], test_dir=None, data_cache_dir=None, zipped_data=None,
-        dataset_type="gpt_jsonl", data_num_workers=1, bad_rows="stop", max_bad=0.0, short="pack", long=None, seed=0,
-        shuffle="global", train_batch_size=1, gradient_accumulation_steps=1, data_audit=False,
-    )  # fmt: skip
+    args = opening_args(folder, short="pack")
     try:
         open_data(args, vocab_size=99, seq_len=8, ranks=ranks, dp_rank=ranks.rank, dp_size=2)
     except DataError as failure:
@@ -139,3 +149,45 @@ def test_rows_that_one_rank_cannot_lay_out_stop_every_rank(tmp_path):
     put_shards(tmp_path, shards=2, rows=3)
     for message in run(opened_on_a_damaged_node, 2, str(tmp_path)):
         assert "its index does not match its checksum" in message
+
+
+def opened_on_nodes_that_differ(folder: Path):
+    """Open on two nodes what each has a folder of its own of; return how each time ended."""
+    ranks = runtime.detect()
+    runtime.start(ranks, timeout_seconds=250)
+    ranks = replace(ranks, local_rank=0, local_world_size=1, node_rank=ranks.rank, num_nodes=2)
+    found = []
+    for case, shuffle, cache in (
+        ("few", "window:1", "cache"),
+        ("fewer", "window:1", "cache"),
+        ("longer", "window:1", "cache"),
+        ("longer", "global", "cache"),
+        ("same", "window:1", "file" if ranks.rank else "cache"),
+        ("same", "window:1", "cache"),
+    ):
+        args = opening_args(
+            str(folder / case / str(ranks.rank)), shuffle=shuffle, data_cache_dir=str(folder / cache / str(ranks.rank))
+        )
+        try:
+            data, _ = open_data(args, vocab_size=99, seq_len=8, ranks=ranks, dp_rank=ranks.rank, dp_size=2)
+            found.append((0, str(len(data.source))))
+        except DataError as failure:
+            found.append((failure.exit_code, str(failure)))
+    runtime.stop()
+    return found
+
+
+def test_nodes_whose_data_differ_stop_with_one_message(tmp_path):
+    """Where some of them would have no windows, others of another number of shards, or of other sizes, or other rows."""
+    for case, shards, rows in (("few", 2, 3), ("fewer", 4, 3), ("longer", 5, 4), ("same", 5, 3)):
+        put_shards(tmp_path / case / "0", shards=5, rows=3)
+        put_shards(tmp_path / case / "1", shards=shards, rows=rows)
+    (tmp_path / "file").touch()
+    for found in run(opened_on_nodes_that_differ, 2, tmp_path, timeout=120):
+        *differing, unwritable, same = found
+        for code, message in differing:
+            assert code == 3
+            assert "/0: the data changed while ranks listed it, or is not the same on every node" in message
+        assert unwritable[0] == 3
+        assert "cannot hold the token cache (Not a directory)" in unwritable[1]
+        assert same == (0, "25")
