@@ -37,6 +37,9 @@ VERSION = 3
 MAGIC = b"SMPTRIDX"
 _PREFIX = struct.Struct("<8sII")
 _FIRST_READ = 4096
+# To be asked for it must be set, for all threads: so once, before there are any.
+_UMASK = os.umask(0o077)
+os.umask(_UMASK)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def settle(scratch: str, path: str) -> None:
     """Give a temporary file its name, and the access that the umask leaves, once its content is on disk."""
     file = os.open(scratch, os.O_RDONLY)
     try:
-        os.fchmod(file, 0o666 & ~_umask())
+        os.fchmod(file, 0o666 & ~_UMASK)
         os.fsync(file)
     finally:
         os.close(file)
@@ -110,12 +113,6 @@ def settle(scratch: str, path: str) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class _Rows:

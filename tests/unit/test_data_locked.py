@@ -143,6 +143,8 @@ def test_a_file_gets_its_name_when_it_is_on_disk(tmp_path, monkeypatch):
         call = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *given, name=name, call=call: done.append(name) or call(*given))
     (tmp_path / "new").touch(mode=0o600)
+    # Of all threads: another would make a file that everybody may write.
+    monkeypatch.setattr(os, "umask", None)
     settle(str(tmp_path / "new"), str(tmp_path / "named"))
     (tmp_path / "plain").touch()
     assert done == ["fsync", "replace", "fsync"]
