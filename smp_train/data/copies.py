@@ -11,17 +11,21 @@ import hashlib
 import logging
 import os
 import shutil
+import uuid
 from pathlib import Path
 
 from smp_train.data import index, s3
 from smp_train.data.index import share
 from smp_train.data.locked import Held, alone, hold
 from smp_train.data.token_cache import settle
+from smp_train.data.utils import Shard
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
 
 PREFIX = "s3-"
+GONE = ".gone-"
+"""Stands in the name of a copy that is being removed; what a killed run leaves of it, the next removes."""
 _held: dict[str, Held] = {}
 """Of each place the copy that this process reads, until it ends or takes another version."""
 
@@ -44,12 +48,9 @@ def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -
         _remove_earlier(place, folder, location)
         index.sweep(folder)
         # Dealt before looking: what is there changes while ranks look, and they must agree on the deal.
-        missing = [
-            shard
-            for shard in share(objects, rank, world)
-            if shard.size and not _is_file_of(os.path.join(folder, shard.name), shard.size)
-        ]
-        _say(location, folder, sum(shard.size for shard in missing))
+        missing = _missing(share(objects, rank, world), folder)
+        if rank == 0:
+            _say(location, folder, sum(shard.size for shard in _missing(objects, folder)))
         for shard, copy in s3.staged(missing, folder) if missing else ():
             settle(copy, os.path.join(folder, shard.name))
     except OSError as error:
@@ -60,8 +61,14 @@ def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -
     return folder, [shard.name for shard in missing]
 
 
+def _missing(objects: list[Shard], folder: str) -> list[Shard]:
+    return [shard for shard in objects if shard.size and not _is_file_of(os.path.join(folder, shard.name), shard.size)]
+
+
 def _is_file_of(path: str, size: int) -> bool:
-    return os.path.isfile(path) and os.path.getsize(path) == size
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.isfile(path) and os.path.getsize(path) == size
+    return False
 
 
 def _remove_earlier(place: str, folder: str, location: str) -> None:
@@ -70,8 +77,13 @@ def _remove_earlier(place: str, folder: str, location: str) -> None:
         if str(other) != folder:
             with alone(str(other)) as free:
                 if free:
-                    logger.info("%s: removed, %s is not what it was (%.2f GB)", other, location, _bytes(other) / 1e9)
-                    shutil.rmtree(other, ignore_errors=True)
+                    # Whichever rank comes first says so, and of most a console shows warnings alone.
+                    logger.warning("%s: removed, %s is not what it was (%.2f GB)", other, location, _bytes(other) / 1e9)
+                    # Under another name first: who asks for that version now must not find half of it.
+                    gone = f"{str(other).partition(GONE)[0]}{GONE}{uuid.uuid4().hex}"
+                    with contextlib.suppress(OSError):
+                        os.rename(other, gone)
+                        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _bytes(folder: Path) -> int:

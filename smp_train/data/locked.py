@@ -89,7 +89,8 @@ def hold(path: str) -> Held:
 def alone(path: str) -> Iterator[bool]:
     """Hold a folder for oneself, if nobody uses it and that is certain; tell whether that is so."""
     try:
-        file = os.open(os.path.join(path, HELD), os.O_RDWR)
+        # Who was killed as he removed it may have left all but this.
+        file = os.open(os.path.join(path, HELD), os.O_CREAT | os.O_RDWR, 0o666)
     except OSError:
         yield False
         return
@@ -147,7 +148,10 @@ def _claim_unlocked(folder: str, name: str) -> Held:
     now = clock(folder)
     for other in _slots(folder, name):
         with contextlib.suppress(OSError):
-            if os.stat(os.path.join(other, HELD)).st_mtime < now - STALE_SECONDS:
+            # What is made there shows as well: before the first step a job may count for hours.
+            entries = [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(other)]
+            touched = max(entries, default=os.stat(other).st_mtime)
+            if touched < now - STALE_SECONDS:
                 shutil.rmtree(other, ignore_errors=True)
     return hold(os.path.join(folder, f"{name}-{uuid.uuid4().hex[:8]}"))
 

@@ -105,13 +105,15 @@ def test_slots_where_files_cannot_be_locked(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    first, second = (locked.claim(str(tmp_path), "slot") for _ in range(2))
+    first, second, counting = (locked.claim(str(tmp_path), "slot") for _ in range(3))
     assert first.path != second.path
-    for held, age in ((first, 10_000), (second, 0)):
+    for held, age in ((first, 10_000), (second, 0), (counting, 10_000)):
         os.utime(os.path.join(held.path, locked.HELD), (os.stat(tmp_path).st_mtime - age,) * 2)
+    locked.Scratch(counting.path)
     third = locked.claim(str(tmp_path), "slot")
     assert not os.path.exists(first.path)
     assert os.path.exists(second.path)
+    assert os.path.exists(counting.path), "something is being made there"
     third.touch()
     with locked.alone(second.path) as free:
         assert not free, "as nobody can tell"

@@ -263,13 +263,44 @@ def test_a_copy_of_an_earlier_version_goes_when_nobody_reads_it(bucket, tmp_path
     assert len(both) == 2
     reading.close()
     (cache / "s3-another-place").mkdir()
-    with caplog.at_level("INFO"):
-        assert len(opened(3)) == 2
+    assert len(opened(3)) == 2
     assert "removed, s3://" in caplog.text
     assert (cache / "s3-another-place").exists()
     monkeypatch.setattr(copies.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
     opened(4)
     assert "copies of other places (s3-* beside it) take 0.00 GB: remove what no run reads" in caplog.text
+
+
+def test_what_a_killed_run_left_of_an_earlier_copy_goes_too(bucket, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+
+    def bring(value):
+        held = copies.bring(prepared_tokens(bucket, tmp_path, value), str(cache))[0]
+        return [path.name for path in cache.iterdir() if str(path) != held]
+
+    assert not bring(1)
+    (first,) = [path.name for path in cache.iterdir()]
+    with monkeypatch.context() as killed:
+        killed.setattr(copies.shutil, "rmtree", lambda path, **how: os.unlink(os.path.join(path, locked.HELD)))
+        (left,) = bring(2)
+    assert left.startswith(f"{first}{copies.GONE}"), "nobody takes it for a copy"
+    with monkeypatch.context() as killed:
+        killed.setattr(copies.shutil, "rmtree", lambda path, **how: None)
+        assert all(name.count(copies.GONE) == 1 for name in bring(3))
+    assert not bring(4)
+
+
+def test_one_rank_warns_of_all_that_is_to_be_copied(bucket, tmp_path, monkeypatch):
+    for name in "abcd":
+        put(bucket, f"t/{name}.tok", bytes(10))
+        put(bucket, f"t/{name}.idx", bytes(10))
+    copies.bring(f"s3://{bucket[1]}/t", str(tmp_path), 1, 4)
+    monkeypatch.setattr(copies.s3, "staged", lambda missing, folder: ())
+    sizes = []
+    monkeypatch.setattr(copies, "_say", lambda location, folder, size: sizes.append(size))
+    for rank in range(4):
+        copies.bring(f"s3://{bucket[1]}/t", str(tmp_path), rank, 4)
+    assert sizes == [60], "of 80 bytes, two objects are there"
 
 
 def test_a_place_that_cannot_hold_what_is_brought(bucket, tmp_path):
