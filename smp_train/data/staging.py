@@ -181,6 +181,15 @@ class Stager:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._stopped = False
+        self._scratch: Scratch | None = None
+
+    def prepare(self) -> None:
+        """Make the folder that shards are made in. Raises OSError.
+
+        To be called where a failure stops all ranks: once peers wait for this rank's part, a full disk may leave no room
+        for word of it.
+        """
+        self._scratch = Scratch(self.stage.slot)
 
     def want(self, needed: list[int], following: list[int]) -> list[int]:
         """Take it that ``needed`` are read next, and ``following`` after those; return what is not wanted any more.
@@ -277,6 +286,9 @@ class Stager:
             self._stopped = True
             self._changed.notify_all()
             thread, self._thread = self._thread, None
+            if self._scratch is not None:
+                self._scratch.remove()
+                self._scratch = None
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -301,9 +313,10 @@ class Stager:
         return found
 
     def _run(self) -> None:
-        scratch = None
+        with self._changed:
+            scratch, self._scratch = self._scratch, None
         try:
-            scratch = Scratch(self.stage.slot)
+            scratch = scratch or Scratch(self.stage.slot)
             self.stage.work = scratch.path
             while True:
                 with self._changed:

@@ -282,6 +282,10 @@ class Windows:
         )  # fmt: skip
         source = StagedShards(self.shards, found, stager)
         self._judge(source)
+        try:
+            stager.prepare()
+        except OSError as error:
+            raise self._unwritable(error) from None
         if rank == 0:
             self._say(source)
         return source

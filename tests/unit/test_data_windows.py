@@ -532,7 +532,7 @@ def test_a_stager_that_has_failed_takes_no_more_work(tmp_path, monkeypatch):
 
 
 def test_peers_learn_of_a_stager_that_could_not_begin(tmp_path, monkeypatch):
-    """Before it took any shard up: they would wait for its part without end."""
+    """Before it took any shard up, again: they would wait for its part without end."""
     place = write_shards(tmp_path / "data")
     first = opened(place, tmp_path / "cache", 0, 2)
     second = opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
@@ -542,6 +542,12 @@ def test_peers_learn_of_a_stager_that_could_not_begin(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(staging, "Scratch", full)
+        with pytest.raises(DataError, match=r"window-\w+: cannot be written \(No space left on device\); free"):
+            opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
+        # What it had made when it was opened.
+        assert len(list(Path(second.stager.slot.path).glob(f"{locked.WORK}*"))) == 2
+        second.rest()
+        assert len(list(Path(second.stager.slot.path).glob(f"{locked.WORK}*"))) == 1
         second.want([0, 1], [2, 3])
         second.stager._thread.join()
     first.want([0, 1], [2, 3])
