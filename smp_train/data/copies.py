@@ -80,7 +80,7 @@ def _remove_earlier(place: str, folder: str, location: str) -> None:
                     # Whichever rank comes first says so, and of most a console shows warnings alone.
                     logger.warning("%s: removed, %s is not what it was (%.2f GB)", other, location, _bytes(other) / 1e9)
                     # Under another name first: who asks for that version now must not find half of it.
-                    gone = f"{str(other).partition(GONE)[0]}{GONE}{uuid.uuid4().hex}"
+                    gone = other.with_name(f"{other.name.partition(GONE)[0]}{GONE}{uuid.uuid4().hex}")
                     with contextlib.suppress(OSError):
                         os.rename(other, gone)
                         shutil.rmtree(gone, ignore_errors=True)

@@ -186,8 +186,8 @@ class Stager:
     def prepare(self) -> None:
         """Make the folder that shards are made in. Raises OSError.
 
-        To be called where a failure stops all ranks: once peers wait for this rank's part, a full disk may leave no room
-        for word of it.
+        To be called where a failure stops all ranks: once peers wait for this rank's part, a full disk may leave no
+        room for word of it.
         """
         self._scratch = Scratch(self.stage.slot)
 

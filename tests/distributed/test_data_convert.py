@@ -178,7 +178,7 @@ def opened_on_nodes_that_differ(folder: Path):
 
 
 def test_nodes_whose_data_differ_stop_with_one_message(tmp_path):
-    """Where some of them would have no windows, others of another number of shards, or of other sizes, or other rows."""
+    """Where one would have no windows, or another number of shards, or shards of other sizes, or other rows."""
     for case, shards, rows in (("few", 2, 3), ("fewer", 4, 3), ("longer", 5, 4), ("same", 5, 3)):
         put_shards(tmp_path / case / "0", shards=5, rows=3)
         put_shards(tmp_path / case / "1", shards=shards, rows=rows)
