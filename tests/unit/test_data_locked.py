@@ -59,17 +59,19 @@ def test_a_fresh_mark_is_not_even_locked_by_others(tmp_path, monkeypatch):
 
 def test_a_scratch_is_locked_though_another_looks_at_it(tmp_path, monkeypatch):
     flock, looking = fcntl.flock, []
+    done = threading.Timer(0.1, lambda: os.close(looking[0]))
 
     def looked_at(file, how):
         if not looking:
             (mark,) = tmp_path.glob(f"{locked.LOCK}*")
             looking.append(os.open(mark, os.O_RDWR))
             flock(looking[0], fcntl.LOCK_EX)
-            threading.Timer(0.1, os.close, looking).start()
+            done.start()
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", looked_at)
     scratch = locked.Scratch(str(tmp_path))
+    done.join()
     locked._sweep(str(tmp_path))
     assert os.path.isdir(scratch.path)
     scratch.remove()
