@@ -16,7 +16,7 @@
 #   MAX_ATTEMPTS=3                         starts without a new checkpoint before giving up
 #   CONTAINER_ENV=                         further variables, separated by commas, whose values here beat those of the image,
 #                                          as those of AWS, EFA, NCCL, torch and Hugging Face that are set do anyway
-#   FSX_MOUNT=/fsx                         mounted into the container where it exists
+#   FSX_MOUNT=/fsx                         mounted into the container where it exists; several are separated by commas
 #   DRY_RUN=                               1: as --dry_run after the script's name
 
 # shellcheck disable=SC2034 # batch.sh reads what is set here
@@ -25,18 +25,20 @@ CODE_DIR=$HYPERPOD_PATH
 if [ -n "$TRAINING_DIR" ]; then : "${use_synthetic_data:=0}"; else : "${use_synthetic_data:=1}"; fi
 
 MOUNTS=() FOLDERS=() WRITTEN=()
-: "${FSX_MOUNT:=/fsx}"
-[ ! -e "${FSX_MOUNT%%:*}" ] || MOUNTS+=("$FSX_MOUNT")
+IFS=, read -ra mounts <<<"${FSX_MOUNT:-/fsx}"
+for mount in ${mounts[@]+"${mounts[@]}"}; do
+  if [ -e "${mount%%:*}" ]; then MOUNTS+=("$mount")
+  elif [ -n "${FSX_MOUNT:-}" ]; then echo "warning: FSX_MOUNT: no $mount on $(hostname): not mounted" >&2; fi
+done
 
 # shellcheck source-path=SCRIPTDIR source=../local/given.sh
 source "$HYPERPOD_PATH/launchers/local/given.sh"
 EXTRA=(${FLAGS[@]+"${FLAGS[@]}"})
-# DRY_RUN=1 is as good as --dry_run where nothing is submitted yet; a job that finds it set was submitted all the same.
-case "${DRY_RUN:-}${SLURM_JOB_ID:+ in a job}" in '' | 0 | false | *" in a job") DRY_RUN= ;; esac
+case "${DRY_RUN:-}" in '' | 0 | false) DRY_RUN= ;; esac
 for word in "$@"; do
   case "$word" in -h | --help)
     # What there is to know is said at the head of the script and of this file.
-    for told in "$0" "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh"; do
+    for told in "$0" ${FLAGS[@]+"$HYPERPOD_PATH/launchers/local/local.sh"} "$HYPERPOD_PATH/launchers/hyperpod_slurm/training.sh"; do
       sed -n '/^#!/d; /^#SBATCH/d; /^# shellcheck/d; /^[^#]/q; s/^#\( \|$\)//p' "$told"
     done
     echo "training flags: smp-train train --help"

@@ -14,6 +14,7 @@
 
 HYPERPOD_PATH=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 2
 for name in IMAGE CLAIM; do
+  case " $* " in *" -h "* | *" --help "*) break ;; esac
   [ -n "${!name:-}" ] || { echo "error: set $name; for example: IMAGE=REGISTRY/smp-train:1 CLAIM=fsx:/fsx $0" >&2; exit 2; }
 done
 : "${NODES:=8}" "${INSTANCE_TYPE:=ml.p5.48xlarge}" "${OPERATOR:=kubeflow}" "${NAMESPACE:=kubeflow}"

@@ -6,6 +6,7 @@
 # all machines share. Other variables: see launch_single_node.sh.
 set -euo pipefail
 
+case " $* " in *" -h "* | *" --help "*) exec "$(dirname "${BASH_SOURCE[0]}")/launch_single_node.sh" --help ;; esac
 for name in NNODES NODE_RANK MASTER_ADDR; do
   [ -n "${!name:-}" ] || { echo "error: set $name; for example: NNODES=2 NODE_RANK=0 MASTER_ADDR=$(hostname) $0" >&2; exit 2; }
 done

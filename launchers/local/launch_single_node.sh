@@ -20,4 +20,4 @@ case "${DRY_RUN:-}" in '' | 0 | false) ;; *) OPTIONS+=(--dry_run) ;; esac
 [ -z "${PROFILE:-}" ] || OPTIONS+=(--profile "$PROFILE")
 [ -z "${RUN_DIR:-}" ] || FLAGS+=(--run_dir "$RUN_DIR")
 [ -z "${CHECKPOINT_DIR:-}" ] || FLAGS+=(--checkpoint_dir "$CHECKPOINT_DIR")
-exec "$PYTHON" -m smp_train launch local "${OPTIONS[@]}" "${FLAGS[@]}" "$@"
+exec "$PYTHON" -m smp_train launch local ${OPTIONS[@]+"${OPTIONS[@]}"} ${FLAGS[@]+"${FLAGS[@]}"} "$@"

@@ -20,7 +20,7 @@ for folder in "${TRAINING_DIR:-}" "${TEST_DIR:-}"; do
   FOLDERS+=("$folder")
 done
 for folder in "${CHECKPOINT_DIR:-}" ${WRITTEN[@]+"${WRITTEN[@]}"}; do
-  case "$folder" in '' | *://*) continue ;; esac
+  case "$folder" in '' | *://* | local:*) continue ;; esac
   [ -n "${DRY_RUN:-}" ] || mkdir -p "$folder" || refuse "cannot write $folder on $(hostname), which CHECKPOINT_DIR or a flag names"
   FOLDERS+=("$folder")
 done
@@ -66,7 +66,7 @@ if [ -n "${IMAGE:-}" ]; then
   inside=$CODE_DIR/smp_train/launch:/.smp-train-inside:ro
   mounted() { case "$1" in /*) set -- "$1" ;; *) set -- "$PWD/$1" ;; esac; case ",$inside," in *",$1,"*) ;; *) inside+=",$1" ;; esac; }
   for mount in ${MOUNTS[@]+"${MOUNTS[@]}"}; do
-    case "$mount" in *,* | *:*:*:*) refuse "$mount: is not one mount, SOURCE or SOURCE:TARGET[:FLAGS]; pyxis has no way to write a comma or a colon in a path" ;; esac
+    case "$mount" in *,* | *:*:*:*) refuse "$mount (FSX_MOUNT, --mounts): is not one mount, SOURCE or SOURCE:TARGET[:FLAGS]; pyxis has no way to write a comma or a colon in a path" ;; esac
     [ -n "${DRY_RUN:-}" ] || [ -e "${mount%%:*}" ] || refuse "no ${mount%%:*} to mount on $(hostname); make it, or take it out of MOUNTS"
     mounted "$mount"
   done
@@ -129,8 +129,10 @@ export SMP_TRAIN_KEEP_STOP=1 # from here on a STOP is meant for this start
 finished_before=$(cat "$RUN_DIR/DONE" 2>/dev/null)
 stopped_before=$(cat "$RUN_DIR/STOPPED" 2>/dev/null)
 recorded_before=$(wc -c 2>/dev/null <"$RUN_DIR/metrics.jsonl")
-output=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *StdOut=//p' | head -n 1)
-said_before=$(wc -c 2>/dev/null <"$output")
+outputs=() said_before=()
+while read -r output; do
+  outputs+=("$output") said_before+=("$(wc -c 2>/dev/null <"$output")")
+done < <(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -nE 's/^ *Std(Out|Err)=//p' | sort -u)
 asked='' user='' ended=''
 # Written here, as a signal may come just before the wait below. What a person asked for stays, and counts for more.
 # shellcheck disable=SC2317 # the traps call it
@@ -177,12 +179,14 @@ failures=$(for file in "$attempts.$last"/failed-*; do
 done | sort | cut -d' ' -f3-)
 first=$(head -n 1 <<<"$failures")
 # A node that lacks the shared file system leaves no file on it, and may not even have started the task: its own words and
-# srun's are in the output of this job. What this host has and a node has not is the node's fault; other ends may be of all.
-if [ -z "$first" ]; then
-  told=$(tail -c "+$((${said_before:-0} + 1))" "$output" 2>/dev/null)
-  first=$(grep -om 1 'LAUNCH-FAIL node=.*' <<<"$told")
+# srun's are in the output of this job. What this host has and a node has not is the node's fault; what this host lacks as
+# well, or any other end, may be of all. A run that was asked to stop has not failed, whatever an earlier step of it has.
+if [ -z "$first" ] && [ -z "$asked" ]; then
+  told=$(for i in ${outputs[@]+"${!outputs[@]}"}; do tail -c "+$((${said_before[i]:-0} + 1))" "${outputs[i]}" 2>/dev/null; done)
+  first=$(grep -o 'LAUNCH-FAIL node=.*' <<<"$told" | grep -vxF "$(cat "$attempts".*/failed-* 2>/dev/null)" | head -n 1)
   cause=error
-  if grep -qE "execve\(\)|No module named '?smp_train|pyxis: .*(No such file|does not exist)" <<<"$told"; then cause=node; fi
+  if grep -qE "execve\(\)|No module named '?smp_train|pyxis: .*(No such file|does not exist)" <<<"$told" &&
+    ! grep -qE "srun: error: ${SLURMD_NODENAME:-$(hostname -s)}: task" <<<"$told"; then cause=node; fi
   [ -n "$first" ] ||
     first=$(sed -nE "s/.*srun: error: ([^ ,[]+): task [0-9]+: Exited with exit code ([0-9]+).*/LAUNCH-FAIL node=\1 rank=-1 rc=\2 cause=$cause/p" <<<"$told" | head -n 1)
 fi

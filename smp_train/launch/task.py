@@ -7,6 +7,7 @@ cluster may have swapped a node since the job was submitted, or since its batch 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import platform
@@ -361,7 +362,8 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        if int(os.environ.get("SLURM_NODEID") or 0) > 0:  # the first node has made it, in the batch script
+        # The first node has made it, in the batch script. Room is short on all of them.
+        if int(os.environ.get("SLURM_NODEID") or 0) > 0 and problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise BadNodeError(
                 f"{name()}: cannot write {folder} ({problem.strerror}), as the first node can: is its file system "
                 "mounted here?"

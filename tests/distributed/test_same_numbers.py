@@ -205,7 +205,7 @@ def test_every_cell_equals_one_process(family: str, mesh: str) -> None:
 
 
 COMPILED = [
-    ("gpt_neox", "tp2-fsdp2", ("selective:op", 0, 1)),
+    ("gpt_neox", "tp2", ("full", 1, 1)),
     ("mixtral", "tp2", ("selective:op", 0, 1)),
     ("llama", "cp2", ("full", 1, 1)),
 ]

@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "instance_count": 2,
     },
     "several": {"instance_count": 2},
+    "no data": {"train": None, "test": None},
     "smp": {},
 }  # fmt: skip
 ENVIRON = {
@@ -39,6 +40,7 @@ ENVIRON = {
 def flags(kind: str) -> list[str]:
     """Return the training flags of one of `KINDS`."""
     more = {"fsx": ["--checkpoint_dir", "/opt/ml/input/data/fsx/checkpoints"], "smp": ["--backend", "smp"]}
+    more["no data"] = ["--use_synthetic_data", "1"]
     return [*FLAGS, *more.get(kind, [])]
 
 

@@ -157,7 +157,7 @@ def _plain(text: Any) -> Any:
 
 
 def own_place(role: str | None, region: str | None, session: Any = None) -> str | None:
-    """Return where runs go that are told no place: the bucket of an SDK's session, or the one that SDKs make.
+    """Return where runs go that are told no place: the bucket and prefix of an SDK's session, or the bucket SDKs make.
 
     None where it cannot be told without asking AWS.
     """
@@ -165,7 +165,8 @@ def own_place(role: str | None, region: str | None, session: Any = None) -> str 
     bucket = getattr(session, "_default_bucket_name_override", None)  # what it was given; the public call makes one
     if bucket is None and account and region:
         bucket = f"sagemaker-{region}-{account[1]}"
-    return f"s3://{bucket}/smp-train" if bucket else None
+    prefix = getattr(session, "default_bucket_prefix", None)
+    return "/".join(filter(None, (f"s3://{bucket}", prefix, "smp-train"))) if bucket else None
 
 
 def region_of(session: Any) -> str | None:

@@ -23,7 +23,9 @@ def estimator(
 ) -> Any:
     """Return a ready `sagemaker.pytorch.PyTorch`; its ``fit()`` starts the job, on its own channels when given none.
 
-    Without ``output`` the SDK takes SageMaker's own bucket, and there checkpoints are kept as well.
+    Without ``output`` the SDK takes the bucket of its session, and there checkpoints are kept as well, below the run's
+    name: the same run started again goes on. Trials of a tuner have one name: give them a ``checkpoint_dir`` of their
+    own instance (such as /tmp/checkpoints), and ``inputs(...)`` to the tuner's ``fit``.
 
     Args:
         words: training flags, as on a command line or as a mapping of hyperparameters.
@@ -35,11 +37,13 @@ def estimator(
         ConfigError: as `build` does, and without SageMaker's SDK v2.
     """
     try:
+        from sagemaker import Session
         from sagemaker.pytorch import PyTorch
     except ModuleNotFoundError:
         raise ConfigError(
             "SageMaker's SDK v2 is not here; pip install 'sagemaker>=2.233,<3', or use model_trainer with SDK v3"
         ) from None
+    sagemaker_session = sagemaker_session or Session()  # as the SDK would: its configuration may name a bucket
     own = own_place(options.get("role"), region_of(sagemaker_session), sagemaker_session)
     job = build(words, keep_in=own, **options)
     folder = stage(Path(source_dir) if source_dir else Path(tempfile.mkdtemp(prefix="smp-train-source-")))
@@ -88,7 +92,8 @@ def estimator(
 
 def _fit(ready: Any, inputs: Any = None, *more: Any, **options: Any) -> Any:
     """Stand for the SDK's ``fit``: the job's own channels where none are given."""
-    return type(ready).fit(ready, _channels(ready) if inputs is None else inputs, *more, **options)
+    # Not even an empty list of channels may be sent; None sends none.
+    return type(ready).fit(ready, (_channels(ready) if inputs is None else inputs) or None, *more, **options)
 
 
 def inputs(ready: Any) -> dict[str, Any]:
