@@ -14,6 +14,7 @@ from smp_train.data.index import BESIDE, TokenShards, convert, open_source
 from smp_train.data.opening import open_data
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData, ValidationData
+from smp_train.data.staging import Stage
 from smp_train.errors import DataError
 from tests.harness import run
 
@@ -162,12 +163,14 @@ def opened_on_nodes_that_differ(folder: Path):
         ("fewer", "window:1", "cache"),
         ("longer", "window:1", "cache"),
         ("longer", "global", "cache"),
-        ("same", "window:1", "file" if ranks.rank else "cache"),
+        ("same", "window:1", "blocked"),
         ("same", "window:1", "cache"),
     ):
-        args = opening_args(
-            str(folder / case / str(ranks.rank)), shuffle=shuffle, data_cache_dir=str(folder / cache / str(ranks.rank))
-        )
+        place, where = (str(folder / name / str(ranks.rank)) for name in (case, cache))
+        if cache == "blocked" and ranks.rank == 1:
+            # A plain file where the folder of windows would be: of this node alone.
+            Path(Stage(place, 99, where).places[0][0]).touch()
+        args = opening_args(place, shuffle=shuffle, data_cache_dir=where)
         try:
             data, _ = open_data(args, vocab_size=99, seq_len=8, ranks=ranks, dp_rank=ranks.rank, dp_size=2)
             found.append((0, str(len(data.source))))
@@ -182,12 +185,11 @@ def test_nodes_whose_data_differ_stop_with_one_message(tmp_path):
     for case, shards, rows in (("few", 2, 3), ("fewer", 4, 3), ("longer", 5, 4), ("same", 5, 3)):
         put_shards(tmp_path / case / "0", shards=5, rows=3)
         put_shards(tmp_path / case / "1", shards=shards, rows=rows)
-    (tmp_path / "file").touch()
     for found in run(opened_on_nodes_that_differ, 2, tmp_path, timeout=120):
         *differing, unwritable, same = found
         for code, message in differing:
             assert code == 3
             assert "/0: the data changed while ranks listed it, or is not the same on every node" in message
         assert unwritable[0] == 3
-        assert "cannot hold the token cache (Not a directory)" in unwritable[1]
+        assert "cannot hold the token cache (File exists)" in unwritable[1]
         assert same == (0, "25")
