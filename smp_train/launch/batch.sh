@@ -184,11 +184,13 @@ first=$(head -n 1 <<<"$failures")
 if [ -z "$first" ] && [ -z "$asked" ]; then
   told=$(for i in ${outputs[@]+"${!outputs[@]}"}; do tail -c "+$((${said_before[i]:-0} + 1))" "${outputs[i]}" 2>/dev/null; done)
   first=$(grep -o 'LAUNCH-FAIL node=.*' <<<"$told" | grep -vxF "$(cat "$attempts".*/failed-* 2>/dev/null)" | head -n 1)
-  cause=error
-  if grep -qE "execve\(\)|No module named '?smp_train|pyxis: .*(No such file|does not exist)" <<<"$told" &&
-    ! grep -qE "srun: error: ${SLURMD_NODENAME:-$(hostname -s)}: task" <<<"$told"; then cause=node; fi
-  [ -n "$first" ] ||
-    first=$(sed -nE "s/.*srun: error: ([^ ,[]+): task [0-9]+: Exited with exit code ([0-9]+).*/LAUNCH-FAIL node=\1 rank=-1 rc=\2 cause=$cause/p" <<<"$told" | head -n 1)
+  if [ -z "$first" ]; then
+    ends=$(sed -nE 's/.*srun: error: ([^ ,[]+): task [0-9]+: Exited with exit code ([0-9]+).*/node=\1 rank=-1 rc=\2/p' <<<"$told")
+    first=$(head -n 1 <<<"$ends") cause=error
+    if grep -qE "execve\(\)|No module named '?smp_train|pyxis: .*(No such file|does not exist)" <<<"$told" &&
+      ! grep -qxF "node=${SLURMD_NODENAME:-$(hostname -s)} rank=-1 rc=${first##*=}" <<<"$ends"; then cause=node; fi
+    first=${first:+LAUNCH-FAIL $first cause=$cause}
+  fi
 fi
 silent='' down=''
 case "$first" in

@@ -65,7 +65,9 @@ def comparable(request: dict[str, Any]) -> dict[str, Any]:
         if name not in ("ContainerEntrypoint", "ContainerArguments", "EnableSageMakerMetricsTimeSeries")
     }
     kept["InputDataConfig"] = [
-        channel for channel in request.get("InputDataConfig", []) if channel["ChannelName"] not in ("code", "sm_drivers")
+        channel
+        for channel in request.get("InputDataConfig", [])
+        if channel["ChannelName"] not in ("code", "sm_drivers")
     ]
     kept["OutputDataConfig"] = {"S3OutputPath": request["OutputDataConfig"]["S3OutputPath"]}
     kept.setdefault("EnableManagedSpotTraining", False)

@@ -367,11 +367,13 @@ def test_help_asks_for_nothing(script: str, variable: str) -> None:
         ),
         (
             "slurmstepd: error: execve(): /fsx/.venv/bin/python: No such file or directory\n"
-            "srun: error: n2: task 1: Exited with exit code 2\n", "node=n2 rank=-1 rc=2 cause=node", True,
+            "srun: error: n2: task 1: Exited with exit code 2\nsrun: error: n1: task 0: Terminated\n",
+            "node=n2 rank=-1 rc=2 cause=node", True,
         ),
         (
             "1: /fsx/.venv/bin/python: No module named smp_train.launch\n"
-            "srun: error: n2: task 1: Exited with exit code 1\n", "node=n2 rank=-1 rc=1 cause=node", True,
+            "srun: error: n2: task 1: Exited with exit code 1\nsrun: error: n1: task 0: Exited with exit code 143\n",
+            "node=n2 rank=-1 rc=1 cause=node", True,
         ),
         ("srun: error: n2: task 1: Exited with exit code 1\n", "node=n2 rank=-1 rc=1 cause=error", False),
         ("srun: error: n[1-2]: tasks 0-1: Exited with exit code 1\n", "", False),
