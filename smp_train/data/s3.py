@@ -125,19 +125,31 @@ def read_small(path: str) -> bytes | None:
         try:
             content: bytes = shared(attempts=1).get_object(Bucket=bucket, Key=key)["Body"].read()
             return content
-        except ClientError as error:
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            if status in (403, 404):
+        except (ClientError, BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
+            if _status(error) in (403, 404):
                 return None
-            if status < 500 and status != 429:
-                raise explain(error, path, "s3:GetObject") from None
-            problem = error
-        except (BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
-            if type(error).__name__ == "NoCredentialsError":
-                raise explain(error, path, "s3:GetObject") from None
-            problem = error
+            problem = _passing(error, path)
     assert problem is not None
     raise DataError(f"{path}: cannot be read in {ATTEMPTS} tries (last: {one_line(problem)})")
+
+
+def _status(error: Exception) -> int | None:
+    """Return the HTTP status that an answer of S3 had, 0 where it names none; None of what is no answer."""
+    from botocore.exceptions import ClientError
+
+    # Others have a response too, of another kind, or none.
+    if not isinstance(error, ClientError):
+        return None
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _passing(error: Exception, path: str) -> Exception:
+    """Return a failure to get an object that another try may not meet; raise the DataError of any other."""
+    status = _status(error)
+    lasts = type(error).__name__ == "NoCredentialsError" if status is None else status < 500 and status != 429
+    if lasts:
+        raise explain(error, path, "s3:GetObject") from None
+    return error
 
 
 def _pause(failures: int) -> None:
@@ -178,15 +190,8 @@ def get_bytes(
             finally:
                 body.close()
             problem: Exception = EOFError(f"{done - begin} of {end - begin} bytes")
-        except ClientError as error:
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            if status < 500 and status != 429:
-                raise explain(error, path, "s3:GetObject") from None
-            problem = error
-        except (BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
-            if type(error).__name__ == "NoCredentialsError":
-                raise explain(error, path, "s3:GetObject") from None
-            problem = error
+        except (ClientError, BotoCoreError, HTTPError, ConnectionError, TimeoutError) as error:
+            problem = _passing(error, path)
         if done > end:
             raise DataError(f"{path}: is longer than it was listed; start again when the data is complete")
         failures = 0 if done > before else failures + 1
