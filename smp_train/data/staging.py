@@ -336,7 +336,10 @@ class Stager:
                 with self._changed:
                     self._changed.notify_all()
                     for number in todo:
-                        if number not in self._owner:
+                        if number in self._owner:
+                            # It was here, though rank 0 may have removed it by now.
+                            self._missed.setdefault(number, None)
+                        else:
                             # Nobody looks for it any more, and rank 0 has.
                             self.stage.remove(self.files[number])
         except InterruptedError:

@@ -84,15 +84,19 @@ def test_a_bad_shard_stops_every_rank_with_one_message(tmp_path):
 def slow_and_bad(folder: str):
     """Rank 0 meets a bad line, rank 1 is in the middle of a shard; return the error, and how far that shard came."""
     conversion.LOOK_SECONDS = 0.0
+    in_the_middle = Path(folder, ".in-the-middle")
     ranks = runtime.detect()
     runtime.start(ranks, timeout_seconds=250)
     read, reached = utils.read_lines, []
 
     def endless(path, tick=lambda done: None, **options):
+        until = time.monotonic() + 240
+        while path.endswith("bad.json") and not in_the_middle.exists() and time.monotonic() < until:
+            time.sleep(0.01)
         yield from read(path, tick, **options)
         if path.endswith("good.json"):
             reached.append("middle")
-            until = time.monotonic() + 240
+            in_the_middle.touch()
             while time.monotonic() < until:
                 tick(0)
                 time.sleep(0.01)

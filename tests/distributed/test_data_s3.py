@@ -14,7 +14,7 @@ pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
 from smp_train import runtime
-from smp_train.data import s3, token_cache
+from smp_train.data import s3, staging, token_cache
 from smp_train.data.index import open_source
 from smp_train.data.opening import open_data
 from smp_train.data.order import Order
@@ -72,6 +72,8 @@ def one_sees_less(ranks, cache):
 
 def on_two_nodes(variables, cache):
     os.environ.update(variables)
+    # Fetches are counted: what rank 0 of a node has removed is not to be missed by a rank that was held up.
+    staging.CHECK_SECONDS = 100.0
     ranks = runtime.detect()
     runtime.start(ranks, timeout_seconds=250)
     ranks = replace(

@@ -434,6 +434,30 @@ def test_what_something_else_removes_is_staged_again(tmp_path, monkeypatch):
     source.rest()
 
 
+def test_what_is_removed_as_soon_as_it_is_staged_is_not_staged_again(tmp_path, monkeypatch):
+    """Rank 0 has read it to its end before this rank is told that it is not wanted any more."""
+    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
+    stager, convert, asked, twice = source.stager, conversion.run, [], threading.Event()
+    todo = stager._todo
+
+    def convert_and_remove(stage, shards, **given):
+        convert(stage, shards, **given)
+        stage.remove(source.files[0])
+
+    def noted():
+        asked.append(todo())
+        if len(asked) == 2:
+            twice.set()
+        return asked[-1]
+
+    monkeypatch.setattr(conversion, "run", convert_and_remove)
+    monkeypatch.setattr(stager, "_todo", noted)
+    source.want([0], [1])
+    assert twice.wait(300)
+    source.rest()
+    assert asked[:2] == [[0, 1], []]
+
+
 def test_two_jobs_on_one_cache_folder(tmp_path):
     """Neither removes what the other reads; what one leaves is taken over by the next when it is gone."""
     place = write_shards(tmp_path / "data")
