@@ -1,5 +1,6 @@
 """What every test gets: one thread, no network, no variables of the machine that would change a result."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -13,10 +14,19 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Processes that tests start compile the package once, not each for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for name in list(os.environ):
-    if name.startswith(("SM_", "SLURM_", "OMPI_", "PMI_", "PALS_")) or name in {
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
+    if name.startswith(("SM_", "SLURM_", "OMPI_", "PMI_", "PALS_", "PBS_")) or name in {
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TRAINING_JOB_NAME",
     }:
         del os.environ[name]
+
+with contextlib.suppress(ImportError):  # not where the launchers alone are tested
+    from hypothesis import HealthCheck, settings
+
+    # The same examples in every run, and no limit to the time of one: others use the machine too.
+    settings.register_profile(
+        "everywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("everywhere")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
