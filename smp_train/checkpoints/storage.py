@@ -181,12 +181,13 @@ class LocalStorage:
 
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each file under ``name``, by its path there; empty where there is no folder."""
-        top = self.root / name
-        return {
-            os.path.relpath(os.path.join(folder, file), top): os.path.getsize(os.path.join(folder, file))
-            for folder, _, files in os.walk(top)
-            for file in files
-        }
+        top, found = self.root / name, {}
+        for folder, _, files in os.walk(top):
+            for file in files:
+                path = os.path.join(folder, file)
+                with contextlib.suppress(FileNotFoundError):  # a job is removing, or renaming, it just now
+                    found[os.path.relpath(path, top)] = os.path.getsize(path)
+        return found
 
     def has(self, name: str, file: str) -> bool:
         """Return whether ``file`` is there."""
@@ -265,11 +266,12 @@ class LocalStorage:
     def delete(self, name: str) -> None:
         """Remove a folder; it loses its name first, so that what is left by a kill is no checkpoint."""
         folder = self.root / name
-        if _SCRATCH.fullmatch(name) is None:
-            gone = self.root / _scratch_name(name, "deleting")
-            folder.rename(gone)
-            folder = gone
-        shutil.rmtree(folder)
+        with contextlib.suppress(FileNotFoundError):  # another process removes it too, as `smp-train checkpoint prune`
+            if _SCRATCH.fullmatch(name) is None:
+                gone = self.root / _scratch_name(name, "deleting")
+                folder.rename(gone)
+                folder = gone
+            shutil.rmtree(folder)
 
     def set_aside(self, name: str, kind: str = DAMAGED) -> str:
         """Rename a checkpoint to ``<name>.damaged`` (or ``.damaged-2``, …), or likewise; return the new name."""
@@ -309,14 +311,15 @@ class LocalStorage:
                         file.unlink()
         for match in left:
             name = match[0]
-            if now - _last_touched(self.root / name) < idle:
-                continue
-            if rescued.get(match["name"]) == name:
-                (self.root / name).rename(self.root / match["name"])
-                done.append(f"gave {match['name']} its name back")
-            else:
-                shutil.rmtree(self.root / name)
-                done.append(f"removed {name}, left by an interrupted {match['kind']}")
+            with contextlib.suppress(FileNotFoundError):  # its maker is about to rename or to remove it
+                if now - _last_touched(self.root / name) < idle:
+                    continue
+                if rescued.get(match["name"]) == name:
+                    (self.root / name).rename(self.root / match["name"])
+                    done.append(f"gave {match['name']} its name back")
+                else:
+                    shutil.rmtree(self.root / name)
+                    done.append(f"removed {name}, left by an interrupted {match['kind']}")
         return done
 
     def swap(self, file: str, old: bytes | None, new: bytes) -> bool:

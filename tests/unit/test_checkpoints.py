@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import re
@@ -19,9 +20,11 @@ from smp_train.checkpoints import (
     find,
     policies,
 )
+from smp_train.checkpoints import storage as storage_module
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.record import Committed, FileRecord, parse_folder_name
 from smp_train.checkpoints.retention import steps_kept
+from smp_train.checkpoints.storage import open_storage
 from smp_train.errors import CheckpointError, ConfigError
 
 
@@ -266,6 +269,37 @@ def test_the_list_tells_damaged_ones_from_those_that_count(tmp_path, capsys):
         ["llama_v2-6steps.damaged", "damaged"],
         ["llama_v2-6steps.damaged-2", "damaged"],
     ]
+
+
+def test_a_folder_is_listed_and_tidied_while_a_job_removes_what_is_in_it(tmp_path, monkeypatch, capsys):
+    """What is there when its folder is read may be gone when it is looked at."""
+    save(tmp_path, 3, 6)
+    left = tmp_path / ".llama_v2-2steps.0123abcd.deleting"
+    left.mkdir()
+    older, size, touched = tmp_path / "llama_v2-3steps", os.path.getsize, storage_module._last_touched
+
+    def gone(path):
+        if Path(path).parent == older:
+            Path(path).unlink(missing_ok=True)
+        return size(path)
+
+    def removed(folder):
+        found = touched(folder)
+        folder.rmdir()
+        return found
+
+    monkeypatch.setattr(os.path, "getsize", gone)
+    monkeypatch.setattr(storage_module, "_last_touched", removed)
+    assert main(["ls", str(tmp_path)]) == 0
+    listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert ["llama_v2-6steps", "committed"] in listed
+    assert ["llama_v2-3steps", "incomplete"] in listed
+    storage = open_storage(tmp_path)
+    assert storage.sweep(-math.inf) == []
+    assert not left.exists()
+    storage.delete("llama_v2-3steps")
+    storage.delete("llama_v2-3steps")  # as `prune` and a job may at the same time
+    assert names(tmp_path) == ["llama_v2-6steps"]
 
 
 def test_verify_deals_the_files_out(tmp_path):
@@ -544,4 +578,5 @@ def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
 
 def test_a_first_save_into_a_new_folder_warns_of_nothing(tmp_path, caplog):
     manager(tmp_path / "new").save(1, {"model": {"w": torch.ones(2)}}, {})
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    said = [record for record in caplog.records if record.name.startswith("smp_train")]
+    assert not [record for record in said if record.levelname == "WARNING"]
