@@ -17,6 +17,7 @@ pytest.importorskip("moto.server")
 
 from smp_train.checkpoints import CheckpointManager, Policy, cli, find, open_checkpoint, storage_s3
 from smp_train.checkpoints.dcp_s3 import Pipe
+from smp_train.checkpoints.lock import LOCK
 from smp_train.checkpoints.model_folder import writing
 from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
@@ -253,7 +254,7 @@ def test_a_committed_that_was_given_up_and_lands_later_names_a_whole_checkpoint(
 
 def test_the_last_request_of_the_dead_may_still_be_on_its_way(place, monkeypatch):
     """What would be left without its COMMITTED is not removed while that may come."""
-    monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", 60.0)
+    monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", 3600.0)
     save(place, 2, 3)
     storage = S3Storage(place)
     committed = storage.read("llama_v2-3steps", "COMMITTED")
@@ -454,6 +455,27 @@ def test_a_save_that_may_be_under_way_is_not_swept(server, place):
     saver.save(2, state(2), {"tokens": 20})
     assert "llama_v2-9steps/*/0/__0_0.distcp" in keys(place)
     assert len(other.sweep(-math.inf)) == 1
+
+
+def test_a_stamp_that_is_late_does_not_take_a_lock_back(server, place):
+    """A request may be under way for minutes: by then the lock may be another job's."""
+    storage, taken = S3Storage(place), []
+    assert storage.swap(LOCK, None, b"first")
+    storage.stamp(LOCK, b"first")
+    assert storage.peek(LOCK)[0] == b"first"
+
+    def take(method: str, path: str) -> None:
+        if method == "PUT" and not taken:
+            taken.append(True)
+            assert S3Storage(place).swap(LOCK, b"first", b"second")
+
+    server.on_request = take
+    storage.stamp(LOCK, b"first")
+    assert taken
+    assert storage.peek(LOCK)[0] == b"second"
+    storage.drop(LOCK)
+    storage.stamp(LOCK, b"first")
+    assert storage.peek(LOCK) is None
 
 
 # --- the verbs
