@@ -20,6 +20,7 @@ from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.initialization import initialise
 from smp_train.models.recording import construct_on_meta
 from smp_train.models.resolve import resolve
+from tests.harness import run
 
 WIDTHS = {"num_layers": 2, "num_heads": 4, "hidden_width": 80, "vocab_size": 300, "max_context_width": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -223,7 +224,8 @@ def test_tied_embeddings_stay_tied_without_sharding() -> None:
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def test_the_largest_models_take_seconds_and_no_memory() -> None:
+def build_the_largest() -> tuple[float, int]:
+    """Return the seconds of this process that building the largest models takes, and the bytes by which it grows."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()  # others may use the machine
     for family, size, layers in (("llama_v3", "405b", 126), ("mixtral", "8x7b", 32), ("gpt_neox", "20b", 44)):
@@ -231,8 +233,13 @@ def test_the_largest_models_take_seconds_and_no_memory() -> None:
         found = decoder_layers(model)
         assert len(found) == layers
         assert all(dict(model.named_modules())[name] is layer for name, layer in found)
-    assert time.process_time() - start < 20
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
+    return time.process_time() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def test_the_largest_models_take_seconds_and_no_memory() -> None:
+    ((seconds, taken),) = run(build_the_largest, 1)  # a process whose peak is its own
+    assert seconds < 60  # one or two, where a machine is not slow
+    assert taken < 300 << 20
 
 
 def test_decoder_layers_are_not_the_experts() -> None:
