@@ -230,7 +230,8 @@ def peak(folder: str, weights: str, url: str) -> tuple[int, int, int]:
     """Return (memory taken while loading, this rank's part, the largest tensor), in bytes."""
     os.environ.update(environment(url))
     if is_s3(weights):
-        s3_folder.PART_BYTES = 1 << 18
+        # What requests under way take, and the threads that make them, is beside what is looked at here, and varies.
+        s3_folder.PART_BYTES, s3_folder.AT_ONCE = 1 << 18, 2
         S3Path(weights).exists()  # boto3 itself takes memory
     dist.init_process_group("gloo")
     model = built(folder)
