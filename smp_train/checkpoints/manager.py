@@ -22,7 +22,7 @@ from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, lo
 from smp_train.checkpoints.record import FileRecord, folder_name, parse_folder_name
 from smp_train.checkpoints.retention import Policy, retain, set_later_aside, sweep
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
-from smp_train.checkpoints.storage import LocalStorage, Storage, open_storage, parent_of, wait_for
+from smp_train.checkpoints.storage import PROBE, LocalStorage, Storage, open_storage, parent_of, wait_for
 from smp_train.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ class CheckpointManager:
 
 
 def _put_probe(storage: Storage) -> str:
-    probe = storage.stage("shared")
+    probe = storage.stage(PROBE)
     storage.put(probe, "probe", b"smp-train\n")
     return probe
 

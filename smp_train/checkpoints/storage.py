@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 VISIBLE_WITHIN_SECONDS = 5.0
 TOUCHED_FOR_SECONDS = 60.0
 """Small files that are made for a moment are nobody's after this."""
+PROBE = "shared"
+"""What `CheckpointManager.check_shared` stages, for a moment and without the lock."""
 _SCRATCH = re.compile(r"\.(?P<name>.+)\.(?P<attempt>[0-9a-f]{8})\.(?P<kind>staging|replaced|deleting)")
 
 
@@ -312,7 +314,8 @@ class LocalStorage:
         for match in left:
             name = match[0]
             with contextlib.suppress(FileNotFoundError):  # its maker is about to rename or to remove it
-                if now - _last_touched(self.root / name) < idle:
+                least = max(idle, TOUCHED_FOR_SECONDS) if match["name"] == PROBE else idle
+                if now - _last_touched(self.root / name) < least:
                     continue
                 if rescued.get(match["name"]) == name:
                     (self.root / name).rename(self.root / match["name"])

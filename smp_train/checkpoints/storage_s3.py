@@ -16,6 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.record import COMMITTED, DAMAGED, Committed, FileRecord, checksum_of, parse_folder_name
+from smp_train.checkpoints.storage import PROBE
 from smp_train.errors import CheckpointError
 from smp_train.runtime import s3, s3_folder
 from smp_train.runtime.s3_folder import S3Folder
@@ -32,8 +33,6 @@ STAMPED_TO_SECONDS = 2.0
 ASIDE = f"{COMMITTED}."
 """How COMMITTED begins once the checkpoint has been set aside; why comes after it."""
 ATTEMPT = re.compile("[0-9a-f]{8}")
-PROBE = "shared"
-"""The name that `CheckpointManager.check_shared` stages."""
 
 
 class S3Storage(S3Folder):

@@ -15,7 +15,7 @@ import torch
 
 from smp_train.checkpoints import CheckpointManager, Policy, find, lock
 from smp_train.checkpoints.lock import LOCK, Holder, Lock
-from smp_train.checkpoints.storage import LocalStorage
+from smp_train.checkpoints.storage import PROBE, LocalStorage
 from smp_train.errors import CheckpointError
 
 ELSEWHERE = {"host": "node-7", "machine": "another", "job": "Slurm job 4711", "pid": 99, "token": "other"}
@@ -227,3 +227,17 @@ def test_what_is_left_goes_whatever_the_clock_says(tmp_path):
     saver.save(3, {"model": {"w": torch.ones(3)}}, {})
     saver.close()
     assert [path.name for path in tmp_path.iterdir()] == ["m-3steps"]
+
+
+def test_what_another_job_tries_its_folder_with_stays_for_a_moment(tmp_path):
+    """It does so before it asks for the lock, or will not ask for it: an evaluation only reads."""
+    probe = LocalStorage(str(tmp_path)).stage(PROBE)
+    for there in (True, False):
+        saver = manager(tmp_path)
+        saver.lock()
+        saver.save(3, {"model": {"w": torch.ones(3)}}, {})
+        saver.close()
+        assert (tmp_path / probe).exists() == there
+        if there:
+            long_ago = time.time() - 3600
+            os.utime(tmp_path / probe, (long_ago, long_ago))
