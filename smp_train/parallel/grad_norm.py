@@ -41,8 +41,7 @@ def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale all gradients in place so that their `global_norm`, which is ``norm``, is at most ``max_norm``.
 
     The factor is `torch.nn.utils.clip_grads_with_norm_`'s: min(1, max_norm / (norm + 1e-6)). Each rank scales the part
-    that it holds: over DTensors torch works out a layout for the list of all of them, which on a mesh of three
-    dimensions takes longer in a first step than all the rest of it.
+    that it holds, as in `ShardedAdamW`.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
