@@ -242,6 +242,19 @@ def test_a_shard_that_changes_under_the_converter(tmp_path):
         Caches(str(tmp_path), 97, None).write(list_shards(str(tmp_path))[0], lambda done: path.unlink(missing_ok=True))
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_conversion_that_is_told_to_stop_blames_no_shard(tmp_path, name):
+    """At the end of a run, or when a peer has failed: word of a damaged shard would be that run's last."""
+    write_shard(tmp_path / name, plain_rows(300))
+
+    def stop(done):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        Caches(str(tmp_path), 97, None).write(list_shards(str(tmp_path))[0], stop)
+    assert os.listdir(tmp_path / BESIDE) == [".gitignore"], "no word for the peers either"
+
+
 @pytest.mark.parametrize("suffix", [".tok", ".idx"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "longer"])
 def test_damaged_files_are_rebuilt(tmp_path, suffix, damage):
