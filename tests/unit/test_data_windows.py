@@ -458,6 +458,41 @@ def test_what_is_removed_as_soon_as_it_is_staged_is_not_staged_again(tmp_path, m
     assert asked[:2] == [[0, 1], []]
 
 
+def test_what_is_staged_after_rank_0_has_removed_it_goes_too(tmp_path, monkeypatch):
+    """By the rank that staged it, when that is told: a small disk has no room for what nobody reads."""
+    place = write_shards(tmp_path / "data")
+    first = opened(place, tmp_path / "cache", 0, 2)
+    second = opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
+    convert, todo, removed, idle = conversion.run, second.stager._todo, threading.Event(), threading.Event()
+
+    def late(stage, shards, **given):
+        if stage is second.stager.stage:
+            assert removed.wait(300)
+        return convert(stage, shards, **given)
+
+    def noted():
+        found = todo()
+        if not found:
+            idle.set()
+        return found
+
+    monkeypatch.setattr(conversion, "run", late)
+    monkeypatch.setattr(second.stager, "_todo", noted)
+    for source in (first, second):
+        source.want([0, 1], [2, 3])
+    mine = [number for number in (0, 1) if second.stager._owner[number] == 1]
+    assert mine
+    first.want([2, 3], [4, 5])
+    removed.set()
+    assert idle.wait(300)
+    assert all(os.path.exists(second.stager.stage.tok(second.files[number])) for number in mine)
+    second.want([2, 3], [4, 5])
+    for source in (first, second):
+        source.rest()
+    stage = first.stager.stage
+    assert not [number for number in (0, 1) if os.path.exists(stage.tok(first.files[number]))]
+
+
 def test_two_jobs_on_one_cache_folder(tmp_path):
     """Neither removes what the other reads; what one leaves is taken over by the next when it is gone."""
     place = write_shards(tmp_path / "data")
