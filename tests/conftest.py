@@ -25,15 +25,6 @@ for name in list(os.environ):
     }:
         del os.environ[name]
 
-with contextlib.suppress(ImportError):  # not where the launchers alone are tested
-    from hypothesis import HealthCheck, settings
-
-    # The same examples in every run, and no limit to the time of one: others use the machine too.
-    settings.register_profile(
-        "everywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-    )
-    settings.load_profile("everywhere")
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest kinds first: pytest-xdist deals the files out in this order, and short ones even it out."""
