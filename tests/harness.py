@@ -104,7 +104,7 @@ def _body(function: Callable[..., Any], rank: int, world: int, port: int, out: s
     import torch
 
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    faulthandler.enable(sys.stderr, all_threads=True)
     try:
         result = ("ok", function(*args, **kwargs))
     except BaseException as failure:
@@ -117,7 +117,7 @@ def _body(function: Callable[..., Any], rank: int, world: int, port: int, out: s
     os._exit(0 if result[0] == "ok" else 1)
 
 
-def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
+def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 600.0, **kwargs: Any) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``world`` processes and return their results, by rank.
 
     ``function`` must be defined at the top of a module. Raises `RankFailed` with the traceback of the first
@@ -141,7 +141,7 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 3
         late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for rank in late:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
-                os.kill(ranks[rank].pid, signal.SIGUSR2)
+                os.kill(ranks[rank].pid, signal.SIGABRT)  # which prints where it is
             ranks[rank].join(2)
             ranks[rank].kill()
             ranks[rank].join()
