@@ -51,18 +51,28 @@ class RankFailed(AssertionError):
     """A rank raised, died, or was still running when its time was up."""
 
 
-# Below those that the system gives to whoever asks for any; begun anywhere, as other test processes count too.
+# Below those that Linux gives to whoever asks for any.
 _FIRST_PORT = random.SystemRandom().randrange(26000, 32000)
 _PORTS = itertools.cycle([*range(_FIRST_PORT, 32000), *range(26000, _FIRST_PORT)])
+_KEPT: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on, and that nobody is given before a rank comes to listen there."""
+    """Return a TCP port that nothing listens on, and that nobody is given before a rank comes to listen there.
+
+    This process keeps it: it is neither another's that asks for any, nor that of a test beside this one.
+    """
     while True:
-        port = next(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
+        port, kept = next(_PORTS), socket.socket()
+        try:
+            kept.bind(("", port))
+        except OSError:
+            kept.close()
+            continue
+        # Whoever sets this too, as all that listen here do, may listen where somebody is bound who does not listen.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _KEPT.append(kept)
+        return port
 
 
 @contextlib.contextmanager
@@ -117,7 +127,7 @@ def _body(function: Callable[..., Any], rank: int, world: int, port: int, out: s
     os._exit(0 if result[0] == "ok" else 1)
 
 
-def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
+def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 600.0, **kwargs: Any) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``world`` processes and return their results, by rank.
 
     ``function`` must be defined at the top of a module. Raises `RankFailed` with the traceback of the first
