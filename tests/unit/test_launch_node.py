@@ -487,6 +487,7 @@ def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest
     """In an interactive allocation every try is one of the same job."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr(task, "supervise", lambda *words, **options: (0, None))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     words = ["--nproc", "1", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
     assert [local.main(words) for _ in "12345"] == [0] * 5
 
