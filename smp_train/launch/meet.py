@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -343,7 +344,8 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., Meeting] = Meeti
         text = log.read_text(errors="replace") if log and log.exists() else ""
         for line in describe(verdict, place, device.type, text, given.efa):
             print(f"smp-train: {line}", file=sys.stderr, flush=True)
-        given.verdict.write_text(json.dumps(asdict(verdict)) + "\n", encoding="utf-8")
+        with suppress(OSError):  # it is said above, too
+            given.verdict.write_text(json.dumps(asdict(verdict)) + "\n", encoding="utf-8")
         # Last, as whoever hears of a fault leaves with it, and a launcher then ends the others of that node: this rank
         # must have said all, and must still serve those who have not heard.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
