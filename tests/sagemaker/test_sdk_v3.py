@@ -92,6 +92,22 @@ def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:
     assert sent["CheckpointConfig"]["S3Uri"] == "s3://bucket/smp-train/checkpoints/llama_v2-7b", "the session's bucket"
 
 
+def test_the_sdks_configuration_may_name_the_bucket(
+    aws: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "SchemaVersion: '1.0'\n"
+        "SageMaker: {PythonSDK: {Modules: {Session: {DefaultS3Bucket: ours, DefaultS3ObjectKeyPrefix: team}}}}\n"
+    )
+    boto3.client("s3").create_bucket(Bucket="ours", CreateBucketConfiguration={"LocationConstraint": REGION})
+    monkeypatch.setenv("SAGEMAKER_USER_CONFIG_OVERRIDE", str(tmp_path / "config.yaml"))
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    options = {name: value for name, value in OPTIONS.items() if name != "output"}
+    trainer = sagemaker.model_trainer(flags("plain"), region=REGION, **options)
+    assert trainer.checkpoint_config.s3_uri == "s3://ours/team/smp-train/checkpoints/llama_v2-7b"
+    assert trainer.sagemaker_session.boto_region_name == REGION
+
+
 def test_what_its_container_would_break_is_refused(aws: None) -> None:
     with pytest.raises(ConfigError, match="cannot pass a value with a single quote"):
         sagemaker.model_trainer({"tensorboard_dir": "it's"}, **OPTIONS)

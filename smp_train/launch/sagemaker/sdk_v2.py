@@ -39,7 +39,7 @@ def estimator(
     try:
         from sagemaker import Session
         from sagemaker.pytorch import PyTorch
-    except ModuleNotFoundError:
+    except ImportError:
         raise ConfigError(
             "SageMaker's SDK v2 is not here; pip install 'sagemaker>=2.233,<3', or use model_trainer with SDK v3"
         ) from None

@@ -35,6 +35,7 @@ def model_trainer(
         ConfigError: as `build` does, for what SDK v3 cannot carry, and without that SDK.
     """
     try:
+        from sagemaker.core.helper.session_helper import Session
         from sagemaker.core.shapes import (
             CheckpointConfig,
             MetricDefinition,
@@ -54,6 +55,11 @@ def model_trainer(
     region = region or region_of(sagemaker_session)
     if not region:
         raise ConfigError("no AWS region: give region=, or set AWS_DEFAULT_REGION")
+    if sagemaker_session is None:
+        # As the SDK would, but in this region: its configuration may name a bucket.
+        import boto3
+
+        sagemaker_session = Session(boto3.Session(region_name=region))
     job = build(words, keep_in=own_place(options.get("role"), region, sagemaker_session), **options)
     _check(job)
     folder = stage(Path(source_dir) if source_dir else Path(tempfile.mkdtemp(prefix="smp-train-source-")))
