@@ -6,6 +6,7 @@ milliseconds to start rather than seconds. Each gets the environment that torchr
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import faulthandler
 import itertools
@@ -54,7 +55,7 @@ class RankFailed(AssertionError):
 # Below those that Linux gives to whoever asks for any.
 _FIRST_PORT = random.SystemRandom().randrange(26000, 32000)
 _PORTS = itertools.cycle([*range(_FIRST_PORT, 32000), *range(26000, _FIRST_PORT)])
-_KEPT: list[socket.socket] = []
+_KEPT: collections.deque[socket.socket] = collections.deque()
 
 
 def free_port() -> int:
@@ -72,6 +73,8 @@ def free_port() -> int:
         # Whoever sets this too, as all that listen here do, may listen where somebody is bound who does not listen.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _KEPT.append(kept)
+        if len(_KEPT) > 200:  # of a soak, say: the first ones' ranks are gone by now
+            _KEPT.popleft().close()
         return port
 
 
