@@ -9,7 +9,7 @@
 # would be given. Ends the script.
 
 # A job that gives way to another before its step is there must come back too: unheeded, the signal would end this script.
-asked=${asked:-}
+[ "${asked:-}" = USR1 ] || asked=''
 trap 'asked=USR1' USR1
 
 say() { printf 'smp-train: %s\n' "$*" >&2; }
