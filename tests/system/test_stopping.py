@@ -150,9 +150,12 @@ def same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
 
 
 def train_asked_to_stop(command_line: list[str]) -> int:
-    """Train; rank 1 gets SIGTERM, and knows of it, when it has been put together and has not begun."""
+    """Train; rank 1 gets SIGTERM, and knows of it, when it is put together and has not begun; and as it closes."""
     from smp_train import stop, train_lib
+    from smp_train.checkpoints import CheckpointManager
 
+    stop.REPEAT_SECONDS = 600.0  # else a slow machine would end this process
+    close = CheckpointManager.close
     heard, on_signal, resume = threading.Event(), stop.StopRequest._on_signal, train_lib.resume
 
     def hear(self: Any, number: int) -> None:
@@ -165,8 +168,12 @@ def train_asked_to_stop(command_line: list[str]) -> int:
             heard.wait()  # a thread's work, which may be late
         resume(run)
 
+    def closing(self: CheckpointManager) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        close(self)
+
     stop.StopRequest._on_signal = hear  # type: ignore[method-assign]
-    train_lib.resume = begin
+    train_lib.resume, CheckpointManager.close = begin, closing  # type: ignore[method-assign]
     return train(command_line)
 
 
