@@ -283,7 +283,11 @@ def test_node_without_the_shared_file_system_is_left_out(rig: Rig, tmp_path: Pat
     python.chmod(0o755)
     rig.hide(python.parent, "n2")
     job, log = submit(rig, CONDA, tmp_path, words(max_steps=10**6), PYTHON=str(python))
-    rig.wait(lambda: len(starts(tmp_path)) > 0 and "n[1,3]" in starts(tmp_path)[-1]["nodes"], "other nodes")
+
+    def other_nodes() -> bool:
+        return bool(rig.state(job)) and len(starts(tmp_path)) > 0 and "n[1,3]" in starts(tmp_path)[-1]["nodes"]
+
+    rig.wait(other_nodes, "other nodes")
     rig.run("scancel", job)
     assert rig.wait_for_end(job, log) == "CANCELLED"
     text = log.read_text()

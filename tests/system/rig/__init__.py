@@ -38,6 +38,7 @@ class Rig:
     ) -> None:
         self.folder, self.nodes, self.gpus = folder, nodes, gpus
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.hurried: set[tuple[str, str]] = set()
         for name in ("etc", "run", "log", "state", "spool", "bin"):
             (folder / name).mkdir(parents=True)
         self.environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
@@ -60,7 +61,7 @@ class Rig:
         names = [f"n{number}" for number in range(1, self.nodes + 1)]
         lines = [
             "ClusterName=rig", f"SlurmctldHost={host}(127.0.0.1)", "SlurmUser=root", "SlurmdUser=root",
-            "AuthType=auth/munge", f"AuthInfo=socket={self.folder}/run/munge.sock,cred_expire=5",
+            "AuthType=auth/munge", f"AuthInfo=socket={self.folder}/run/munge.sock,cred_expire=600",
             f"SlurmctldPort={port}", f"SlurmctldPidFile={self.folder}/run/slurmctld.pid",
             f"SlurmdPidFile={self.folder}/run/slurmd-%n.pid", f"SlurmdSpoolDir={self.folder}/spool/%n",
             f"StateSaveLocation={self.folder}/state", f"SlurmctldLogFile={self.folder}/log/slurmctld.log",
@@ -179,8 +180,16 @@ class Rig:
         return done.stdout
 
     def state(self, job: str) -> str:
-        """Return a job's state, such as PENDING, RUNNING, COMPLETED; "" where Slurm does not answer."""
+        """Return a job's state, such as PENDING, RUNNING, COMPLETED; "" where Slurm does not answer.
+
+        A job that was put back would wait as long as credentials hold, which is long for nodes that are slow to answer.
+        """
         shown = self.run("scontrol", "show", "job", job, check=False)
+        start = (job, shown.partition("Restarts=")[2].partition(" ")[0])
+        waits = "JobState=PENDING Reason=BeginTime" in shown and start not in self.hurried
+        # A job that started in the second in which it was put back would have no new credential.
+        if waits and not self.run("scontrol", "update", f"jobid={job}", "starttime=now+3", check=False):
+            self.hurried.add(start)
         return shown.partition("JobState=")[2].partition(" ")[0]
 
     def wait(self, true: Callable[[], bool], what: str) -> None:
