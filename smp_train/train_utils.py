@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from smp_train.backends.base import Backend
 from smp_train.data.pipelines.data_pipeline import Batch
 from smp_train.errors import DataError
+from smp_train.parallel.optimizer import ShardedAdamW
 
 
 def build_optimizer(
@@ -40,7 +41,7 @@ def build_optimizer(
         {"params": decay, "weight_decay": weight_decay},
         {"params": no_decay, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return ShardedAdamW(
         [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
     )
 

@@ -1,11 +1,18 @@
-"""What every test gets: one thread, no network, no variables of the machine that would change a result."""
+"""What every test gets: one thread, no network, no variables of the machine or chance that would change a result."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+
+# Of hypothesis: the same examples in every run, and no time limits. Not everywhere where tests run is it installed.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.load_profile("ci")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -144,8 +144,13 @@ def there(url: str, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+PATIENCE_SECONDS = 300.0
+"""For an answer of the server: a test counts requests, and one that is given up is made again."""
+
+
 def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
     """Point this process at the server, without faults, and return a new bucket of the test's own, ``s3://...``."""
+    from smp_train.data import s3
     from smp_train.runtime import s3_folder
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -153,6 +158,8 @@ def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
     for name, value in environment(server.url).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(s3_folder, "WAIT_SECONDS", 0.002)
+    for client in (s3, s3_folder):
+        monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
     server.faults.clear()
     server.on_request = lambda method, path: None

@@ -195,10 +195,10 @@ class NativeBackend(Backend):
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """See `Backend.clip_grad_norm`."""
-        parameters = list(model.parameters())
-        norm = grad_norm.global_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = grad_norm.global_norm(gradients)
         if max_norm > 0:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            grad_norm.clip(gradients, max_norm, norm)
         return norm
 
     def sum_over_data(self, values: Tensor) -> Tensor:

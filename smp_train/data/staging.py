@@ -1,9 +1,9 @@
 """The folder of `--shuffle window:K`: the index of every shard, and the ids of those alone that are read now.
 
 Who stages what is agreed without a word: every rank is told the same wishes in the same order (`Stager.want`), deals
-them out alike, and does its own part in a thread; the others wait for the file. A shard is removed by one rank, when
-the trainer asks for a step behind the last row of it: by then each rank has read all steps before, as it has voted on
-them.
+them out alike, and does its own part in a thread; the others wait for the file. A shard is removed when the trainer
+asks for a step behind the last row of it: by then each rank has read all steps before, as it has voted on them. Rank 0
+removes all, and each rank what it has staged: it may have put it there after rank 0 looked.
 
 The indexes are common to all jobs; the ids are in a slot of this job's own (`locked.claim`), for one job knows nothing
 of what another still reads.
@@ -161,7 +161,7 @@ class Stager:
         stage: the folder.
         files: the shards, in their order.
         here: numbers of those that need no staging.
-        rank: this one among those that share the folder; 0 removes what is not wanted any more.
+        rank: this one among those that share the folder.
         world: how many do.
         at_once: objects of S3 that this rank fetches at a time.
         slot: the stage's slot, held for as long as this object is there.
@@ -201,6 +201,8 @@ class Stager:
         if self._thread is not None and wanted.keys() == self._owner.keys():
             return []
         gone = [number for number in self._owner if number not in wanted]
+        # Ours too, where we have staged it again, or at last, behind rank 0's back.
+        removed = [number for number in gone if self.rank in (0, self._owner[number])]
         with self._changed:
             for number in gone:
                 del self._owner[number]
@@ -209,14 +211,13 @@ class Stager:
             for group in (needed, following):
                 self._deal([number for number in group if number in wanted and number not in self._owner])
             self._owner = {number: self._owner[number] for number in wanted}
-        if self.rank == 0:
-            try:
-                if self._thread is None:
-                    self.stage.keep_only([self.files[number] for number in wanted])
-                for number in gone:
-                    self.stage.remove(self.files[number])
-            except OSError as error:
-                raise DataError(f"{self.stage.slot}: old shards cannot be removed ({error.strerror})") from None
+        try:
+            if self.rank == 0 and self._thread is None:
+                self.stage.keep_only([self.files[number] for number in wanted])
+            for number in removed:
+                self.stage.remove(self.files[number])
+        except OSError as error:
+            raise DataError(f"{self.stage.slot}: old shards cannot be removed ({error.strerror})") from None
         with self._changed:
             if self._thread is None:
                 self._stopped, self._error = False, None

@@ -190,6 +190,9 @@ def lines_of(
                 tick(raw.tell() - done)
                 done = raw.tell()
         tick(raw.tell() - done)
+    except InterruptedError:
+        # That is an OSError too, but ``tick``'s: nothing is wrong with the file.
+        raise
     except GZIP_ERRORS as error:
         what = "gzip stream is damaged or cut short" if zipped else "cannot be read on"
         raise DataError(f"{shown}:{number + 1}: {what} ({error}); copy the shard again") from None

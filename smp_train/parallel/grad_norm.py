@@ -37,6 +37,17 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     return total.sqrt().float()
 
 
+def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale all gradients in place so that their `global_norm`, which is ``norm``, is at most ``max_norm``.
+
+    The factor is `torch.nn.utils.clip_grads_with_norm_`'s: min(1, max_norm / (norm + 1e-6)). Each rank scales the part
+    that it holds, as in `ShardedAdamW`.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    torch._foreach_mul_(parts, factor)
+
+
 def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     """Return the sum of squares of local tensors as a float64 scalar."""
     if parts[0].device.type != "cpu":

@@ -189,7 +189,7 @@ def test_nodes_whose_data_differ_stop_with_one_message(tmp_path):
     for case, shards, rows in (("few", 2, 3), ("fewer", 4, 3), ("longer", 5, 4), ("same", 5, 3)):
         put_shards(tmp_path / case / "0", shards=5, rows=3)
         put_shards(tmp_path / case / "1", shards=shards, rows=rows)
-    for found in run(opened_on_nodes_that_differ, 2, tmp_path, timeout=120):
+    for found in run(opened_on_nodes_that_differ, 2, tmp_path):
         *differing, unwritable, same = found
         for code, message in differing:
             assert code == 3

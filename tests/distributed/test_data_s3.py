@@ -21,7 +21,7 @@ from smp_train.data.order import Order
 from smp_train.data.windows import Windows
 from smp_train.errors import DataError
 from tests.harness import run
-from tests.s3_server import environment, serving
+from tests.s3_server import PATIENCE_SECONDS, environment, serving
 
 SHARDS, ROWS = 9, 12
 ORDER = Order(SHARDS * ROWS, 0, "window:2", [range(n, n + ROWS) for n in range(0, SHARDS * ROWS, ROWS)])
@@ -72,8 +72,10 @@ def one_sees_less(ranks, cache):
 
 def on_two_nodes(variables, cache):
     os.environ.update(variables)
-    # Fetches are counted: what rank 0 of a node has removed is not to be missed by a rank that was held up.
-    staging.CHECK_SECONDS = 100.0
+    # Fetches are counted: what rank 0 of a node has removed is not to be missed by a rank that was held up, and a
+    # server that was is to be waited for.
+    staging.CHECK_SECONDS = 1000.0
+    s3.READ_TIMEOUT_SECONDS = PATIENCE_SECONDS
     ranks = runtime.detect()
     runtime.start(ranks, timeout_seconds=250)
     ranks = replace(

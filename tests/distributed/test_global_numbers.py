@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,48 @@ def test_norm_is_over_every_shard_of_every_dimension() -> None:
     for ours, exact in results:
         assert ours == pytest.approx(exact, rel=1e-6)
     assert len({ours for ours, _ in results}) == 1
+
+
+def updates_of_uneven_parts() -> bool:
+    """Return whether clipping and AdamW on each rank's own parts leave the bits that torch leaves over DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from smp_train.parallel import grad_norm
+    from smp_train.parallel.optimizer import ShardedAdamW
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    # Of one row there is nothing on the second rank.
+    sizes = [((6, 5), (Shard(0), Shard(1))), ((1, 4), (Shard(0), Replicate())), ((8,), (Replicate(), Replicate()))]
+
+    def trained(kind: type[torch.optim.AdamW], clip: Callable[[list[torch.nn.Parameter], torch.Tensor], None]) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        parameters = [
+            torch.nn.Parameter(distribute_tensor(torch.randn(size, generator=generator), mesh, place))
+            for size, place in sizes
+        ]
+        optimizer = kind(parameters, lr=0.1, fused=True)
+        for _ in range(3):
+            for parameter, (size, place) in zip(parameters, sizes, strict=True):
+                parameter.grad = distribute_tensor(torch.randn(size, generator=generator), mesh, place)
+            clip(parameters, grad_norm.global_norm([parameter.grad for parameter in parameters]))
+            optimizer.step()
+        return [(p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]) for p in parameters]
+
+    torchs = trained(torch.optim.AdamW, lambda all, norm: torch.nn.utils.clip_grads_with_norm_(all, 0.5, norm))
+    ours = trained(ShardedAdamW, lambda all, norm: grad_norm.clip([each.grad for each in all], 0.5, norm))
+    same = all(
+        mine.placements == other.placements and torch.equal(mine.to_local(), other.to_local())
+        for one, two in zip(ours, torchs, strict=True)
+        for mine, other in zip(one, two, strict=True)
+    )
+    dist.destroy_process_group()
+    return same
+
+
+def test_updates_of_each_part_are_those_of_the_whole() -> None:
+    assert harness.run(updates_of_uneven_parts, 4) == [True] * 4
 
 
 def vocabulary_parallel_head() -> dict[str, float]:

@@ -81,22 +81,10 @@ def arguments_of(family: str, mesh: str, mode: tuple[str, int, int], world: int,
     )  # fmt: skip
 
 
-def train_modes(family: str, mesh: str, modes: list[tuple[str, int, int]], **changes: Any) -> dict[Any, Any]:
-    """Return, per mode, (global loss, gradient norm) of each step, or the message of a refusal."""
-    from smp_train import runtime
-
-    ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
-    try:
-        return train_here(family, mesh, modes, ranks, device, **changes)
-    finally:
-        runtime.stop()
-
-
 def train_here(
     family: str, mesh: str, modes: list[tuple[str, int, int]], ranks: Any, device: Any, **changes: Any
 ) -> dict[Any, Any]:
-    """See `train_modes`; in the process group that there is."""
+    """Return, per mode, (global loss, gradient norm) of each step, or the message of a refusal."""
     from smp_train.errors import ConfigError
     from smp_train.parallel import mesh as meshes
 
@@ -113,7 +101,7 @@ def train_here(
 
 
 def train_families(mesh: str, modes: list[tuple[str, int, int]]) -> dict[str, dict[Any, Any]]:
-    """Return `train_modes` of every family: one group of processes, as these take longer to start than to train."""
+    """Return `train_here` of every family: one group of processes, as these take longer to start than to train."""
     from smp_train import runtime
 
     ranks = runtime.detect()
@@ -204,27 +192,38 @@ def test_every_cell_equals_one_process(family: str, mesh: str) -> None:
             assert ours == pytest.approx(theirs, rel=TOLERANCE), cell
 
 
-COMPILED = [
-    ("gpt_neox", "tp2", ("full", 1, 1)),
-    ("mixtral", "tp2", ("selective:op", 0, 1)),
-    ("llama", "cp2", ("full", 1, 1)),
-]
+COMPILED: dict[str, list[tuple[str, tuple[str, int, int]]]] = {
+    "tp2": [("gpt_neox", ("full", 1, 1)), ("mixtral", ("selective:op", 0, 1))],
+    "cp2": [("llama", ("full", 1, 1))],
+}
 
 
-def train_compiled(family: str, mesh: str, mode: tuple[str, int, int]) -> tuple[list[Any], int, dict[str, int]]:
-    """Return (global loss, gradient norm) of each step, how many graphs were compiled, and what broke one."""
+def train_compiled(mesh: str) -> dict[str, tuple[list[Any], int, dict[str, int]]]:
+    """Return, by family, (global loss, gradient norm) of each step, how many graphs were compiled, what broke one."""
+    import torch
     from torch._dynamo.utils import counters
 
+    from smp_train import runtime
+
+    ranks = runtime.detect()
+    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
     compiled = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
-    found = train_modes(family, mesh, [mode], **compiled)[mode]
-    return found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    results = {}
+    for family, mode in COMPILED[mesh]:
+        counters.clear()
+        torch.compiler.reset()
+        found = train_here(family, mesh, [mode], ranks, device, **compiled)[mode]
+        results[family] = found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    runtime.stop()
+    return results
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "mesh", "mode"), COMPILED, ids=lambda value: str(value))
-def test_compiled_layers_of_split_models_equal_one_process(family: str, mesh: str, mode: tuple[str, int, int]) -> None:
-    for found, graphs, breaks in harness.run(train_compiled, MESHES[mesh][0], family, mesh, mode):
-        assert not breaks
-        assert graphs == 2  # whole layers, with padding and without
-        for ours, theirs in zip(found, reference(family), strict=True):
-            assert ours == pytest.approx(theirs, rel=TOLERANCE)
+@pytest.mark.parametrize("mesh", COMPILED)
+def test_compiled_layers_of_split_models_equal_one_process(mesh: str) -> None:
+    for of_rank in harness.run(train_compiled, MESHES[mesh][0], mesh):
+        for family, (found, graphs, breaks) in of_rank.items():
+            assert not breaks, family
+            assert graphs == 2, family  # whole layers, with padding and without
+            for ours, theirs in zip(found, reference(family), strict=True):
+                assert ours == pytest.approx(theirs, rel=TOLERANCE), family

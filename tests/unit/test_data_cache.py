@@ -1,13 +1,17 @@
 """The token cache: what is read is what was written, files appear whole or not at all, damage is noticed."""
 
+import contextlib
+import gc
 import gzip
 import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -242,6 +246,19 @@ def test_a_shard_that_changes_under_the_converter(tmp_path):
         Caches(str(tmp_path), 97, None).write(list_shards(str(tmp_path))[0], lambda done: path.unlink(missing_ok=True))
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_conversion_that_is_told_to_stop_blames_no_shard(tmp_path, name):
+    """At the end of a run, or when a peer has failed: word of a damaged shard would be that run's last."""
+    write_shard(tmp_path / name, plain_rows(300))
+
+    def stop(done):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        Caches(str(tmp_path), 97, None).write(list_shards(str(tmp_path))[0], stop)
+    assert os.listdir(tmp_path / BESIDE) == [".gitignore"], "no word for the peers either"
+
+
 @pytest.mark.parametrize("suffix", [".tok", ".idx"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "longer"])
 def test_damaged_files_are_rebuilt(tmp_path, suffix, damage):
@@ -315,25 +332,39 @@ def shards_of_two(folder, count):
     return rows
 
 
+def open_below(folder):
+    """Return how many files below a folder this process has open."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(path.startswith(f"{folder}/") for path in found)
+
+
+def count_anew(monkeypatch):
+    """Count open files from none on; what other tests have dropped must not be given back to this count."""
+    gc.collect()
+    monkeypatch.setattr(open_files, "_count", open_files._Count())
+
+
 def test_more_shards_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr(open_files, "RESERVED", 3)
     monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: (6, 6))
     monkeypatch.setattr(open_files.resource, "setrlimit", lambda what, pair: None)
-    monkeypatch.setattr(open_files, "_count", open_files._Count())
+    count_anew(monkeypatch)
     rows = shards_of_two(tmp_path, 12)
     source = open_source(str(tmp_path), vocab_size=97)
-    before = len(os.listdir("/proc/self/fd"))
     check_rows(source, rows)
-    assert len(os.listdir("/proc/self/fd")) == before + 3
+    assert open_below(tmp_path) == 3
     other = open_source(str(tmp_path), vocab_size=97)
     check_rows(other, rows)
-    assert len(os.listdir("/proc/self/fd")) == before + 4, "one file at least for every data set"
+    assert open_below(tmp_path) == 4, "one file at least for every data set"
     source.close()
     other.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(tmp_path) == 0
     check_rows(source, rows)
     del source
-    assert len(os.listdir("/proc/self/fd")) == before, "a data set that is dropped closes its files"
+    assert open_below(tmp_path) == 0, "a data set that is dropped closes its files"
 
 
 def test_however_many_shards_each_is_opened_once(tmp_path, monkeypatch):
@@ -342,7 +373,7 @@ def test_however_many_shards_each_is_opened_once(tmp_path, monkeypatch):
     limit = [12, 1000]
     monkeypatch.setattr(open_files.resource, "getrlimit", lambda what: tuple(limit))
     monkeypatch.setattr(open_files.resource, "setrlimit", lambda what, pair: limit.__setitem__(0, pair[0]))
-    monkeypatch.setattr(open_files, "_count", open_files._Count())
+    count_anew(monkeypatch)
     monkeypatch.setattr(token_cache.os, "fsync", lambda file: None)
     block = np.arange(1, 9).reshape(2, 4)
     for n in range(40):
@@ -406,7 +437,9 @@ print(len(source), source.report()["cache"])
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user who may not write")
 def test_read_only_data_folder(tmp_path):
-    base = Path(f"/tmp/smp-train-test-{os.getpid()}")
+    # Not below tmp_path, whose folders are root's alone.
+    base = Path(tempfile.mkdtemp(prefix="smp-train-test-", dir="/tmp"))
+    base.chmod(0o755)
     try:
         write_shard(base / "data" / "a.json", plain_rows(3))
         (base / "home").mkdir(mode=0o777)
@@ -417,7 +450,7 @@ def test_read_only_data_folder(tmp_path):
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["3", str(base / "home/smp_train/tokens")]
     finally:
-        subprocess.run(["rm", "-rf", str(base)], check=True)
+        shutil.rmtree(base)
 
 
 def test_full_disk(tmp_path, monkeypatch):
@@ -531,8 +564,11 @@ def test_opening_does_not_grow_with_the_rows(tmp_path):
         file.write(token_cache._PREFIX.pack(token_cache.MAGIC, len(text), zlib.crc32(text)) + text)
         file.truncate(file.tell() + rows * 4)
     os.truncate(base + ".tok", rows * 12)
-    began = time.process_time()
-    source = open_source(str(tmp_path), vocab_size=97)
-    assert len(source) == rows
-    assert time.process_time() - began < 1.0
-    assert np.array_equal(source.shards[-1][-1:], [rows - 1])
+    took = []
+    for _ in range(3):  # the collector may come by in one
+        began = time.process_time()
+        source = open_source(str(tmp_path), vocab_size=97)
+        assert len(source) == rows
+        took.append(time.process_time() - began)
+        assert np.array_equal(source.shards[-1][-1:], [rows - 1])
+    assert min(took) < 1.0

@@ -97,7 +97,8 @@ def index_of(rows: int, dense: bool, name: str, header: token_cache.Header, crc:
 def test_a_billion_rows_start_and_resume_at_once(tmp_path):
     """1e9 rows in 1,000 prepared shards, of which only what the first batches ask for is really on disk.
 
-    In CPU seconds of the best of five: the machine may be busy.
+    It takes two to three times the CPU seconds of reading 1,000 headers, which is the least that it could: 0.1 s on a
+    machine of one's own. The best of five of each, as the machine may be slow, and busy.
     """
     token_cache.write_rows("x", str(tmp_path / "one"), 97, np.zeros((1, TOKENS), dtype=np.uint16))
     header, offset = token_cache.read_header(str(tmp_path / "one"))
@@ -133,5 +134,15 @@ def test_a_billion_rows_start_and_resume_at_once(tmp_path):
         source.close()
         return took
 
+    def headers() -> float:
+        began = time.process_time()
+        for number in range(SHARDS):
+            with open(tmp_path / f"{number:04}.idx", "rb") as file:
+                content = file.read(4096)
+            _, length, _ = token_cache._PREFIX.unpack_from(content)
+            assert json.loads(content[token_cache._PREFIX.size :][:length])["rows"] == ROWS
+        return time.process_time() - began
+
     for start in starts:
-        assert min(first_batch(start) for _ in range(5)) <= 0.1
+        took = [(first_batch(start), headers()) for _ in range(5)]
+        assert min(first for first, _ in took) <= 8 * min(least for _, least in took)

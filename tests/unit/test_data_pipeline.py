@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from smp_train.data.order import Order
 from smp_train.data.pipelines import dealing
 from smp_train.data.pipelines.data_pipeline import Row, Source, TrainingData, ValidationData, collate
+from smp_train.data.pipelines.prefetch import Prefetch
 from smp_train.data.synthetic import Synthetic
 from smp_train.errors import ConfigError, DataError
 
@@ -127,8 +129,10 @@ def test_resume_anywhere(start):
 
 
 def test_no_thread_outlives_its_stream():
+    before = set(threading.enumerate())  # there may be some of other tests
+
     def reading():
-        return [thread for thread in threading.enumerate() if thread.name == "smp-train-data"]
+        return [thread for thread in threading.enumerate() if thread.name == "smp-train-data" and thread not in before]
 
     stream = data(50, prefetch=3).batches(0)
     next(stream)
@@ -140,6 +144,33 @@ def test_no_thread_outlives_its_stream():
     del stream
     gc.collect()
     assert not reading()
+
+
+def test_a_stream_that_is_closed_holds_nothing():
+    """Though its thread was waiting for something, and gave up with an error: a folder it holds is free at once."""
+
+    class Folder:
+        pass
+
+    folder, waiting, rest = Folder(), threading.Event(), threading.Event()
+
+    def steps(folder):
+        yield folder
+        waiting.set()
+        assert rest.wait(300)
+        raise DataError("no training is going on")
+
+    held, ahead = weakref.ref(folder), Prefetch(steps(folder), 2, rest.set)
+    del folder
+    gc.disable()
+    try:
+        next(ahead)
+        assert waiting.wait(300)
+        ahead.close()
+        del ahead
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 EXIT = """

@@ -82,7 +82,7 @@ MEASURE = """
 import re, sys, torch
 from smp_train import losses
 torch.set_num_threads(2)
-vocab, tokens, width = 128256, int(sys.argv[2]), 64
+vocab, tokens, width = 128256, int(sys.argv[2]), 16
 hidden = torch.randn(1, tokens, width, requires_grad=True)
 weight = torch.randn(vocab, width, requires_grad=True)
 weight.grad = torch.zeros_like(weight)

@@ -39,7 +39,10 @@ def test_nothing_without_being_asked(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nsys_without_a_gpu_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nsys_without_a_gpu_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     profile(tmp_path, 9, "--profile_nsys")
     assert [record.message for record in caplog.records] == [
         "--profile_nsys 1: there is no GPU here, and nothing to record"

@@ -47,6 +47,8 @@ class _Ahead:
         # The collector may run this in the thread itself.
         if thread is not threading.current_thread():
             thread.join()
+        # With its traceback it would hold this, and all that the iterator holds, until the collector comes by.
+        self.error = None
 
 
 class Prefetch(Iterator[Any]):
