@@ -72,13 +72,13 @@ class Run:
     saved_path: str | None = None
 
     def close(self) -> None:
-        """Flush and close what was opened, give signals back, and leave the process group."""
+        """Flush and close what was opened, leave the process group, and give signals back."""
         self.metrics.close()
         if self.audit is not None:
             self.audit.close()
-        self.stop.close()
         self.checkpoints.close()
         runtime.stop()
+        self.stop.close()  # last: until then a late request to stop must not kill a run that has ended well
 
 
 def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:

@@ -6,6 +6,7 @@ milliseconds to start rather than seconds. Each gets the environment that torchr
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import faulthandler
 import itertools
@@ -51,18 +52,30 @@ class RankFailed(AssertionError):
     """A rank raised, died, or was still running when its time was up."""
 
 
-# Below those that the system gives to whoever asks for any; begun anywhere, as other test processes count too.
+# Below those that Linux gives to whoever asks for any.
 _FIRST_PORT = random.SystemRandom().randrange(26000, 32000)
 _PORTS = itertools.cycle([*range(_FIRST_PORT, 32000), *range(26000, _FIRST_PORT)])
+_KEPT: collections.deque[socket.socket] = collections.deque()
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing listens on, and that nobody is given before a rank comes to listen there."""
+    """Return a TCP port that nothing listens on, and that nobody is given before a rank comes to listen there.
+
+    This process keeps it: it is neither another's that asks for any, nor that of a test beside this one.
+    """
     while True:
-        port = next(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
+        port, kept = next(_PORTS), socket.socket()
+        try:
+            kept.bind(("", port))
+        except OSError:
+            kept.close()
+            continue
+        # Whoever sets this too, as all that listen here do, may listen where somebody is bound who does not listen.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _KEPT.append(kept)
+        if len(_KEPT) > 200:  # of a soak, say: the first ones' ranks are gone by now
+            _KEPT.popleft().close()
+        return port
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@
 # Submit it as it is:  sbatch [--nodes=N] launch_training_enroot.sh [training flags]
 # `./launch_training_enroot.sh --dry_run [training flags]` prints what each node would be given. Variables: see training.sh.
 
+asked='' && trap 'asked=USR1' USR1 # heeded by batch.sh; until then it would end this script
 case "${HYPERPOD_PATH:-}" in *:*) HYPERPOD_PATH= ;; esac # a mount, as other scripts have it
 if [ -z "${HYPERPOD_PATH:-}" ]; then
   # Slurm runs a copy of this script: the original says where the checkout is.

@@ -8,6 +8,10 @@
 # PROFILE, MAX_ATTEMPTS, NSYS_DIR, CONTAINER_ENV, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and DRY_RUN, which prints what srun
 # would be given. Ends the script.
 
+# A job that gives way to another before its step is there must come back too: unheeded, the signal would end this script.
+[ "${asked:-}" = USR1 ] || asked=''
+trap 'asked=USR1' USR1
+
 say() { printf 'smp-train: %s\n' "$*" >&2; }
 refuse() { say "error: $*"; exit 2; }
 
@@ -133,7 +137,7 @@ outputs=() said_before=()
 while read -r output; do
   outputs+=("$output") said_before+=("$(wc -c 2>/dev/null <"$output")")
 done < <(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -nE 's/^ *Std(Out|Err)=//p' | sort -u)
-asked='' user='' ended=''
+user='' ended=''
 # Written here, as a signal may come just before the wait below. What a person asked for stays, and counts for more.
 # shellcheck disable=SC2317 # the traps call it
 ask() {
@@ -142,6 +146,7 @@ ask() {
 }
 trap 'asked=USR1; ask' USR1 # time is up, or the job gives way to another: stop, save, go on later
 trap 'asked=${asked:-TERM}; ask' TERM
+[ -z "$asked" ] || ask
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST, run folder $RUN_DIR; to stop and save: touch $stop"
 srun "${step[@]}" "${command[@]}" "${task[@]}" -- "${TRAIN_FLAGS[@]}" &
 srun_pid=$!

@@ -11,11 +11,13 @@ import argparse
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +32,8 @@ HOSTS = "SMP_TRAIN_HOSTS"
 """Names of the nodes in their order, for those that never report."""
 CPU_BYTES, GPU_BYTES = 1 << 22, 1 << 28
 LEAVING_SECONDS = 3.0
+HEARING_SECONDS = 30.0
+"""How long rank 0, with whom the words go, stays for ranks that are slow to hear its verdict."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class Meeting:
         self.present: list[int] = []
 
     def run(self) -> Verdict:
-        """Return rank 0's verdict; raises RuntimeError when rank 0 cannot be reached."""
+        """Return rank 0's verdict, which rank 0 has yet to `tell`; RuntimeError when rank 0 cannot be reached."""
         import torch.distributed as dist
 
         place, limit = self.runtime, timedelta(seconds=self.seconds)
@@ -149,7 +153,7 @@ class Meeting:
             self.present = [rank for rank in range(place.world_size) if rank not in absent]
             if absent:
                 nodes = sorted({rank // place.local_world_size for rank in absent})
-                return self._tell(judge(self._names(absent), nodes, [], []))
+                return judge(self._names(absent), nodes, [], [])
         elif json.loads(self._hear("meet", self.seconds)):
             return self._told()
         # Clocks start anew here, where all are known to be: the steps then have equal time on every rank.
@@ -164,11 +168,11 @@ class Meeting:
             verdict = self._judged(rounds)
             self._say("links", verdict.message or "-")
             if verdict.message:
-                return self._tell(verdict)
+                return verdict
         elif self._hear("links", share) != "-":
             return self._told()
         self._step("all", list(range(place.world_size)), share)
-        return self._tell(self._last()) if place.is_main else self._told()
+        return self._last() if place.is_main else self._told()
 
     def _local(self) -> list[int]:
         first = self.runtime.node_rank * self.runtime.local_world_size
@@ -270,9 +274,9 @@ class Meeting:
             return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
         return Verdict([], "", rate=self.rate)
 
-    def _tell(self, verdict: Verdict) -> Verdict:
+    def tell(self, verdict: Verdict) -> None:
+        """Tell the others, who leave then."""
         self._say("verdict", json.dumps(asdict(verdict)))
-        return verdict
 
     def _told(self) -> Verdict:
         return Verdict(**json.loads(self._hear("verdict", self.seconds)))
@@ -283,7 +287,7 @@ class Meeting:
         try:
             self._say(f"bye/{place.rank}", "")
             if place.is_main:
-                self._missing([f"bye/{rank}" for rank in self.present], LEAVING_SECONDS)
+                self._missing([f"bye/{rank}" for rank in self.present], HEARING_SECONDS)
         except RuntimeError:
             return
 
@@ -340,7 +344,12 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., Meeting] = Meeti
         text = log.read_text(errors="replace") if log and log.exists() else ""
         for line in describe(verdict, place, device.type, text, given.efa):
             print(f"smp-train: {line}", file=sys.stderr, flush=True)
-        given.verdict.write_text(json.dumps(asdict(verdict)) + "\n", encoding="utf-8")
+        with suppress(OSError):  # it is said above, too
+            given.verdict.write_text(json.dumps(asdict(verdict)) + "\n", encoding="utf-8")
+        # Last, as whoever hears of a fault leaves with it, and a launcher then ends the others of that node: this rank
+        # must have said all, and must still serve those who have not heard.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        meeting.tell(verdict)
     meeting.leave()
     return BAD_NODE if verdict.message else 0
 

@@ -151,8 +151,7 @@ class _Supervisor:
             for worker in self.workers:
                 if worker.poll() is None:
                     worker.kill()
-            for thread in pumps:
-                thread.join(5)
+            _drain(pumps)
             for number, handler in previous.items():
                 signal.signal(number, handler)
         return (failure.code if failure else 0), failure
@@ -274,6 +273,18 @@ def _copy(source: IO[bytes], path: Path, sink: TextIO) -> None:
             with suppress(OSError):
                 sink.buffer.write(line)
                 sink.buffer.flush()
+
+
+def _drain(pumps: Sequence[threading.Thread]) -> None:
+    """Wait until the workers' last words are copied, but not for ever: what they started may hold their output open.
+
+    In many short waits: a machine that stood still has used up one of them, and not the time for copying.
+    """
+    for _ in range(300):
+        busy = next((pump for pump in pumps if pump.is_alive()), None)
+        if busy is None:
+            return
+        busy.join(0.1)
 
 
 def _shell_code(returncode: int) -> int:

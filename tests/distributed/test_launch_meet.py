@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -67,6 +68,26 @@ class Broken(meet.Meeting):
         return super().reduce(name, ranks, seconds)
 
 
+class Impatient(meet.Meeting):
+    """A meeting that does not wait for those who do not come."""
+
+    def _missing(self, keys: list[str], seconds: float) -> list[int]:
+        return super()._missing(keys, 0.3)
+
+
+class Slow(Broken):
+    """A meeting whose last rank is slow to hear the verdict, while a launcher already ends those of rank 0's node."""
+
+    def _told(self) -> meet.Verdict:
+        self._hear("verdict", self.seconds)
+        folder = Path(os.environ["FOLDER"])
+        assert (folder / "verdict.json").exists(), "a launcher may end rank 0 from now on"
+        if self.runtime.rank == 2:
+            os.kill(int((folder / "pid-0").read_text()), signal.SIGTERM)
+            time.sleep(0.3)
+        return super()._told()
+
+
 class Silent(meet.Meeting):
     """A meeting in which one node's network swallows everything; its steps are short, to be waited for."""
 
@@ -82,11 +103,14 @@ class Silent(meet.Meeting):
 def body(
     folder: str, port: int, local_world: int, seconds: float, kind: type[meet.Meeting], absent: int | None
 ) -> int | None:
-    meet.LEAVING_SECONDS = 30.0  # nobody is late who is only slow
+    meet.LEAVING_SECONDS = 60.0 if kind is not Slow else 0.1  # nobody is late who is only slow
+    meet.HEARING_SECONDS = 60.0
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == absent:
         return None
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
     os.environ |= {
+        "FOLDER": folder,
         "LOCAL_RANK": str(rank % local_world), "LOCAL_WORLD_SIZE": str(local_world),
         "GROUP_RANK": str(rank // local_world), "GROUP_WORLD_SIZE": str(world // local_world),
         "MASTER_PORT": str(port),  # where rank 0 serves
@@ -108,7 +132,7 @@ def test_all_reach_each_other(tmp_path: Path) -> None:
 
 
 def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), free_port(), 1, 2.0, meet.Meeting, 1) == [meet.BAD_NODE, None]
+    assert run(body, 2, str(tmp_path), free_port(), 1, 240.0, Impatient, 1) == [meet.BAD_NODE, None]
     assert verdict(tmp_path).nodes == ["host1"]
 
 
@@ -118,6 +142,11 @@ def test_a_node_that_reaches_nobody_is_named(tmp_path: Path) -> None:
     assert len(found.nodes) == 1, found
     assert "does not finish an all-reduce with either of its neighbours" in found.message
     assert (tmp_path / "said-0").read_text().splitlines()[-1] == f"smp-train: error: preflight: {found.message}"
+
+
+def test_all_hear_the_verdict_whoever_leaves_first(tmp_path: Path) -> None:
+    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Slow, None) == [meet.BAD_NODE] * 3
+    assert len(verdict(tmp_path).nodes) == 1
 
 
 def test_a_silent_network_is_not_waited_for(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.training import flags
 pytestmark = pytest.mark.system
 
 CONFIG, DATA, CHECKPOINT = 2, 3, 4
-SECONDS = 120.0
+SECONDS = 300.0
 """In which a command with a mistake has ended, on a machine that others use too; by itself it takes one or two."""
 
 

@@ -1,14 +1,13 @@
 """On a real Slurm of several nodes: what people submit trains to the end, and survives what clusters do.
 
 Starting a process of training costs some seconds of a core, so the jobs here say several things each, and have two
-processes in all where that is enough. What must meet a run half-way stops a process of it first, so that nothing here
+processes in all where that is enough. A run that is to be met half-way waits there (rig/hold), so that nothing here
 depends on how fast the machine is.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,14 +18,15 @@ import psutil
 import pytest
 
 from smp_train import cli
+from smp_train.telemetry.metrics import read_metrics
 from tests.system.command import Ranks, as_torchrun
-from tests.system.rig import MISSING, ROOT, USABLE, Rig
+from tests.system.rig import HERE, MISSING, ROOT, USABLE, Rig
 from tests.training import TINY, read_checkpoint
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.slow,
-    pytest.mark.timeout(1200),  # the longest job starts three times, and the machine may be busy
+    pytest.mark.timeout(2400),  # the longest job starts three times, and the machine may be busy
     pytest.mark.skipif(not USABLE, reason=f"needs root and Debian's slurm-wlm, munge, libslurm-dev (no {MISSING})"),
 ]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
@@ -55,11 +55,7 @@ def submit(rig: Rig, script: str, folder: Path, flags: list[str], *sbatch: str, 
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return what the run has written so far, by whole lines: it may be writing one."""
-    with suppress(FileNotFoundError):
-        text = (folder / "run/metrics.jsonl").read_text()
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    return []
+    return read_metrics(folder / "run")
 
 
 def steps(folder: Path) -> dict[int, float]:
@@ -68,38 +64,40 @@ def steps(folder: Path) -> dict[int, float]:
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:
+    """Return what the guard has written so far, by whole lines: it may be writing one."""
     path = folder / "run/launches.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def done(folder: Path) -> int:
     return int(json.loads((folder / "run/DONE").read_text())["step"])
 
 
-def worker(rig: Rig, node: str) -> psutil.Process | None:
-    """Return a training process on a node; None while there is none."""
+def worker(rig: Rig, node: str) -> psutil.Process:
+    """Return the first training process on a node."""
     wanted = {"SLURMD_NODENAME": node, "RIG": str(rig.folder), "LOCAL_RANK": "0"}.items()
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if wanted <= process.environ().items():
                 found.append(process)
-    return min(found, key=lambda process: process.create_time(), default=None)  # the others are its children
+    return min(found, key=lambda process: process.create_time())  # the others are its children
 
 
-def meet(rig: Rig, folder: Path, step: int, number: signal.Signals, node: str = "n2") -> psutil.Process:
-    """Send a signal to a process of a run on a node as soon as the run has reached a step; return the process."""
-    process: psutil.Process | None = None
+def hold(folder: Path) -> dict[str, str]:
+    """Return the variables of a run that waits half-way until `let_go`."""
+    (folder / "hold").touch()
+    return {"PYTHONPATH": str(HERE / "hold"), "RIG_HOLD": f"{folder}/hold"}
 
-    def there() -> bool:
-        nonlocal process
-        process = process or worker(rig, node)
-        return process is not None and max(steps(folder), default=0) >= step
 
-    rig.wait(there, 240, f"step {step}", pause=0.02)
-    assert process is not None
-    process.send_signal(number)
-    return process
+def meet(rig: Rig, folder: Path) -> None:
+    """Wait until the run waits: it has committed step 5, and will not come further than to step 15."""
+    rig.wait((folder / "hold-here").exists, "the run to be half-way")
+
+
+def let_go(folder: Path) -> None:
+    (folder / "hold").unlink()
 
 
 def same_end(first: Path, second: Path) -> None:
@@ -117,7 +115,7 @@ def container(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in a container, 2 nodes x 2 processes, that nothing happened to."""
     folder = tmp_path_factory.mktemp("container")
     (folder / "smpv2.sqsh").touch()
-    chosen = {"IMAGE": f"{folder}/smpv2.sqsh", "NPROC": "2", "PREFLIGHT": "240"}
+    chosen = {"IMAGE": f"{folder}/smpv2.sqsh", "NPROC": "2", "PREFLIGHT": "900"}
     # An image with variables of its own: with this PYTHONPATH nothing would run.
     chosen["PYXIS_DOUBLE_IMAGE_ENV"] = "PYTHONPATH=/baked OMP_NUM_THREADS=9 HF_HOME=/baked"
     job, log = submit(rig, ENROOT, folder, words(), "--time=60", **chosen)
@@ -141,8 +139,10 @@ def test_auto_resume_swaps_the_node(container: Path, tmp_path: Path) -> None:
     """In an environment of Python, 2 nodes x 2 processes: one is killed, and the node with it is replaced."""
     with Rig(tmp_path / "r", auto_resume=True) as rig:
         (rig.folder / "run/bad_nodes").write_text("n2\n")
-        job, log = submit(rig, CONDA, tmp_path, words(), "--exclusive", NPROC="2")
-        meet(rig, tmp_path, 8, signal.SIGKILL)
+        job, log = submit(rig, CONDA, tmp_path, words(), "--exclusive", NPROC="2", **hold(tmp_path))
+        meet(rig, tmp_path)
+        worker(rig, "n2").kill()
+        let_go(tmp_path)
         assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
     assert done(tmp_path) == STEPS
     first, second = starts(tmp_path)
@@ -161,19 +161,20 @@ def undisturbed(folder: Path, ranks: int) -> Ranks:
 
 def test_lost_node_is_replaced_and_nothing_changes(rig: Rig, tmp_path: Path) -> None:
     with undisturbed(tmp_path / "here", 2) as ranks:
-        job, log = submit(rig, CONDA, tmp_path, words())
-        meet(rig, tmp_path, 8, signal.SIGSTOP)
+        job, log = submit(rig, CONDA, tmp_path, words(), **hold(tmp_path))
+        meet(rig, tmp_path)
         rig.crash("n2")
+        let_go(tmp_path)
         try:
             assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
         finally:
             rig.boot("n2")
-        assert ranks.codes(240) == [0, 0], ranks.err
+        assert ranks.codes() == [0, 0], ranks.err
     first, second = starts(tmp_path)
     assert (first["nodes"], second["nodes"]) == ("n[1-2]", "n[1,3]")
     assert second["committed_step"] >= 5
     same_end(tmp_path / "here", tmp_path)
-    rig.wait(lambda: rig.idle() == rig.nodes, 120, "the node to come back")
+    rig.wait(lambda: rig.idle() == rig.nodes, "the node to come back")
 
 
 def test_preempted_job_saves_and_goes_on(
@@ -181,17 +182,18 @@ def test_preempted_job_saves_and_goes_on(
 ) -> None:
     """Slurm sends USR1, as it does before the time limit. On a cluster with GRES: a process for each GPU asked for."""
     with Rig(tmp_path / "r", nodes=1, gpus=2) as rig, undisturbed(tmp_path / "here", 1) as ranks:
-        job, log = submit(rig, CONDA, tmp_path, words(), "--nodes=1", "--gpus-per-node=1", NPROC="auto")
-        held = meet(rig, tmp_path, 7, signal.SIGSTOP, node="n1")
+        asked = ["--nodes=1", "--gpus-per-node=1"]
+        job, log = submit(rig, CONDA, tmp_path, words(), *asked, NPROC="auto", **hold(tmp_path))
+        meet(rig, tmp_path)
         rig.run("sbatch", "--partition=prio", "--exclusive", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
-        rig.wait((tmp_path / "run/STOP").exists, 120, "the request to stop")
-        held.send_signal(signal.SIGCONT)
+        rig.wait((tmp_path / "run/STOP").exists, "the request to stop")
+        let_go(tmp_path)
         at(rig, tmp_path, monkeypatch)
         for more, warned in (([], True), (["--gpus_per_node", "2"], False)):
             assert launch("--check", *more) == 0
             assert ("this cluster has GRES: without --gpus_per_node" in capsys.readouterr().err) is warned
         assert rig.wait_for_end(job, log) == "COMPLETED", log.read_text()
-        assert ranks.codes(240) == [0], ranks.err
+        assert ranks.codes() == [0], ranks.err
         # Every node would have these eight: the choice of two is this job's.
         job, other = submit(
             rig, CONDA, tmp_path / "b", words(), "--nodes=1", "--gpus-per-node=2", NPROC="auto",
@@ -200,7 +202,7 @@ def test_preempted_job_saves_and_goes_on(
         assert rig.wait_for_end(job, other) == "FAILED"
     assert "2 of 8 GPUs are visible on this p5.48xlarge (CUDA_VISIBLE_DEVICES=0,1)" in other.read_text()
     assert "asked to stop by USR1" in log.read_text()
-    assert [start["committed_step"] >= 7 for start in starts(tmp_path)] == [False, True]
+    assert [start["committed_step"] >= 10 for start in starts(tmp_path)] == [False, True]
     saved = starts(tmp_path)[1]["committed_step"]
     assert [one["step"] for one in records(tmp_path) if one.get("event") == "stop"] == [saved], "when it was asked"
     same_end(tmp_path / "here", tmp_path)
@@ -208,10 +210,10 @@ def test_preempted_job_saves_and_goes_on(
 
 def test_cancelled_job_does_not_come_back(rig: Rig, tmp_path: Path) -> None:
     job, log = submit(rig, CONDA, tmp_path, words(max_steps=10**6), "--nodes=1")
-    rig.wait(lambda: bool(starts(tmp_path)), 240, "the start")
+    rig.wait(lambda: bool(starts(tmp_path)), "the start")
     rig.run("scancel", job)
     assert rig.wait_for_end(job, log) == "CANCELLED"
-    rig.wait(lambda: rig.idle() == rig.nodes, 120, "the job to be gone")
+    rig.wait(lambda: rig.idle() == rig.nodes, "the job to be gone")
     assert len(starts(tmp_path)) == 1
 
 
@@ -281,13 +283,17 @@ def test_node_without_the_shared_file_system_is_left_out(rig: Rig, tmp_path: Pat
     python.chmod(0o755)
     rig.hide(python.parent, "n2")
     job, log = submit(rig, CONDA, tmp_path, words(max_steps=10**6), PYTHON=str(python))
-    rig.wait(lambda: len(starts(tmp_path)) > 0 and "n[1,3]" in starts(tmp_path)[-1]["nodes"], 240, "other nodes")
+
+    def other_nodes() -> bool:
+        return bool(rig.state(job)) and len(starts(tmp_path)) > 0 and "n[1,3]" in starts(tmp_path)[-1]["nodes"]
+
+    rig.wait(other_nodes, "other nodes")
     rig.run("scancel", job)
     assert rig.wait_for_end(job, log) == "CANCELLED"
     text = log.read_text()
     assert "first failure of this start: LAUNCH-FAIL node=n2 rank=-1 rc=2 cause=node" in text
     assert "the job stays off n2 from now on" in text
-    rig.wait(lambda: rig.idle() == rig.nodes, 120, "the job to be gone")
+    rig.wait(lambda: rig.idle() == rig.nodes, "the job to be gone")
 
 
 def at(rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_one_process_of_a_node_speaks_first_and_others_where_nobody_ends_them(
     def wait(seconds: float) -> None:
         waited.append((len(said), seconds, capsys.readouterr().err))
 
-    monkeypatch.setattr(cli.time, "sleep", wait)
+    monkeypatch.setattr(cli, "time", types.SimpleNamespace(sleep=wait))  # not that of other threads
     monkeypatch.setattr(cli, "start_attempted", lambda: False)  # other tests of this process may have started
     for rank in "01":
         for name, value in {

@@ -16,13 +16,14 @@ SCRIPTS = ROOT / "launchers/hyperpod_slurm"
 JOB = "77"
 
 SRUN = """#!/bin/bash
-if [ "$1" = --help ]; then echo "$SRUN_HELP"; exit; fi
+if [ "$1" = --help ]; then echo "$SRUN_HELP"; source "$CLUSTER/early" "srun $1"; exit; fi
 printf '%s\\n' "$@" >"$CLUSTER/srun-words"
 echo srun >>"$CLUSTER/calls"
 source "$CLUSTER/step"
 """
 # Slurm ends what runs of a job as it requeues it; this double reaches the script's whole process group.
 SCONTROL = """#!/bin/bash
+source "$CLUSTER/early" "scontrol $1 $2"
 case "$1 $2" in
   "show job") echo "   JobState=$STATE Restarts=0 SubmitTime=$SUBMITTED ExcNodeList=$EXCLUDED"
     printf '   %s\n' "StdErr=$CLUSTER/errors" "StdIn=/dev/null" "StdOut=$CLUSTER/output" ;;
@@ -34,6 +35,8 @@ if [ "$1" = requeue ]; then
   kill -TERM 0
 fi
 """
+# What Slurm sends to the batch script alone, the leader of its session, as it runs this command.
+EARLY = 'read -r _ _ _ _ _ script _ </proc/$$/stat; [ "$1" != "$EARLY" ] || kill -USR1 "$script"\n'
 SINFO = '#!/bin/bash\necho "$NODES"\n'
 
 
@@ -47,6 +50,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         (self.folder / "bin").mkdir(parents=True)
+        (self.folder / "early").write_text(EARLY)
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
             (self.folder / "bin" / name).write_text(text)
             (self.folder / "bin" / name).chmod(0o755)
@@ -201,6 +205,17 @@ def test_a_run_that_slurm_stopped_goes_on_by_itself(cluster: Cluster) -> None:
     (cluster.run / "STOP").write_text("USR1\n")
     assert cluster.start("exit 1")[0] == 143, "a script that was lost with its node has left it"
     assert len(cluster.calls("srun")) == 3
+
+
+@pytest.mark.parametrize("early", ["scontrol show job", "srun --help"])
+def test_a_job_that_gives_way_as_soon_as_it_starts_comes_back(cluster: Cluster, early: str) -> None:
+    """Slurm's signal may come before srun is there to be told."""
+    stopped = 'cat "$RUN/STOP" >"$CLUSTER/seen"; rm "$RUN/STOP"; echo now >"$RUN/STOPPED"'
+    cluster.environ["HYPERPOD_PATH"] = ""  # for Slurm to be asked where the script is
+    code, said = cluster.start(stopped, EARLY=early)
+    assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"]), said
+    assert "asked to stop by USR1" in said
+    assert (cluster.folder / "seen").read_text() == "USR1\n"
 
 
 def test_a_wish_to_stop_holds_when_time_is_up_meanwhile(cluster: Cluster) -> None:

@@ -34,6 +34,8 @@ def bin_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_REGION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_METADATA_SERVICE_TIMEOUT", "AWS_METADATA_SERVICE_NUM_ATTEMPTS"):
+        monkeypatch.setenv(name, "1")  # as the doctor does, for good
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product")
     monkeypatch.setattr(machine, "count_efa", lambda: 0)

@@ -16,7 +16,7 @@ import pytest
 
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import before, container, environment, flags, instances, local, nodes, task, timing
+from smp_train.launch import before, container, environment, flags, instances, local, nodes, supervisor, task, timing
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -105,6 +105,28 @@ def test_a_log_that_cannot_be_written_does_not_stop_a_worker(tmp_path: Path) -> 
     (tmp_path / "rank-0.log").mkdir()
     command = program(tmp_path, "for _ in range(4000): say('a line that fills the pipe when nobody reads')")
     assert supervise(command, Place(1), log_dir=tmp_path) == (0, None)
+
+
+def test_last_words_are_waited_for_but_not_for_ever() -> None:
+    """In short waits, whose number counts: a machine that stood still has used up one of them."""
+
+    class Pump:
+        waits = 0
+
+        def __init__(self, needs: int) -> None:
+            self.needs = needs
+
+        def is_alive(self) -> bool:
+            return Pump.waits < self.needs
+
+        def join(self, seconds: float) -> None:
+            assert seconds < 1
+            Pump.waits += 1
+
+    supervisor._drain([Pump(1), Pump(7)])  # type: ignore[list-item]
+    assert Pump.waits == 7
+    supervisor._drain([Pump(10**6)])  # type: ignore[list-item]  # what a worker left behind holds its output open
+    assert Pump.waits < 1000
 
 
 def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
@@ -465,6 +487,7 @@ def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest
     """In an interactive allocation every try is one of the same job."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setattr(task, "supervise", lambda *words, **options: (0, None))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     words = ["--nproc", "1", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
     assert [local.main(words) for _ in "12345"] == [0] * 5
 
