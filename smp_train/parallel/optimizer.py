@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch 2.4, of SMP's older containers
+    from torch.distributed._tensor import DTensor
 
 
 class ShardedAdamW(torch.optim.AdamW):

@@ -56,6 +56,40 @@ def test_imports_run_down(path: Path) -> None:
         assert lower or same_ground or (ours, theirs) in NEIGHBOURS, f"{ours} imports {theirs}"
 
 
+def imported_at_once(module: str, found: dict[str, list[ast.ImportFrom]]) -> None:
+    """Add to ``found`` what importing a module imports of ours, with its imports of torch that may not fail."""
+    folder = PACKAGE.parent.joinpath(*module.split("."))
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    if module in found or not path.exists():
+        return
+    found[module] = []
+    left: list[ast.AST] = list(ast.parse(path.read_text()).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("smp_train"):
+            for name in [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]:
+                imported_at_once(name, found)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
+            found[module].append(node)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                imported_at_once(alias.name, found)
+        elif isinstance(node, ast.FunctionDef | ast.Try):
+            continue
+        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)):
+            left += ast.iter_child_nodes(node)
+
+
+def test_what_smp_v2_imports_is_there_in_torch_2_4() -> None:
+    """Which has DTensor in ``torch.distributed._tensor``."""
+    found: dict[str, list[ast.ImportFrom]] = {}
+    imported_at_once("smp_train.train_lib", found)
+    imported_at_once("smp_train.backends.smp", found)
+    assert "smp_train.parallel.optimizer" in found
+    for module, imports in found.items():
+        assert "torch.distributed.tensor" not in [node.module for node in imports], f"{module}: in a try"
+
+
 @pytest.mark.parametrize(
     "module", ["smp_train", "smp_train.cli", "smp_train.arguments", "smp_train.runtime", "smp_train.errors"]
 )
