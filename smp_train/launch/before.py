@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from smp_train.arguments import Resolved
 from smp_train.launch import preflight, timing
@@ -52,9 +53,18 @@ def meet(
     if failure is None or (failure.code == BAD_NODE and place.node_rank > 0):
         return code, None
     if failure.code in (BAD_NODE, UNREACHABLE):
-        verdict = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        verdict = _written(file)
         # Nodes are left out of the next start for a fault of their own only; links and groups are nobody's.
         cause = "node" if verdict.get("at_fault") else "network"
         failure = Failure(-1, ",".join(verdict.get("nodes", [])) or failure.node, BAD_NODE, cause)
     print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
     return failure.code, failure
+
+
+def _written(file: Path) -> dict[str, Any]:
+    """Return what rank 0 found; nothing where it could not write that: a disk that is full leaves an empty file."""
+    try:
+        verdict: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return verdict

@@ -561,6 +561,9 @@ def test_preflight_names_the_node_at_fault(
     between = meet(tmp_path, monkeypatch, 0, 75, ["n1", "n3"])[1][1]
     assert (between.node, between.cause) == ("n1,n3", "network"), "the link, for which no node is left out"
     assert meet(tmp_path, monkeypatch, 1, 75, [])[1] == (75, None), "the first node speaks for all"
+    (tmp_path / "preflight.json").write_text("")
+    full = meet(tmp_path, monkeypatch, 0, 75, [])[1][1]
+    assert (full.node, full.cause) == ("here", "network"), "a full disk leaves an empty file"
     (tmp_path / "preflight.json").unlink()
     assert meet(tmp_path, monkeypatch, 1, 74, [])[1][1].node == "here", "who does not reach it speaks for itself"
     code, failure = meet(tmp_path, monkeypatch, 1, 1, [])[1]
