@@ -34,6 +34,9 @@ CPU_BYTES, GPU_BYTES = 1 << 22, 1 << 28
 LEAVING_SECONDS = 3.0
 HEARING_SECONDS = 30.0
 """How long rank 0, with whom the words go, stays for ranks that are slow to hear its verdict."""
+FAULT_SECONDS = 10.0
+"""The same after a fault, as a broken node may never answer: what ends a step waits longer (Slurm's KillWait: 30 s), so
+that the first node can still leave word of which one it is."""
 
 
 @dataclass(frozen=True)
@@ -281,13 +284,13 @@ class Meeting:
     def _told(self) -> Verdict:
         return Verdict(**json.loads(self._hear("verdict", self.seconds)))
 
-    def leave(self) -> None:
-        """End with rank 0 as the last, which serves the store."""
+    def leave(self, seconds: float) -> None:
+        """End with rank 0 as the last, which serves the store; it waits so long for the others."""
         place = self.runtime
         try:
             self._say(f"bye/{place.rank}", "")
             if place.is_main:
-                self._missing([f"bye/{rank}" for rank in self.present], HEARING_SECONDS)
+                self._missing([f"bye/{rank}" for rank in self.present], seconds)
         except RuntimeError:
             return
 
@@ -350,7 +353,7 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., Meeting] = Meeti
         # must have said all, and must still serve those who have not heard.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         meeting.tell(verdict)
-    meeting.leave()
+    meeting.leave(FAULT_SECONDS if verdict.message else HEARING_SECONDS)
     return BAD_NODE if verdict.message else 0
 
 

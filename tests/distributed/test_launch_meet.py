@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.launch import meet
+from smp_train.launch import meet, supervisor
 from smp_train.runtime import Runtime
 from tests.harness import free_port, run
 
@@ -87,6 +87,10 @@ class Slow(Broken):
             time.sleep(0.3)
         return super()._told()
 
+    def leave(self, seconds: float) -> None:
+        (Path(os.environ["FOLDER"]) / "waits").write_text(str(seconds))
+        super().leave(seconds)
+
 
 class Silent(meet.Meeting):
     """A meeting in which one node's network swallows everything; its steps are short, to be waited for."""
@@ -104,7 +108,7 @@ def body(
     folder: str, port: int, local_world: int, seconds: float, kind: type[meet.Meeting], absent: int | None
 ) -> int | None:
     meet.LEAVING_SECONDS = 60.0 if kind is not Slow else 0.1  # nobody is late who is only slow
-    meet.HEARING_SECONDS = 60.0
+    meet.HEARING_SECONDS, meet.FAULT_SECONDS = 60.0, 59.0
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == absent:
         return None
@@ -147,6 +151,8 @@ def test_a_node_that_reaches_nobody_is_named(tmp_path: Path) -> None:
 def test_all_hear_the_verdict_whoever_leaves_first(tmp_path: Path) -> None:
     assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Slow, None) == [meet.BAD_NODE] * 3
     assert len(verdict(tmp_path).nodes) == 1
+    assert (tmp_path / "waits").read_text() == "59.0"
+    assert meet.FAULT_SECONDS <= supervisor.GRACE_SECONDS, "else a launcher ends it before, in the middle"
 
 
 def test_a_silent_network_is_not_waited_for(tmp_path: Path) -> None:
