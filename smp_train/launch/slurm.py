@@ -64,7 +64,7 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
     lines += ["", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}"]
     lines += [*(_export(spec, name) for name in sorted(spec.environment)), ""]
     # Of the scripts, which take them from the environment: nothing of the submitting shell's is to be taken here.
-    lines += ["TRAINING_DIR= TEST_DIR= CHECKPOINT_DIR=", '[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=']
+    lines += ["TRAINING_DIR= TEST_DIR= CHECKPOINT_DIR= asked=", '[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=']
     lines += ['[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES']
     for name, value in (
         ("CODE_DIR", _code(spec)),

@@ -406,9 +406,10 @@ def test_what_the_container_is_given(
         ["bash", tmp_path / "job.sh"], capture_output=True, text=True, check=False, timeout=240,
         env={
             "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "DRY_RUN": "1",
-            "PYTHONPATH": "/mine", "NSYS_DIR": "/opt/nsys",
+            "PYTHONPATH": "/mine", "NSYS_DIR": "/opt/nsys", "asked": "USR1",
         },
     )  # fmt: skip
+    assert "asked to stop" not in done.stderr, "a variable of that name is no signal"
     given = done.stdout.splitlines()[0].split()
     assert given[:2] == [str(CODE_DIR), "/opt/nsys"]
     named = next(word for word in given if word.startswith("--container-env=")).partition("=")[2].split(",")

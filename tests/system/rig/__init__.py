@@ -196,13 +196,19 @@ class Rig:
         """Wait until something comes true; fail, with the logs' ends, when it does not."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not true():
-            if time.monotonic() > deadline:
+            # Without these nothing comes true any more, for this test and those after it.
+            dead = [name for name in ("munged", "slurmctld") if self._has_ended(name)]
+            if dead or time.monotonic() > deadline:
                 tails = [
                     f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
                     for path in sorted((self.folder / "log").iterdir())
                 ]
-                raise AssertionError(f"waited {PATIENCE_SECONDS:.0f} s for {what}\n" + "\n".join(tails))
+                why = f"{dead[0]} has ended" if dead else f"waited {PATIENCE_SECONDS:.0f} s"
+                raise AssertionError(f"{why}, for {what}\n" + "\n".join(tails))
             time.sleep(0.2)
+
+    def _has_ended(self, name: str) -> bool:
+        return name in self.processes and self.processes[name].poll() is not None
 
     def wait_for_end(self, job: str, log: Path | None = None) -> str:
         """Wait until a job is over for good and return its state."""
