@@ -132,7 +132,8 @@ class Rig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for job in self.run("squeue", "-h", "-o", "%i", check=False).split():
+        left = "" if self._has_ended("slurmctld") else self.run("squeue", "-h", "-o", "%i", check=False)
+        for job in left.split():
             if job.isdigit():
                 self.run("scancel", job, check=False)
         for process in reversed(list(self.processes.values())):
