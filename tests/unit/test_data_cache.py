@@ -564,11 +564,13 @@ def test_opening_does_not_grow_with_the_rows(tmp_path):
         file.write(token_cache._PREFIX.pack(token_cache.MAGIC, len(text), zlib.crc32(text)) + text)
         file.truncate(file.tell() + rows * 4)
     os.truncate(base + ".tok", rows * 12)
-    took = []
-    for _ in range(3):  # the collector may come by in one
+    gc.disable()  # what other tests have left takes its own time
+    try:
         began = time.process_time()
         source = open_source(str(tmp_path), vocab_size=97)
         assert len(source) == rows
-        took.append(time.process_time() - began)
-        assert np.array_equal(source.shards[-1][-1:], [rows - 1])
-    assert min(took) < 1.0
+        took = time.process_time() - began
+    finally:
+        gc.enable()
+    assert took < 1.0, "the first time, too: later ones may have something to go by"
+    assert np.array_equal(source.shards[-1][-1:], [rows - 1])
