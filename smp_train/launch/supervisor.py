@@ -28,8 +28,9 @@ from typing import IO, TextIO
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-GRACE_SECONDS = 10.0
-"""How long peers of a failed worker may take to leave by themselves: they have nobody to talk to."""
+GRACE_SECONDS = 15.0
+"""How long peers of a failed worker may take to leave by themselves: they have nobody to talk to, but a save to commit
+(`checkpoints.manager.ABANDON_SECONDS`), their reason to say, and a lock to give back."""
 # Left by an outer launcher, or by hooks of containers; ours are set anew for every worker.
 STALE = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",

@@ -39,6 +39,12 @@ def program(tmp_path: Path, text: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
+def test_peers_of_a_failed_worker_have_time_to_commit_and_to_leave() -> None:
+    from smp_train.checkpoints import manager  # not above: a launcher does without torch
+
+    assert supervisor.GRACE_SECONDS >= manager.ABANDON_SECONDS + 5
+
+
 def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     command = program(
         tmp_path,
