@@ -12,11 +12,7 @@ from torch import Tensor
 
 from smp_train.checkpoints.state import canonical_name, create_optimizer_state
 from smp_train.errors import CheckpointError
-
-try:
-    from torch.distributed.tensor import DTensor, Shard
-except ImportError:  # torch 2.4
-    from torch.distributed._tensor import DTensor, Shard
+from smp_train.runtime.dtensor import DTensor, Shard
 
 
 class Tree:

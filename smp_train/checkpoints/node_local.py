@@ -12,11 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # torch 2.4
-    from torch.distributed._tensor import DTensor
-
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.checkpoints.collective import alone, exchange, rank, world_size
 from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_steps, find, open_intact
@@ -24,6 +19,7 @@ from smp_train.checkpoints.saver import Saver
 from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.storage import Storage, open_storage, place_of
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.runtime.dtensor import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +43,7 @@ def local_part(state: dict[str, Any]) -> dict[str, Any]:
     for path, value in leaves(state):
         if hasattr(value, "local_shards"):
             raise CheckpointError(f"{PREFIX} folders are not available on this backend; leave them out")
-        put(found, path, value.to_local() if isinstance(value, DTensor) else value)
+        put(found, path, local_tensor(value))
     return found
 
 

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # torch 2.4
-    from torch.distributed._tensor import DTensor
+from smp_train.runtime.dtensor import DTensor, local_tensor
 
 MEMORY_SHARE = 0.6
 """Share of the free host memory that copies may take; beyond it saves are synchronous."""
@@ -37,7 +34,7 @@ class Stager:
         for path, value in leaves(state):
             if isinstance(value, Tensor):
                 seen.add(path)
-                source = value.to_local() if isinstance(value, DTensor) else value
+                source = local_tensor(value)
                 buffer = self._buffer(path, source)
                 if path[0] == "optim" or path[-1] in trained:
                     later.append((buffer, source))
@@ -93,8 +90,8 @@ def put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 def local_bytes(state: dict[str, Any]) -> int:
     """Return the size of the host buffers for this rank's part of the tensors."""
-    local = [value.to_local() if isinstance(value, DTensor) else value for _, value in leaves(state)]
-    return sum(_buffer_bytes(value) for value in local if isinstance(value, Tensor))
+    parts = [local_tensor(value) for _, value in leaves(state)]
+    return sum(_buffer_bytes(value) for value in parts if isinstance(value, Tensor))
 
 
 def _buffer_bytes(source: Tensor) -> int:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.errors import CheckpointError
-from smp_train.models.initialization import DTensor, canonical_name, part_of
+from smp_train.models.initialization import canonical_name, part_of
 from smp_train.models.weight_files import Block, WeightFiles
+from smp_train.runtime.dtensor import local_tensor
 from smp_train.runtime.places import place
 
 # Experts as transformers 5 holds them; files have them one by one.
@@ -76,8 +77,8 @@ def load_pretrained(
 def _counted(
     copies: Iterable[Copy], params: Iterable[Tensor], on_progress: Callable[[int, int], None]
 ) -> Iterator[Copy]:
-    local = [param.to_local() if isinstance(param, DTensor) else param for param in params]
-    done, total = 0, sum(tensor.nbytes for tensor in local)
+    parts = [local_tensor(param) for param in params]
+    done, total = 0, sum(tensor.nbytes for tensor in parts)
     for copy in copies:
         yield copy
         done += copy[0].nbytes
@@ -174,7 +175,7 @@ def _expert_pieces(name: str, param: Tensor, stored: Mapping[str, str]) -> list[
 def _copies(name: str, param: Tensor, pieces: list[Piece], stored: WeightFiles) -> Iterator[Copy]:
     """Yield what this rank is to copy into a parameter."""
     part = part_of(param)
-    whole = param.to_local() if isinstance(param, DTensor) else param
+    whole = local_tensor(param)
     if whole.is_meta:
         raise CheckpointError(f"parameter {name} is still on the meta device; materialise the model first")
     for piece in pieces:

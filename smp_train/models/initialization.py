@@ -18,11 +18,7 @@ from torch import Tensor, nn
 from smp_train.errors import SmpTrainError
 from smp_train.models import counter_random
 from smp_train.models.recording import OVERWRITES, PROGRAMS, REPLAYABLE, Program, Step
-
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # torch 2.4
-    from torch.distributed._tensor import DTensor
+from smp_train.runtime.dtensor import DTensor, local_tensor
 
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 # Elements at a time: about ten float64 temporaries of this size fit a core's cache; a device wants large
@@ -119,10 +115,10 @@ def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
             name = canonical_name(name)
             program = programs.get(name)
             _check(name, program)
-            local = param.to_local() if isinstance(param, DTensor) else param
-            if local.is_meta:
+            part = local_tensor(param)
+            if part.is_meta:
                 raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
-            drawn += _fill(local, part_of(param), program or [], seed, name, chunk)
+            drawn += _fill(part, part_of(param), program or [], seed, name, chunk)
     return drawn
 
 

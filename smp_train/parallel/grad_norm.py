@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from smp_train.runtime.dtensor import DTensor, local_tensor
 
 CPU_RUN = 1024
 
@@ -44,7 +45,7 @@ def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     that it holds, as in `ShardedAdamW`.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    parts = [local_tensor(gradient) for gradient in gradients]
     torch._foreach_mul_(parts, factor)
 
 

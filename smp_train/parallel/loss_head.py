@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from smp_train import losses
 from smp_train.parallel.sequence import gather_hidden
+from smp_train.runtime.dtensor import local_tensor
 
 
 def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:
@@ -33,14 +33,9 @@ def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:
         weight, bias = head.weight, head.bias
         if tensor is None:
             return losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias)
-        return losses.linear_cross_entropy_sum(
-            gather_hidden(hidden, tensor), _local(weight), targets, bias=_local(bias), group=tensor.get_group()
-        )
+        hidden, weight, bias = gather_hidden(hidden, tensor), local_tensor(weight), local_tensor(bias)
+        return losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias, group=tensor.get_group())
 
     method = by_chunks if chunked else from_logits
     model.loss_sum = method
     register_fsdp_forward_method(model, "loss_sum")
-
-
-def _local(tensor: Tensor | None) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -6,17 +6,14 @@ from typing import Any
 
 import torch
 
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # torch 2.4, of SMP's older containers
-    from torch.distributed._tensor import DTensor
+from smp_train.runtime.dtensor import local_tensor
 
 
 class ShardedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, whose update goes element by element and so needs nothing of other ranks.
 
-    The states are laid out as their parameters are. The kernel is given what lies behind both: over DTensors torch
-    works out a layout for the lists of all of them: on a mesh of three dimensions that is most of a first step.
+    The states are laid out as their parameters are. The kernel is given this rank's part of both: over DTensors torch
+    works out a layout for the lists of all of them, which on a mesh of three dimensions is most of a first step.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
@@ -24,5 +21,5 @@ class ShardedAdamW(torch.optim.AdamW):
         found = super()._init_group(group, *lists)
         for tensors in lists:
             if isinstance(tensors, list):
-                tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+                tensors[:] = [local_tensor(tensor) for tensor in tensors]
         return found
