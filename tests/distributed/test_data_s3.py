@@ -5,7 +5,6 @@ import json
 import os
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from smp_train.data.opening import open_data
 from smp_train.data.order import Order
 from smp_train.data.windows import Windows
 from smp_train.errors import DataError
+from tests.distributed.test_data_convert import opening_args
 from tests.harness import run
 from tests.s3_server import PATIENCE_SECONDS, environment, serving
 
@@ -30,14 +30,8 @@ BAD = ORDER.window(ORDER.window(ORDER.window(0)[0])[0])[1][0]
 
 
 def open_on(ranks, place, cache, shared, **changed):
-    given = {
-        "dataset": None, "use_synthetic_data": 0, "training_dir": [f"s3://nodes/{place}"], "test_dir": None,
-        "data_cache_dir": cache if shared else f"{cache}/{ranks.node_rank}", "zipped_data": None,
-        "dataset_type": "gpt_jsonl", "data_num_workers": 1, "bad_rows": "stop", "max_bad": 0.0, "short": "pad",
-        "long": None, "seed": 0, "shuffle": "global", "train_batch_size": 1, "gradient_accumulation_steps": 1,
-        "data_audit": True,
-    }  # fmt: skip
-    args = SimpleNamespace(**{**given, **changed})
+    changed = {"data_cache_dir": cache if shared else f"{cache}/{ranks.node_rank}", "data_audit": True, **changed}
+    args = opening_args(f"s3://nodes/{place}", **changed)
     return open_data(args, vocab_size=99, seq_len=4, ranks=ranks, dp_rank=ranks.rank, dp_size=4)[0]
 
 
