@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from smp_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smp_train.arguments.groups import Arguments
 
 HYBRID_STRATEGIES = ("hybrid_shard", "_hybrid_shard_zero2")
 
@@ -22,7 +27,74 @@ class Degrees:
     @property
     def world_size(self) -> int:
         """Number of ranks that this layout takes."""
-        return self.replicate * self.shard * self.context * self.tensor * self.expert
+        return self.replicate * self.sharing
+
+    @property
+    def sharing(self) -> int:
+        """Number of ranks that hold one copy of weights, gradients and optimizer state between them."""
+        return self.shard * self.context * self.tensor * self.expert
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of ranks that read rows of their own."""
+        return self.replicate * self.shard * self.expert
+
+
+def of_run(args: Arguments, world_size: int, local_world_size: int, *, smp: bool) -> Degrees:
+    """Return the layout of a run, as SMP or the native backend has it; raises `ConfigError` as `plan` does."""
+    tensor, context, expert = (
+        args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree,
+    )  # fmt: skip
+    # SMP shards over all remaining ranks as soon as another degree is above 1, whatever the strategy.
+    everywhere = smp and max(tensor, context, expert) > 1
+    return plan(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        sharding_strategy="full_shard" if everywhere else args.sharding_strategy,
+        hybrid_shard_degree=args.hybrid_shard_degree,
+        tensor=tensor,
+        context=context,
+        expert=expert,
+    )
+
+
+def before_launch(args: Arguments, world_size: int, local_world_size: int) -> list[Degrees]:
+    """Return the layouts that a run may have where ``--backend auto`` is not settled yet: SMP's first."""
+    kinds = {"smp": (True,), "native": (False,)}.get(args.backend, (True, False))
+    return [of_run(args, world_size, local_world_size, smp=smp) for smp in kinds]
+
+
+def check_model(
+    sizes: Mapping[str, int], *, seq_len: int, tensor: int = 1, context: int = 1, expert: int = 1
+) -> None:
+    """Raise `ConfigError`, naming the degrees that would work, where a degree does not divide the model.
+
+    ``sizes`` are those that tensor parallelism splits, by what a message calls them; "experts" are what
+    ``expert`` splits. Key-value heads are not replicated: fewer of them than tensor ranks are refused.
+    """
+    if context > 1 and seq_len % (2 * context):
+        raise ConfigError(
+            f"--max_context_width {seq_len} does not split into the {2 * context} pieces that "
+            f"--context_parallel_degree {context} needs; make it a multiple of {2 * context}"
+        )
+    experts = sizes.get("experts", 0)
+    if experts % expert:
+        raise ConfigError(
+            f"--expert_parallel_degree {expert} does not divide the {experts} experts of this model; {_would(experts)}"
+        )
+    per_rank = seq_len // context
+    fitting = [d for d in divisors(per_rank) if all(size % d == 0 for size in sizes.values())]
+    for name, size in sizes.items():
+        if size % tensor:
+            raise ConfigError(
+                f"--tensor_parallel_degree {tensor} does not divide the {size} {name} of this model; "
+                f"use one of {fitting}"
+            )
+    if per_rank % tensor:
+        raise ConfigError(
+            f"--tensor_parallel_degree {tensor} does not divide the {per_rank} tokens that a rank has of each "
+            f"sequence; change --max_context_width, or use one of {fitting}"
+        )
 
 
 def plan(

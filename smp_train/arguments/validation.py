@@ -17,7 +17,7 @@ from smp_train.arguments.capabilities import (
     REFUSED,
     REFUSED_NATIVELY,
 )
-from smp_train.arguments.degrees import divisors, plan
+from smp_train.arguments.degrees import divisors, of_run
 from smp_train.arguments.flag import show
 from smp_train.arguments.groups import STRATEGIES, Arguments, flags
 from smp_train.arguments.parse import Resolved
@@ -123,21 +123,8 @@ def _check_not_available(args: Arguments) -> None:
 
 
 def _check_degrees(args: Arguments, world_size: int, local_world_size: int) -> None:
+    of_run(args, world_size, local_world_size, smp=not _natively(args))
     shard = args.hybrid_shard_degree
-    tensor, context, expert = (
-        args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree,
-    )  # fmt: skip
-    # SMP shards over all ranks where anything else is split, whatever the strategy.
-    everywhere = not _natively(args) and max(tensor, context, expert) > 1
-    plan(
-        world_size=world_size,
-        local_world_size=local_world_size,
-        sharding_strategy="full_shard" if everywhere else args.sharding_strategy,
-        hybrid_shard_degree=shard,
-        tensor=tensor,
-        context=context,
-        expert=expert,
-    )
     if args.sharding_strategy == "no_shard" and shard and shard > 1:
         raise ConfigError(
             f"--sharding_strategy no_shard and --hybrid_shard_degree {shard} contradict each other; "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
-from smp_train.arguments.degrees import plan
+from smp_train.arguments.degrees import of_run
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
@@ -59,14 +59,7 @@ class NativeBackend(Backend):
         if args.cpu_offload != self.cpu_offload:
             logger.info("--cpu_offload 1 has no effect: on a CPU everything is in host memory")
         self.offload: offload.Offload | None = None
-        degrees = plan(
-            world_size=ranks.world_size,
-            local_world_size=ranks.local_world_size,
-            sharding_strategy=args.sharding_strategy,
-            hybrid_shard_degree=args.hybrid_shard_degree,
-            tensor=args.tensor_parallel_degree,
-            context=args.context_parallel_degree,
-        )
+        degrees = of_run(args, ranks.world_size, ranks.local_world_size, smp=False)
         self.mesh = mesh.Mesh(degrees, device.type)
         self.context: context.ContextSplit | None = None
         self._loss_group = self.mesh.loss_group()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
+from smp_train.arguments.degrees import check_model, of_run
 from smp_train.backends import smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
@@ -27,6 +28,7 @@ from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.models import build
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import canonical_name, module_initialiser
+from smp_train.models.mixtures import split_sizes
 from smp_train.models.packing import packed_inputs
 from smp_train.runtime.s3 import is_s3
 
@@ -53,24 +55,22 @@ class SmpBackend(Backend):
         self.transforms = transforms(args)
         self.draws = "by SMP, from" if self.transforms else "from"
         self.state = library.state
-        tensor, context, expert = (
-            args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree,
-        )  # fmt: skip
-        rest = ranks.world_size // (tensor * expert)
-        self.shard = self._shard_degree(rest, ranks.local_world_size)
+        degrees = of_run(args, ranks.world_size, ranks.local_world_size, smp=True)
+        tensor, context = degrees.tensor, degrees.context
+        self.shard = degrees.shard * context
         # Ranks of one sample are neighbours, tensor ranks innermost; expert ranks read samples of their own.
         self.topology = Topology(
             device=device,
             dp_rank=ranks.rank // (tensor * context),
-            dp_size=ranks.world_size // (tensor * context),
+            dp_size=degrees.data_parallel,
             tp_rank=int(self.state.tp_rank) if tensor > 1 else 0,
             tp_size=tensor,
             cp_rank=int(self.state.cp_rank) if context > 1 else 0,
             cp_size=context,
             mesh={
-                "replicate": rest // self.shard,
-                "shard": self.shard // context,
-                "expert": expert,
+                "replicate": degrees.replicate,
+                "shard": degrees.shard,
+                "expert": degrees.expert,
                 "context": context,
                 "tensor": tensor,
             },
@@ -83,17 +83,18 @@ class SmpBackend(Backend):
         self._tree: smp_state.Tree | None = None
         self._saver = Saver()
 
-    def _shard_degree(self, ranks: int, per_node: int) -> int:
-        """Return over how many ranks a parameter is cut, as SMP settles it (its reference, ``hybrid_shard_degree``)."""
-        degree = self.args.hybrid_shard_degree or 0
-        if degree:
-            return degree
-        args = self.args
-        if max(args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree) > 1:
-            return ranks
-        if self.args.sharding_strategy == "no_shard":
-            return 1
-        return min(per_node, ranks) if "hybrid" in self.args.sharding_strategy else ranks
+    def check(self, spec: ModelSpec, *, seq_len: int) -> None:
+        """See `Backend.check`."""
+        super().check(spec, seq_len=seq_len)
+        refuse_model(spec.config, self.args)
+        if self.transforms:
+            check_model(
+                split_sizes(spec.config),
+                seq_len=seq_len,
+                tensor=self.topology.tp_size,
+                context=self.topology.cp_size,
+                expert=self.args.expert_parallel_degree,
+            )
 
     def check_checkpoint(self, found: Checkpoint) -> None:
         """See `Backend.check_checkpoint`: what tensor and expert ranks hold is cut as only they can read it."""
@@ -117,13 +118,6 @@ class SmpBackend(Backend):
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build, transform, shard, checkpoint and offload: the canonical order of SMP's own scripts."""
         args = self.args
-        refuse_model(spec.config, args)
-        pieces = 2 * self.topology.cp_size
-        if self.topology.cp_size > 1 and seq_len % pieces:
-            raise ConfigError(
-                f"--max_context_width {seq_len} does not split into the {pieces} pieces that "
-                f"--context_parallel_degree {self.topology.cp_size} needs; make it a multiple of {pieces}"
-            )
         self._vocab_size = int(spec.config.vocab_size)
         weights = spec.pretrained if initial else None
         spec.config.delayed_param = args.delayed_param

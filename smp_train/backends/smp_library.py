@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
+from smp_train.arguments.degrees import of_run
 from smp_train.arguments.parse import launched_by_smp
 from smp_train.errors import ConfigError, one_line
 
@@ -123,7 +124,8 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     """
     shard = int(args.hybrid_shard_degree or 0)
     if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):
-        shard = world_size // (args.tensor_parallel_degree * args.expert_parallel_degree)
+        degrees = of_run(args, world_size, world_size, smp=True)
+        shard = degrees.shard * degrees.context
     return {
         "hybrid_shard_degree": shard,
         # Its default is True: left out, activations would be offloaded unasked.

@@ -13,6 +13,7 @@ from typing import Any
 
 from smp_train.arguments import Resolved
 from smp_train.arguments.capabilities import NODE_LOCAL
+from smp_train.arguments.degrees import before_launch, check_model
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance
 from smp_train.models.resolve import presets, settled_flags
@@ -37,8 +38,8 @@ def parameters(resolved: Resolved) -> int | None:
     return preset.parameters if preset else None
 
 
-def check(resolved: Resolved, instance: Instance | None, world_size: int) -> None:
-    """Refuse what ``world_size`` GPUs of ``instance`` cannot do; None (no GPU, or unknown) can do everything.
+def check(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> None:
+    """Refuse what ``nodes`` with ``processes`` GPUs of ``instance`` each cannot do; None (unknown) can do everything.
 
     Raises:
         ConfigError: with the setting to change.
@@ -52,7 +53,7 @@ def check(resolved: Resolved, instance: Instance | None, world_size: int) -> Non
         raise ConfigError(
             f"--fp8 1: the {instance.gpu} of {instance.name} has no FP8; take p5 or later, or leave it out"
         )
-    count, over = parameters(resolved), spread(resolved, world_size)
+    count, over = parameters(resolved), sharing(resolved, nodes, processes)
     if count is None or args.cpu_offload:
         return
     gigabytes = STATE_BYTES * count / over / 1e9
@@ -63,23 +64,20 @@ def check(resolved: Resolved, instance: Instance | None, world_size: int) -> Non
             f"{instance.gpu_memory_gb} GB: "
             + (
                 "raise --hybrid_shard_degree"
-                if over < world_size
+                if over < nodes * processes
                 else "take more nodes, a larger instance type, or --cpu_offload 1"
             )
         )
 
 
-def spread(resolved: Resolved, world_size: int) -> int:
-    """Return how many GPUs share one copy of weights, gradients and optimizer."""
-    args = resolved.args
-    split = args.tensor_parallel_degree * args.expert_parallel_degree
-    shards = 1 if args.sharding_strategy == "no_shard" else (args.hybrid_shard_degree or world_size // split)
-    return int(shards * split)
+def sharing(resolved: Resolved, nodes: int, processes: int) -> int:
+    """Return how many GPUs share weights, gradients and optimizer; the most of what each possible backend does."""
+    return max(degrees.sharing for degrees in before_launch(resolved.args, nodes * processes, processes))
 
 
-def memory(resolved: Resolved, instance: Instance | None, world_size: int) -> str:
+def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> str:
     """Return what the model's states take of each GPU, for people; "" where nobody knows."""
-    count, over = parameters(resolved), spread(resolved, world_size)
+    count, over = parameters(resolved), sharing(resolved, nodes, processes)
     if count is None or instance is None or resolved.args.cpu_offload:
         return ""
     return (
@@ -132,31 +130,29 @@ def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
         ConfigError: as the training would, but before it has nodes.
     """
     args = resolved.args
-    tensor, context = args.tensor_parallel_degree, args.context_parallel_degree
-    if not settled or max(tensor, context) == 1:
+    tensor, context, expert = args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree
+    if not settled or max(tensor, context, expert) == 1:
         return
 
     def width(name: str) -> int:
         given = getattr(args, name, None)
         return int(given if given is not None else settled.get(name, (0, ""))[0] or 0)
 
-    length = width("max_context_width")
-    if context > 1 and length % (2 * context):
-        raise ConfigError(
-            f"--context_parallel_degree {context}: --max_context_width {length} does not split into the {2 * context} "
-            f"pieces that it needs; make it a multiple of {2 * context}"
-        )
-    sizes = {"attention heads": width("num_heads")}
-    if args.backend == "native":
-        sizes["key-value heads"] = width("num_key_value_heads")
-        sizes["tokens of vocabulary"] = width("vocab_size")
-        sizes["tokens that a rank has of each sequence"] = length // context
-    for what, size in sizes.items():
-        if size % tensor:
-            raise ConfigError(
-                f"--tensor_parallel_degree {tensor} does not divide the {size} {what} of this model; "
-                "give one that divides all of its widths"
-            )
+    experts = width("num_local_experts")
+    # A size of 0 is one that the family does not have, and divides by everything.
+    sizes = {
+        "attention heads": width("num_heads"),
+        "key-value heads": width("num_key_value_heads"),
+        "tokens of vocabulary": width("vocab_size"),
+        "columns of the feed-forward layer": 0 if experts else width("intermediate_size"),
+    }
+    check_model(
+        sizes | ({"experts": experts} if experts else {}),
+        seq_len=width("max_context_width"),
+        tensor=tensor,
+        context=context,
+        expert=expert,
+    )
 
 
 def data(args: Any) -> list[tuple[str, str]]:

@@ -103,7 +103,7 @@ def build(
         words = [*launch_flags.without(words, {"run_dir"}), f"--run_dir={os.path.abspath(given.args.run_dir)}"]
     completed, resolved = launch_flags.complete(words)
     validate(resolved.args, nodes * processes, processes)
-    preflight.check(resolved, instance, nodes * processes)
+    preflight.check(resolved, instance, nodes, processes)
     added = read_env(env)
     found = {**(os.environ if environ is None else environ), **added}
     return Spec(
@@ -159,7 +159,7 @@ def explain(spec: Spec) -> list[str]:
     where = spec.instance.name if spec.instance else "nodes"
     plural = "es" if spec.processes > 1 else ""
     args: Any = spec.resolved.args
-    states = preflight.memory(spec.resolved, spec.instance, spec.world_size)
+    states = preflight.memory(spec.resolved, spec.instance, spec.nodes, spec.processes)
     return [
         f"{spec.name}: {spec.nodes} x {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
         f"run folder {args.run_dir}; checkpoints {', '.join(args.checkpoint_dir)}; "

@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes = check_node(instance, options.nproc, count_gpus(), nodes=place.nodes, told=told)
         place = find_place(os.environ, processes)
         if told or options.nproc == "auto":
-            preflight.check(resolved, instance, place.nodes * place.processes)
+            preflight.check(resolved, instance, place.nodes, place.processes)
         if place.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ and not options.dry_run:
             itself = nodes.Node(name(), processes, count_efa() if options.nproc == "auto" else 0)
             compare(run_dir / "logs" / attempt, place, itself)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from smp_train.arguments import Resolved
-from smp_train.arguments.degrees import plan
+from smp_train.arguments.degrees import before_launch
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance
 from smp_train.launch.preflight import CHECKPOINT_BYTES, parameters
@@ -61,13 +61,9 @@ def step_seconds(resolved: Resolved, instance: Instance | None, nodes: int, proc
     if count is None or peak is None or preset is None or preset.config.get("num_local_experts"):
         return None
     world = nodes * processes
-    degrees = plan(
-        world_size=world, local_world_size=processes, sharding_strategy=args.sharding_strategy,
-        hybrid_shard_degree=args.hybrid_shard_degree, tensor=args.tensor_parallel_degree,
-        context=args.context_parallel_degree, expert=args.expert_parallel_degree,
-    )  # fmt: skip
+    (degrees, *_) = before_launch(args, world, processes)
     width = args.max_context_width or settled_flags(args)["max_context_width"][0]
-    sequences = args.train_batch_size * args.gradient_accumulation_steps * degrees.replicate * degrees.shard
+    sequences = args.train_batch_size * args.gradient_accumulation_steps * degrees.data_parallel
     flops = 6 * count * sequences * width
     return flops / (world * peak * (2 if args.fp8 else 1) * MFU), f"at {MFU:.0%} of the peak of {world} {instance.gpu}"
 

@@ -19,6 +19,21 @@ def number_of_experts(config: Any) -> int:
     return 0
 
 
+def split_sizes(config: Any) -> dict[str, int]:
+    """Return the sizes of the model that tensor parallelism splits, by what a message calls them."""
+    experts = number_of_experts(config)
+    heads = int(config.num_attention_heads)
+    sizes = {
+        "attention heads": heads,
+        "key-value heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "tokens of vocabulary": int(config.vocab_size),
+    }
+    if experts:
+        return sizes | {"experts": experts}
+    inner = getattr(config, "intermediate_size", None)
+    return sizes | ({"columns of the feed-forward layer": int(inner)} if inner else {})
+
+
 def check(config: Any) -> None:
     """Raise `ConfigError` for a mixture of experts where the installed transformers cannot train it sharded."""
     from transformers import __version__

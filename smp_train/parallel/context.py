@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
 
+from smp_train.arguments.degrees import check_model
 from smp_train.errors import ConfigError
 
 ATTENTION = "smp_train_context"
@@ -54,11 +55,7 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
             f"--context_parallel_degree {degree}: the rotary embedding of this {config.model_type} ({min(scaled)}) "
             "depends on the length of the sequence, which a rank sees a part of; use --hybrid_shard_degree"
         )
-    if seq_len % (2 * degree):
-        raise ConfigError(
-            f"--max_context_width {seq_len} does not split into the {2 * degree} pieces that "
-            f"--context_parallel_degree {degree} needs; make it a multiple of {2 * degree}"
-        )
+    check_model({}, seq_len=seq_len, context=degree)
     if attn_implementation != "sdpa":
         raise ConfigError(
             f"--context_parallel_degree {degree} computes attention with sdpa; --attn_implementation "

@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from smp_train.arguments.degrees import divisors
+from smp_train.arguments.degrees import check_model
 from smp_train.errors import ConfigError
-from smp_train.models.mixtures import number_of_experts
+from smp_train.models.mixtures import split_sizes
 from smp_train.parallel import experts, local_parameters
 from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole
 
@@ -34,10 +34,7 @@ STYLES = frozenset({"colwise", "rowwise", "moe_tp_experts", "replicated_with_gra
 
 
 def check(config: Any, degree: int, seq_len: int) -> None:
-    """Raise `ConfigError`, naming the degrees that would work, where ``degree`` does not divide the model.
-
-    Key-value heads are not replicated: fewer of them than ranks are refused.
-    """
+    """Raise `ConfigError` for a model that cannot be split over ``degree`` ranks, ``seq_len`` tokens on each."""
     if degree == 1:
         return
     if not getattr(config, "base_model_tp_plan", None):
@@ -50,29 +47,7 @@ def check(config: Any, degree: int, seq_len: int) -> None:
             f"--tensor_parallel_degree {degree}: router_jitter_noise {config.router_jitter_noise} of this "
             f"{config.model_type} would differ between the ranks that share a token; set it to 0 in config.json"
         )
-    sizes = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "tokens of vocabulary": config.vocab_size,
-    }
-    if number_of_experts(config):
-        sizes["experts"] = number_of_experts(config)
-    else:
-        sizes["columns of the feed-forward layer"] = config.intermediate_size
-    fitting = [
-        d for d in divisors(sizes["attention heads"]) if all(size % d == 0 for size in (*sizes.values(), seq_len))
-    ]
-    if seq_len % degree:
-        raise ConfigError(
-            f"--tensor_parallel_degree {degree} does not divide the {seq_len} tokens that a rank has of each sequence; "
-            f"change --max_context_width, or use one of {fitting}"
-        )
-    for name, size in sizes.items():
-        if size % degree:
-            raise ConfigError(
-                f"--tensor_parallel_degree {degree} does not divide the {size} {name} of this model; "
-                f"use one of {fitting}"
-            )
+    check_model(split_sizes(config), seq_len=seq_len, tensor=degree)
 
 
 def apply(model: Any, layers: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:

@@ -17,40 +17,43 @@ LLAMA_70B = ["--model_type", "llama_v2", "--model_size", "70b"]
 
 
 @pytest.mark.parametrize(
-    ("words", "instance", "processes", "complaint"),
+    ("words", "instance", "nodes", "complaint"),
     [
         (
             LLAMA_70B,
             "p4d.24xlarge",
-            8,
+            1,
             "take 138 GB on each GPU, spread over 8; the A100 of p4d.24xlarge has 40 GB: take",
         ),
-        ([*LLAMA_70B, "--hybrid_shard_degree", "8"], "p5.48xlarge", 64, "has 80 GB: raise --hybrid_shard_degree"),
-        ([*LLAMA_70B, "--sharding_strategy", "no_shard"], "p5.48xlarge", 64, "take 1104 GB"),
-        (["--fp8", "1"], "g5.48xlarge", 8, "the A10G of g5.48xlarge has no FP8"),
+        ([*LLAMA_70B, "--hybrid_shard_degree", "8"], "p5.48xlarge", 8, "has 80 GB: raise --hybrid_shard_degree"),
+        ([*LLAMA_70B, "--sharding_strategy", "no_shard"], "p5.48xlarge", 8, "take 1104 GB"),
+        ([*LLAMA_70B, "--sharding_strategy", "hybrid_shard"], "p5.48xlarge", 16, "138 GB on each GPU, spread over 8;"),
+        (["--fp8", "1"], "g5.48xlarge", 1, "the A10G of g5.48xlarge has no FP8"),
     ],
 )
-def test_refused(words: list[str], instance: str, processes: int, complaint: str) -> None:
+def test_refused(words: list[str], instance: str, nodes: int, complaint: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        preflight.check(parse(words, {}), find(instance), processes)
+        preflight.check(parse(words, {}), find(instance), nodes, 8)
     assert complaint in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "instance", "processes"),
+    ("words", "instance", "nodes"),
     [
-        (LLAMA_70B, "p5.48xlarge", 64),
-        ([*LLAMA_70B, "--hybrid_shard_degree", "16"], "p5.48xlarge", 64),
-        ([*LLAMA_70B, "--hybrid_shard_degree", "2", "--tensor_parallel_degree=8"], "p5.48xlarge", 64),
-        ([*LLAMA_70B, "--cpu_offload", "1"], "p4d.24xlarge", 8),
-        ([*LLAMA_70B, "--num_layers", "2"], "p4d.24xlarge", 8),
-        (["--hf_model", "some/model"], "p4d.24xlarge", 8),
-        (["--fp8", "1"], "p5.48xlarge", 8),
+        (LLAMA_70B, "p5.48xlarge", 8),
+        ([*LLAMA_70B, "--hybrid_shard_degree", "16"], "p5.48xlarge", 8),
+        ([*LLAMA_70B, "--hybrid_shard_degree", "2", "--tensor_parallel_degree=8"], "p5.48xlarge", 8),
+        # On SMP, which this may come to, tensor parallelism shards over all nodes.
+        ([*LLAMA_70B, "--sharding_strategy", "hybrid_shard", "--tensor_parallel_degree=8"], "p5.48xlarge", 8),
+        ([*LLAMA_70B, "--cpu_offload", "1"], "p4d.24xlarge", 1),
+        ([*LLAMA_70B, "--num_layers", "2"], "p4d.24xlarge", 1),
+        (["--hf_model", "some/model"], "p4d.24xlarge", 1),
+        (["--fp8", "1"], "p5.48xlarge", 1),
     ],
 )
-def test_not_refused(words: list[str], instance: str, processes: int) -> None:
-    preflight.check(parse(words, {}), find(instance), processes)
-    preflight.check(parse(words, {}), None, processes)
+def test_not_refused(words: list[str], instance: str, nodes: int) -> None:
+    preflight.check(parse(words, {}), find(instance), nodes, 8)
+    preflight.check(parse(words, {}), None, nodes, 8)
 
 
 def test_data(tmp_path: Path) -> None:
@@ -111,22 +114,30 @@ def test_disks_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert preflight.places(small, 1, [str(image)]) == []
 
 
+@pytest.mark.parametrize("backend", ["auto", "smp", "native"])
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (["--tensor_parallel_degree=5", *LLAMA_70B], "5 does not divide the 64 attention heads"),
-        (["--tensor_parallel_degree=16", *LLAMA_70B, "--backend=native"], "16 does not divide the 8 key-value heads"),
+        (["--tensor_parallel_degree=16", *LLAMA_70B], "16 does not divide the 8 key-value heads"),
+        (["--tensor_parallel_degree=2", "--vocab_size=50257"], "2 does not divide the 50257 tokens of vocabulary"),
+        (["--tensor_parallel_degree=2", "--intermediate_size=127"], "2 does not divide the 127 columns"),
+        (["--tensor_parallel_degree=4", "--max_context_width=1026"], "4 does not divide the 1026 tokens that a rank"),
         (["--context_parallel_degree=4", "--max_context_width=100"], "100 does not split into the 8 pieces"),
         (["--tensor_parallel_degree=4", "--num_heads=6", "--hidden_width=12"], "4 does not divide the 6 attention"),
     ],
 )
-def test_degrees_that_do_not_divide_the_model(words: list[str], complaint: str) -> None:
+def test_degrees_that_do_not_divide_the_model(words: list[str], complaint: str, backend: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        preflight.check(parse(words, {}), None, 80)
+        preflight.check(parse([*words, f"--backend={backend}"], {}), None, 10, 8)
     assert complaint in str(refused.value)
 
 
-def test_degrees_that_divide_the_model() -> None:
-    for words in (["--tensor_parallel_degree=8", *LLAMA_70B], ["--context_parallel_degree=4", *LLAMA_70B]):
-        preflight.check(parse([*words, "--backend=native"], {}), None, 64)
-    preflight.check(parse(["--tensor_parallel_degree=5", "--hf_model", "some/model"], {}), None, 80)
+@pytest.mark.parametrize("backend", ["auto", "smp", "native"])
+def test_degrees_that_divide_the_model(backend: str) -> None:
+    for words in (
+        ["--tensor_parallel_degree=8", *LLAMA_70B],
+        ["--context_parallel_degree=4", *LLAMA_70B],
+        ["--tensor_parallel_degree=2", "--hf_model", "some/model"],
+    ):
+        preflight.check(parse([*words, f"--backend={backend}"], {}), None, 8, 8)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
 from smp_train.arguments import Arguments, validate
-from smp_train.arguments.degrees import Degrees, plan
+from smp_train.arguments.degrees import Degrees, of_run, plan
 from smp_train.errors import ConfigError
 from smp_train.models import heads, mixtures
 from smp_train.parallel import context, tensor_parallel
@@ -39,6 +39,24 @@ TWO_OF_EACH = Degrees(2, 2, 2, 2)
 def test_layouts_of_two_nodes(given: dict, expected: Degrees) -> None:
     assert plan(world_size=16, local_world_size=8, **given) == expected
     assert expected.world_size == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "native", "smp"),
+    [
+        ({"sharding_strategy": "hybrid_shard"}, 8, 8),
+        ({"sharding_strategy": "full_shard"}, 128, 128),
+        ({"sharding_strategy": "no_shard"}, 1, 1),
+        # SMP shards over all ranks beside another degree; the native backend over one node.
+        ({"sharding_strategy": "hybrid_shard", "tensor_parallel_degree": 4}, 8, 128),
+        ({"sharding_strategy": "no_shard", "context_parallel_degree": 4}, 4, 128),
+        ({"hybrid_shard_degree": 16, "tensor_parallel_degree": 2}, 32, 32),
+    ],
+)
+def test_ranks_that_share_the_state_on_16_nodes_of_8(changes: dict, native: int, smp: int) -> None:
+    args = Arguments(**changes)
+    assert of_run(args, 128, 8, smp=False).sharing == native
+    assert of_run(args, 128, 8, smp=True).sharing == smp
 
 
 @pytest.mark.parametrize(
@@ -73,16 +91,9 @@ def test_what_is_accepted_at_start_can_be_laid_out(backend: str, monkeypatch: py
         except ConfigError:
             continue
         accepted += 1
-        if backend == "native":
-            degrees = plan(
-                world_size=12, local_world_size=6, sharding_strategy=strategy, hybrid_shard_degree=shard,
-                tensor=tensor, context=split,
-            )  # fmt: skip
-            assert degrees.world_size == 12
-            continue
-        whole = shard or (12 // tensor if max(tensor, split) > 1 else 12)  # as SMP settles it
-        assert 12 // tensor % whole == 0
-        assert whole % split == 0
+        degrees = of_run(args, 12, 6, smp=backend == "smp")
+        assert degrees.world_size == 12
+        assert (degrees.shard * degrees.context == shard) or not shard
     assert accepted > 60
 
 

@@ -213,7 +213,7 @@ def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = Non
         given = {**given, "checkpoint_dir": [own]}
         resolved = parse([*flags, f"--checkpoint_dir={own}"], environ)
     validate(resolved.args, values["instance_count"] * instance.gpus, instance.gpus)
-    preflight.check(resolved, instance, values["instance_count"] * instance.gpus)
+    preflight.check(resolved, instance, values["instance_count"], instance.gpus)
     if resolved.args.backend == "smp":
         # They travel as SMP's own parameter set, which SMP reads itself.
         given = {name: value for name, value in given.items() if canonical(name) != "mp_parameters"}
