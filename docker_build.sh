@@ -12,6 +12,11 @@
 set -euo pipefail
 
 refuse() { echo "error: $*" >&2; exit 2; }
+case "${1:-}" in
+  '') ;;
+  -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  *) refuse "unknown argument $1: variables choose what is built; docker_build.sh --help lists them" ;;
+esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${TARGET:=smp}" "${AWS_REGION:=${AWS_DEFAULT_REGION:-us-west-2}}" "${ACCOUNT:=658645717510}" "${TAG:=2.5.1-gpu-py311-cu124}"
 machine=$(uname -m)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,11 @@ def here() -> Instance | None:
 def find(name: str) -> Instance:
     """Return an instance type by name, with or without ``ml.``; `ConfigError` names the nearest one."""
     plain = name.removeprefix("ml.")
+    if re.match(r"(trn|inf)\d", plain):
+        raise ConfigError(
+            f"--instance_type {name}: AWS Trainium and Inferentia are not supported; take a type with NVIDIA GPUs, "
+            "such as p5.48xlarge"
+        )
     if plain not in instances():
         from smp_train.arguments.values import nearest
 

@@ -63,6 +63,11 @@ def split(words: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, An
             if not option.many:
                 break
         values[option.name] = _read(option, word.partition("=")[0], given, values[option.name])
+    if values.get("dry_run") and values.get("check"):
+        raise ConfigError(
+            "--dry_run and --check: give one of them; --dry_run prints what would be submitted and asks nobody, "
+            "--check asks whether it would be accepted and prints no text"
+        )
     return values, training
 
 

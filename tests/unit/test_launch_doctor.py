@@ -59,6 +59,7 @@ def test_command(bin_: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert lines[0] == f"smp-train doctor on {socket.gethostname()}"
     assert {line.split()[0] for line in lines[1:-1]} <= {OK, WARN, FAIL}
     assert lines[-1].endswith(f"{len(lines) - 2} looked at")
+    assert not (tmp_path / "runs").exists(), "it looks, and makes nothing"
     code = cli.main(["doctor", "--json", "--folder", str(tmp_path / "runs")])
     said = capsys.readouterr()
     told = json.loads(said.out)

@@ -30,9 +30,9 @@ def double(folder: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
-def build(tools: Path, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def build(tools: Path, *words: str, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     done = subprocess.run(
-        ["bash", ROOT / "docker_build.sh"], capture_output=True, text=True, check=False,
+        ["bash", ROOT / "docker_build.sh", *words], capture_output=True, text=True, check=False,
         env={"PATH": f"{tools}:/usr/bin:/bin", "OUTPUT": str(tools.parent / "smpv2.sqsh"), "FREE_GB": "0", **environ},
     )  # fmt: skip
     calls = tools.parent / "calls"
@@ -53,6 +53,15 @@ def test_smp_image(tools: Path) -> None:
     assert calls[4].endswith(" dockerd://smpv2:latest")
     assert (tools.parent / "smpv2.sqsh").read_text() == "image\n"
     assert "secret" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_builds_nothing(tools: Path, word: str) -> None:
+    done, calls = build(tools, word)
+    assert (done.returncode, done.stderr, calls) == (0, "", [])
+    assert "EXTRA_PACKAGES" in done.stdout
+    done, calls = build(tools, "--native")
+    assert (done.returncode, calls) == (2, [])
 
 
 def test_native_image_needs_no_aws(tools: Path) -> None:

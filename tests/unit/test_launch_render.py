@@ -129,6 +129,9 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         (["slurm", "--use_synthetic_data", "1"], "give --instance_type, or --nproc"),
         (["slurm", "--instance_type", "p5.48xlrge"], "not in the table of instance types; did you mean p5.48xlarge?"),
         (["slurm", "--nproc", "9", "--instance_type", "p5.48xlarge"], "p5.48xlarge has 8 GPUs"),
+        (["slurm", "--instance_type", "trn1.32xlarge"], "Trainium and Inferentia are not supported"),
+        (["slurm", "--instance_type", "ml.inf2.xlarge"], "Trainium and Inferentia are not supported"),
+        (["local", "--nproc=2", "--use_synthetic_data=1", "--dry_run", "--check"], "--dry_run and --check"),
         (["slurm", "--nproc", "2", "--partion", "x"], "unknown flag --partion; did you mean --partition?"),
         (["slurm", "--nproc", "2", "--max_step", "x"], "unknown flag --max_step; did you mean --max_steps?"),
         (["slurm", "--nproc", "2"], "no training data"),
@@ -175,6 +178,7 @@ SAGEMAKER = {"role": ROLE, "instance_type": "ml.p5.48xlarge", "train": "s3://buc
     [
         ({"role": "training"}, {}, "is not the ARN of a role"),
         ({"train": "/data"}, {}, "--train /data: is not s3://bucket/prefix"),
+        ({"train": "s3://ab/data"}, {}, "ab is not the name of a bucket, which has 3 to 63"),
         ({"instance_count": 2}, {}, "2 instances share no disk"),
         ({"spot": True}, {}, "--spot without --checkpoints"),
         ({"spot": True, "checkpoints": "s3://bucket/c", "max_wait": 10}, {}, "--max_wait 10 is below --max_run"),
@@ -195,6 +199,11 @@ def test_sagemaker_refuses(options_: dict[str, object], flags: dict[str, object]
     with pytest.raises(ConfigError) as refused:
         sagemaker.build(flags, **values)
     assert complaint in str(refused.value)
+
+
+def test_sagemaker_takes_buckets_of_three_letters() -> None:
+    made = sagemaker.build({}, **{**SAGEMAKER, "train": "s3://abc/x", "output": "s3://a-b"})
+    assert (made.train, made.output) == ("s3://abc/x", "s3://a-b")
 
 
 MANY = {"instance_count": 2, "output": "s3://bucket/out"}

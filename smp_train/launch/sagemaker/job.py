@@ -281,8 +281,14 @@ def _check(job: Job) -> None:
         raise ConfigError(f"--role {job.role!r}: is not the ARN of a role, arn:aws:iam::123456789012:role/NAME")
     for name in ("train", "test", "checkpoints", "output"):
         place = getattr(job, name)
-        if place and not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", place):
+        if place and not re.match(r"s3://[^/]", place):
             raise ConfigError(f"--{name} {place}: is not s3://bucket/prefix")
+        bucket = (place or "").removeprefix("s3://").partition("/")[0]
+        if place and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+            raise ConfigError(
+                f"--{name} {place}: {bucket} is not the name of a bucket, which has 3 to 63 small letters, digits, "
+                "dots and dashes"
+            )
     check_image(job.instance, job.image or job.image_uri("us-west-2"), args.backend)
     if job.input_mode not in ("FastFile", "File"):
         raise ConfigError(f"--input_mode {job.input_mode}: is not FastFile or File")
