@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,6 @@ from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
-from smp_train.errors import ConfigError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
@@ -104,9 +104,9 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
         dp_size=topology.dp_size,
         pin_memory=device.type == "cuda",
     )
-    total_steps = count_steps(args, train_data)
 
     found = look_for_checkpoint(args, spec.model_type, topology.mesh)
+    total_steps = count_steps(resolved, train_data, found)
     if found is not None:
         backend.check_checkpoint(found)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
@@ -241,25 +241,28 @@ def look_for_checkpoint(args: Arguments, model_type: str, mesh: dict[str, int]) 
     return found
 
 
-def count_steps(args: Arguments, training: Dealing) -> int:
-    """Return the optimizer steps of the whole run: --max_steps, or fewer where --epochs ends first.
+def count_steps(resolved: Resolved, training: Dealing, found: Checkpoint | None) -> int:
+    """Return the optimizer steps of the whole run: as many as --epochs takes, or --max_steps.
 
-    Samples of the last epoch that do not fill a global batch are not trained on; between epochs nothing is left out.
+    Of both given, the first to be reached. What is left of the epochs is counted from the sample that a resume begins
+    at, as steps may have been of another size before.
     """
-    steps = args.max_steps
-    if args.epochs is not None:
-        rows = training.rows_in_epoch
-        assert rows is not None, "checked by arguments.validate"
-        of_epochs = args.epochs * rows // training.global_batch
-        if args.steps_per_epoch is not None:
-            of_epochs = min(of_epochs, args.epochs * args.steps_per_epoch)
-        if of_epochs < 1:
-            raise ConfigError(
-                f"--epochs {args.epochs} of {rows} samples do not fill one global batch of {training.global_batch}; "
-                "lower --train_batch_size or --gradient_accumulation_steps"
-            )
-        steps = min(steps, of_epochs)
-    return steps
+    args = resolved.args
+    if args.epochs is None:
+        return args.max_steps
+    assert training.end is not None, "checked by arguments.validate"
+    done, consumed = (0, 0) if found is None else (found.step, found.meta.get("data", {}).get("consumed", 0))
+    steps = done + math.ceil(max(0, training.end - consumed) / training.global_batch)
+    ends = {"--epochs": steps}
+    if args.steps_per_epoch is not None:
+        ends["--steps_per_epoch"] = args.epochs * args.steps_per_epoch
+    if resolved.given("max_steps"):
+        ends["--max_steps"] = args.max_steps
+    first = min(ends, key=lambda flag: ends[flag])
+    log.info("%d epochs of %s samples take %d steps", args.epochs, training.rows_in_epoch, steps)
+    if ends[first] < steps:
+        log.info("%s ends the run before, at step %d", first, ends[first])
+    return ends[first]
 
 
 def choose_schedule(args: Arguments, total_steps: int) -> Schedule:

@@ -118,6 +118,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     """Make one update and log it; return whether any rank was asked to stop; collective."""
     args, progress, topology = run.args, run.progress, run.backend.topology
     failure: Exception | None = None
+    taken = run.train_data.step_samples(progress.consumed)
     with run.throughput.data_wait():
         try:
             micro_batches = next(batches)
@@ -154,14 +155,14 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
                 raise failure
     if tokens == 0:
         end_saves(run)
-        samples = f"samples {progress.consumed} to {progress.consumed + run.train_data.global_batch - 1}"
+        samples = f"samples {progress.consumed} to {progress.consumed + taken - 1}"
         raise DataError(f"step {progress.step + 1}: {samples} have no counted token; is --max_context_width too short?")
     progress.step += 1
-    progress.consumed += run.train_data.global_batch
+    progress.consumed += taken
     progress.tokens += tokens
-    run.throughput.add(samples=run.train_data.global_batch, tokens=run.train_data.global_batch * run.train_data.seq_len)
+    run.throughput.add(samples=taken, tokens=taken * run.train_data.seq_len)
     if run.audit is not None:
-        run.audit.step(progress.step, [name for batch in micro_batches for name in batch.samples])
+        run.audit.step(progress.step, [name for batch in micro_batches for name in batch.samples if name])
     last = stopped or progress.step == run.total_steps
     # Before a save too: weights that are not numbers must not push good ones out.
     if last or progress.step % args.logging_freq == 0 or run.checkpoints.due(progress.step):

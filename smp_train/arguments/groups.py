@@ -195,9 +195,11 @@ class OptimizerArguments:
     gradient_accumulation_steps: int = flag(1, "Micro-steps per optimizer step")
     max_steps: int = flag(5000, "Optimizer steps of the whole run", unit="steps")
     epochs: int | None = flag(
-        None, "Passes over the data; the run ends at max_steps or here, whichever is first"
+        None, "Passes over the data, each row once in each; a max_steps that is given may end the run before"
     )
-    steps_per_epoch: int | None = flag(None, "Steps at most in one epoch", unit="steps", shown="the data's")
+    steps_per_epoch: int | None = flag(
+        None, "Ends the run after epochs times so many steps", unit="steps", shown="the data's"
+    )
     lr: float = flag(1e-4, "Peak learning rate")
     min_lr: float = flag(1e-5, "Learning rate at the end of the decay")
     lr_decay_style: str = flag("cosine", "Shape of the schedule after warm-up", choices=LR_STYLES)

@@ -23,6 +23,7 @@ from smp_train.errors import ConfigError, DataError
 
 ANY_VOCABULARY = 1 << 31
 SHOWN = 100
+SHOWN_NAMES = 10
 SPAN = re.compile(r"(.+?)\[(\d+):(\d+)\](?:\+|$)")
 
 
@@ -254,7 +255,10 @@ def _absent(ranks: list[_Record]) -> bool:
 
 
 def audit(run: Path, rows: int | None = None) -> int:
-    """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code."""
+    """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code.
+
+    Of a run with --epochs that came to its end, each sample must have been used so many times.
+    """
     config, mesh, sizes = _config(run, "config"), _config(run, "mesh"), _config(run, "samples")
     steps = _records(run, int(mesh.get("tensor", 1)) * int(mesh.get("context", 1)))
     if not steps:
@@ -271,6 +275,7 @@ def audit(run: Path, rows: int | None = None) -> int:
             who = ", ".join(strays)
             problems.append(f"step {step}: {who} read other samples than the ranks they share a model with")
     streams: dict[str, list[tuple[int, int, str]]] = {}
+    said: list[str] = []
     consumed = 0
     places, weights = read_weights(config.get("training_dir") or [""])
     for step in sorted(steps):
@@ -287,25 +292,63 @@ def audit(run: Path, rows: int | None = None) -> int:
         consumed_as = "each once per epoch"
     for place, seen in streams.items():
         problems += _repeats(place, seen, (rows if not place else None) or sizes.get(place))
+    size = rows or sizes.get("")
+    if size and "" in streams and not weights:
+        wanted = _wanted_epochs(run, max(steps))
+        left_over, consumed_as = _left_over(Counter(name for _, _, name in streams[""]), size, wanted)
+        # An end before the last epoch is no fault where a flag has set it, or where the run is not at its end.
+        (problems if wanted is not None else said).extend(left_over)
     if weights:
         # Not of a last step that only some ranks wrote down: its samples are no beginning of the order.
         whole = max(steps) - _absent(steps[max(steps)])
         drawn = {place: sum(step <= whole for step, _, _ in streams.get(place, ())) for place in places}
         problems += _shares(drawn, weights, config.get("seed") if min(steps) == 1 else None)
         print(f"{run}: drawn from " + ", ".join(f"{place}: {number}" for place, number in drawn.items()))
-    for problem in problems[:SHOWN]:
-        print(problem)
+    for line in said + problems[:SHOWN]:
+        print(line)
     distinct = len({name for ranks in steps.values() for one in ranks for name in one.samples})
     verdict = f"{len(problems)} problems" if problems else f"{consumed_as}, no step left out"
     print(f"{run}: steps {min(steps)} to {max(steps)}, {consumed} samples, {distinct} different: {verdict}")
     return DataError.exit_code if problems else 0
 
 
-def _config(run: Path, part: str) -> dict[str, Any]:
+def _run_json(run: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((run / "run.json").read_text()).get(part) or {})
+        return dict(json.loads((run / "run.json").read_text()))
     except (OSError, ValueError):
         return {}
+
+
+def _config(run: Path, part: str) -> dict[str, Any]:
+    return dict(_run_json(run).get(part) or {})
+
+
+def _wanted_epochs(run: Path, last_step: int) -> int | None:
+    """Return how many epochs a run had to make up to its last step; None where it could end anywhere."""
+    written, config = _run_json(run), _config(run, "config")
+    epochs, total = config.get("epochs"), written.get("total_steps")
+    ended_by = [config["max_steps"]] if _config(run, "sources").get("max_steps", "default") != "default" else []
+    if epochs and config.get("steps_per_epoch"):
+        ended_by.append(epochs * config["steps_per_epoch"])
+    return epochs if epochs and total and last_step >= total and total not in ended_by else None
+
+
+def _left_over(times: Counter[str], size: int, epochs: int | None) -> tuple[list[str], str]:
+    """Return what is to be said of samples that were not used as often as others, and how often all were.
+
+    Args:
+        times: how often each sample was used.
+        size: samples of an epoch.
+        epochs: how many there should have been; None for whatever there are.
+    """
+    begun = epochs or -(-times.total() // size)
+    short = begun * size - times.total()
+    if not short:
+        return [], f"each {begun} times" if begun > 1 else "each once"
+    # Of samples that were never used, the names are not known.
+    names = sorted(name for name, number in times.items() if number < begun) if len(times) == size else []
+    which = f": {', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''}" if names else ""
+    return [f"epoch {begun} is not whole: {short} of {size} samples were not used in it{which}"], "each once per epoch"
 
 
 def _repeats(place: str, seen: list[tuple[int, int, str]], rows: int | None) -> list[str]:

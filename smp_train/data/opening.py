@@ -99,6 +99,7 @@ def open_data(
             micro_batch=args.train_batch_size,
             accumulation=args.gradient_accumulation_steps,
             named=args.data_audit,
+            epochs=args.epochs,
             **share,
         )
         if held_out is None:

@@ -107,10 +107,6 @@ def foreign_token(folder: Path) -> dict[str, Any]:
     return on(data)
 
 
-def too_few_rows(folder: Path) -> dict[str, Any]:
-    return on(shards(folder), epochs=1, train_batch_size=17)
-
-
 def unwritable_checkpoints(folder: Path) -> dict[str, Any]:
     # Below a file: also root cannot write there.
     (folder / "file").touch()
@@ -136,7 +132,6 @@ LOOKED_AT: dict[Callable[[Path], dict[str, Any]], tuple[int, str]] = {
         DATA,
         r"FOLDER/data/part-0\.jsonl:9: token id 256 is outside the vocabulary \[0, 256\); .* --vocab_size",
     ),
-    too_few_rows: (CONFIG, r"--epochs 1 of 16 samples do not fill one global batch of 17; lower --train_batch_size"),
     unwritable_checkpoints: (CHECKPOINT, r"FOLDER/file/checkpoints.* --checkpoint_dir"),
     unwritable_run_folder: (CONFIG, r"FOLDER/file/run: cannot write the run folder \(Not a directory\); set --run_dir"),
     no_such_checkpoint: (CHECKPOINT, r"FOLDER/elsewhere does not exist; give a folder of checkpoints or one"),

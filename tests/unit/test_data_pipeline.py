@@ -110,6 +110,46 @@ def test_any_history_sees_every_sample_once_in_one_order(size, seed, shuffle, ru
         assert sorted(seen[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 40),
+    epochs=st.integers(1, 3),
+    shuffle=st.sampled_from(["global", "none"]),
+    runs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 4)), max_size=5),
+    prefetch=st.sampled_from([0, 0, 3]),
+)
+def test_epochs_end_with_every_row_used_as_often(size, epochs, shuffle, runs, prefetch):
+    """Runs of any shape follow one another; the last goes to the end, where what is missing of a batch is filled up."""
+    consumed, seen = 0, []
+    for world_size, mb, acc, steps in [*runs, (2, 3, 2, None)]:
+        world = [
+            data(size, shuffle=shuffle, mb=mb, acc=acc, rank=r, world=world_size, prefetch=prefetch, epochs=epochs)
+            for r in range(world_size)
+        ]
+        streams = [rank.batches(consumed) for rank in world]
+        while steps is None or steps > 0:
+            found = [next(stream, None) for stream in streams]
+            if found[0] is None:
+                assert not any(found)
+                break
+            rows = [
+                (name, int(row[0]), int((labels != -100).sum()))
+                for micro in zip(*found, strict=True)
+                for batch in micro
+                for name, row, labels in zip(batch.samples, batch.input_ids, batch.labels, strict=True)
+            ]
+            assert len(rows) == world[0].global_batch, "every rank has as many rows"
+            taken = world[0].step_samples(consumed)
+            assert all(counted == 0 and not name for name, _, counted in rows[taken:])
+            assert all(counted == 3 and name == f"numbers:{number}" for name, number, counted in rows[:taken])
+            seen += [number for _, number, _ in rows[:taken]]
+            consumed += taken
+            steps = None if steps is None else steps - 1
+        for stream in streams:
+            stream.close()
+    assert seen == Order(size, 1, shuffle).rows(np.arange(epochs * size))[1].tolist()
+
+
 def test_global_batches_do_not_depend_on_ranks():
     for step in range(0, 60, 12):
         expected = global_batch([data(17, mb=12)], step)

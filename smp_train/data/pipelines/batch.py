@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,6 +124,20 @@ def collate(
         return Batch(tensor, labels, None, names, truncated, _pinned(positions, pin_memory))
     assert mask is not None
     return Batch(tensor, labels, _pinned(mask, pin_memory), names, truncated)
+
+
+def collate_filled(rows: list[Row], names: list[str], size: int, seq_len: int, **options: Any) -> Batch:
+    """Return a batch of ``size`` rows as `collate` makes it, of which only the first ``len(rows)`` count.
+
+    Fillers stay unmasked (no softmax over nothing), carry no label, and have an empty name.
+    """
+    missing = size - len(rows)
+    fillers = [Row(np.zeros(seq_len, dtype=np.int64))] * missing
+    batch = collate([*rows, *fillers], [*names, *[""] * missing], seq_len, **options)
+    if missing:
+        batch.labels = batch.labels.clone()
+        batch.labels[size - missing :] = IGNORED
+    return batch
 
 
 def _pinned(values: np.ndarray, pin_memory: bool) -> Tensor:

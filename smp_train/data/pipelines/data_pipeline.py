@@ -21,7 +21,7 @@ import torch
 from smp_train.data.blend import BlendOrder
 from smp_train.data.layout import LONG, lay_out
 from smp_train.data.order import Order, read_shuffle
-from smp_train.data.pipelines.batch import IGNORED, Batch, collate, crop
+from smp_train.data.pipelines.batch import Batch, collate, collate_filled, crop
 from smp_train.data.pipelines.dealing import Dealing
 from smp_train.data.source import Row, Source, nothing, shards
 from smp_train.errors import ConfigError, DataError
@@ -32,6 +32,8 @@ logger = logging.getLogger("smp_train.data")
 
 STATE_VERSION = 1
 ONE_ROW = "a sample is a row"
+FILLER = -1
+"""In place of the number of a row: none, the run has no sample left."""
 DATA_KEYS = {
     "layout": "samples are made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint",
     "long": "--long", "seq_len": "--max_context_width",
@@ -43,7 +45,8 @@ class TrainingData(Dealing):
     """Deals the rows of a source out to data-parallel ranks, in one order for the whole run.
 
     Tensor- and context-parallel peers pass the same ``dp_rank`` and read the same rows. Epochs straddle
-    batches: nothing is dropped at the end of one.
+    batches: nothing is dropped at the end of one. The last batch of the last epoch is filled up with rows that do not
+    count.
 
     Args:
         source: the data set.
@@ -58,6 +61,7 @@ class TrainingData(Dealing):
             epoch (``crop``), or they are refused (``error``); ``split`` is for a source of shorter rows (`lay_out`).
         pin_memory: make batches in page-locked memory, for copies to a GPU that overlap with computing.
         named: fill in `Batch.samples`; a quarter of the time of a batch goes into that.
+        epochs: samples of so many epochs are dealt out; None: without end.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class TrainingData(Dealing):
         long: str = "truncate",
         pin_memory: bool = False,
         named: bool = True,
+        epochs: int | None = None,
     ) -> None:
         if order.size != len(source):
             raise ConfigError(f"the order is of {order.size} rows, but the data set has {len(source)}")
@@ -84,6 +89,7 @@ class TrainingData(Dealing):
         self.source = source
         self.order = order
         self.rows_in_epoch = len(source)
+        self.end = None if epochs is None else epochs * len(source)
         self.long = _checked_long(long, source, seq_len)
         self.named = named
         self._fill = getattr(source, "fill", None)
@@ -95,7 +101,7 @@ class TrainingData(Dealing):
 
     def _before_step(self, consumed: int) -> None:
         if self._want is not nothing:
-            self._want(*self.order.ahead(consumed, consumed + self.global_batch - 1))
+            self._want(*self.order.ahead(consumed, consumed + self.step_samples(consumed) - 1))
 
     def _after_steps(self) -> None:
         if self._want is not nothing:
@@ -103,11 +109,19 @@ class TrainingData(Dealing):
 
     def step(self, consumed: int) -> list[Batch]:
         """Read this rank's micro-batches of the step that starts at ``consumed``."""
-        epochs, rows = self.order.rows(self.positions(consumed))
+        epochs, rows = self._rows(self.positions(consumed))
         return [self._batch(*found) for found in zip(epochs.tolist(), rows.tolist(), strict=True)]
 
+    def _rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (epochs, rows) at some positions; rows are `FILLER` behind the last epoch."""
+        epochs, rows = self.order.rows(positions)
+        return epochs, rows if self.end is None else np.where(positions < self.end, rows, FILLER)
+
     def _batch(self, epochs: list[int], indices: list[int]) -> Batch:
-        if self._fill is not None:
+        if indices[-1] == FILLER:
+            indices = indices[: indices.index(FILLER)]
+            epochs = epochs[: len(indices)]
+        elif self._fill is not None:
             tensor = torch.empty(len(indices), self.seq_len, dtype=torch.int64, pin_memory=self.pin_memory)
             if self._fill(indices, tensor.numpy()):
                 names = [self.source.name(index) for index in indices] if self.named else [""] * len(indices)
@@ -117,7 +131,7 @@ class TrainingData(Dealing):
         rows = [self.source.row(index) for index in indices]
         if not self.named and self.long != "crop":
             try:
-                return collate(rows, [""] * len(rows), self.seq_len, long=self.long, pin_memory=self.pin_memory)
+                return self._collate(rows, [""] * len(rows))
             except DataError:
                 # Again, with names: the message needs one.
                 pass
@@ -126,7 +140,12 @@ class TrainingData(Dealing):
             for place, (epoch, index) in enumerate(zip(epochs, indices, strict=True)):
                 key = f"{self.order.seed} {epoch} {index}"
                 rows[place], names[place] = crop(rows[place], names[place], self.seq_len, key)
-        return collate(rows, names, self.seq_len, long=self.long, pin_memory=self.pin_memory)
+        return self._collate(rows, names)
+
+    def _collate(self, rows: list[Row], names: list[str]) -> Batch:
+        return collate_filled(
+            rows, names, self.micro_batch, self.seq_len, long=self.long, pin_memory=self.pin_memory
+        )
 
     def _steps(self, consumed: int) -> Iterator[list[Batch]]:
         # The order is worked out for many steps at once: NumPy costs more by the call than by the row. Few at first,
@@ -134,9 +153,11 @@ class TrainingData(Dealing):
         rows_of_step = self.micro_batch * self.accumulation
         many, most = max(1, 256 // rows_of_step), max(1, 4096 // rows_of_step)
         self._on_device()
-        while True:
+        while self.end is None or consumed < self.end:
+            if self.end is not None:
+                many = min(many, -(-(self.end - consumed) // self.global_batch))
             later = np.arange(many, dtype=np.int64)[:, None, None] * self.global_batch
-            epochs, rows = self.order.rows(self.positions(consumed) + later)
+            epochs, rows = self._rows(self.positions(consumed) + later)
             for step in zip(epochs.tolist(), rows.tolist(), strict=True):
                 yield [self._batch(*found) for found in zip(*step, strict=True)]
             consumed += many * self.global_batch
@@ -259,22 +280,15 @@ class ValidationData:
             indices = self.rows[first : first + self.micro_batch]
             rows = [self.source.row(index) for index in indices]
             names = [self.source.name(index) for index in indices]
-            filler = self.micro_batch - len(rows)
             if self.long == "crop":
                 cropped = [
                     crop(row, name, self.seq_len, f"validation {index}")
                     for row, name, index in zip(rows, names, indices, strict=True)
                 ]
                 rows, names = [row for row, _ in cropped], [name for _, name in cropped]
-            rows += [Row(np.zeros(self.seq_len, dtype=np.int64))] * filler
-            batch = collate(
-                rows, names + [""] * filler, self.seq_len, long=self.long, pin_memory=self.pin_memory
+            yield collate_filled(
+                rows, names, self.micro_batch, self.seq_len, long=self.long, pin_memory=self.pin_memory
             )
-            # Attended to, so that no softmax is over nothing; not counted.
-            if filler:
-                batch.labels = batch.labels.clone()
-            batch.labels[self.micro_batch - filler :] = IGNORED
-            yield batch
 
 
 def _checked_long(long: str, source: Source, seq_len: int) -> str:

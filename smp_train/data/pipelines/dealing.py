@@ -36,6 +36,12 @@ class Dealing:
 
     rows_in_epoch: int | None = None
     """Samples of an epoch; None when nobody knows."""
+    end: int | None = None
+    """Samples of the whole run; None when it has no end of its own."""
+
+    def step_samples(self, consumed: int) -> int:
+        """Return how many samples the step has that begins at ``consumed``: fewer than a global batch in the last."""
+        return self.global_batch if self.end is None else min(self.global_batch, max(0, self.end - consumed))
 
     def sizes(self) -> dict[str, int]:
         """Return how many samples there are, under ``""``; nothing when nobody knows."""
@@ -82,7 +88,7 @@ class Dealing:
         return consumed + j + self.dp_rank * self.micro_batch + i
 
     def _steps(self, consumed: int) -> Iterator[Any]:
-        """Yield, without end, what this rank reads in one step after another; called in the thread, if there is one."""
+        """Yield what this rank reads in one step after another, to `end`; called in the thread, if there is one."""
         raise NotImplementedError
 
     def _before_step(self, consumed: int) -> None:
@@ -101,7 +107,7 @@ class Dealing:
             torch.cuda.set_device(self._device)
 
     def batches(self, consumed: int = 0) -> Generator[list[Batch], None, None]:
-        """Yield, without end, this rank's micro-batches of one optimizer step after another.
+        """Yield this rank's micro-batches of one optimizer step after another, to `end`.
 
         An error of the source is raised here, in the step it belongs to. Close the iterator, or drop it, to
         stop.
@@ -109,9 +115,10 @@ class Dealing:
         steps: Iterator[Any] = self._steps(consumed)
         ahead: Prefetch | None = None
         try:
-            self._before_step(consumed)
-            ahead = Prefetch(steps, self.prefetch, self._after_steps) if self.prefetch > 0 else None
-            while True:
+            while self.end is None or consumed < self.end:
+                self._before_step(consumed)
+                if ahead is None and self.prefetch > 0:
+                    ahead = Prefetch(steps, self.prefetch, self._after_steps)
                 asked = time.perf_counter()
                 found = next(ahead or steps)
                 self.wait_seconds = time.perf_counter() - asked
@@ -119,7 +126,6 @@ class Dealing:
                 self._count_truncated(step)
                 yield step
                 consumed += self.global_batch
-                self._before_step(consumed)
         finally:
             if ahead is not None:
                 ahead.close()
