@@ -155,7 +155,8 @@ def open_run_folder(args: Arguments, ranks: Runtime) -> tuple[RunFolder, Metrics
             folder.create()
     with runtime.together("opening the log"):
         setup_logging(ranks.rank, log_dir=folder.logs, level="DEBUG" if args.debug else "INFO")
-        metrics = MetricsWriter(folder.path, is_main=ranks.is_main, tensorboard_dir=args.tensorboard_dir)
+        boards = [board.replace("{run_dir}", str(folder.path)) for board in args.tensorboard_dir or ()]
+        metrics = MetricsWriter(folder.path, is_main=ranks.is_main, tensorboard_dir=boards)
     return folder, metrics
 
 

@@ -1,8 +1,8 @@
 """The flags of the systems smp-train replaces, and SMP's own configuration keys: one table.
 
 An alias names one or more of our flags. Its value is read as our flag's type would read it, unless ``read``
-translates it first. Names that several systems share (``--batch_size``, ``--sharding_strategy``,
-``--vocab_size``, ...) mean one thing in all of them.
+translates it first. An alias of none is accepted with a note or refused, by its value. Names that several systems
+share (``--batch_size``, ``--sharding_strategy``, ``--vocab_size``, ...) mean one thing in all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from smp_train.arguments.values import nearest, read_bool, read_int, unquote
+from smp_train.arguments.values import nearest, read_bool, read_float, read_int, unquote
 from smp_train.errors import ConfigError
 
 SMP = "SMP v2 samples (17.SM-modelparallelv2)"
@@ -21,6 +21,14 @@ FSDP = "AWS FSDP sample (10.FSDP)"
 PROFILING = "AWS FSDP profiling sample (19.FSDP-llama2-profiling)"
 MINIMAL = "minimal_fsdp"
 FSDP2 = "FSDP2 LLM Training"
+TRAINER = "Hugging Face Trainer"
+
+
+@dataclass(frozen=True)
+class Implied:
+    """A value that gives way, in any order, to the same setting given by another flag of the same source."""
+
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Alias:
     system: str
     ours: tuple[str, ...]
     help: str = ""
-    # Reads the text and returns values by our names; raises ValueError with what was expected.
+    # Reads the text and returns values (or `Implied` ones) by our names; raises ValueError with what was expected.
     read: Callable[[str], dict[str, Any]] | None = None
     # A switch may stand without a value.
     switch: bool = False
@@ -69,6 +77,87 @@ def _max_epochs(text: str) -> dict[str, Any]:
     return {"evaluate_only": True} if epochs < 0 else {"epochs": epochs}
 
 
+def _output_dir(text: str) -> dict[str, Any]:
+    folder = unquote(text).rstrip("/") or "/"
+    if "://" in folder:
+        raise ValueError("holds the run folder too, which S3 cannot; give --run_dir FOLDER --checkpoint_dir s3://...")
+    return {"run_dir": Implied(folder), "checkpoint_dir": Implied([f"{folder}/checkpoints"])}
+
+
+def _lr_scheduler(text: str) -> dict[str, Any]:
+    known: dict[str, dict[str, Any]] = {
+        "linear": {"lr_decay_style": "linear", "min_lr": Implied(0.0)},
+        "cosine": {"lr_decay_style": "cosine", "min_lr": Implied(0.0)},
+        "cosine_with_min_lr": {"lr_decay_style": "cosine"},
+        "constant": {"lr_decay_style": "constant", "warmup": Implied(0.0)},
+        "constant_with_warmup": {"lr_decay_style": "constant"},
+        "warmup_stable_decay": {"lr_decay_style": "wsd"},
+    }
+    return _chosen(text, known)
+
+
+def _fsdp(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    strategies = {name: {"sharding_strategy": name} for name in ("full_shard", "shard_grad_op", "no_shard")}
+    strategies["hybrid_shard"] = {"sharding_strategy": "hybrid_shard"}
+    strategies["hybrid_shard_zero2"] = {"sharding_strategy": "_hybrid_shard_zero2"}
+    for word in unquote(text).split():
+        # Every decoder layer is wrapped, without being asked.
+        values |= _chosen(word, strategies | {"auto_wrap": {}, "offload": {"cpu_offload": True}})
+    return values
+
+
+def _chosen(text: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    word = unquote(text).strip().lower()
+    if word not in known:
+        raise ValueError(f"is not one of {', '.join(known)}")
+    return known[word]
+
+
+def _choice(known: dict[str, dict[str, Any]], otherwise: str) -> Callable[[str], dict[str, Any]]:
+    """Read one of a few words; any other is refused with what to do."""
+
+    def read(text: str) -> dict[str, Any]:
+        try:
+            return _chosen(text, known)
+        except ValueError:
+            raise ValueError(f"is not available; {otherwise}") from None
+
+    return read
+
+
+def _only(accepted: tuple[str, ...], otherwise: str) -> Callable[[str], dict[str, Any]]:
+    """Accept a few words, which change nothing; refuse any other with what to do."""
+    return _choice({word: {} for word in accepted}, otherwise)
+
+
+def _ignored_count(text: str) -> dict[str, Any]:
+    read_int(text)
+    return {}
+
+
+def _warmup_ratio(text: str) -> dict[str, Any]:
+    share = read_float(text)
+    if not 0 <= share < 1:
+        raise ValueError("expects a share of the run from 0 up to, not including, 1")
+    return {"warmup": share}
+
+
+OFF = ("0", "false", "no", "off", "none")
+ON = ("1", "true", "yes", "on")
+REFUSED = "refused"
+"""As the help of an alias: none of its values is accepted."""
+BOARDS: dict[str, dict[str, Any]] = {
+    "none": {"tensorboard_dir": None},
+    "tensorboard": {"tensorboard_dir": Implied(["{run_dir}/tensorboard"])},
+}
+
+
+def _same(pairs: str) -> tuple[Alias, ...]:
+    """Return the aliases of Hugging Face's Trainer that only have another name, from ``theirs=ours`` words."""
+    return tuple(Alias(theirs, TRAINER, (ours,)) for theirs, ours in (pair.split("=") for pair in pairs.split()))
+
+
 ALIASES: tuple[Alias, ...] = (
     Alias("max_training_steps", SMP, ("max_steps",)),
     Alias("shard_degree", SMP, ("hybrid_shard_degree",)),
@@ -100,7 +189,8 @@ ALIASES: tuple[Alias, ...] = (
     Alias("grad_accum_steps", FSDP2, ("gradient_accumulation_steps",)),
     Alias("max_lr", FSDP2, ("lr",)),
     Alias(
-        "warmup_steps", FSDP2, ("warmup",), "a number of steps", read=lambda text: {"warmup": read_int(text)}
+        "warmup_steps", f"{FSDP2}, {TRAINER}", ("warmup",), "a number of steps",
+        read=lambda text: {"warmup": read_int(text)},
     ),
     Alias("num_epochs", FSDP2, ("epochs",)),
     Alias("mixed_precision", FSDP2, ("bf16",)),
@@ -113,7 +203,73 @@ ALIASES: tuple[Alias, ...] = (
         switch=True,
     ),
     Alias("log_interval", FSDP2, ("logging_freq",)),
-)
+    *_same(
+        "learning_rate=lr per_device_train_batch_size=train_batch_size per_device_eval_batch_size=val_batch_size "
+        "num_train_epochs=epochs save_steps=checkpoint_freq save_total_limit=num_kept_checkpoints "
+        "logging_steps=logging_freq eval_steps=validation_freq model_name_or_path=hf_pretrained_model_name_or_dir "
+        "tokenizer_name=tokenizer dataset_name=dataset train_file=dataset validation_file=test_dir "
+        "gradient_checkpointing=activation_checkpointing adam_beta1=beta1 adam_beta2=beta2 max_grad_norm=grad_clip "
+        "block_size=max_context_width max_seq_length=max_context_width model_max_length=max_context_width "
+        "torch_compile=use_torch_compile logging_dir=tensorboard_dir ddp_backend=distributed_backend"
+    ),
+    Alias("output_dir", TRAINER, ("run_dir", "checkpoint_dir"), "DIR: DIR and DIR/checkpoints", read=_output_dir),
+    Alias("warmup_ratio", TRAINER, ("warmup",), "a share of the run", read=_warmup_ratio),
+    Alias(
+        "lr_scheduler_type", TRAINER, ("lr_decay_style", "min_lr", "warmup"),
+        "linear and cosine end at 0, constant has no warm-up", read=_lr_scheduler,
+    ),
+    Alias(
+        "report_to", TRAINER, ("tensorboard_dir",), "tensorboard (in RUN_DIR/tensorboard) or none",
+        read=_choice(BOARDS, "give tensorboard or none; the numbers of each step are in metrics.jsonl"),
+    ),
+    Alias("fsdp", TRAINER, ("sharding_strategy", "cpu_offload"), 'such as "full_shard auto_wrap"', read=_fsdp),
+    Alias(
+        "ddp_timeout", TRAINER, ("distributed_timeout_minutes",), "in seconds",
+        read=lambda text: {"distributed_timeout_minutes": read_float(text) / 60},
+    ),
+    Alias(
+        "eval_strategy", TRAINER, ("validation_freq",), "steps (as --eval_steps says) or no",
+        read=_choice({"steps": {}, "no": {"validation_freq": None}}, "give --eval_steps N"),
+    ),
+    Alias(
+        "evaluation_strategy", TRAINER, ("validation_freq",), "as --eval_strategy",
+        read=_choice({"steps": {}, "no": {"validation_freq": None}}, "give --eval_steps N"),
+    ),
+    Alias(
+        "fp16", TRAINER, (), "0: float16 is not used", switch=True,
+        read=_only(OFF, "training in float16 is not available; give --bf16 1 (bfloat16), or --bf16 0 (float32)"),
+    ),
+    Alias("optim", TRAINER, (), "adamw_torch: the optimizer is always AdamW", read=_only(
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "the optimizer is AdamW: give adamw_torch",
+    )),
+    Alias("do_train", TRAINER, (), "1: the verb says it", switch=True,
+          read=_only(ON, "to validate and train nothing, give --evaluate_only 1")),
+    Alias("do_eval", TRAINER, (), "--eval_steps N validates every N steps and at the end", switch=True,
+          read=_only((*ON, *OFF), "give 0 or 1")),
+    Alias("overwrite_output_dir", TRAINER, (), "a run without --resume_from_checkpoint begins anew",
+          switch=True, read=_only((*ON, *OFF), "give 0 or 1")),
+    Alias("save_strategy", TRAINER, (), "steps: --save_steps says when", read=_only(("steps",), "give --save_steps N")),
+    Alias("logging_strategy", TRAINER, (), "steps: --logging_steps says when",
+          read=_only(("steps",), "give --logging_steps N")),
+    Alias("load_best_model_at_end", TRAINER, (), "0: the newest are kept", switch=True, read=_only(
+        OFF, "the newest checkpoints are kept; metrics.jsonl says which validated best")),
+    Alias("dataloader_num_workers", TRAINER, (), "batches are read ahead by themselves",
+          read=_ignored_count),
+    Alias("low_cpu_mem_usage", TRAINER, (), "weights are streamed into each rank's part", switch=True,
+          read=_only((*ON, *OFF), "give 0 or 1")),
+    Alias("ddp_find_unused_parameters", TRAINER, (), "0: there are none", switch=True,
+          read=_only(OFF, "every parameter of a decoder-only model is used")),
+    Alias("torch_dtype", TRAINER, (), "float32 or auto: weights are float32",
+          read=_only(("float32", "auto"), "weights stay in float32; --bf16 1 computes in bfloat16")),
+    Alias("config_name", TRAINER, (), REFUSED, read=_only(
+        (), "give --model_name_or_path a folder with that config.json and no weights, or --model_type with widths")),
+    Alias("deepspeed", TRAINER, (), REFUSED, read=_only(
+        (), "--sharding_strategy full_shard is ZeRO 3, shard_grad_op is ZeRO 2; --cpu_offload 1 offloads")),
+    Alias("fsdp_config", TRAINER, (), REFUSED, read=_only(
+        (), "give flags: --sharding_strategy, --hybrid_shard_degree, --cpu_offload, --forward_prefetch")),
+    Alias("push_to_hub", TRAINER, (), "0: nothing is uploaded", switch=True,
+          read=_only(OFF, "--save_final_model 1 writes a folder, which `hf upload` sends")),
+)  # fmt: skip
 
 BY_NAME: dict[str, Alias] = {alias.name: alias for alias in ALIASES}
 

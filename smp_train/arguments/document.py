@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from smp_train.arguments.aliases import ALIASES, SMP_KEYS
+from smp_train.arguments.aliases import REFUSED as REFUSED_NAME
 from smp_train.arguments.capabilities import INEFFECTIVE, OF_SMP, REFUSED, REFUSED_NATIVELY
 from smp_train.arguments.flag import Flag, show
 from smp_train.arguments.groups import GROUPS, LegacyArguments, flags
@@ -97,7 +98,9 @@ def help_text(width: int = 100) -> str:
         members = [flag for flag in flags().values() if flag.group is group]
         header = textwrap.fill(_sentence(group), width)
         if group is LegacyArguments:
-            names = " ".join(f"--{name}" for flag in members for name in (flag.name, *_aliases(flag.name)))
+            known = [name for flag in members for name in (flag.name, *_aliases(flag.name))]
+            known += [alias.name for alias in ALIASES if not alias.ours]
+            names = " ".join(f"--{name}" for name in known)
             body = textwrap.fill(
                 names, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
             )
@@ -158,9 +161,11 @@ def markdown() -> str:
     lines += ["", "## Names from other systems", "", "| theirs | ours | from |", "|---|---|---|"]
     for alias in ALIASES:
         ours = ", ".join(f"`--{name}`" for name in alias.ours)
-        lines.append(
-            f"| `--{alias.name}`{' ' + alias.help if alias.help else ''} | {ours} | {alias.system} |"
-        )
+        if not ours:
+            ours = alias.help if alias.help == REFUSED_NAME else f"no effect ({alias.help})"
+        elif alias.help:
+            ours += f": {alias.help}"
+        lines.append(f"| `--{alias.name}` | {ours} | {alias.system} |")
     keys = ", ".join(f"`{key}`" for key in SMP_KEYS)
     lines += ["", f"`--mp_parameters`, as `key=value,key=value` or JSON, sets {keys}.", ""]
     return "\n".join(lines)

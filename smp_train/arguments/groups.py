@@ -193,7 +193,9 @@ class OptimizerArguments:
 
     train_batch_size: int = flag(2, "Sequences per data-parallel rank and micro-step", unit="sequences")
     gradient_accumulation_steps: int = flag(1, "Micro-steps per optimizer step")
-    max_steps: int = flag(5000, "Optimizer steps of the whole run", unit="steps")
+    max_steps: int = flag(
+        5000, "Optimizer steps of the whole run", unit="steps", shown="5000; no limit with --epochs"
+    )
     epochs: int | None = flag(
         None, "Passes over the data, each row once in each; a max_steps that is given may end the run before"
     )
@@ -324,7 +326,9 @@ class LoggingArguments:
     )
     logging_freq: int = flag(1, "Steps between log lines", unit="steps")
     logging_freq_for_avg: int = flag(50, "Steps that averaged speeds are taken over", unit="steps")
-    tensorboard_dir: list[str] | None = flag(None, "Folders for TensorBoard files", shown="none")
+    tensorboard_dir: list[str] | None = flag(
+        None, "Folders for TensorBoard files; {run_dir} in them is the run folder", shown="none"
+    )
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
     use_profiler: bool = flag(False, "Record the PyTorch profiler")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")

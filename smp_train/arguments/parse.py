@@ -25,6 +25,8 @@ from smp_train.runtime import is_sagemaker
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+NO_LIMIT = 2**31 - 1
+"""As ``max_steps``: the run ends by ``epochs`` alone."""
 NUMBER = re.compile(r"-(\d|\.\d)")
 
 
@@ -231,10 +233,13 @@ def _settings(given: Given, notes: list[str]) -> Iterator[tuple[str, Any, str]]:
             values = alias.read(str(given.value))
         except ValueError as problem:
             raise ConfigError(f"{given.spelling} {given.value!r}: {problem}") from None
+    if not alias.ours:
+        notes.append(f"{given.spelling} {given.value} has no effect ({alias.help})")
     for ours, value in values.items():
-        converted = convert(flags()[ours], value, given.spelling)
+        implied = isinstance(value, aliases.Implied)
+        converted = convert(flags()[ours], value.value if implied else value, given.spelling)
         if converted is not NOT_GIVEN:
-            yield ours, converted, _via(given)
+            yield ours, aliases.Implied(converted) if implied else converted, _via(given)
 
 
 def _via(given: Given) -> str:
@@ -245,8 +250,12 @@ def _merge(layer: list[Given], notes: list[str]) -> dict[str, tuple[Any, str]]:
     """Return value and source by our flag's name; where two names disagree, `_settle` has the word."""
     merged: dict[str, tuple[Any, str]] = {}
     spellings: dict[str, Given] = {}
+    implied: dict[str, tuple[Any, str]] = {}
     for given in layer:
         for name, value, source in _settings(given, notes):
+            if isinstance(value, aliases.Implied):
+                implied[name] = (value.value, source)
+                continue
             differs = name in merged and merged[name][0] != value
             if differs:
                 _settle(name, spellings[name], given, show(merged[name][0]), show(value), notes)
@@ -254,7 +263,7 @@ def _merge(layer: list[Given], notes: list[str]) -> dict[str, tuple[Any, str]]:
             if differs or name not in merged or given.name == name:
                 merged[name] = (value, source)
                 spellings[name] = given
-    return merged
+    return implied | merged
 
 
 def _settle(name: str, first: Given, second: Given, before: str, after: str, notes: list[str]) -> None:
@@ -306,6 +315,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
         for name, (value, source) in layer.items():
             values[name] = value
             sources[name] = source
+    if values.get("epochs") is not None and "max_steps" not in values:
+        # The default number of steps must not end a run whose length is given.
+        values["max_steps"], sources["max_steps"] = NO_LIMIT, "follows from --epochs"
     args = Arguments(**values)
     _explain_settled(args, values, sources, notes)
     _drop_idle_validation(args, sources, notes)

@@ -178,6 +178,24 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_implementation": "flash_attention_2", "checkpoint_freq": [1000], "logging_freq": 10,
         },
     ),
+    "Hugging Face's run_clm": (
+        "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name allenai/c4 --dataset_config_name en --do_train "
+        "--do_eval --per_device_train_batch_size 4 --per_device_eval_batch_size 8 --gradient_accumulation_steps 2 "
+        "--learning_rate 2e-5 --lr_scheduler_type cosine --warmup_ratio 0.03 --weight_decay 0.1 --adam_beta2 0.95 "
+        "--max_grad_norm 1.0 --max_steps 1000 --save_steps 200 --save_total_limit 3 --logging_steps 10 "
+        "--eval_steps 100 --block_size 4096 --bf16 --gradient_checkpointing --report_to none --seed 42 --run_name c4 "
+        "--output_dir out/c4 --overwrite_output_dir --optim adamw_torch --torch_compile "
+        "--dataloader_num_workers 4 --ddp_timeout 3600",
+        {
+            "hf_pretrained_model_name_or_dir": "meta-llama/Llama-3.1-8B", "dataset": "allenai/c4",
+            "train_batch_size": 4, "val_batch_size": 8, "gradient_accumulation_steps": 2, "lr": 2e-5,
+            "lr_decay_style": "cosine", "min_lr": 0.0, "warmup": 0.03, "weight_decay": 0.1, "max_steps": 1000,
+            "checkpoint_freq": [200], "num_kept_checkpoints": [3], "logging_freq": 10, "validation_freq": 100,
+            "max_context_width": 4096, "activation_checkpointing": "full", "tensorboard_dir": None, "run_name": "c4",
+            "run_dir": "out/c4", "checkpoint_dir": ["out/c4/checkpoints"], "use_torch_compile": True,
+            "distributed_timeout_minutes": 60.0, "evaluate_only": False,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -222,11 +240,130 @@ ALIAS_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed_precision": ("0", {"bf16": False}),
     "use_flash_attn": ("1", {"attn_implementation": "flash_attention_2"}),
     "log_interval": ("5", {"logging_freq": 5}),
+    "learning_rate": ("3e-4", {"lr": 3e-4}),
+    "per_device_train_batch_size": ("3", {"train_batch_size": 3}),
+    "per_device_eval_batch_size": ("3", {"val_batch_size": 3}),
+    "num_train_epochs": ("2", {"epochs": 2}),
+    "save_steps": ("3", {"checkpoint_freq": [3]}),
+    "save_total_limit": ("3", {"num_kept_checkpoints": [3]}),
+    "logging_steps": ("3", {"logging_freq": 3}),
+    "eval_steps": ("3", {"validation_freq": 3}),
+    "model_name_or_path": ("d", {"hf_pretrained_model_name_or_dir": "d"}),
+    "tokenizer_name": ("d", {"tokenizer": "d"}),
+    "dataset_name": ("allenai/c4", {"dataset": "allenai/c4"}),
+    "train_file": ("a.jsonl", {"dataset": "a.jsonl"}),
+    "validation_file": ("a.jsonl", {"test_dir": "a.jsonl"}),
+    "gradient_checkpointing": ("False", {"activation_checkpointing": "none"}),
+    "adam_beta1": ("0.8", {"beta1": 0.8}),
+    "adam_beta2": ("0.999", {"beta2": 0.999}),
+    "max_grad_norm": ("0.5", {"grad_clip": 0.5}),
+    "block_size": ("64", {"max_context_width": 64}),
+    "max_seq_length": ("64", {"max_context_width": 64}),
+    "model_max_length": ("64", {"max_context_width": 64}),
+    "torch_compile": ("True", {"use_torch_compile": True}),
+    "logging_dir": ("d", {"tensorboard_dir": ["d"]}),
+    "ddp_backend": ("gloo", {"distributed_backend": "gloo"}),
+    "output_dir": ("out/", {"run_dir": "out", "checkpoint_dir": ["out/checkpoints"]}),
+    "warmup_ratio": ("0.03", {"warmup": 0.03}),
+    "lr_scheduler_type": ("linear", {"lr_decay_style": "linear", "min_lr": 0.0}),
+    "report_to": ("tensorboard", {"tensorboard_dir": ["{run_dir}/tensorboard"]}),
+    "fsdp": ("shard_grad_op offload", {"sharding_strategy": "shard_grad_op", "cpu_offload": True}),
+    "ddp_timeout": ("600", {"distributed_timeout_minutes": 10.0}),
+    "eval_strategy": ("steps", {"validation_freq": None}),
+    "evaluation_strategy": ("steps", {"validation_freq": None}),
+    "fp16": ("False", {"bf16": True}),
+    "optim": ("adamw_torch_fused", {}),
+    "do_train": ("True", {"evaluate_only": False}),
+    "do_eval": ("True", {"evaluate_only": False}),
+    "overwrite_output_dir": ("True", {}),
+    "save_strategy": ("steps", {}),
+    "logging_strategy": ("steps", {}),
+    "load_best_model_at_end": ("False", {}),
+    "dataloader_num_workers": ("8", {}),
+    "low_cpu_mem_usage": ("True", {}),
+    "ddp_find_unused_parameters": ("False", {}),
+    "torch_dtype": ("auto", {}),
+    "push_to_hub": ("False", {}),
 }
+REFUSED_ALIASES = {"config_name": "d", "deepspeed": "ds.json", "fsdp_config": "f.json"}
 
 
 def test_every_alias_has_a_case() -> None:
-    assert set(ALIAS_CASES) == {alias.name for alias in ALIASES}
+    assert set(ALIAS_CASES) | set(REFUSED_ALIASES) == {alias.name for alias in ALIASES}
+    # Without a flag of ours a value is answered: with a note, or with a refusal.
+    assert all(alias.read is not None for alias in ALIASES if not alias.ours)
+
+
+@pytest.mark.parametrize("name", [alias.name for alias in ALIASES if not alias.ours and alias.name in ALIAS_CASES])
+def test_what_has_no_counterpart_is_answered(name: str) -> None:
+    assert any(f"--{name}" in line for line in ineffective(parse([f"--{name}={ALIAS_CASES[name][0]}"], {})))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *REFUSED_ALIASES.items(), ("report_to", "wandb"), ("report_to", "mlflow"), ("report_to", "all"), ("fp16", "1"),
+        ("optim", "adafactor"), ("lr_scheduler_type", "polynomial"), ("warmup_ratio", "1"), ("warmup_ratio", "-0.1"),
+        ("save_steps", "0.1"), ("save_strategy", "epoch"), ("eval_strategy", "epoch"), ("num_train_epochs", "1.5"),
+        ("do_train", "False"), ("load_best_model_at_end", "True"), ("fsdp", "full_shard nonsense"),
+        ("torch_dtype", "bfloat16"), ("push_to_hub", "True"), ("output_dir", "s3://bucket/out"),
+        ("dataloader_num_workers", "many"),
+    ],
+)  # fmt: skip
+def test_values_of_the_trainer_without_counterpart_are_refused_by_name(name: str, value: str) -> None:
+    hyperparameter = f"SM_HP_{name.upper()}"
+    sources = (([f"--{name}", value], {}, f"--{name}"), ([], {hyperparameter: value}, hyperparameter))
+    for argv, environ, written in sources:
+        with pytest.raises(ConfigError) as refused:
+            parse(argv, environ)
+        assert written in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--lr_scheduler_type linear", {"lr_decay_style": "linear", "min_lr": 0.0, "warmup": 0.0032}),
+        ("--lr_scheduler_type cosine", {"lr_decay_style": "cosine", "min_lr": 0.0}),
+        ("--lr_scheduler_type cosine_with_min_lr", {"lr_decay_style": "cosine", "min_lr": 1e-5}),
+        ("--lr_scheduler_type constant", {"lr_decay_style": "constant", "warmup": 0.0}),
+        ("--lr_scheduler_type constant --warmup_steps 5", {"lr_decay_style": "constant", "warmup": 5.0}),
+        ("--lr_scheduler_type constant_with_warmup --warmup_ratio 0.1", {"lr_decay_style": "constant", "warmup": 0.1}),
+        ("--lr_scheduler_type warmup_stable_decay", {"lr_decay_style": "wsd", "min_lr": 1e-5}),
+        # What a name implies gives way to a flag of its own, in either order.
+        ("--min_lr 1e-6 --lr_scheduler_type cosine", {"min_lr": 1e-6}),
+        ("--lr_scheduler_type cosine --min_lr 1e-6", {"min_lr": 1e-6}),
+        ("--checkpoint_dir c --output_dir o", {"checkpoint_dir": ["c"], "run_dir": "o", "model_dir": None}),
+        ("--output_dir o --run_dir r", {"checkpoint_dir": ["o/checkpoints"], "run_dir": "r"}),
+        ("--output_dir o --logging_dir l --report_to tensorboard", {"tensorboard_dir": ["l"]}),
+        ("--report_to none", {"tensorboard_dir": None}),
+        ("--fsdp 'full_shard auto_wrap'", {"sharding_strategy": "full_shard", "cpu_offload": False}),
+        ("--eval_strategy no", {"validation_freq": None}),
+        ("--save_steps 5 --checkpoint_dir c", {"checkpoint_freq": [5]}),
+        ("--gradient_checkpointing --bf16 --do_train --torch_compile", {"use_torch_compile": True, "bf16": True}),
+    ],
+)
+def test_names_of_the_trainer_keep_their_meaning(line: str, expected: dict[str, Any]) -> None:
+    resolved = parse(shlex.split(line), {})
+    assert {name: getattr(resolved.args, name) for name in expected} == expected
+    assert not any("the last one counts" in note for note in resolved.notes)
+
+
+def test_what_a_name_implies_wins_over_a_lower_source(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("checkpoint_dir: below\n")
+    resolved = parse(["--output_dir", "out"], {"SM_HP_RUN_DIR": "hp", "SM_HP_CONFIG": str(config)})
+    args = resolved.args
+    assert (args.checkpoint_dir, args.run_dir) == (["out/checkpoints"], "out")
+    assert resolved.sources["checkpoint_dir"] == "command line, --output_dir"
+    assert resolved.given("checkpoint_dir")
+
+
+@pytest.mark.parametrize("name", ["epochs", "num_train_epochs", "num_epochs"])
+def test_epochs_alone_are_not_cut_short_by_the_default_number_of_steps(name: str) -> None:
+    assert parse([f"--{name}", "3"], {}).args.max_steps > 10**9
+    assert parse([f"--{name}", "3", "--max_steps", "7"], {}).args.max_steps == 7
+    assert parse([], {}).args.max_steps == 5000
 
 
 @pytest.mark.parametrize("name", ALIAS_CASES)

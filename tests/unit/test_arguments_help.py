@@ -26,7 +26,7 @@ def test_help_names_everything_and_fits() -> None:
 
 def test_help_shows_defaults_choices_and_what_is_not_available() -> None:
     words = " ".join(help_text().split())
-    assert "--lr X Peak learning rate [0.0001] (= --max_lr)" in words
+    assert "--lr X Peak learning rate [0.0001] (= --max_lr, --learning_rate)" in words
     assert "(constant, linear, cosine, exponential, plateau, wsd) [cosine]" in words
     assert "--data_type NAME Kind of model the data is for (gpt, bert) [gpt] (only gpt in this version)" in words
 
