@@ -149,7 +149,10 @@ def verify(options: argparse.Namespace) -> int:
     damaged = []
     for name in names:
         try:
-            problems = open_checkpoint(os.path.join(storage.location, name)).verify(on_progress=Bar(f"verify {name}"))
+            checkpoint = open_checkpoint(os.path.join(storage.location, name))
+            problems = checkpoint.verify(on_progress=Bar(f"verify {name}"))
+            for part in checkpoint.parts if not problems else ():
+                checkpoint.reader(part).preload()
         except CheckpointError as error:
             problems = [str(error)]
         print(f"{name}: {'; '.join(problems) or 'intact'}")

@@ -5,22 +5,27 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import math
 import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
@@ -118,16 +123,24 @@ def _explain_write(error: Exception, folder: Path) -> str:
 
 
 class LocalReader(FileSystemReader, Reader):
-    """Reads one checkpoint folder."""
+    """Reads one checkpoint folder, and there no other files than ``files`` (name: size in bytes)."""
 
     _metadata: Metadata | None = None
+
+    def __init__(self, path: Path, files: Mapping[str, int]) -> None:
+        super().__init__(path)
+        self.files = files
 
     def preload(self) -> None:
         """Read the metadata. Raises `CheckpointError`."""
         try:
-            self._metadata = _MetadataUnpickler(io.BytesIO(self.metadata_bytes())).load()
+            if DCP_METADATA not in self.files:
+                raise ValueError("it is missing, a link, or not a file of this checkpoint")
+            metadata = _MetadataUnpickler(io.BytesIO(self.metadata_bytes())).load()
+            _check(metadata, self.files)
         except Exception as error:
             raise CheckpointError(f"{self.path}/{DCP_METADATA} cannot be read: {one_line(error)}") from error
+        self._metadata = metadata
 
     def metadata_bytes(self) -> bytes:
         """Return the index as it is stored."""
@@ -143,8 +156,35 @@ class LocalReader(FileSystemReader, Reader):
         return self._metadata
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """DCP keeps its index as a pickle; only the plain records it is made of may be built from it."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """DCP keeps its index as a pickle; only instances of the plain records it is made of may be built from it.
+
+    In Python, at half the speed of the one in C: that one sets attributes on whatever a pickle asks it to, classes
+    and functions too, and allocates what a few bytes ask for.
+    """
+
+    RECORDS: frozenset[type] = frozenset(
+        {
+            _StorageInfo,
+            BytesStorageMetadata,
+            ChunkStorageMetadata,
+            Metadata,
+            MetadataIndex,
+            StorageMeta,
+            TensorStorageMetadata,
+        }
+    )
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Fill a record with its fields; refuse to set anything on what is no such record."""
+        record, state = self.stack[-2:]
+        if type(record) is not TensorProperties and not (type(record) in self.RECORDS and isinstance(state, dict)):
+            raise pickle.UnpicklingError("it changes what is no record of a checkpoint's index")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     ALLOWED: Mapping[str, frozenset[str]] = {
         "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
@@ -169,13 +209,35 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the named record type, or a torch dtype; refuse anything else."""
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
         if name in self.ALLOWED.get(module, ()):
             if module == "pathlib._local":  # written by Python 3.13
                 module = "pathlib"
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint's index")
+
+
+def _check(metadata: Any, files: Mapping[str, int]) -> None:
+    """Raise ValueError where an index is none, names other files, or a tensor larger than all ``files`` together."""
+    if not (
+        isinstance(metadata, Metadata)
+        and isinstance(metadata.state_dict_metadata, dict)
+        and isinstance(metadata.storage_data, dict)
+        and all(isinstance(key, MetadataIndex) for key in metadata.storage_data)
+        and all(isinstance(info, _StorageInfo) for info in metadata.storage_data.values())
+    ):
+        raise ValueError("it is not an index of torch.distributed.checkpoint")
+    for file in {info.relative_path for info in metadata.storage_data.values()}:
+        if file not in files:
+            raise ValueError(f"it names {file!r}, which is not a file of this checkpoint")
+    total = sum(files.values())
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        size = [int(length) for length in entry.size]
+        if min(size, default=0) < 0 or math.prod(size) * entry.properties.dtype.itemsize > total:
+            raise ValueError(f"{key} would have {size} numbers, and all files together have {total} bytes")
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):

@@ -6,7 +6,7 @@ import io
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
@@ -266,8 +266,9 @@ def _size(item: Any) -> int:
 class S3Reader(LocalReader):
     """Reads one checkpoint, each entry by a request of its own, several at once."""
 
-    def __init__(self, storage: S3Storage, place: str) -> None:
+    def __init__(self, storage: S3Storage, place: str, files: Mapping[str, int]) -> None:
         FileSystemReader.__init__(self, place)
+        self.files = files
         self._storage = storage
         self.fs = _Objects(storage)  # type: ignore[assignment]
         self.path = place

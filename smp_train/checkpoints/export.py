@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.model_folder import ModelFolder, put, put_made, writing
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.hugging_face import config_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
@@ -83,8 +83,9 @@ def export(
     checkpoint.check_names()
     try:
         config = config_of(checkpoint.meta["model_config"])
-    except KeyError as error:
-        raise CheckpointError(f"{checkpoint.path} does not say which model it is: meta.json lacks {error}") from None
+    except Exception as error:  # whatever a configuration of unknown origin may lead to
+        what = f"lacks {error}" if isinstance(error, KeyError) else one_line(error)
+        raise CheckpointError(f"{checkpoint.path} does not say which model it is: meta.json {what}") from None
     config.use_cache = True  # Switched off for training.
     reader = checkpoint.reader()
     plain = _plain_model(config)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
-from smp_train.checkpoints.record import COMMITTED, META, Committed, name_before, parse_folder_name
+from smp_train.checkpoints.record import COMMITTED, META, Committed, checksum_of, name_before, parse_folder_name
 from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError
@@ -79,7 +79,9 @@ class Checkpoint:
 
     def reader(self, part: str = "") -> Reader:
         """Return the reader of its tensors, those in the sub-folder ``part``."""
-        return self._storage.reader(posixpath.join(self._folder, part))
+        below = f"{part}/" if part else ""
+        files = {n[len(below) :]: r.size for n, r in self.committed.files.items() if n.startswith(below)}
+        return self._storage.reader(posixpath.join(self._folder, part), files)
 
     @property
     def _folder(self) -> str:
@@ -276,10 +278,19 @@ def _open(storage: Storage, name: str) -> tuple[Committed, dict[str, Any]] | str
     problems = committed.size_problems(storage.sizes(folder))
     if problems:
         return _first(problems)
+    data = storage.read(folder, META)
+    if checksum_of([data]) != committed.files[META]:
+        return f"{META} is not what was written (CRC-32)"
     try:
-        return committed, json.loads(storage.read(folder, META))
-    except ValueError as error:
+        meta = json.loads(data)
+    except (ValueError, RecursionError) as error:
         return f"{META} is not readable: {error}"
+    if not isinstance(meta, dict):
+        return f"{META} is not an object"
+    for what, said in (("step", committed.step), ("model_type", committed.model_type)):
+        if meta.get(what, said) != said:
+            return f"{COMMITTED} says {what} {said}, and {META} {meta[what]}"
+    return committed, meta
 
 
 def _set_aside(storage: Storage, name: str, why: str) -> None:

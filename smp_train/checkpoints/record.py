@@ -94,6 +94,12 @@ class Committed:
     files: Mapping[str, FileRecord]
     root: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuse names that lead out of the folder. Raises ValueError."""
+        for name in (self.root, *self.files):
+            if name.startswith("/") or {"..", "."} & set(name.split("/")) or "/" in self.root:
+                raise ValueError(f"{name!r} is not the name of a file in a checkpoint")
+
     def at(self, root: str) -> Committed:
         """Return the same with another ``root``."""
         return replace(self, root=root)
@@ -104,21 +110,26 @@ class Committed:
         content = {"format": FORMAT, "step": self.step, "model_type": self.model_type, "files": files}
         if self.root:
             content["root"] = self.root
+        content["crc32"] = _crc32_of_json(content)
         return (json.dumps(content, indent=1) + "\n").encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Committed:
-        """Parse the file's contents. Raises ValueError where they are not those of COMMITTED."""
+        """Parse the file's contents. Raises ValueError where they are not those of COMMITTED.
+
+        One without a checksum of its own was written before there was any.
+        """
         try:
             content = json.loads(data)
             found = content["format"]
             if found == FORMAT:
+                if "crc32" in content and content.pop("crc32") != _crc32_of_json(content):
+                    raise ValueError("its checksum is not that of its contents")
                 files = {name: FileRecord(**record) for name, record in content["files"].items()}
-                root = str(content.get("root", ""))
-                if "/" in root or root in (".", ".."):
-                    raise ValueError(f"{root!r} is not the name of a sub-folder")
-                return cls(int(content["step"]), str(content["model_type"]), files, root)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                if META not in files:
+                    raise ValueError(f"it does not list {META}")
+                return cls(int(content["step"]), str(content["model_type"]), files, str(content.get("root", "")))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{COMMITTED} is not readable ({type(error).__name__}: {error})") from None
         raise CheckpointError(
             f"{COMMITTED} is of format {found}, this version reads {FORMAT}: use a newer smp-train to load it"
@@ -129,7 +140,11 @@ class Committed:
         problems = []
         for name, record in self.files.items():
             if name not in sizes:
-                problems.append(f"{name} is missing")
+                problems.append(f"{name} is missing, or is a link")
             elif sizes[name] != record.size:
                 problems.append(f"{name} has {sizes[name]} bytes, {record.size} were written")
         return problems
+
+
+def _crc32_of_json(content: Mapping[str, object]) -> str:
+    return checksum_of([json.dumps(content, indent=1).encode()]).crc32

@@ -9,9 +9,10 @@ import posixpath
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,6 +31,8 @@ TOUCHED_FOR_SECONDS = 60.0
 """Small files that are made for a moment are nobody's after this."""
 PROBE = "shared"
 """What `CheckpointManager.check_shared` stages, for a moment and without the lock."""
+SMALL_FILE_BYTES = 64 << 20
+"""Of COMMITTED and meta.json, which are read whole."""
 _SCRATCH = re.compile(r"\.(?P<name>.+)\.(?P<attempt>[0-9a-f]{8})\.(?P<kind>staging|replaced|deleting)")
 
 
@@ -45,7 +48,10 @@ class Storage(Protocol):
         """Return the names of the folders that look like something, finished or not."""
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return the size in bytes of each file under ``name``, by its path there; empty where there is no folder."""
+        """Return the size in bytes of each file under ``name``, by its path there; empty where there is no folder.
+
+        Links are left out: what they lead to is no part of a checkpoint.
+        """
 
     def has(self, name: str, file: str) -> bool:
         """Return whether ``file`` is there."""
@@ -68,8 +74,8 @@ class Storage(Protocol):
     def writer(self, name: str) -> Writer:
         """Return the DCP writer for the folder ``name``."""
 
-    def reader(self, name: str) -> Reader:
-        """Return the DCP reader for the folder ``name``."""
+    def reader(self, name: str, files: Mapping[str, int] | None = None) -> Reader:
+        """Return the DCP reader for the folder ``name``, of its ``files`` (name: size) or of all that are there."""
 
     def stage(self, name: str) -> str:
         """Return the name under which a checkpoint is to be written that will be called ``name``."""
@@ -184,11 +190,15 @@ class LocalStorage:
     def sizes(self, name: str) -> dict[str, int]:
         """Return the size in bytes of each file under ``name``, by its path there; empty where there is no folder."""
         top, found = self.root / name, {}
+        if os.path.dirname(name) and top.is_symlink():
+            return {}
         for folder, _, files in os.walk(top):
             for file in files:
                 path = os.path.join(folder, file)
                 with contextlib.suppress(FileNotFoundError):  # a job is removing, or renaming, it just now
-                    found[os.path.relpath(path, top)] = os.path.getsize(path)
+                    entry = os.lstat(path)
+                    if stat.S_ISREG(entry.st_mode):
+                        found[os.path.relpath(path, top)] = entry.st_size
         return found
 
     def has(self, name: str, file: str) -> bool:
@@ -196,8 +206,13 @@ class LocalStorage:
         return (self.root / name / file).is_file()
 
     def read(self, name: str, file: str) -> bytes:
-        """Return a small file's contents."""
-        return (self.root / name / file).read_bytes()
+        """Return a small file's contents. Raises `CheckpointError` for a large one, or a link."""
+        path = self.root / name / file
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link; a checkpoint is made of files of its own")
+        if path.stat().st_size > SMALL_FILE_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no more than {SMALL_FILE_BYTES} are read")
+        return path.read_bytes()
 
     def checksum(self, name: str, file: str) -> FileRecord:
         """Read a file as it is stored and return its record."""
@@ -229,11 +244,11 @@ class LocalStorage:
 
         return LocalWriter(self.root / name)
 
-    def reader(self, name: str) -> Reader:
-        """Return the DCP reader for the folder ``name``."""
+    def reader(self, name: str, files: Mapping[str, int] | None = None) -> Reader:
+        """Return the DCP reader for the folder ``name``, of its ``files`` (name: size) or of all that are there."""
         from smp_train.checkpoints.dcp import LocalReader
 
-        return LocalReader(self.root / name)
+        return LocalReader(self.root / name, self.sizes(name) if files is None else files)
 
     def stage(self, name: str) -> str:
         """Create a folder beside the final one, on the same file system; return its name."""

@@ -11,6 +11,7 @@ import posixpath
 import re
 import socket
 import uuid
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
@@ -92,11 +93,11 @@ class S3Storage(S3Folder):
 
         return S3Writer(self, name)
 
-    def reader(self, name: str) -> Reader:
-        """Return the DCP reader for the attempt ``name``."""
+    def reader(self, name: str, files: Mapping[str, int] | None = None) -> Reader:
+        """Return the DCP reader for the attempt ``name``, of its ``files`` (name: size) or of all that are there."""
         from smp_train.checkpoints.dcp_s3 import S3Reader
 
-        return S3Reader(self, name)
+        return S3Reader(self, name, self.sizes(name) if files is None else files)
 
     def stage(self, name: str) -> str:
         """Return the place of a new attempt; nothing is written for it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing.connection
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -181,6 +182,12 @@ def _become(words: list[str], folder: str, environ: dict[str, str], out: str, er
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
+    if "SMP_TRAIN_TEST_STDIN" in environ:
+        os.dup2(os.open(environ["SMP_TRAIN_TEST_STDIN"], os.O_RDONLY), 0)
+        sys.stdin = os.fdopen(0)
+    if "SMP_TRAIN_TEST_MEMORY" in environ:  # more than is taken now
+        most = psutil.Process().memory_info().vms + int(environ["SMP_TRAIN_TEST_MEMORY"])
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     sys.path.insert(0, str(ROOT))
     sys.argv = ["smp-train", *words]
     try:

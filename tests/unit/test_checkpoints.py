@@ -276,19 +276,19 @@ def test_a_folder_is_listed_and_tidied_while_a_job_removes_what_is_in_it(tmp_pat
     save(tmp_path, 3, 6)
     left = tmp_path / ".llama_v2-2steps.0123abcd.deleting"
     left.mkdir()
-    older, size, touched = tmp_path / "llama_v2-3steps", os.path.getsize, storage_module._last_touched
+    older, size, touched = tmp_path / "llama_v2-3steps", os.lstat, storage_module._last_touched
 
-    def gone(path):
+    def gone(path, **more):
         if Path(path).parent == older:
             Path(path).unlink(missing_ok=True)
-        return size(path)
+        return size(path, **more)
 
     def removed(folder):
         found = touched(folder)
         folder.rmdir()
         return found
 
-    monkeypatch.setattr(os.path, "getsize", gone)
+    monkeypatch.setattr(os, "lstat", gone)
     monkeypatch.setattr(storage_module, "_last_touched", removed)
     assert main(["ls", str(tmp_path)]) == 0
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]

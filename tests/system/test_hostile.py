@@ -1,0 +1,329 @@
+"""Files that somebody else made, and meant badly: what smp-train reads runs no code, stays in its folder and in memory.
+
+Each row makes a hostile input and names the command that meets it. The command has ``y`` on its standard input and
+`MEMORY` more address space than its imports take; it must end with the exit code of the design and one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.system.command import warm
+from tests.training import flags
+
+pytestmark = pytest.mark.system
+
+CONFIG, DATA, CHECKPOINT = 2, 3, 4
+MEMORY = 1 << 30
+SECRET = "kept-outside-the-folder"
+Case = Callable[[Path], list[str]]
+CASES: dict[str, tuple[int, Case]] = {}
+
+
+def hostile(code: int) -> Callable[[Case], Case]:
+    """Enter a function that makes an input, and returns the command that reads it, with the command's exit code."""
+
+    def enter(case: Case) -> Case:
+        CASES[case.__name__] = (code, case)
+        return case
+
+    return enter
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    with warm(folder, "train", *flags(folder, max_steps=1, checkpoint_freq=1)) as command:
+        assert command.code() == 0, command.err
+    (path,) = [path.parent for path in folder.glob("checkpoints/**/COMMITTED")]
+    return path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_input_ends_with_one_line(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    code, make = CASES[name]
+    (tmp_path / "secret").write_text(SECRET)
+    shutil.copytree(checkpoint, tmp_path / "ckpt" / "llama_v2-1steps")
+    (tmp_path / "answers").write_text("y\n" * 100)
+    words = make(tmp_path)
+    limits = {"SMP_TRAIN_TEST_MEMORY": str(MEMORY), "SMP_TRAIN_TEST_STDIN": str(tmp_path / "answers")}
+    with warm(tmp_path, *words, environ={"CANARY": str(tmp_path / "ran"), **limits}) as command:
+        ended = command.code(300)
+        said = command.out + command.err
+        assert not (tmp_path / "ran").exists()
+        assert ended == code, said
+        assert SECRET not in said
+        assert "Traceback" not in said
+        errors = [line for line in command.err.splitlines() if line.startswith("smp-train: error: ")]
+        assert len(errors) == 1, said
+        assert len(errors[0]) < 1000
+
+
+# --- checkpoints: COMMITTED, meta.json ---------------------------------------------------------------
+
+
+def of(folder: Path) -> Path:
+    return folder / "ckpt" / "llama_v2-1steps"
+
+
+def commit(folder: Path, add: dict[str, int] | None = None, **changes: Any) -> None:
+    """Write COMMITTED as it would be for the files that are there now, with ``changes``."""
+    path = of(folder)
+    committed = json.loads((path / "COMMITTED").read_text())
+    committed.pop("crc32", None)
+    for name in committed["files"]:
+        if (path / name).is_file():
+            data = (path / name).read_bytes()
+            committed["files"][name] = {"size": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+    for name, size in (add or {}).items():
+        data = (path / name).read_bytes()[:size]
+        committed["files"][name] = {"size": size, "crc32": f"{zlib.crc32(data):08x}"}
+    (path / "COMMITTED").write_text(json.dumps(committed | changes))
+
+
+def verify(folder: Path) -> list[str]:
+    return ["checkpoint", "verify", str(of(folder))]
+
+
+def resume(folder: Path) -> list[str]:
+    return ["train", *flags(folder, max_steps=2, resume_from_checkpoint=of(folder))]
+
+
+def export(folder: Path) -> list[str]:
+    return ["checkpoint", "export", str(of(folder)), str(folder / "out")]
+
+
+@hostile(CHECKPOINT)
+def committed_names_a_file_above_its_folder(folder: Path) -> list[str]:
+    commit(folder, {"../../secret": len(SECRET)})
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def committed_names_an_absolute_file(folder: Path) -> list[str]:
+    commit(folder, {str(folder / "secret"): len(SECRET)})
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def committed_names_a_root_outside(folder: Path) -> list[str]:
+    commit(folder, root="..")
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def committed_names_a_root_that_is_a_link(folder: Path) -> list[str]:
+    shutil.copytree(of(folder), folder / "elsewhere")
+    (of(folder) / "root").symlink_to(folder / "elsewhere")
+    commit(folder, root="root")
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def committed_names_a_link(folder: Path) -> list[str]:
+    (of(folder) / "linked").symlink_to(folder / "secret")
+    commit(folder, {"linked": len(SECRET)})
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def a_shard_is_a_link(folder: Path) -> list[str]:
+    (of(folder) / "__0_0.distcp").rename(folder / "elsewhere")
+    (of(folder) / "__0_0.distcp").symlink_to(folder / "elsewhere")
+    return resume(folder)
+
+
+@hostile(CHECKPOINT)
+def committed_is_a_link_to_an_endless_device(folder: Path) -> list[str]:
+    (of(folder) / "COMMITTED").unlink()
+    (of(folder) / "COMMITTED").symlink_to("/dev/zero")
+    return ["checkpoint", "show", str(of(folder))]
+
+
+@hostile(CHECKPOINT)
+def committed_is_very_large(folder: Path) -> list[str]:
+    os.truncate(of(folder) / "COMMITTED", 1 << 40)
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def committed_is_nested_very_deep(folder: Path) -> list[str]:
+    (of(folder) / "COMMITTED").write_text("[" * 1_000_000)
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def committed_says_another_step_than_meta(folder: Path) -> list[str]:
+    commit(folder, step=7)
+    return resume(folder)
+
+
+@hostile(CHECKPOINT)
+def committed_says_an_endless_step(folder: Path) -> list[str]:
+    commit(folder, step=float("inf"))
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def one_digit_of_committed_is_another(folder: Path) -> list[str]:
+    text = (of(folder) / "COMMITTED").read_text()
+    (of(folder) / "COMMITTED").write_text(text.replace('"model_type": "llama_v2"', '"model_type": "llama_v3"'))
+    return verify(folder)
+
+
+def meta(folder: Path, text: str) -> None:
+    (of(folder) / "meta.json").write_text(text)
+    commit(folder)
+
+
+@hostile(CHECKPOINT)
+def meta_is_a_list(folder: Path) -> list[str]:
+    meta(folder, "[1]")
+    return export(folder)
+
+
+@hostile(CHECKPOINT)
+def meta_is_nested_very_deep(folder: Path) -> list[str]:
+    meta(folder, "[" * 1_000_000)
+    return resume(folder)
+
+
+@hostile(CHECKPOINT)
+def meta_is_not_what_was_committed(folder: Path) -> list[str]:
+    text = (of(folder) / "meta.json").read_text()
+    (of(folder) / "meta.json").write_text(text.replace('"step": 1', '"step": 7', 1))
+    return ["checkpoint", "show", str(of(folder))]
+
+
+@hostile(CHECKPOINT)
+def meta_says_a_model_that_is_none(folder: Path) -> list[str]:
+    meta(folder, json.dumps({"step": 1, "model_config": [1]}))
+    return export(folder)
+
+
+@hostile(CHECKPOINT)
+def meta_says_a_model_with_code(folder: Path) -> list[str]:
+    config = {"model_type": "foreign", "auto_map": {"AutoConfig": "code.Config"}}
+    meta(folder, json.dumps({"step": 1, "model_config": config}))
+    return export(folder)
+
+
+# --- checkpoints: the index, which is a pickle -------------------------------------------------------
+
+
+def index(folder: Path, data: bytes | Any) -> None:
+    """Replace the checkpoint's index, and commit it."""
+    data = data if isinstance(data, bytes) else pickle.dumps(data)
+    (of(folder) / ".metadata").write_bytes(data)
+    commit(folder)
+
+
+def indexed(folder: Path) -> Any:
+    return pickle.loads((of(folder) / ".metadata").read_bytes())
+
+
+class Code:
+    """Its pickle runs code where it is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ("import os; open(os.environ['CANARY'], 'w')",)
+
+
+def built(target: bytes, state: bytes) -> bytes:
+    """Return a pickle that sets attributes on what ``target`` puts on the stack."""
+    return b"\x80\x02" + target + b"N" + state + b"\x86" + b"b" + b"."
+
+
+OVERWRITE = b"}X\x04\x00\x00\x00openNs"
+
+
+@hostile(CHECKPOINT)
+def index_calls_a_function(folder: Path) -> list[str]:
+    index(folder, Code())
+    return resume(folder)
+
+
+@hostile(CHECKPOINT)
+def index_sets_attributes_of_a_class(folder: Path) -> list[str]:
+    index(folder, built(b"cpathlib\nPath\n", OVERWRITE))
+    return export(folder)
+
+
+@hostile(CHECKPOINT)
+def index_sets_attributes_of_a_function(folder: Path) -> list[str]:
+    index(folder, built(b"ctorch.serialization\n_get_layout\n", OVERWRITE))
+    return export(folder)
+
+
+@hostile(CHECKPOINT)
+def index_sets_attributes_of_a_record_class(folder: Path) -> list[str]:
+    index(folder, built(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", OVERWRITE))
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def index_asks_for_much_memory(folder: Path) -> list[str]:
+    index(folder, b"\x80\x04Nr\xff\xff\xff\x7f.")  # LONG_BINPUT: the memo gets two thousand million places
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def index_is_not_an_index(folder: Path) -> list[str]:
+    index(folder, {"state_dict_metadata": {}})
+    return export(folder)
+
+
+def with_files_at(folder: Path, path: str) -> None:
+    found = indexed(folder)
+    for info in found.storage_data.values():
+        info.relative_path = path
+    index(folder, found)
+
+
+@hostile(CHECKPOINT)
+def index_names_a_file_above_its_folder(folder: Path) -> list[str]:
+    shutil.copy(of(folder) / "__0_0.distcp", folder / "elsewhere")
+    with_files_at(folder, "../../elsewhere")
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
+def index_names_an_absolute_file(folder: Path) -> list[str]:
+    shutil.copy(of(folder) / "__0_0.distcp", folder / "elsewhere")
+    with_files_at(folder, str(folder / "elsewhere"))
+    return resume(folder)
+
+
+@hostile(CHECKPOINT)
+def index_names_a_file_that_is_not_committed(folder: Path) -> list[str]:
+    shutil.copy(of(folder) / "__0_0.distcp", of(folder) / "more.distcp")
+    with_files_at(folder, "more.distcp")
+    return export(folder)
+
+
+@hostile(CHECKPOINT)
+def index_says_a_tensor_is_enormous(folder: Path) -> list[str]:
+    import torch
+
+    found = indexed(folder)
+    entry = found.state_dict_metadata["model.lm_head.weight"]
+    entry.size = torch.Size([10**7, 10**6])
+    index(folder, found)
+    return export(folder)
+
+
+@hostile(CHECKPOINT)
+def anothers_tree_names_a_file_above_its_folder(folder: Path) -> list[str]:
+    shutil.copy(of(folder) / "__0_0.distcp", folder / "elsewhere")
+    with_files_at(folder, "../elsewhere")
+    shutil.copytree(of(folder), folder / "tree", ignore=lambda *_: ["COMMITTED", "meta.json"])
+    return ["train", *flags(folder, finetune=1, pretrained_checkpoint_file=folder / "tree")]
