@@ -30,7 +30,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "several": {"instance_count": 2},
     "no data": {"train": None, "test": None},
     "smp": {},
+    "channel": {},
 }  # fmt: skip
+BEYOND: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no instance": ({}, {"instance_count": 0}, "--instance_count 0"),
+    "long value": ({"tensorboard_dir": "x" * 3000}, {}, "HyperParameters.tensorboard_dir: 300"),
+    "long variable": ({}, {"env": {"LONG": "x" * 600}}, "Environment.LONG: 600 characters"),
+    "many retries": ({}, {"retries": 31}, "MaximumRetryAttempts: 31"),
+}
+"""What SageMaker would refuse: (flags, options, what is said)."""
 ENVIRON = {
     "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": REGION,
     "AWS_EC2_METADATA_DISABLED": "true", "SAGEMAKER_SUPPRESS_V2_WARNING": "1", "SAGEMAKER_VALIDATE_ROLE": "false",
@@ -41,6 +49,7 @@ def flags(kind: str) -> list[str]:
     """Return the training flags of one of `KINDS`."""
     more = {"fsx": ["--checkpoint_dir", "/opt/ml/input/data/fsx/checkpoints"], "smp": ["--backend", "smp"]}
     more["no data"] = ["--use_synthetic_data", "1"]
+    more["channel"] = ["--checkpoint_dir", "/opt/ml/checkpoints"]
     return [*FLAGS, *more.get(kind, [])]
 
 

@@ -20,9 +20,10 @@ pytest.importorskip("sagemaker.pytorch", reason="SageMaker's SDK is in the envir
 import boto3
 import sagemaker as sdk
 
+from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
-from tests.sagemaker.jobs import FLAGS, KINDS, OPTIONS, REGION, flags, furnish, training_environ
+from tests.sagemaker.jobs import BEYOND, FLAGS, KINDS, OPTIONS, REGION, flags, furnish, training_environ
 from tests.training import SAMPLE, TINY
 
 ROOT = Path(__file__).parents[2]
@@ -49,9 +50,23 @@ def test_estimator_and_plain_request_are_the_same(aws: None, kind: str) -> None:
         sagemaker.build(flags(kind), **options), region=REGION, name=sent["TrainingJobName"], code=code
     )
     assert ours == sent
+    if kind == "channel":
+        wanted = {"S3Uri": "s3://bucket/out/checkpoints/llama_v2-7b", "LocalPath": "/opt/ml/checkpoints"}
+        assert sent["CheckpointConfig"] == wanted
     if kind == "smp":
         assert "smdistributed-modelparallel:2.5.1-gpu-py311-cu124" in sent["AlgorithmSpecification"]["TrainingImage"]
         assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
+
+
+@pytest.mark.parametrize("kind", BEYOND)
+def test_beyond_limits_is_refused_before_anything_is_sent(aws: None, kind: str, tmp_path: Path) -> None:
+    words, options, said = BEYOND[kind]
+    before = boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"]
+    with pytest.raises(ConfigError) as refused:
+        sagemaker.estimator(words, source_dir=tmp_path, **{**OPTIONS, **options})
+    assert said in str(refused.value)
+    assert boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"] == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:

@@ -20,7 +20,7 @@ from sagemaker.core.helper.session_helper import Session
 from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
-from tests.sagemaker.jobs import KINDS, OPTIONS, REGION, flags, training_environ
+from tests.sagemaker.jobs import BEYOND, KINDS, OPTIONS, REGION, flags, training_environ
 from tests.training import SAMPLE, TINY
 
 
@@ -83,8 +83,22 @@ def test_model_trainer_and_plain_request_describe_the_same_job(aws: None, kind: 
         sagemaker.build(flags(kind), **options), region=REGION, name="a-name", code="s3://bucket/code"
     )
     assert comparable(sent) == comparable(plain)
+    if kind == "channel":
+        wanted = {"S3Uri": "s3://bucket/out/checkpoints/llama_v2-7b", "LocalPath": "/opt/ml/checkpoints"}
+        assert sent["CheckpointConfig"] == wanted
     if kind == "smp":
         assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
+
+
+@pytest.mark.parametrize("kind", BEYOND)
+def test_beyond_limits_is_refused_before_anything_is_sent(aws: None, kind: str, tmp_path: Path) -> None:
+    words, options, said = BEYOND[kind]
+    before = boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"]
+    with pytest.raises(ConfigError) as refused:
+        sagemaker.model_trainer(words, source_dir=tmp_path, **{**OPTIONS, **options})
+    assert said in str(refused.value)
+    assert boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"] == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:

@@ -187,7 +187,12 @@ SAGEMAKER = {"role": ROLE, "instance_type": "ml.p5.48xlarge", "train": "s3://buc
         ({"fsx": "fs-0123456789abcdef0:/m"}, {}, "--fsx needs --subnets"),
         ({"train": None}, {}, "no training data"),
         ({}, {"training_dir": "/x"}, "both say where data is"),
-        ({}, {"checkpoint_dir": "/tmp/ck"}, "--checkpoint_dir /tmp/ck: is lost with the instance"),
+        ({}, {"checkpoint_dir": "/fsx/ck"}, "--checkpoint_dir /fsx/ck: is lost with the instance"),
+        ({}, {"checkpoint_dir": "/opt/ml/checkpoints-2"}, "is lost with the instance"),
+        ({"spot": True}, {"checkpoint_dir": "/tmp/ck"}, "--checkpoint_dir /tmp/ck: is lost with the instance"),
+        ({"instance_count": 2, "output": "s3://abc"}, {"checkpoint_dir": "/opt/ml/checkpoints"}, "share no disk"),
+        ({"instance_count": 0}, {}, "--instance_count 0: expects a number, at least 1"),
+        ({"max_run": "1 day"}, {}, "--max_run '1 day': expects a number"),
         ({}, {"hybrid_shard_degre": 8}, "unknown flag --hybrid_shard_degre; did you mean --hybrid_shard_degree?"),
         ({}, {"hybrid_shard_degree": 3}, "does not divide the 8 processes"),
         ({}, {"mp_parameters": {"hybrid_shard_degre": 8}}, "unknown SMP parameter 'hybrid_shard_degre'"),
@@ -215,6 +220,19 @@ MANY = {"instance_count": 2, "output": "s3://bucket/out"}
         ({"output": "s3://bucket/out"}, {}, "/opt/ml/checkpoints", "s3://bucket/out/checkpoints/llama_v2"),
         ({"checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
         ({}, {}, "/opt/ml/checkpoints", None),
+        *(
+            ({"output": "s3://bucket/out"}, {name: "/opt/ml/checkpoints"}, "/opt/ml/checkpoints",
+             "s3://bucket/out/checkpoints/llama_v2")
+            for name in ("checkpoint_dir", "ckpt_save_path")
+        ),
+        (
+            {"checkpoints": "s3://bucket/c"}, {"checkpoint_dir": "/opt/ml/checkpoints/"}, "/opt/ml/checkpoints/",
+            "s3://bucket/c",
+        ),
+        (
+            {"keep_in": "s3://own/x"}, {"checkpoint_dir": "/opt/ml/checkpoints/mine"}, "/opt/ml/checkpoints/mine",
+            "s3://own/x/checkpoints/llama_v2",
+        ),
         ({"keep_in": "s3://own/x"}, {}, "/opt/ml/checkpoints", "s3://own/x/checkpoints/llama_v2"),
         ({"keep_in": "s3://own/x", "checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
         ({"keep_in": "s3://own/x", "instance_count": 2}, {}, "s3://own/x/checkpoints/llama_v2", None),
@@ -232,8 +250,44 @@ def test_sagemaker_keeps_checkpoints_where_all_instances_write(
 ) -> None:
     made = sagemaker.build({"model_type": "llama_v2", **flags}, **{**SAGEMAKER, **options_})
     assert (made.resolved.args.checkpoint_dir, made.checkpoints) == ([written], copied)
-    if written != "/opt/ml/checkpoints":
+    if "/opt/ml/checkpoints" not in written:
         assert [made.hyperparameters["checkpoint_dir"]] in ([written], [[written]])
+
+
+@pytest.mark.parametrize(
+    ("folders", "copied", "warned"),
+    [
+        ([], True, False),
+        (["/opt/ml/checkpoints"], True, False),
+        (["/opt/ml/checkpoints", "s3://bucket/rare"], True, False),
+        (["s3://bucket/often"], False, False),
+        (["/tmp/trial"], False, True),
+    ],
+    ids=str,
+)
+def test_sagemaker_keeps_what_one_instance_writes(
+    folders: list[str], copied: bool, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a CheckpointConfig all that is in /opt/ml/checkpoints is lost as the job ends."""
+    often = ["--checkpoint_freq", *["10"] * len(folders), "--num_kept_checkpoints", *["2"] * len(folders)]
+    words = ["--checkpoint_dir", *folders, *often] if folders else []
+    code = cli.main(
+        [
+            "launch", "sagemaker", "--dry_run", "--role", ROLE, "--instance_type", "ml.p5.48xlarge", "--train",
+            "s3://bucket/train", "--output", "s3://bucket/out", "--run_name", "mine", *words,
+        ]
+    )  # fmt: skip
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    wanted = {"S3Uri": "s3://bucket/out/checkpoints/mine", "LocalPath": "/opt/ml/checkpoints"}
+    assert json.loads(said.out).get("CheckpointConfig") == (wanted if copied else None)
+    assert ("/tmp/trial" in said.err) is warned
+
+
+def test_a_request_does_not_lose_checkpoints() -> None:
+    made = sagemaker.build({}, **SAGEMAKER)
+    with pytest.raises(ConfigError, match="would be lost"):
+        sagemaker.request(made, region="eu-west-1", name="x", code="s3://bucket/x")
 
 
 def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixture[str]) -> None:

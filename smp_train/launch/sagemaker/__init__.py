@@ -20,7 +20,7 @@ from smp_train.launch.environment import lint
 from smp_train.launch.options import helped, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
 from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build, own_place
-from smp_train.launch.sagemaker.request import check_limits, request
+from smp_train.launch.sagemaker.request import check_limits, request, warn
 from smp_train.launch.sagemaker.sdk_v2 import estimator, inputs
 from smp_train.launch.sagemaker.sdk_v3 import model_trainer
 from smp_train.launch.sagemaker.source import archive, stage
@@ -55,9 +55,10 @@ def main(words: Sequence[str]) -> int:
     code = f"{str(job.output).rstrip('/')}/{name}/source/sourcedir.tar.gz"
     wanted = request(job, region=region, name=name, code=code)
     if session is None:
+        warn(job.warnings)
         print(json.dumps(wanted, indent=2))
         return 0
-    told = [*lint(job.environment), *ineffective(job.resolved)]
+    told = [*job.warnings, *lint(job.environment), *ineffective(job.resolved)]
     if job.subnets:
         told.append(
             "--subnets: packages are installed when the container starts; the subnets need a way to PyPI (NAT), or "
@@ -68,8 +69,7 @@ def main(words: Sequence[str]) -> int:
         job.resolved, limit=job.max_run, margin=STOP_SECONDS, instance=job.instance, nodes=job.instance_count,
         processes=job.instance.gpus,
     )  # fmt: skip
-    for line in [*told, *check_account(job, session)]:
-        print(f"smp-train: warning: {line}", file=sys.stderr)
+    warn([*told, *check_account(job, session)])
     print(f"smp-train: {job.instance_count} x {job.instance_type}: role, data and limits are in order", file=sys.stderr)
     if check:
         return 0

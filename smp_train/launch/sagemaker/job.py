@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from smp_train.launch.spec import read_env
 
 CHECKPOINTS = "/opt/ml/checkpoints"
 FSX = "/opt/ml/input/data/fsx"
+SCRATCH = "/tmp/"
+"""Checkpoints below this folder are meant to end with the instance, as for the trials of a tuner."""
 # Newest PyTorch training image of SageMaker's SDK 2.257 that its torch_distributed accepts.
 TORCH = {"framework_version": "2.8.0", "py_version": "py312"}
 TORCH_IMAGE = "pytorch-training:2.8.0-gpu-py312"
@@ -82,6 +85,23 @@ class Job:
         """SMP's parameters as this job sets them; the others have SMP's or our defaults."""
         args, given = self.resolved.args, self.resolved.given
         return {key: getattr(args, key) for key in SMP_KEYS if given(key)} if self.smp else {}
+
+    @property
+    def lost_checkpoints(self) -> list[str]:
+        """Folders of checkpoints that are on the instance's own disk alone: they end with the job."""
+        return [
+            place
+            for place in self.resolved.args.checkpoint_dir
+            if "://" not in place and not in_channel(place) and not (place + "/").startswith((FSX + "/", NODE_LOCAL))
+        ]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What whoever submits the job should know."""
+        return [
+            f"--checkpoint_dir {place}: on the instance's own disk; these checkpoints are lost when the job ends"
+            for place in self.lost_checkpoints
+        ]
 
     def image_uri(self, region: str) -> str:
         """Return the image: the one given, or the one for the backend.
@@ -195,6 +215,10 @@ def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = Non
 
         raise ConfigError(f"unknown option {unknown[0]}{nearest(unknown[0], values)}")
     values |= {name: value for name, value in options.items() if value is not None}
+    for option in OPTIONS:
+        value = values[option.name]
+        if option.kind is int and value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"--{option.name} {value!r}: expects a number, at least 1")
     given = dict(words) if isinstance(words, Mapping) else hyperparameters(words)
     flags = [word for name, value in given.items() for word in _words(name, value)]
     if {"config", "smp_config"} & {canonical(name) for name in given}:
@@ -250,12 +274,18 @@ def _where_checkpoints_go(
     By default it is a place of this run's name, so that the same run started again goes on.
     """
     run, output = resolved.args.run_name, values["output"] or keep_in
-    if resolved.given("checkpoint_dir"):
+    given = resolved.given("checkpoint_dir")
+    if given and not any(map(in_channel, resolved.args.checkpoint_dir)):
         return None, values["checkpoints"]
-    if values["fsx"] and not values["checkpoints"]:
+    if values["fsx"] and not values["checkpoints"] and not given:
         return f"{FSX}/checkpoints/{run}", None
     place = values["checkpoints"] or (f"{output.rstrip('/')}/checkpoints/{run}" if output else None)
-    return (place, None) if values["instance_count"] > 1 else (None, place)
+    return (place, None) if values["instance_count"] > 1 and not given else (None, place)
+
+
+def in_channel(place: str) -> bool:
+    """Return whether a folder is the one that SageMaker copies to S3, or below it."""
+    return "://" not in place and Path(CHECKPOINTS) in (path := Path(os.path.normpath(place)), *path.parents)
 
 
 def _pairs(value: Any) -> list[str]:
@@ -302,11 +332,7 @@ def _check(job: Job) -> None:
         raise ConfigError(
             f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder"
         )
-    lost = [
-        place
-        for place in args.checkpoint_dir
-        if "://" not in place and not (place + "/").startswith((FSX + "/", CHECKPOINTS + "/", NODE_LOCAL))
-    ]
+    lost = [place for place in job.lost_checkpoints if not place.startswith(SCRATCH) or job.spot]
     if lost:
         raise ConfigError(
             f"--checkpoint_dir {lost[0]}: is lost with the instance; leave it out ({CHECKPOINTS}, which SageMaker "

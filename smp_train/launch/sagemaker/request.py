@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.launch.sagemaker.job import CHECKPOINTS, Job
+from smp_train.launch.sagemaker.job import CHECKPOINTS, Job, in_channel
 from smp_train.launch.sagemaker.source import ENTRY
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
 
 
-def encoded(job: Job) -> dict[str, str]:
-    """Return hyperparameters as SageMaker's SDK encodes them: JSON."""
-    return {name: json.dumps(value) for name, value in job.hyperparameters.items()}
-
-
-def request(job: Job, *, region: str, name: str, code: str) -> dict[str, Any]:
+def request(
+    job: Job, *, region: str, name: str, code: str, encode: Callable[[Any], str] = json.dumps
+) -> dict[str, Any]:
     """Return the CreateTrainingJob request; ``code`` is the s3:// URI of the source archive.
 
+    ``encode`` writes a hyperparameter as text, by default as SageMaker's SDK v2 does.
+
     Raises:
-        ConfigError: where it is outside of SageMaker's limits, as far as botocore is installed to tell.
+        ConfigError: where checkpoints would be lost with the instance, and where the request is outside of SageMaker's
+            limits, as far as botocore is installed to tell.
     """
-    hyper = encoded(job) | {
+    if any(map(in_channel, job.resolved.args.checkpoint_dir)) and not job.checkpoints:
+        raise ConfigError(
+            f"checkpoints in {CHECKPOINTS} would be lost with the instance: give --checkpoints s3://bucket/prefix, or "
+            "--output s3://bucket/prefix, below which they are kept then"
+        )
+    hyper = {name: encode(value) for name, value in job.hyperparameters.items()} | {
         "sagemaker_program": ENTRY,
         "sagemaker_submit_directory": code,
         "sagemaker_job_name": name,
@@ -78,6 +84,19 @@ def request(job: Job, *, region: str, name: str, code: str) -> dict[str, Any]:
         wanted["RetryStrategy"] = {"MaximumRetryAttempts": job.retries}
     check_limits(wanted)
     return wanted
+
+
+def review(job: Job, region: str, encode: Callable[[Any], str] = json.dumps) -> None:
+    """Refuse what SageMaker would, and print what the user should know, before an SDK uploads anything."""
+    code = f"{job.output or 's3://bucket'}/source/sourcedir.tar.gz"
+    request(job, region=region, name=f"{job.base_name}-20000101-000000", code=code, encode=encode)
+    warn(job.warnings)
+
+
+def warn(lines: Sequence[str]) -> None:
+    """Print warnings on stderr."""
+    for line in lines:
+        print(f"smp-train: warning: {line}", file=sys.stderr)
 
 
 _SDK_TEXTS = frozenset(

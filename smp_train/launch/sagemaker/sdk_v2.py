@@ -10,6 +10,7 @@ from typing import Any
 
 from smp_train.errors import ConfigError
 from smp_train.launch.sagemaker.job import CHECKPOINTS, SMP, TORCH, Job, build, own_place, region_of
+from smp_train.launch.sagemaker.request import review
 from smp_train.launch.sagemaker.source import ENTRY, stage
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
 
@@ -44,8 +45,11 @@ def estimator(
             "SageMaker's SDK v2 is not here; pip install 'sagemaker>=2.233,<3', or use model_trainer with SDK v3"
         ) from None
     sagemaker_session = sagemaker_session or Session()  # as the SDK would: its configuration may name a bucket
-    own = own_place(options.get("role"), region_of(sagemaker_session), sagemaker_session)
-    job = build(words, keep_in=own, **options)
+    region = region_of(sagemaker_session)
+    if not region:
+        raise ConfigError("no AWS region: give a session of one, or set AWS_DEFAULT_REGION")
+    job = build(words, keep_in=own_place(options.get("role"), region, sagemaker_session), **options)
+    review(job, region)
     folder = stage(Path(source_dir) if source_dir else Path(tempfile.mkdtemp(prefix="smp-train-source-")))
     image: dict[str, Any] = {"image_uri": job.image} if job.image else dict(SMP if job.smp else TORCH)
     distribution: dict[str, Any] = {"torch_distributed": {"enabled": True}}

@@ -10,6 +10,7 @@ from typing import Any
 
 from smp_train.errors import ConfigError
 from smp_train.launch.sagemaker.job import CHECKPOINTS, Job, build, own_place, region_of
+from smp_train.launch.sagemaker.request import review
 from smp_train.launch.sagemaker.source import ENTRY, stage
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
 
@@ -62,6 +63,7 @@ def model_trainer(
         sagemaker_session = Session(boto3.Session(region_name=region))
     job = build(words, keep_in=own_place(options.get("role"), region, sagemaker_session), **options)
     _check(job)
+    review(job, region, encode=lambda value: value if isinstance(value, str) else json.dumps(value))
     folder = stage(Path(source_dir) if source_dir else Path(tempfile.mkdtemp(prefix="smp-train-source-")))
     more: dict[str, Any] = {}
     if job.checkpoints:
