@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import asdict
 
-from smp_train import runtime
+from smp_train import runtime, train_utils
 from smp_train.checkpoints import open_checkpoint
 from smp_train.checkpoints.export import export, export_weights
 from smp_train.checkpoints.node_local import is_node_local
@@ -61,6 +62,19 @@ def report_saves(run: Run) -> None:
 def end_saves(run: Run) -> None:
     """Let a save that is under way come to its end, as the run is about to fail of something else; collective."""
     try:
+        report_saves(run)
+    except CheckpointError as failure:
+        log.warning("%s", failure)
+
+
+def save_last(run: Run) -> None:
+    """Save the last completed step, unless it is saved, as the run is about to fail of its data; collective."""
+    if run.result is not None and not all(map(math.isfinite, train_utils.read(run.backend, run.result))):
+        log.warning("Step %d is not saved: its loss is not a number", run.progress.step)
+        end_saves(run)
+        return
+    try:
+        save(run, force=True)
         report_saves(run)
     except CheckpointError as failure:
         log.warning("%s", failure)

@@ -67,6 +67,8 @@ class Run:
     found: Checkpoint | None
     """What the run resumes from; None for a first start."""
     progress: Progress = field(default_factory=Progress)
+    result: train_utils.StepResult | None = None
+    """What the last completed step of this start has left on the device."""
     saved_step: int = 0
     """Step of the newest checkpoint that this run wrote or resumed from; there is nothing to save at step 0."""
     saved_path: str | None = None

@@ -15,7 +15,7 @@ from smp_train.checkpoints.storage import place_of
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.runtime import Runtime
-from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model
+from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model, save_last
 from smp_train.set_up import Progress, Run, layout, set_up
 from smp_train.telemetry.logging_utils import batch_line, get_logger, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
@@ -104,7 +104,11 @@ def fit(run: Run) -> bool:
             stopped = step(run, batches) and progress.step < run.total_steps
         last = stopped or progress.step == run.total_steps
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
-            given_up = not validate(run)
+            try:
+                given_up = not validate(run)
+            except DataError:
+                save_last(run)
+                raise
             stopped = given_up and progress.step < run.total_steps
             last = last or stopped
         if last or run.checkpoints.due(progress.step):
@@ -146,17 +150,19 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         tokens=vote.tokens,
         lr=run.schedule(progress.step),
         max_grad_norm=args.grad_clip,
+        held=vote.held,
     )
     tokens, stopped, failed = vote.outcome()
+    if failed or tokens == 0:
+        save_last(run)
     if failed:
-        end_saves(run)
         with runtime.together("reading the training data"):
             if failure is not None:
                 raise failure
     if tokens == 0:
-        end_saves(run)
         samples = f"samples {progress.consumed} to {progress.consumed + taken - 1}"
         raise DataError(f"step {progress.step + 1}: {samples} have no counted token; is --max_context_width too short?")
+    run.result = result
     progress.step += 1
     progress.consumed += taken
     progress.tokens += tokens
@@ -173,8 +179,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
 def log_step(run: Run, result: train_utils.StepResult) -> None:
     """Bring the step's numbers to the host, write them, and refuse to go on from a loss that is not a number."""
     progress = run.progress
-    loss = run.backend.sum_over_data(result.loss.clone()).item()
-    grad_norm = result.grad_norm.item()
+    loss, grad_norm = train_utils.read(run.backend, result)
     record = {
         "step": progress.step,
         "loss": loss,

@@ -91,6 +91,8 @@ class Vote:
             self._host = values
             self.tokens = values[0]
             self._copied = None
+        self.held = ((values[2] > 0) | (values[0] == 0)).float()
+        """1 where the step must leave the weights as they are: a rank failed, or no token counts. On the device."""
 
     def outcome(self) -> tuple[int, bool, bool]:
         """Return (counted tokens of the global batch, stop, failed); waits for the sum, not for the step."""
@@ -119,6 +121,7 @@ def train_step(
     tokens: Tensor,
     lr: float,
     max_grad_norm: float,
+    held: Tensor | None = None,
 ) -> StepResult:
     """Make one update from this rank's micro-batches of one global batch.
 
@@ -130,6 +133,7 @@ def train_step(
         tokens: Number of counted tokens of the *global* batch, a scalar on the device.
         lr: Learning rate of this update.
         max_grad_norm: Clip the global gradient norm to this; 0 does not clip.
+        held: `Vote.held`: 1 leaves weights and moments as they are.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -142,8 +146,15 @@ def train_step(
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
     grad_norm = backend.clip_grad_norm(model, max_grad_norm)
+    # What `torch.amp.GradScaler` sets: the fused kernel reads it on the device, and does nothing where it is 1.
+    optimizer.found_inf = held  # type: ignore[attr-defined]
     optimizer.step()
     return StepResult(loss=total, grad_norm=grad_norm)
+
+
+def read(backend: Backend, result: StepResult) -> tuple[float, float]:
+    """Return loss and gradient norm of a step as numbers of the host; collective, waits."""
+    return float(backend.sum_over_data(result.loss.clone()).item()), float(result.grad_norm.item())
 
 
 @torch.no_grad()

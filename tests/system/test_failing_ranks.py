@@ -136,7 +136,8 @@ def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
     assert len(lines) == 2
     assert re.match(rf"smp-train: \[rank 0 on \S+\] error: rank 1 on \S+: {told}", lines[0])
     assert re.match(rf"smp-train: \[rank 1 on \S+\] error: {told}", lines[1])
-    assert not list(tmp_path.glob("checkpoints/*steps"))
+    (saved,) = tmp_path.glob("checkpoints/*steps")  # the last completed step
+    assert (saved / "COMMITTED").exists()
 
 
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:

@@ -210,8 +210,8 @@ def test_state_refuses_what_it_is_not_of(corpus, tokenizer, caplog):
     stream = ranks[0].batches()
     next(stream)
     saved = state(ranks, 1)
-    with pytest.raises(ValueError, match="at sample 1, not 0"):
-        ranks[0].state(0)
+    with pytest.raises(ValueError, match="at sample 1, not 2"):
+        ranks[0].state(2)
     for changes, reason in [
         ({"seed": 2}, "--seed changed: 1 in the checkpoint, 2 now"),
         ({"shuffled": False}, "--shuffle changed: global in the checkpoint, none now"),

@@ -72,6 +72,8 @@ class TextData(Dealing):
         self.streams = len(cursors)
         self._at = consumed
         self._cursors = {v: (self._taken(v, consumed), cursor) for v, cursor in enumerate(cursors)}
+        self._before = consumed, self._cursors
+        """State before the last step that was handed over: saved when a peer has no data for that step."""
 
     def _taken(self, stream: int, consumed: int) -> int:
         """Return how many of the first ``consumed`` positions are of a stream."""
@@ -122,7 +124,8 @@ class TextData(Dealing):
         return collate(rows, [name_of(spans) for _, spans in found], self.seq_len, pin_memory=self.pin_memory)
 
     def _hand_over(self, step: _Step) -> list[Batch]:
-        self._cursors |= step.cursors
+        self._before = self._at, self._cursors
+        self._cursors = self._cursors | step.cursors
         self._at = step.consumed
         return step.batches
 
@@ -135,12 +138,16 @@ class TextData(Dealing):
         }
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps; collective. ``consumed`` is what the last step handed over ends with."""
-        if consumed != self._at:
+        """Return what a checkpoint keeps; collective.
+
+        ``consumed`` is what the last step handed over ends with, or begins with.
+        """
+        known = dict([self._before, (self._at, self._cursors)])
+        if consumed not in known:
             raise ValueError(f"the streams are at sample {self._at}, not {consumed}")
         rows = []
         for v in range(self.streams):
-            taken, cursor = self._cursors[v]
+            taken, cursor = known[consumed][v]
             # Whoever took a stream's last sample knows where it is; the others say nothing.
             knows = taken == self._taken(v, consumed)
             rows += [1, *cursor] if knows else [0] * (1 + len(cursor))
