@@ -36,6 +36,9 @@ class ModelArguments:
         None,
         "Folder (also s3://) of a Hugging Face model, or its name: its configuration, and its weights where it has any",
     )
+    trust_remote_code: bool = flag(
+        False, "Run the code that comes with that model or its tokenizer, where transformers has no class for it"
+    )
     from_scratch: bool = flag(
         False, "Train a preset of the from-scratch ladder (350m to 70b; --model_size, or 7b)"
     )

@@ -24,6 +24,7 @@ from smp_train.checkpoints.record import ABANDONED, COMMITTED, DAMAGED, folder_n
 from smp_train.checkpoints.retention import Policy
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.hugging_face import trust_code
 from smp_train.runtime.places import Place, place
 
 ABANDONED_SECONDS = 3600.0
@@ -60,10 +61,12 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--tokenizer", help="folder or name of the tokenizer to write beside the model")
         made.add_argument("--max_shard_gb", type=float, default=5.0, help="size of one file (default: 5)")
         made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a model that is there")
+        made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run a tokenizer's own code")
     made = verb("import", "make a checkpoint of weights of any form", "see --pretrained_checkpoint_file", "folder")
     made.add_argument("--model", help="folder or name of the model; default: config.json beside the weights")
     made.add_argument("--step", type=int, help="step of the checkpoint; default: what the source says, else 0")
     made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a checkpoint of that step")
+    made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the model's own code")
     made = verb("prune", "delete all but the newest committed checkpoints", "folder of checkpoints")
     made.add_argument("--keep", type=int, required=True, help="how many of each model type to keep, at least 1")
     made.add_argument("--damaged", type=int, choices=(0, 1), default=0, help="delete those set aside as damaged, too")
@@ -75,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Do what the first argument names."""
     options = parser().parse_args(list(argv))
+    trust_code(bool(getattr(options, "trust_remote_code", 0)))
     actions = {
         "ls": ls, "show": show, "verify": verify, "export": export_model, "convert": convert, "import": import_weights,
         "prune": prune,
@@ -223,8 +227,9 @@ def import_weights(options: argparse.Namespace) -> int:
     source = _weights(options.source)
     spec = resolve(
         argparse.Namespace(
-            finetune=True, pretrained_model_name=options.model, pretrained_checkpoint_file=str(source),
-            finetune_checkpoint_load_dir=None, hf_pretrained_model_name_or_dir=None, model_type=None, model_size=None,
+            trust_remote_code=options.trust_remote_code, finetune=True, pretrained_model_name=options.model,
+            pretrained_checkpoint_file=str(source), finetune_checkpoint_load_dir=None,
+            hf_pretrained_model_name_or_dir=None, model_type=None, model_size=None,
         )
     )  # fmt: skip
     told: dict[str, Any] = {}

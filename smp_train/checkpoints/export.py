@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.model_folder import ModelFolder, put, put_made, writing
-from smp_train.errors import CheckpointError, ConfigError, one_line
-from smp_train.models.hugging_face import config_of
+from smp_train.errors import CheckpointError, one_line
+from smp_train.models.hugging_face import config_of, load_tokenizer, model_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
 from smp_train.runtime.places import Place, on_this_machine, place
@@ -140,10 +140,8 @@ def _describe(
 
 
 def _plain_model(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return model_of(config)
 
 
 def _items_of_model(plain: Any, reader: Reader, dtype: torch.dtype | None, label: str) -> list[Item]:
@@ -280,15 +278,8 @@ def check_tokenizer(tokenizer: str | None) -> None:
 
 @contextmanager
 def _opened(tokenizer: str) -> Iterator[Any]:
-    from transformers import AutoTokenizer
-
     with on_this_machine(tokenizer) as folder:  # until it is saved: some tokenizers copy their files
-        try:
-            found = AutoTokenizer.from_pretrained(folder)
-        except Exception as failure:  # whatever a folder or the hub may give
-            first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-            raise ConfigError(f"tokenizer {tokenizer} cannot be read: {first}") from failure
-        yield found
+        yield load_tokenizer(folder)
 
 
 def tokenizer_beside(weights: str | None) -> str | None:

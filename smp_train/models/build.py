@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.errors import ConfigError
+from smp_train.models.hugging_face import model_of
 from smp_train.models.recording import construct_on_meta
 from smp_train.models.resolve import ModelSpec
 
@@ -28,16 +29,14 @@ def build_meta(
     Raises:
         ConfigError: transformers refuses the configuration or the attention implementation.
     """
-    from transformers import AutoModelForCausalLM, __version__
+    from transformers import __version__
 
     kind = {"dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype": dtype}
     spec.config.use_cache = False
     attn_implementation = _available_attention(spec, attn_implementation)
     try:
         model = construct_on_meta(
-            lambda: AutoModelForCausalLM.from_config(
-                spec.config, attn_implementation=attn_implementation, **kind
-            )
+            lambda: model_of(spec.config, attn_implementation=attn_implementation, **kind)
         )
     except (ValueError, ImportError, KeyError) as failure:
         reason = str(failure).splitlines()[0]

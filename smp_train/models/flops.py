@@ -7,6 +7,8 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from smp_train.models.hugging_face import model_of
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -63,11 +65,10 @@ def _count_built(kind: Any, config_json: str) -> Counts:
     # Built on meta rather than by a formula per family: exact for every model that transformers has.
     import torch
     from torch import nn
-    from transformers import AutoModelForCausalLM
 
     config = kind.from_dict(json.loads(config_json))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = model_of(config)
     head = model.get_output_embeddings()
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if head is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.errors import CheckpointError
+from smp_train.models.hugging_face import model_of
 from smp_train.models.initialization import canonical_name, part_of
 from smp_train.models.weight_files import Block, WeightFiles
 from smp_train.runtime.dtensor import local_tensor
@@ -101,11 +102,9 @@ def _current_names(model: nn.Module, stored: list[str]) -> dict[str, str]:
         from transformers.core_model_loading import WeightRenaming
     except ImportError:  # transformers 4 has the names of the files.
         return {canonical_name(name): name for name in stored}
-    from transformers import AutoModelForCausalLM
-
     # Asked of a model that nothing is wrapped around: the answer depends on the class.
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(model.config)
+        plain = model_of(model.config)
     renamings = [rule for rule in get_model_conversion_mapping(plain) if isinstance(rule, WeightRenaming)]
     names = {}
     for name in stored:

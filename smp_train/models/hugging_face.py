@@ -1,8 +1,13 @@
-"""A Hugging Face model's configuration, and which weights go with it: from a folder, a file, S3, or the hub."""
+"""Configurations, tokenizers and models of Hugging Face: from a folder, a file, S3, or the hub, and without their code.
+
+All that transformers reads from elsewhere is read here. Code that comes with it runs with --trust_remote_code 1 only.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +24,69 @@ CONFIG_FILE = "config.json"
 OUR_META = "meta.json"
 # Written last into a checkpoint of ours; where it was in S3 once, this tells in which sub-folder its files are.
 OUR_MARK = "COMMITTED"
+
+logger = logging.getLogger("smp_train.models")
+_trusted = False
+
+
+def trust_code(trusted: bool) -> None:
+    """Let this process run the code that comes with models and tokenizers, or not; said in the log."""
+    global _trusted
+    if trusted and not _trusted:
+        logger.warning("--trust_remote_code 1: code that comes with a model or a tokenizer is run")
+    _trusted = trusted
+
+
+def _foreign_code(where: object) -> ConfigError:
+    return ConfigError(
+        f"{where} needs code of its own (auto_map, or a kernel of the hub), which is not run; read that code, then "
+        "give --trust_remote_code 1"
+    )
+
+
+def load_tokenizer(location: str) -> Any:
+    """Return the tokenizer of a folder, or of a name on the hub. Raises `ConfigError` where it cannot be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        settings = Path(location) / "tokenizer_config.json"
+        if settings.is_file():
+            for key, value in json.loads(settings.read_text(encoding="utf-8")).items():
+                if key.endswith("_file") and isinstance(value, str) and "/" in value and os.path.isfile(value):
+                    raise ConfigError(f"{settings}: {key} leads out of the folder, to {value}; take that entry out")
+        return AutoTokenizer.from_pretrained(location, trust_remote_code=_trusted)
+    except ConfigError:
+        raise
+    except Exception as failure:  # whatever a folder or the hub may give
+        if "trust_remote_code" in str(failure):
+            raise _foreign_code(f"tokenizer {location}") from failure
+        first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+        raise ConfigError(f"tokenizer {location} cannot be read: {first}") from failure
+
+
+def model_of(config: Any, **more: Any) -> Any:
+    """Return the causal LM of a configuration, as `AutoModelForCausalLM.from_config`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=_trusted, **more)
+
+
+def _without_code(config: PretrainedConfig, fields: Any, where: object) -> PretrainedConfig:
+    """Return a configuration that leads to no code; ``fields`` are those it was made of. Raises `ConfigError`."""
+    if _trusted:
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        if config.model_type not in CONFIG_MAPPING:  # the rest of this program looks types up there
+            AutoConfig.register(config.model_type, type(config))
+        return config
+    left = [fields]
+    while left:
+        for key, value in left.pop().items():
+            if key.endswith("_implementation") and "/" in str(value):
+                raise _foreign_code(f"{where}: {key} {value}")
+            left += [value] if isinstance(value, dict) else []
+    config.__dict__.pop("auto_map", None)
+    return config
 
 
 def open_configuration(location: str, weights: str | None = None) -> tuple[str, PretrainedConfig, str | None]:
@@ -53,17 +121,22 @@ def _load_config(path: Place) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
         if path.name == OUR_META:
-            return config_of(json.loads(path.read_text(encoding="utf-8"))["model_config"])
+            return config_of(fields["model_config"])
         if not isinstance(path, S3Path):
-            return AutoConfig.from_pretrained(str(path))
+            # By its folder, in which its code lies too, if it has the name that transformers looks for.
+            where = path.parent if path.name == CONFIG_FILE else path
+            return _without_code(AutoConfig.from_pretrained(str(where), trust_remote_code=_trusted), fields, path)
         with tempfile.TemporaryDirectory() as folder:  # transformers reads files
             copy = Path(folder) / CONFIG_FILE
-            copy.write_bytes(path.read_bytes())
-            return AutoConfig.from_pretrained(str(copy))
-    except CheckpointError:  # S3 does not give it
+            copy.write_text(json.dumps(fields), encoding="utf-8")
+            return _without_code(AutoConfig.from_pretrained(str(copy), trust_remote_code=_trusted), fields, path)
+    except (CheckpointError, ConfigError):  # S3 does not give it, or it brings code
         raise
     except Exception as failure:  # Anything a file of unknown origin may lead to.
+        if "trust_remote_code" in str(failure):
+            raise _foreign_code(path) from failure
         raise ConfigError(f"transformers cannot read {path}: {one_line(failure)}") from failure
 
 
@@ -72,7 +145,7 @@ def config_of(fields: dict[str, Any]) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING
 
     config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
-    return config
+    return _without_code(config, fields, "model_config")
 
 
 def _download(name: str, *, with_weights: bool) -> Path:

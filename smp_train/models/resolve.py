@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train.errors import ConfigError
 from smp_train.models.configuration import SHAPES, configuration, following_heads, lay_over, overlay
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, other_family
-from smp_train.models.hugging_face import CONFIG_FILE, OUR_MARK, OUR_META, open_configuration
+from smp_train.models.hugging_face import CONFIG_FILE, OUR_MARK, OUR_META, open_configuration, trust_code
 from smp_train.runtime.places import Place, place
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def resolve(args: Any) -> ModelSpec:
         ConfigError: unknown family or preset (nearest named), a flag the family has no use for, widths that do not
             fit together, or a folder without a usable configuration.
     """
+    trust_code(bool(getattr(args, "trust_remote_code", False)))
     given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
     location, weights = _configuration_and_weights(args, given)
     if location:

@@ -63,6 +63,7 @@ def test_a_hostile_input_ends_with_one_line(name: str, checkpoint: Path, tmp_pat
         assert ended == code, said
         assert SECRET not in said
         assert "Traceback" not in said
+        assert "[y/N]" not in said
         errors = [line for line in command.err.splitlines() if line.startswith("smp-train: error: ")]
         assert len(errors) == 1, said
         assert len(errors[0]) < 1000
@@ -327,3 +328,105 @@ def anothers_tree_names_a_file_above_its_folder(folder: Path) -> list[str]:
     with_files_at(folder, "../elsewhere")
     shutil.copytree(of(folder), folder / "tree", ignore=lambda *_: ["COMMITTED", "meta.json"])
     return ["train", *flags(folder, finetune=1, pretrained_checkpoint_file=folder / "tree")]
+
+
+# --- configurations and tokenizers -------------------------------------------------------------------
+
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"intermediate_size": 48, "vocab_size": 256, "max_position_embeddings": 16}
+RUNS = "import os\nopen(os.environ['CANARY'], 'w')\n"
+
+
+def model(folder: Path, **config: Any) -> Path:
+    """Write the folder of a model whose code leaves a mark where it runs."""
+    there = folder / "model"
+    there.mkdir(parents=True)
+    (there / "config.json").write_text(json.dumps(config))
+    (there / "code.py").write_text(
+        f"{RUNS}from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class Config(LlamaConfig):\n    model_type = 'foreign'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+        "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    return there
+
+
+CODE = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+
+
+def train_on(folder: Path, path: Path, **changes: Any) -> list[str]:
+    own = dict.fromkeys(
+        ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads",
+         "intermediate_size")
+    )  # fmt: skip
+    return ["train", *flags(folder, **own, hf_pretrained_model_name_or_dir=path, **changes)]
+
+
+@hostile(CONFIG)
+def configuration_brings_code(folder: Path) -> list[str]:
+    return train_on(folder, model(folder, **LLAMA | {"model_type": "foreign"} | CODE))
+
+
+@hostile(CONFIG)
+def configuration_beside_weights_brings_code(folder: Path) -> list[str]:
+    there = model(folder, **LLAMA | {"model_type": "foreign"} | CODE)
+    return ["checkpoint", "import", str(there), str(folder / "imported")]
+
+
+@hostile(CONFIG)
+def configuration_names_a_kernel_of_the_hub(folder: Path) -> list[str]:
+    return train_on(folder, model(folder, **LLAMA, attn_implementation="foreign/kernel"))
+
+
+@hostile(CONFIG)
+def configuration_is_a_list(folder: Path) -> list[str]:
+    there = model(folder)
+    (there / "config.json").write_text("[1]")
+    return train_on(folder, there)
+
+
+@hostile(CONFIG)
+def configuration_is_nested_very_deep(folder: Path) -> list[str]:
+    there = model(folder)
+    (there / "config.json").write_text('{"a":' * 1_000_000)
+    return train_on(folder, there)
+
+
+def tokenizer(folder: Path, **settings: Any) -> Path:
+    there = model(folder, **LLAMA)
+    (there / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | settings))
+    return there
+
+
+TOKENIZER_CODE = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]}}
+
+
+@hostile(CONFIG)
+def tokenizer_brings_code_to_an_export(folder: Path) -> list[str]:
+    return [*export(folder), f"--tokenizer={tokenizer(folder, **TOKENIZER_CODE)}"]
+
+
+@hostile(CONFIG)
+def tokenizer_brings_code_to_prepare(folder: Path) -> list[str]:
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("some words\n")
+    there = tokenizer(folder, **TOKENIZER_CODE)
+    return ["prepare", f"--input={folder / 'text'}", f"--output={folder / 'out'}", f"--tokenizer={there}"]
+
+
+@hostile(CONFIG)
+def tokenizer_names_a_file_outside(folder: Path) -> list[str]:
+    return [*export(folder), f"--tokenizer={tokenizer(folder, tokenizer_file=str(folder / 'secret'))}"]
+
+
+def test_code_of_a_model_runs_when_it_is_trusted(tmp_path: Path) -> None:
+    """And a model that transformers has a class for needs no trust, whatever else its configuration names."""
+    foreign = model(tmp_path, **LLAMA | {"model_type": "foreign"} | CODE)
+    canary = {"CANARY": str(tmp_path / "ran"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    with warm(tmp_path, *train_on(tmp_path, foreign, trust_remote_code=1), environ=canary) as command:
+        assert command.code() == 0, command.err
+        assert "--trust_remote_code" in command.err + command.out
+    assert (tmp_path / "ran").exists()
+    known = model(tmp_path / "known", **LLAMA | CODE)
+    with warm(tmp_path / "known", *train_on(tmp_path / "known", known), environ=canary) as command:
+        assert command.code() == 0, command.err

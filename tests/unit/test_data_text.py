@@ -356,7 +356,8 @@ def test_a_data_set_of_the_hub(tmp_path, tokenizer, monkeypatch):
     (hub / "validation.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
     load = datasets.load_dataset_builder
 
-    def from_folder(name, config):
+    def from_folder(name, config, *, trust_remote_code):
+        assert trust_remote_code is False
         if name != "acme/words":
             raise FileNotFoundError(f"Dataset '{name}'\ndoesn't exist on the Hub")
         return load(str(hub))

@@ -22,6 +22,7 @@ from smp_train.data.text.files import TextFile, find_files
 from smp_train.data.token_cache import atomic_file
 from smp_train.data.utils import Progress
 from smp_train.errors import ConfigError, DataError
+from smp_train.models.hugging_face import trust_code
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument("--train_tokenizer", type=int, metavar="SIZE", help="train a byte-level BPE here")
     add("--special_tokens", nargs="+", default=[], help="for --train_tokenizer: entries that are never cut")
     add("--min_frequency", type=int, default=0, help="for --train_tokenizer: of a pair that is joined (default: 0)")
+    add("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the tokenizer's own code")
     add("--eos_token", help="token that ends a document; default: the tokenizer's own")
     add("--seq_len", type=int, default=512, help="tokens per row (default: %(default)s)")
     add("--rows_per_shard", type=int, default=1024, help="rows per file (default: %(default)s)")
@@ -77,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Raises ConfigError and DataError."""
     args = parser().parse_args([_underscored(word) for word in argv])
+    trust_code(bool(args.trust_remote_code))
     for flag in ("seq_len", "rows_per_shard"):
         if getattr(args, flag) < (2 if flag == "seq_len" else 1):
             raise ConfigError(f"--{flag} {getattr(args, flag)}: too small")

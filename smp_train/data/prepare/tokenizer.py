@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from smp_train.errors import ConfigError
+from smp_train.models.hugging_face import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -82,9 +83,7 @@ def encode(tokenizer: Tokenizer, texts: list[str], end: int) -> list[np.ndarray]
 
 def _converted(folder: str) -> Tokenizer:
     """Load a folder of a SentencePiece or older tokenizer, which transformers knows how to turn into a fast one."""
-    from transformers import AutoTokenizer
-
-    tokenizer = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+    tokenizer = getattr(load_tokenizer(folder), "backend_tokenizer", None)
     if tokenizer is None:
         raise ConfigError(f"--tokenizer {folder}: has no fast form; convert it to a tokenizer.json")
     found: Tokenizer = tokenizer

@@ -62,7 +62,7 @@ def open_split(name: str, config: str | None, split: str, flag: str) -> Split:
         ) from None
     datasets.disable_progress_bars()
     try:
-        builder = datasets.load_dataset_builder(name, config)
+        builder = datasets.load_dataset_builder(name, config, trust_remote_code=False)
         splits = builder.as_streaming_dataset()
     except Exception as error:
         raise DataError(
