@@ -59,7 +59,10 @@ def main(argv: Sequence[str]) -> int:
         return audit(Path(args.run), args.rows)
     survey = look(args.path, args.vocab_size, args.cache_dir)
     if args.verb == "verify":
-        survey.problems += manifest.differences(args.path)
+        survey.problems += [
+            f"{args.path}: {problem} (by {manifest.MANIFEST})"
+            for problem in manifest.differences(args.path, checksums=True)
+        ]
     for problem in survey.problems[:SHOWN]:
         print(problem)
     if len(survey.problems) > SHOWN:
@@ -132,6 +135,7 @@ class Survey:
 
 def look(path: str, vocab_size: int, cache_dir: str | None = None) -> Survey:
     """Read a whole data set, going on after each problem. Raises DataError when it cannot even be listed."""
+    manifest.refuse_root(path)
     survey = Survey(formats.kind_of(path))
     if survey.kind == formats.SHARDS:
         _look_at_shards(survey, path, vocab_size, cache_dir)

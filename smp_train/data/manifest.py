@@ -4,31 +4,139 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from smp_train.data import s3
+from smp_train.data.utils import is_shard_name
+from smp_train.errors import DataError
 
 MANIFEST = "_manifest.json"
 BLOCK_BYTES = 1 << 22
+SHOWN = 5
 
 
-def differences(folder: str) -> list[str]:
-    """Return what is missing, changed or not listed in a split of a preparation; nothing where it is none."""
-    place = Path(folder)
+@dataclass(frozen=True)
+class Split:
+    """One split of a preparation."""
+
+    path: str
+    """Of the manifest."""
+    seq_len: int
+    shards: dict[str, dict[str, Any]]
+    """What is written of each shard, by its name: ``rows``, ``bytes``, ``sha256``."""
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a shard; None of one that is not listed."""
+        return self.shards[name]["bytes"] if name in self.shards else None
+
+
+def find(location: str) -> Split | None:
+    """Return what the manifest in a folder of shards, or in the one above, says of it; None where it names none.
+
+    Raises DataError when that cannot be found out, and for a preparation that is not finished.
+    """
+    whole = location.rstrip("/") if s3.is_s3(location) else os.path.realpath(location)
+    parent, _, name = whole.rpartition("/")
+    for place in (whole, parent):
+        if place in ("s3:/", "s3:"):
+            continue
+        path = f"{place}/{MANIFEST}"
+        manifest = _read(path)
+        try:
+            totals = _splits(manifest).get(name)
+            if totals is not None:
+                shards = {entry["name"]: {**entry, "bytes": int(entry["bytes"])} for entry in totals["shards"]}
+                return Split(path, int(manifest["seq_len"]), shards)
+        except (KeyError, TypeError, AttributeError, ValueError):
+            # Of an earlier version, or another program's.
+            continue
+        if manifest.get("complete") is False and name in ("train", "test"):
+            raise DataError(f"{path}: this preparation is not finished; run smp-train prepare again, and it goes on")
+    return None
+
+
+def _splits(manifest: dict[str, Any]) -> dict[str, Any]:
+    splits = manifest.get("splits")
+    return splits if isinstance(splits, dict) else {}
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
-        split = json.loads((place.resolve().parent / MANIFEST).read_bytes())["splits"][place.resolve().name]
-        listed = {entry["name"]: entry["sha256"] for entry in split["shards"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        text = s3.read_small(path) if s3.is_s3(path) else Path(path).read_bytes()
+        found = json.loads(text or b"null")
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+        return {}
+    except OSError as error:
+        # No guess: ranks must come to the same answer.
+        raise DataError(f"{path}: cannot be read ({error.strerror}); is its file system there on every node?") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _files(location: str) -> tuple[dict[str, int], list[str]]:
+    """Return (size of each file, names of folders) of a folder; nothing where it is none."""
+    if s3.is_s3(location):
+        objects, folders = s3.list_folder(location)
+        return {shard.name: shard.size for shard in objects if shard.path != location}, folders
+    try:
+        with os.scandir(location) as entries:
+            found = list(entries)
+        return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}, [
+            entry.name for entry in found if entry.is_dir()
+        ]
+    except OSError:
+        return {}, []
+
+
+def check(location: str) -> None:
+    """Raise DataError for a folder that holds other shards than its manifest lists, or a whole preparation."""
+    refuse_root(location)
+    found = differences(location, checksums=False)
+    if found:
+        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise DataError(
+            f"{location}: is not what its {MANIFEST} lists: {'; '.join(found[:SHOWN])}{more}: copy or prepare it "
+            f"again, or remove the {MANIFEST} if it is meant to be as it is"
+        )
+
+
+def refuse_root(location: str) -> None:
+    """Raise DataError for the folder above the splits."""
+    files, folders = _files(location)
+    if MANIFEST not in files:
+        return
+    root = location.rstrip("/")
+    found = [(name, find(f"{root}/{name}")) for name in _splits(_read(f"{root}/{MANIFEST}")) if name in folders]
+    here = [f"{root}/{name}" for name, split in found if split is not None and not split.shards.keys() & files.keys()]
+    if here:
+        raise DataError(f"{location}: was made by smp-train prepare; its shards are in {' and '.join(here)}: give one")
+
+
+def differences(location: str, *, checksums: bool) -> list[str]:
+    """Return what is missing, changed or not listed in a split of a preparation; nothing where it is none.
+
+    ``checksums`` reads every file of a folder on this machine.
+    """
+    split = find(location)
+    files, _ = _files(location)
+    if split is None or (not files and not os.path.isdir(location) and not s3.is_s3(location)):
         return []
     problems = []
-    for name, checksum in listed.items():
-        file = place / name
-        if not file.is_file():
-            problems.append(f"{file}: is listed in {MANIFEST} and missing; copy it again")
-        elif _sha256(file) != checksum:
-            problems.append(f"{file}: differs from its checksum in {MANIFEST}; copy it again")
-    suffixes = {Path(name).suffix for name in listed}
-    for file in sorted(place.iterdir()):
-        if file.suffix in suffixes and file.name not in listed and file.name[0] not in "._":
-            problems.append(f"{file}: is not listed in {MANIFEST}; was it meant to be here?")
+    for name, entry in split.shards.items():
+        if name not in files:
+            problems.append(f"{name} is missing")
+        elif files[name] != entry["bytes"]:
+            problems.append(f"{name} has {files[name]} bytes, not {entry['bytes']}")
+        elif checksums and not s3.is_s3(location) and _sha256(Path(location, name)) != entry.get("sha256"):
+            problems.append(f"{name} has another checksum")
+    suffixes = {Path(name).suffix for name in split.shards}
+    of_lines = any(map(is_shard_name, split.shards))
+    for name in sorted(files):
+        read = (of_lines and is_shard_name(name)) or Path(name).suffix in suffixes
+        if read and name not in split.shards and name[0] not in "._":
+            problems.append(f"{name} is not listed")
     return problems
 
 

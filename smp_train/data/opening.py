@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
+from smp_train.data import manifest
 from smp_train.data.blend import BlendOrder, Joined, read_weights
 from smp_train.data.conversion import processes_for
 from smp_train.data.formats import check_place, convert_place, open_place
@@ -58,6 +59,8 @@ def open_data(
     """
 
     def opened(place: str, shuffle: str = "none") -> Source:
+        with runtime.together(f"reading {place}"):
+            manifest.check(place)
         source = _open_windows(args, place, vocab_size, ranks, read_shuffle(shuffle))
         if source is None:
             source = _open_place(args, place, vocab_size, ranks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from smp_train.data import conversion, formats, s3, token_cache
+from smp_train.data import conversion, formats, manifest, s3, token_cache
 from smp_train.data.index import TokenShards, judge_bad_rows, share
 from smp_train.data.locked import Held, Scratch, claim, hold
-from smp_train.data.manifest import MANIFEST
 from smp_train.data.shard_reader import MissingTokens, ShardReader
 from smp_train.data.source import Row
 from smp_train.data.staging import PreparedStage, Stage, Stager, free_bytes, needs_bytes, other_rows
@@ -148,7 +146,8 @@ class Windows:
         if not self.prepared:
             self._said = _from_manifest(self.location, self.shards, self.vocab_size)
             if self._said:
-                logger.info("%s: the rows of %d shards are those of its %s", self.location, len(self._said), MANIFEST)
+                name = manifest.MANIFEST
+                logger.info("%s: the rows of %d shards are those of its %s", self.location, len(self._said), name)
         return True
 
     def listing(self) -> str:
@@ -363,40 +362,18 @@ def look(location: str, dataset_type: str, *, window: int, vocab_size: int, **op
 
 def _from_manifest(location: str, shards: list[Shard], vocab_size: int) -> dict[str, Header]:
     """Return headers of all shards out of the manifest of `smp-train prepare` beside them; none unless it names all."""
-    whole = location.rstrip("/") if s3.is_s3(location) else os.path.realpath(location)
-    parent, _, split = whole.rpartition("/")
-    for place in (whole, parent):
-        if place in ("s3:/", "s3:"):
-            continue
-        manifest = _manifest(f"{place}/{MANIFEST}")
-        try:
-            totals = (manifest.get("splits") or {}).get(split)
-            found = {} if totals is None else {entry["name"]: entry for entry in totals["shards"]}
-            if all(shard.name in found and found[shard.name]["bytes"] == shard.size for shard in shards):
-                dtype = token_cache.dtype_for(vocab_size).str
-                return {
-                    shard.name: token_cache.header_of_block(
-                        found[shard.name]["rows"], manifest["seq_len"], dtype, found[shard.name]["digests"][dtype],
-                        source=shard.name, size=shard.size, vocab_size=vocab_size,
-                    )
-                    for shard in shards
-                }  # fmt: skip
-        except (KeyError, TypeError, AttributeError):
-            # Of an earlier version, or not ours.
-            continue
-    return {}
-
-
-def _manifest(path: str) -> dict[str, Any]:
-    try:
-        if s3.is_s3(path):
-            text = s3.read_small(path)
-        else:
-            text = Path(path).read_bytes()
-        found = json.loads(text or b"null")
-    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+    split = manifest.find(location)
+    if split is None or any(split.size(shard.name) != shard.size for shard in shards):
         return {}
-    except OSError as error:
-        # No guess: ranks must come to the same answer.
-        raise DataError(f"{path}: cannot be read ({error.strerror}); is its file system there on every node?") from None
-    return found if isinstance(found, dict) else {}
+    dtype = token_cache.dtype_for(vocab_size).str
+    try:
+        return {
+            shard.name: token_cache.header_of_block(
+                split.shards[shard.name]["rows"], split.seq_len, dtype, split.shards[shard.name]["digests"][dtype],
+                source=shard.name, size=shard.size, vocab_size=vocab_size,
+            )
+            for shard in shards
+        }  # fmt: skip
+    except (KeyError, TypeError):
+        # Of an earlier version.
+        return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -107,6 +108,14 @@ def foreign_token(folder: Path) -> dict[str, Any]:
     return on(data)
 
 
+def missing_shard(folder: Path) -> dict[str, Any]:
+    data = shards(folder)
+    listed = [{"name": path.name, "bytes": path.stat().st_size} for path in data.iterdir()]
+    (folder / "_manifest.json").write_text(json.dumps({"seq_len": 16, "splits": {"data": {"shards": listed}}}))
+    (data / "part-1.jsonl").unlink()
+    return on(data)
+
+
 def unwritable_checkpoints(folder: Path) -> dict[str, Any]:
     # Below a file: also root cannot write there.
     (folder / "file").touch()
@@ -132,6 +141,7 @@ LOOKED_AT: dict[Callable[[Path], dict[str, Any]], tuple[int, str]] = {
         DATA,
         r"FOLDER/data/part-0\.jsonl:9: token id 256 is outside the vocabulary \[0, 256\); .* --vocab_size",
     ),
+    missing_shard: (DATA, r"FOLDER/data: .*part-1\.jsonl is missing"),
     unwritable_checkpoints: (CHECKPOINT, r"FOLDER/file/checkpoints.* --checkpoint_dir"),
     unwritable_run_folder: (CONFIG, r"FOLDER/file/run: cannot write the run folder \(Not a directory\); set --run_dir"),
     no_such_checkpoint: (CHECKPOINT, r"FOLDER/elsewhere does not exist; give a folder of checkpoints or one"),

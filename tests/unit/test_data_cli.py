@@ -74,9 +74,9 @@ def test_verify_holds_a_preparation_against_its_manifest(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["verify", str(train)]) == 3
     said = capsys.readouterr().out
-    assert "train-00001.json.gz: is listed in _manifest.json and missing" in said
-    assert "train-00002.json.gz: differs from its checksum in _manifest.json" in said
-    assert "more.json.gz: is not listed in _manifest.json" in said
+    assert "train-00001.json.gz is missing" in said
+    assert "train-00002.json.gz has " in said
+    assert "more.json.gz is not listed" in said
     assert said.endswith(", 3 problems\n")
 
 
