@@ -5,8 +5,10 @@
 #   TARGET=native bash docker_build.sh         AWS's public PyTorch image, which has the EFA plugin, for the native backend;
 #                                              on an aarch64 node (p6e-gb200) the one for it
 # Variables: AWS_REGION, ACCOUNT (registry), TAG (of the base image), IMAGE_NAME, OUTPUT (.sqsh file), FREE_GB (disk that it
-# may need, 40), ENGINE (docker or podman), BASE (any other base image), EXTRA_PACKAGES (for pip, such as
-# hyperpod-elastic-agent), and
+# may need, 40), ENGINE (docker or podman), BASE (any other base image; NAME@sha256:DIGEST
+# builds on exactly that one, where a tag may be another image tomorrow), EXTRA_PACKAGES (for pip, such as
+# hyperpod-elastic-agent), IMAGE_USER (who the image runs as: trainer, with user id 10001, which must be able to write to what
+# is mounted; IMAGE_USER=root for SageMaker, whose toolkit needs it), and
 # PUSH=123456789012.dkr.ecr.REGION.amazonaws.com/smp-train:1, the repository that Kubernetes pulls from. SageMaker needs no image
 # of your own; one for it must have SageMaker's training toolkit: BASE=....dkr.ecr.REGION.amazonaws.com/pytorch-training:...-sagemaker
 set -euo pipefail
@@ -54,20 +56,22 @@ fi
 command -v "$ENGINE" >/dev/null || refuse "ENGINE=$ENGINE is not installed here"
 "$ENGINE" info >/dev/null 2>&1 || refuse "$ENGINE does not answer: is the daemon running, and are you in the group docker?"
 
-# login IMAGE WHAT_IF_REFUSED: log in to the registry of an image, where that is ECR.
+# login IMAGE WHAT_IF_REFUSED: log in to the registry of an image, where that is ECR. ECR is told by the host alone: the rest
+# of a name can say anything, and the password goes to the host.
 login() {
-  local region=${1#*.dkr.ecr.}
-  region=${region%%.*}
-  case "$1" in *.dkr.ecr.*.amazonaws.com/*) ;; *) return ;; esac
+  local host=${1%%/*} region
+  [[ $1 = */* && $host =~ ^[0-9]{12}\.dkr\.ecr(-fips)?\.([a-z0-9-]+)\.amazonaws\.com(\.cn)?$ ]] || return 0
+  region=${BASH_REMATCH[2]}
   command -v aws >/dev/null || refuse "the AWS command line is needed for $1"
   password=$(aws ecr get-login-password --region "$region") ||
     refuse "no login to ECR in $region; add iam/ecr-pull.json to the role of this node"
-  printf '%s' "$password" | "$ENGINE" login --username AWS --password-stdin "${1%%/*}" >/dev/null ||
-    refuse "${1%%/*} does not accept the login; $2"
+  printf '%s' "$password" | "$ENGINE" login --username AWS --password-stdin "$host" >/dev/null ||
+    refuse "$host does not accept the login; $2"
 }
 login "$BASE" "is AWS_REGION=$AWS_REGION one that has SMP images?"
 [ -z "${PUSH:-}" ] || login "$PUSH" "is it your account's, and may this role push (ecr:PutImage)?"
-"$ENGINE" build --build-arg "BASE=$BASE" --build-arg "EXTRA_PACKAGES=${EXTRA_PACKAGES:-}" --target "$TARGET" --tag "$IMAGE_NAME" "$root"
+"$ENGINE" build --build-arg "BASE=$BASE" --build-arg "EXTRA_PACKAGES=${EXTRA_PACKAGES:-}" \
+  ${IMAGE_USER:+--build-arg "IMAGE_USER=$IMAGE_USER"} --target "$TARGET" --tag "$IMAGE_NAME" "$root"
 if [ -n "${PUSH:-}" ]; then
   "$ENGINE" tag "$IMAGE_NAME" "$PUSH"
   "$ENGINE" push "$PUSH"

@@ -90,6 +90,38 @@ def test_pushed_to_the_repository_given(tools: Path) -> None:
     assert calls[-3:-1] == [f"docker tag smp-train {place}", f"docker push {place}"]
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "evil.example/x.dkr.ecr.us-west-2.amazonaws.com/y:1",
+        "123456789012.dkr.ecr.us-west-2.amazonaws.com.evil.example/y:1",
+        "evil.example:443/123456789012.dkr.ecr.us-west-2.amazonaws.com/y",
+        "x123456789012.dkr.ecr.us-west-2.amazonaws.com/y",
+    ],
+)
+def test_the_password_for_ecr_goes_to_ecr_alone(tools: Path, place: str) -> None:
+    for environ in ({"PUSH": place}, {"BASE": place}):
+        done, calls = build(tools, TARGET="native", ENGINE="docker", **environ)
+        assert done.returncode == 0, done.stderr
+        assert not [call for call in calls if call.startswith(("aws ", "docker login"))]
+
+
+def test_the_password_goes_to_the_registries_of_every_partition(tools: Path) -> None:
+    for registry in ("ecr.cn-north-1.amazonaws.com.cn", "ecr-fips.us-east-1.amazonaws.com"):
+        host = f"123456789012.dkr.{registry}"
+        _, calls = build(tools, TARGET="native", ENGINE="docker", PUSH=f"{host}/y:1")
+        assert f"docker login --username AWS --password-stdin {host}" in calls
+
+
+def test_the_image_does_not_run_as_root_unless_asked_to(tools: Path) -> None:
+    stages = (ROOT / "Dockerfile").read_text().split("\nFROM ")[2:]
+    assert len(stages) == 2
+    for stage in stages:
+        assert [line for line in stage.splitlines() if line][-2:] == ["ARG IMAGE_USER=trainer", "USER ${IMAGE_USER}"]
+    _, calls = build(tools, TARGET="native", ENGINE="docker", IMAGE_USER="root")
+    assert [call for call in calls if "--build-arg IMAGE_USER=root " in call]
+
+
 def test_a_failed_import_leaves_the_old_image(tools: Path) -> None:
     (tools.parent / "smpv2.sqsh").write_text("old")
     double(tools, "enroot", 'shift; echo half > "$2"; exit 1')
