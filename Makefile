@@ -1,7 +1,8 @@
 # make demo   install, then train on real text with two processes, stop, resume, plot
 # make test   install, then lint, type-check and run the suite
 # make test-sagemaker   the tests against SageMaker's SDK v2 and v3, each in an environment of its own
-# make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp
+# make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp, and
+#           a run that goes from there to today's versions and back
 # make test-table   every cell of the table in docs/parallelism.md; an hour on two cores
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
@@ -61,8 +62,9 @@ test-sagemaker: venv .venv-sagemaker/.installed .venv-sagemaker-v3/.installed
 	.venv-smp/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
-test-smp-container-versions: .venv-smp/.installed
+test-smp-container-versions: venv .venv-smp/.installed
 	.venv-smp/bin/python -m pytest tests/distributed/test_smp*.py tests/unit/test_smp*.py
+	$(PY) -m pytest tests/distributed/test_container_versions.py
 
 fast: venv
 	$(PY) -m pytest -m 'not slow and not system'

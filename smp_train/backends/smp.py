@@ -27,7 +27,8 @@ from smp_train.checkpoints.saver import Saver
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.models import build
 from smp_train.models.heads import can_chunk
-from smp_train.models.initialization import canonical_name, module_initialiser
+from smp_train.models.hub_names import canonical_name
+from smp_train.models.initialization import module_initialiser
 from smp_train.models.mixtures import split_sizes
 from smp_train.models.packing import packed_inputs
 from smp_train.runtime.s3 import is_s3

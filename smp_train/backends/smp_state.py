@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp_train.checkpoints.state import canonical_name, create_optimizer_state
+from smp_train.checkpoints.state import State, arranged, create_optimizer_state
 from smp_train.errors import CheckpointError
+from smp_train.models.hub_names import canonical_name, hub_names
 from smp_train.runtime.dtensor import DTensor, Shard
 
 
 class Tree:
-    """The state of a model that FSDP1 wraps, and of its optimizer, to save and to load.
+    """The state of a model that FSDP1 wraps, and of its optimizer, to save and to load, under the hub's names.
 
     A part of a parameter is what FSDP1's sharded state dict gives: the rank's ``torch.chunk`` of the first dimension,
     as in FSDP2, so checkpoints of either load into the other. Replicas hold the same pieces.
@@ -33,6 +34,7 @@ class Tree:
         from torch.distributed.device_mesh import DeviceMesh
 
         self.root, self.names, self.sharded, self.raw = root, set(names), sharded, raw
+        self.hub_names = hub_names(root)
         self.mesh: Any = None
         if sharded:
             self.mesh = DeviceMesh.from_group(root.process_group, device.type)
@@ -57,7 +59,7 @@ class Tree:
                 FSDP.optim_state_dict_to_load(model=self.root, optim=optimizer, optim_state_dict=optim)
             )
 
-    def _arranged(self, model: dict[str, Any], optim: dict[str, Any], *, convert: bool) -> dict[str, Any]:
+    def _arranged(self, model: dict[str, Any], optim: dict[str, Any], *, convert: bool) -> State:
         for what, found in (("model", model), ("optimizer", optim["state"])):
             lacking = sorted(self.names - set(found))
             if lacking:
@@ -65,14 +67,18 @@ class Tree:
                     f"FSDP's state of the {what} lacks {len(lacking)} of {len(self.names)} parameters ({lacking[0]}, "
                     "...): what is not whole is not saved or loaded; use another release of SMP, or --backend native"
                 )
-        made = self._as_dtensor if convert else lambda value: value
+
+        def made(name: str, value: Any) -> Any:
+            # What becomes several tensors, each whole on a rank, is no sharded tensor any more.
+            several = len(self.hub_names.tensors.get(name, ())) > 1
+            return self._as_dtensor(value) if convert or several else value
+
         # What is no parameter stays out: Transformer Engine's _extra_state, the history of FP8's scales.
-        tensors = {name: made(value) for name, value in model.items() if name in self.names}
+        tensors = {name: made(name, value) for name, value in model.items() if name in self.names}
         state = {
-            name: {key: made(value) for key, value in values.items()}
-            for name, values in sorted(optim["state"].items())
+            name: {key: made(name, value) for key, value in values.items()} for name, values in optim["state"].items()
         }
-        return {"model": tensors, "optim": {"state": state}}
+        return arranged(self.hub_names, tensors, state)
 
     def _read(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return FSDP1's own state dicts under canonical names; a tied weight is one tensor under all of its."""

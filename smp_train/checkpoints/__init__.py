@@ -4,7 +4,8 @@ from smp_train.checkpoints.finding import Checkpoint, find, open_checkpoint
 from smp_train.checkpoints.manager import CheckpointManager
 from smp_train.checkpoints.record import folder_name
 from smp_train.checkpoints.retention import Policy, policies
-from smp_train.checkpoints.state import canonical_name, create_optimizer_state, gather_state
+from smp_train.checkpoints.state import create_optimizer_state, gather_state
+from smp_train.models.hub_names import canonical_name
 
 __all__ = [
     "Checkpoint",

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -37,6 +38,7 @@ from torch.futures import Future
 from smp_train.checkpoints.collective import exchange, group, here, is_alone, one_line, rank
 from smp_train.checkpoints.record import FileRecord, checksum
 from smp_train.checkpoints.saver import METADATA
+from smp_train.checkpoints.state import State, present
 from smp_train.checkpoints.storage import wait_for
 from smp_train.errors import CheckpointError
 
@@ -263,19 +265,21 @@ class StrictLoadPlanner(PlainLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Compare what is asked for with what was saved. Raises `CheckpointError`."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         saved = metadata.state_dict_metadata
-        if any(key.startswith("optim.") for key in self.state_dict) and all(key.startswith("model.") for key in saved):
+        wanted, _ = flatten_state_dict(state_dict)
+        super().set_up_planner(present(state_dict), metadata, is_coordinator)
+        self.original_state_dict = state_dict  # into which what is no tensor is put
+        if any(key.startswith("optim.") for key in wanted) and all(key.startswith("model.") for key in saved):
             raise CheckpointError("it holds weights only; start from it with --finetune 1 --pretrained_checkpoint_file")
-        problems = compare(self.state_dict, saved, self.ignored)
+        problems = compare(wanted, saved, self.ignored)
         if problems:
             raise CheckpointError(
                 f"{'; '.join(problems)} "
                 "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
             )
         if rank() == 0:
-            _warn_of_other_dtypes(self.state_dict, saved)
+            _warn_of_other_dtypes(wanted, saved)
 
 
 def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
@@ -355,10 +359,13 @@ def load_state(
 ) -> None:
     """Fill ``state`` in place from what ``reader`` reads, on whatever mesh it is laid out. Collective.
 
-    Entries in ``ignored`` may be there unasked for; ``load`` takes the place of torch's. Raises `CheckpointError` on
+    Where the checkpoint has names that parameters have in memory, it is read under these (`State.named_as`). Entries in
+    ``ignored`` may be there unasked for; ``load`` takes the place of torch's. Raises `CheckpointError` on
     every rank when any rank failed, or when ``state`` and checkpoint do not match.
     """
     exchange(f"cannot load {label}", reader.preload)
+    if isinstance(state, State):
+        state = state.named_as(saved_entries(reader))
     try:
         with _single_process_is_fine():
             if load is None and is_alone():

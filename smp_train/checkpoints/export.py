@@ -17,6 +17,7 @@ from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.model_folder import ModelFolder, put, put_made, writing
 from smp_train.errors import CheckpointError, one_line
+from smp_train.models.hub_names import hub_names, note, to_hub
 from smp_train.models.hugging_face import config_of, load_tokenizer, model_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
@@ -69,7 +70,7 @@ def export(
 ) -> None:
     """Write the model of ``checkpoint`` to ``folder``, also in S3, as Hugging Face has it. No collective.
 
-    Names and layout are those that the installed transformers would save: safetensors in files of about
+    Names and layout are the hub's: safetensors in files of about
     ``shard_bytes``, with an index where there are several; config.json, generation_config.json, and the files of
     ``tokenizer`` (a folder or a name) where given. ``dtype`` is that of the checkpoint unless given. Host memory: one
     parameter and what it is converted to. config.json is written last: without it the folder opens nowhere.
@@ -113,7 +114,7 @@ def export_weights(
         raise CheckpointError(f"what was exported is not the whole model: it lacks {', '.join(lacking[:3])}")
     items = []
     for name in _needed(plain):
-        found = _hub_tensors(plain, {name: weights[name]})
+        found = to_hub(plain, {name: weights[name]})
         stored = tuple(Stored(hub, tuple(value.shape), value.dtype) for hub, value in found.items())
         items.append(Item(stored, partial(dict, found)))
     with writing(folder, replace) as out:
@@ -145,49 +146,44 @@ def _plain_model(config: Any) -> Any:
 
 
 def _items_of_model(plain: Any, reader: Reader, dtype: torch.dtype | None, label: str) -> list[Item]:
-    """Return what to write, parameter by parameter. Raises `CheckpointError` where it would not be the whole model."""
-    whole = {}
+    """Return what to write, entry by entry. Raises `CheckpointError` where it would not be the whole model."""
+    note(plain)
+    as_on_hub = {tensor.name for tensors in hub_names(plain).tensors.values() for tensor in tensors}
     items = []
+    saved = set()
     for key, entry in saved_entries(reader).items():
         if not key.startswith(MODEL) or not hasattr(entry, "size"):
             continue
         name = key.removeprefix(MODEL)
+        saved.add(name)
         as_saved = entry.properties.dtype
         to = dtype if dtype is not None and as_saved.is_floating_point else as_saved
-        whole[name] = torch.empty(entry.size, dtype=to, device="meta")
+        converted = (lambda tensors: tensors) if name in as_on_hub else partial(to_hub, plain)
         stored = tuple(
             Stored(hub, tuple(value.shape), value.dtype)
-            for hub, value in _hub_tensors(plain, {name: whole[name]}).items()
+            for hub, value in converted({name: torch.empty(entry.size, dtype=to, device="meta")}).items()
         )
 
-        def read(key: str = key, name: str = name, to: torch.dtype = to) -> dict[str, Tensor]:
-            return _hub_tensors(plain, {name: read_tensor(reader, key).to(to)})
+        def read(key: str = key, name: str = name, to: torch.dtype = to, converted: Any = converted) -> Any:
+            return converted({name: read_tensor(reader, key).to(to)})
 
         items.append(Item(stored, read))
-    one_by_one = {stored.name for item in items for stored in item.stored}
-    if one_by_one != set(_hub_tensors(plain, whole)):
+    found = {stored.name for item in items for stored in item.stored}
+    needed = {name: torch.empty(value.shape, device="meta") for name, value in _needed(plain).items()}
+    lacking = [name for name in to_hub(plain, needed) if name not in found]
+    if lacking and saved >= needed.keys():
         raise CheckpointError(f"{label}: transformers stores several parameters of this model as one; not exported")
-    lacking = [name for name in _needed(plain) if name not in whole]
     if lacking:
         raise CheckpointError(f"{label} does not hold the whole model: it lacks {', '.join(lacking[:3])}")
     return items
 
 
-def _needed(plain: nn.Module) -> list[str]:
-    names: dict[int, str] = {}
+def _needed(plain: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by their names in memory, tied ones once."""
+    first: dict[int, tuple[str, Tensor]] = {}
     for name, value in plain.state_dict(keep_vars=True).items():
-        names.setdefault(id(value), name)
-    return list(names.values())
-
-
-def _hub_tensors(plain: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors under the names, and in the pieces, in which the installed transformers saves them."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 saves what it holds.
-        return tensors
-    reverted: dict[str, Tensor] = revert_weight_conversion(plain, dict(tensors))
-    return reverted
+        first.setdefault(id(value), (name, value))
+    return dict(first.values())
 
 
 def stored_item(files: WeightFiles, name: str, dtype: torch.dtype | None) -> Item:

@@ -22,6 +22,7 @@ from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, lo
 from smp_train.checkpoints.record import FileRecord, folder_name, parse_folder_name
 from smp_train.checkpoints.retention import Policy, retain, set_later_aside, sweep
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
+from smp_train.checkpoints.state import present
 from smp_train.checkpoints.storage import PROBE, LocalStorage, Storage, open_storage, parent_of, wait_for
 from smp_train.errors import CheckpointError, ConfigError
 
@@ -148,6 +149,7 @@ class CheckpointManager:
         if not due:
             return []
         began = time.monotonic()
+        state = present(state)
         # A snapshot; and what cannot be stored is to fail before the large files are written.
         text = on_main("cannot save", lambda: json.dumps(meta))
 

@@ -17,6 +17,7 @@ from smp_train.checkpoints.collective import alone, exchange, rank, world_size
 from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_steps, find, open_intact
 from smp_train.checkpoints.saver import Saver
 from smp_train.checkpoints.staging import leaves, put
+from smp_train.checkpoints.state import present
 from smp_train.checkpoints.storage import Storage, open_storage, place_of
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime.dtensor import local_tensor
@@ -40,7 +41,7 @@ def storage_of(folder: str) -> Storage:
 def local_part(state: dict[str, Any]) -> dict[str, Any]:
     """Return ``state`` with this rank's own tensors in place of distributed ones; they share their memory."""
     found: dict[str, Any] = {}
-    for path, value in leaves(state):
+    for path, value in leaves(present(state)):
         if hasattr(value, "local_shards"):
             raise CheckpointError(f"{PREFIX} folders are not available on this backend; leave them out")
         put(found, path, local_tensor(value))
@@ -55,7 +56,8 @@ def check_saver(saver: Saver) -> None:
 
 def layout(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
     """Return what must be the same for a rank's part to be of use: who saves how, and for which durable folders."""
-    return {"world_size": world_size(), "rank": rank(), "mesh": mesh, "durable": sorted(map(place_of, durable))}
+    ours = {"world_size": world_size(), "rank": rank(), "mesh": mesh, "durable": sorted(map(place_of, durable))}
+    return {**ours, "names": "hub"}
 
 
 class NodeLocalCheckpoint(Checkpoint):

@@ -11,10 +11,11 @@ from torch import nn
 from smp_train.checkpoints.collective import exchange, on_main
 from smp_train.checkpoints.dcp import DCP_METADATA, Reader, load_state, saved_entries
 from smp_train.checkpoints.finding import find, is_checkpoint_folder
-from smp_train.checkpoints.state import canonical_name, gather_state
+from smp_train.checkpoints.state import gather_state
 from smp_train.checkpoints.storage import open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import NOT_WEIGHTS, load_pretrained
+from smp_train.models.hub_names import canonical_name, hub_names
 from smp_train.runtime.places import Place, place
 
 # What programs call the model in the tree they save; ours is first.
@@ -38,7 +39,7 @@ def load_weights(
         found = find(path, strict=True)
         if found is None:
             raise CheckpointError(f"{path} holds no committed checkpoint to start from")
-        found.load({"model": gather_state(model)["model"]})
+        found.load(gather_state(model))
     elif kind == "foreign":
         _load_foreign(model, str(path))
     else:
@@ -53,14 +54,15 @@ def _kind(path: Place) -> str:
 
 def _load_foreign(model: nn.Module, path: str) -> None:
     """Fill the model from a DCP tree of another program, whatever it calls the model there. Collective."""
-    tensors = gather_state(model)["model"]
+    state = gather_state(model)
     saved: dict[str, Any] = {}
     exchange(f"cannot read {path}", lambda: saved.update(saved_entries(open_tree(path))))
-    prefix = prefix_of_model(saved, tensors, path)
+    prefix = prefix_of_model(saved, state["model"], path)
     # Others store a tied weight under each of its names, and buffers that are computed.
-    known = {prefix + canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    ignored = {key for key in saved if key in known or NOT_WEIGHTS.search(key)}
-    load_state(_nested(tensors, prefix), open_tree(path), path, ignored)
+    known = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    table = hub_names(model)
+    ignored = {key for key in saved if table.current(key.removeprefix(prefix)) in known or NOT_WEIGHTS.search(key)}
+    load_state(_nested(state.named_as(saved, prefix)["model"], prefix), open_tree(path), path, ignored)
 
 
 def open_tree(location: str | os.PathLike[str]) -> Reader:

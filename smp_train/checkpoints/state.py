@@ -8,29 +8,46 @@ it stores tied weights once per name.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-# Prefixes that wrappers put into parameter names: torch.compile, activation checkpointing, FSDP1.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+from smp_train.models.hub_names import HubNames, canonical_name, hub_names, is_split
+from smp_train.models.parts import part_of
+from smp_train.runtime.dtensor import local_tensor
 
 
-def canonical_name(name: str) -> str:
-    """Return a parameter's Hugging Face name: without what wrappers put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+class State(dict[str, Any]):
+    """What `gather_state` returns: nested dictionaries, with the names and layouts of the hub.
+
+    A tensor that other ranks hold is on the meta device here; each that this rank holds shares the memory of the model
+    or optimizer.
+
+    Attributes:
+        in_memory: the same under the names and layouts that the installed transformers has in memory, which older
+            checkpoints may have, and those of other programs.
+    """
+
+    def __init__(self, tree: dict[str, Any], in_memory: dict[str, Any]) -> None:
+        super().__init__(tree)
+        self.in_memory = in_memory
+
+    def named_as(self, saved: Container[str], prefix: str = "model.") -> dict[str, Any]:
+        """Return it under the names of the ``saved`` entries, in which the model's begin with ``prefix``."""
+        others = self.in_memory["model"].keys() - self["model"].keys()
+        return self.in_memory if any(prefix + name in saved for name in others) else self
 
 
-def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> State:
     """Return the state to save, or to load in place: nothing is copied, no collective is entered.
 
     The tensors are those of the model and optimizer themselves (DTensors where these are sharded), so after
     `Checkpoint.load` of this dict both are restored, bit for bit. Layout:
     ``{"model": {name: tensor}, "optim": {"state": {name: {"exp_avg": ..., "exp_avg_sq": ..., "step":
-    ...}}}}``. Persistent buffers are part of ``model``. Tied weights appear once, under their first name.
+    ...}}}}``. Persistent buffers are part of ``model``. Tied weights appear once, under their first name. Names and
+    layouts are the hub's, by the table that `build_meta` notes on the model (`smp_train.models.hub_names`).
     Learning rate, betas and weight decay are not part of it: they come from the arguments. Raises ValueError
     for an optimizer that holds a parameter which the model does not.
     """
@@ -42,11 +59,69 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
         if isinstance(value, torch.Tensor) and id(value) not in names:
             names[id(value)] = canonical_name(name)
             tensors[canonical_name(name)] = value.detach()
-    state: dict[str, Any] = {"model": tensors}
+    optim = None
     if optimizer is not None:
         create_optimizer_state(optimizer)
-        state["optim"] = {"state": _optimizer_state(optimizer, names)}
-    return state
+        optim = _optimizer_state(optimizer, names)
+    return arranged(hub_names(model), tensors, optim)
+
+
+def arranged(names: HubNames, tensors: dict[str, Any], optim: dict[str, dict[str, Any]] | None) -> State:
+    """Return the state of parameters and their optimizer's values, each by canonical name, as `gather_state` does."""
+    model: dict[str, Any] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        blocks = _Blocks(name, names, tensor)
+        model |= blocks.of(tensor)
+        for key, value in (optim or {}).get(name, {}).items():
+            for hub_name, each in blocks.of(value).items():
+                state.setdefault(hub_name, {})[key] = each
+    if optim is None:
+        return State({"model": model}, {"model": tensors})
+    in_memory = {"model": tensors, "optim": {"state": optim}}
+    return State({"model": model, "optim": {"state": dict(sorted(state.items()))}}, in_memory)
+
+
+class _Blocks:
+    """The hub's tensors of which a parameter consists, and where this rank has them."""
+
+    def __init__(self, name: str, names: HubNames, param: Any) -> None:
+        self._shape = param.size()
+        tensors = names.of(name, self._shape)
+        self._name = tensors[0].name if len(tensors) == 1 else name
+        self._split = tensors if is_split(param, tensors) else ()
+        part = part_of(param) if self._split else None
+        self._held = {each.name: found[0] for each in self._split if part and (found := each.within(part))}
+
+    def of(self, value: Any) -> dict[str, Any]:
+        """Return by the hub's names the parameter's ``value``: itself, a moment, or a number of all of it."""
+        if not self._split:
+            return {self._name: value}
+        if isinstance(value, torch.Tensor) and value.size() == self._shape:
+            local = local_tensor(value)
+            return {
+                each.name: local[self._held[each.name]] if each.name in self._held else _elsewhere(each.shape, value)
+                for each in self._split
+            }
+        if not isinstance(value, torch.Tensor):
+            return {each.name: value for each in self._split}
+        # Each block has the number; a rank without any block reads that of the first.
+        here = self._held or {self._split[0].name: ...}
+        return {each.name: value if each.name in here else _elsewhere(value.size(), value) for each in self._split}
+
+
+def _elsewhere(shape: Sequence[int], value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(shape, dtype=value.dtype, device="meta")
+
+
+def present(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries without the tensors that other ranks hold, and without what is empty then."""
+    found = {key: present(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    return {
+        key: value
+        for key, value in found.items()
+        if not (value == {} if isinstance(value, dict) else isinstance(value, torch.Tensor) and value.is_meta)
+    }
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, dict[str, Any]]:
@@ -55,7 +130,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) ->
         if id(parameter) not in names:
             raise ValueError(f"the optimizer holds a parameter that the model lacks: {list(parameter.shape)}")
         found[names[id(parameter)]] = values
-    return dict(sorted(found.items()))
+    return found
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.errors import ConfigError
+from smp_train.models import hub_names
 from smp_train.models.hugging_face import model_of
 from smp_train.models.recording import construct_on_meta
 from smp_train.models.resolve import ModelSpec
@@ -24,7 +25,8 @@ def build_meta(
     the CPU.
 
     Takes no memory for parameters and seconds for 400 B of them. What the constructor and ``_init_weights``
-    would have put in the parameters is noted on the model, for `initialise`.
+    would have put in the parameters is noted on the model, for `initialise`, and the names that its tensors have on
+    the Hugging Face hub (`smp_train.models.hub_names`).
 
     Raises:
         ConfigError: transformers refuses the configuration or the attention implementation.
@@ -43,6 +45,7 @@ def build_meta(
         raise ConfigError(
             f"cannot build {spec.name} with --attn_implementation {attn_implementation}: {reason}"
         ) from failure
+    hub_names.note(model)
     stray = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if stray:
         raise ConfigError(f"cannot build {spec.name}: its buffer {stray[0]} is computed from parameters")

@@ -5,46 +5,28 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smp_train.errors import CheckpointError
-from smp_train.models.hugging_face import model_of
-from smp_train.models.initialization import canonical_name, part_of
+from smp_train.models.hub_names import HubTensor, canonical_name, hub_names
+from smp_train.models.parts import part_of
 from smp_train.models.weight_files import Block, WeightFiles
 from smp_train.runtime.dtensor import local_tensor
 from smp_train.runtime.places import place
 
-# Experts as transformers 5 holds them; files have them one by one.
-FUSED = re.compile(r"^(?P<prefix>.*)\.mlp\.experts\.(?P<kind>gate_up_proj|down_proj)$")
-GATE_UP = (("w1", "w3"), ("gate_proj", "up_proj"))  # Mixtral's and others' names.
-DOWN = (("w2",), ("down_proj",))
 # Buffers that former versions of transformers stored among the weights.
 NOT_WEIGHTS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A stored tensor and where in a parameter it belongs.
-
-    Attributes:
-        stored: its name.
-        expert: index along the parameter's first dimension, which the stored tensor lacks; None if it has
-        all. row: where its own first dimension starts in the parameter.
-    """
-
-    stored: str
-    expert: int | None = None
-    row: int = 0
-
-
 Copy = tuple[Tensor, Block, Any]
 """Where to, what of, and which of it."""
+Planned = tuple[str, Tensor, list[tuple[str, HubTensor]]]
+"""A parameter's name, the parameter, and the stored tensors with the block of it that each is."""
 
 
 def load_pretrained(
@@ -65,14 +47,14 @@ def load_pretrained(
             tensors that the model does not have (the first few are named); shapes that differ.
     """
     source = place(location)
-    params = {canonical_name(name): param for name, param in model.named_parameters()}
     with ExitStack() as stack, torch.no_grad():
         stored = WeightFiles(source, stack)
-        plan, missing, left = _plan(model, params, _current_names(model, list(stored.files)))
+        plan, missing, left = _plan(model, stored.files)
         if missing or left:
             raise CheckpointError(f"{location} does not fit the model: {_names('lacks', missing, left)}")
-        copies = (_copies(name, params[name], pieces, stored) for name, pieces in plan.items())
-        stored.copy(_counted(itertools.chain.from_iterable(copies), params.values(), on_progress))
+        copies = (_copies(name, param, sources, stored) for name, param, sources in plan)
+        params = [param for _, param, _ in plan]
+        stored.copy(_counted(itertools.chain.from_iterable(copies), params, on_progress))
 
 
 def _counted(
@@ -95,47 +77,35 @@ def _names(verb: str, missing: list[str], left: list[str]) -> str:
     return "; ".join(said)
 
 
-def _current_names(model: nn.Module, stored: list[str]) -> dict[str, str]:
-    """Return the stored names by the names that this version of transformers has for them."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming
-    except ImportError:  # transformers 4 has the names of the files.
-        return {canonical_name(name): name for name in stored}
-    # Asked of a model that nothing is wrapped around: the answer depends on the class.
-    with torch.device("meta"):
-        plain = model_of(model.config)
-    renamings = [rule for rule in get_model_conversion_mapping(plain) if isinstance(rule, WeightRenaming)]
-    names = {}
-    for name in stored:
-        current = canonical_name(name)
-        for rule in renamings:
-            current, _ = rule.rename_source_key(current)
-        names[current] = name
-    return names
-
-
-def _plan(
-    model: nn.Module, params: Mapping[str, Tensor], stored: Mapping[str, str]
-) -> tuple[dict[str, list[Piece]], list[str], list[str]]:
-    """Return (pieces by parameter, parameters without a source, stored tensors without a use)."""
+def _plan(model: nn.Module, stored: Iterable[str]) -> tuple[list[Planned], list[str], list[str]]:
+    """Return (what to read into each parameter, parameters without a source, stored tensors without a use)."""
+    table = hub_names(model)
+    by_name = {table.current(name): name for name in stored}
     base = getattr(model, "base_model_prefix", "")
     aliases = _tied_names(model)
-    plan: dict[str, list[Piece]] = {}
+    plan: list[Planned] = []
     missing: list[str] = []
     used: set[str] = set()
-    for name, param in params.items():
-        names = [name, *aliases.get(name, [])]
-        spellings = [*names, *(n.removeprefix(f"{base}.") for n in names)]
+
+    def find(*names: str) -> list[str]:
+        spellings = [*names, *(name.removeprefix(f"{base}.") for name in names)]
+        return [by_name[spelling] for spelling in dict.fromkeys(spellings) if spelling in by_name]
+
+    for name, param in model.named_parameters():
+        name = canonical_name(name)
         # A tied weight may be stored under all its names.
-        found = [stored[spelling] for spelling in dict.fromkeys(spellings) if spelling in stored]
-        pieces = [Piece(found[0])] if found else _expert_pieces(name, param, stored)
-        if pieces:
-            plan[name] = pieces
-            used.update(found, (piece.stored for piece in pieces))
+        found = find(name, *aliases.get(name, []))
+        if found:
+            sources = [(found[0], HubTensor(name, tuple(param.shape)))]
         else:
-            missing.append(name)
-    left = sorted(name for name in set(stored.values()) - used if not NOT_WEIGHTS.search(name))
+            tensors = table.of(name, param.shape)
+            sources = [(each, tensor) for tensor in tensors for each in find(table.current(tensor.name))[:1]]
+            if len(sources) < len(tensors):
+                missing.append(name)
+                continue
+        plan.append((name, param, sources))
+        used.update(found, (source for source, _ in sources))
+    left = sorted(name for name in set(by_name.values()) - used if not NOT_WEIGHTS.search(name))
     return plan, missing, left
 
 
@@ -150,78 +120,35 @@ def _tied_names(model: nn.Module) -> dict[str, list[str]]:
     return others
 
 
-def _expert_pieces(name: str, param: Tensor, stored: Mapping[str, str]) -> list[Piece]:
-    """Return where a fused parameter lies in a folder that stores experts one by one ([] if it does not).
-
-    ``gate_up_proj`` [experts, 2 I, hidden] has the gate above the up projection, ``down_proj`` is
-    [experts, hidden, I].
-    """
-    match = FUSED.match(name)
-    if not match:
-        return []
-    for parts in GATE_UP if match["kind"] == "gate_up_proj" else DOWN:
-        height = param.shape[1] // len(parts)
-        pieces = [
-            Piece(stored.get(f"{match['prefix']}.mlp.experts.{expert}.{part}.weight", ""), expert, k * height)
-            for expert in range(param.shape[0])
-            for k, part in enumerate(parts)
-        ]
-        if all(piece.stored for piece in pieces):
-            return pieces
-    return []
-
-
-def _copies(name: str, param: Tensor, pieces: list[Piece], stored: WeightFiles) -> Iterator[Copy]:
-    """Yield what this rank is to copy into a parameter."""
-    part = part_of(param)
-    whole = local_tensor(param)
-    if whole.is_meta:
-        raise CheckpointError(f"parameter {name} is still on the meta device; materialise the model first")
-    for piece in pieces:
-        source = stored.tensor(piece.stored)
-        shape = tuple(source.get_shape())
-        local, indices, room = whole, list(part.indices), part.shape
-        if piece.expert is not None:
-            held = (indices[0] == piece.expert).nonzero()
-            if not len(held):
-                continue
-            local, indices, room = local[int(held[0])], indices[1:], room[1:]
-        fits = shape[1:] == room[1:] and (shape == room or piece.expert is not None)
-        if not fits:
-            raise CheckpointError(
-                f"{piece.stored} is {list(shape)} there, {name} is {list(part.shape)} here"
-            )
-        yield from _held(local, source, indices, shape, piece.row)
-
-
-def _held(
-    local: Tensor, source: Block, indices: list[Tensor], shape: tuple[int, ...], row: int
+def _copies(
+    name: str, param: Tensor, sources: list[tuple[str, HubTensor]], stored: WeightFiles
 ) -> Iterator[Copy]:
-    """Yield what of ``source`` (whose rows start at ``row`` of the parameter) lies at the held ``indices``."""
-    starts = [row, *[0] * (len(shape) - 1)][: len(shape)]
-    blocks = [
-        _intervals(index, start, start + size)
-        for index, start, size in zip(indices, starts, shape, strict=True)
-    ]
-    for block in itertools.product(*blocks):
+    """Yield what this rank is to copy into a parameter."""
+    if param.is_meta:
+        raise CheckpointError(f"parameter {name} is still on the meta device; materialise the model first")
+    local, part = local_tensor(param), part_of(param)
+    for source, tensor in sources:
+        block = stored.tensor(source)
+        shape = tuple(block.get_shape())
+        if shape != tensor.shape:
+            raise CheckpointError(f"{source} is {list(shape)} there, {name} is {list(param.shape)} here")
+        held = tensor.within(part)
+        if held is not None:
+            yield from _held(local[held[0]], block, held[1].indices)
+
+
+def _held(local: Tensor, source: Block, indices: Sequence[Tensor]) -> Iterator[Copy]:
+    """Yield what of ``source`` lies at the held ``indices``, run by run."""
+    for block in itertools.product(*map(_runs, indices)):
         target = tuple(slice(at, at + length) for at, _, length in block)
-        wanted = tuple(
-            slice(first - start, first - start + length)
-            for (_, first, length), start in zip(block, starts, strict=True)
-        )
+        wanted = tuple(slice(first, first + length) for _, first, length in block)
         yield local[target], source, wanted or ...
 
 
-def _intervals(index: Tensor, start: int, stop: int) -> list[tuple[int, int, int]]:
-    """Return the runs of indices within [start, stop) as (position in ``index``, first index, length)."""
+def _runs(index: Tensor) -> list[tuple[int, int, int]]:
+    """Return the runs of consecutive indices as (position in ``index``, first index, length)."""
     if not len(index):
         return []
     breaks = (index[1:] - index[:-1] != 1).nonzero().flatten() + 1
     edges = [0, *breaks.tolist(), len(index)]
-    runs = []
-    for left, right in itertools.pairwise(edges):
-        first, last = int(index[left]), int(index[right - 1]) + 1
-        low, high = max(first, start), min(last, stop)
-        if low < high:
-            runs.append((left + low - first, low, high - low))
-    return runs
+    return [(left, int(index[left]), right - left) for left, right in itertools.pairwise(edges)]

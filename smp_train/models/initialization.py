@@ -1,99 +1,30 @@
 """Initial weights: each rank draws its own part, and the parts are the same on every mesh and world size.
 
-The value of an element depends on the seed, the parameter's Hugging Face name and the element's index in the
-whole parameter, on nothing else; the distribution is what the model's own constructor and ``_init_weights``
-prescribe (`smp_train.models.recording`).
+The value of an element depends on the seed, and on name and index that it has on the Hugging Face hub, on nothing else:
+not on the layout in memory, which differs between versions of transformers (`smp_train.models.hub_names`). The
+distribution is what the model's own constructor and ``_init_weights`` prescribe (`smp_train.models.recording`).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from smp_train.errors import SmpTrainError
 from smp_train.models import counter_random
+from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names
+from smp_train.models.parts import Part, part_of
 from smp_train.models.recording import OVERWRITES, PROGRAMS, REPLAYABLE, Program, Step
-from smp_train.runtime.dtensor import DTensor, local_tensor
+from smp_train.runtime.dtensor import local_tensor
 
-WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 # Elements at a time: about ten float64 temporaries of this size fit a core's cache; a device wants large
 # kernels.
 CPU_CHUNK = 1 << 15
 DEVICE_CHUNK = 1 << 24
-
-
-def canonical_name(name: str) -> str:
-    """Return a parameter's or module's Hugging Face name: without what wrappers put in."""
-    for prefix in WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
-
-@dataclass(frozen=True)
-class Part:
-    """Which elements of a parameter a rank holds: those at the given indices of each dimension.
-
-    Attributes:
-        shape: shape of the whole parameter.
-        indices: for each dimension the indices held, int64, ascending.
-    """
-
-    shape: tuple[int, ...]
-    indices: tuple[Tensor, ...]
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of the rank's tensor."""
-        return tuple(len(index) for index in self.indices)
-
-    def runs(self) -> tuple[Tensor, Tensor]:
-        """Return (starts, offsets): row o, column j is flat element starts[o] + offsets[j]."""
-        stride, strides = 1, []
-        for size in reversed(self.shape):
-            strides.append(stride)
-            stride *= size
-        strides.reverse()
-        starts = torch.zeros(1, dtype=torch.int64)
-        for index, step in zip(self.indices[:-1], strides[:-1], strict=True):
-            starts = (starts[:, None] + index[None, :] * step).flatten()
-        offsets = self.indices[-1] if self.indices else torch.zeros(1, dtype=torch.int64)
-        return starts, offsets
-
-
-def part_of(param: Tensor) -> Part:
-    """Return which elements of ``param`` this rank holds (all of a plain tensor's).
-
-    Splitting the indices with the placements' own code follows every layout there is, `_StridedShard`
-    included.
-    """
-    indices = [torch.arange(size) for size in param.shape]
-    if isinstance(param, DTensor):
-        coordinate = param.device_mesh.get_coordinate()
-        if coordinate is None:
-            indices = [index[:0] for index in indices]
-        else:
-            for mesh_dim, placement in enumerate(param.placements):
-                if placement.is_replicate():
-                    continue
-                if placement.is_partial():
-                    raise SmpTrainError("a parameter with a Partial placement cannot be initialised")
-                count = param.device_mesh.size(mesh_dim)
-                dim = placement.dim  # type: ignore[attr-defined]
-                indices[dim] = _piece(placement, indices[dim], count, coordinate[mesh_dim])
-    return Part(tuple(param.shape), tuple(indices))
-
-
-def _piece(placement: object, index: Tensor, count: int, position: int) -> Tensor:
-    factor = getattr(placement, "split_factor", 1)
-    # Shard is torch.chunk. _StridedShard chunks each of the pieces that a later mesh dimension will take.
-    blocks = torch.chunk(index, factor)
-    pieces = [torch.chunk(block, count) for block in blocks]
-    return torch.cat([piece[position] for piece in pieces if position < len(piece)] or [index[:0]])
 
 
 def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
@@ -108,17 +39,11 @@ def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
     Raises:
         SmpTrainError: a parameter whose initial values are not known, or that cannot be drawn in parts.
     """
-    programs = programs_of(model)
+    programs, names = programs_of(model), hub_names(model)
     drawn = 0
     with torch.no_grad():
         for name, param in model.named_parameters():
-            name = canonical_name(name)
-            program = programs.get(name)
-            _check(name, program)
-            part = local_tensor(param)
-            if part.is_meta:
-                raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
-            drawn += _fill(part, part_of(param), program or [], seed, name, chunk)
+            drawn += _initialise(canonical_name(name), param, programs, names, seed, chunk)
     return drawn
 
 
@@ -128,7 +53,7 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
     For whoever gives modules memory one after the other (FSDP1's ``param_init_fn``). What it draws is what `initialise`
     draws; make it before anything is wrapped. Of tied parameters only the first is filled: tie the others to it.
     """
-    programs = programs_of(model)
+    programs, names = programs_of(model), hub_names(model)
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     first = {name for name, _ in model.named_parameters()}
 
@@ -137,9 +62,7 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
         for key, param in module.named_parameters(recurse=False):
             name = prefixes[id(module)] + key
             if name in first:
-                program = programs.get(name)
-                _check(name, program)
-                _fill(param, part_of(param), program or [], seed, name, None)
+                _initialise(name, param, programs, names, seed, None)
 
     return initialise_module
 
@@ -152,7 +75,28 @@ def programs_of(model: nn.Module) -> dict[str, Program]:
     raise SmpTrainError("this model was not made by build_meta: how to initialise it is not known")
 
 
-def _check(name: str, program: Program | None) -> None:
+def _initialise(
+    name: str, param: Tensor, programs: Mapping[str, Program], names: HubNames, seed: int, chunk: int | None
+) -> int:
+    program = programs.get(name) or []
+    _check(name, program)
+    if param.is_meta:
+        raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
+    tensors = names.of(name, param.shape)
+    if len(tensors) > 1 and any(step.view is not None or step.op == "constant" for step in program):
+        tensors = (HubTensor(name, tuple(param.shape)),)  # its program is of the parameter as a whole
+    local, part = local_tensor(param), part_of(param)
+    if tuple(local.shape) != part.local_shape:
+        raise SmpTrainError(f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}")
+    drawn = 0
+    for each in tensors:
+        held = each.within(part)
+        if held is not None:
+            drawn += _fill(local[held[0]], held[1], program, seed, each.name, chunk)
+    return drawn
+
+
+def _check(name: str, program: Program) -> None:
     if not program:
         raise SmpTrainError(f"nothing in the model's code initialises parameter {name}")
     bad = [step.op for step in program if step.op not in REPLAYABLE]
@@ -164,10 +108,6 @@ def _check(name: str, program: Program | None) -> None:
 
 
 def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chunk: int | None) -> int:
-    if tuple(local.shape) != part.local_shape:
-        raise SmpTrainError(
-            f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}"
-        )
     if local.numel() == 0:
         return 0
     if len(program) == 1 and program[0].op == "fill_":

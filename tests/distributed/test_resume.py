@@ -25,17 +25,26 @@ def audits(folder: Path, world: int) -> list[list[dict]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "changes"), [(1, {}), (2, {}), (4, {"hybrid_shard_degree": 2})], ids=["1", "2", "2x2"]
+    ("world", "changes"),
+    [
+        (1, {}),
+        (2, {}),
+        (4, {"hybrid_shard_degree": 2}),
+        # Of four ranks, two hold no expert.
+        (4, {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}),
+    ],
+    ids=["1", "2", "2x2", "experts"],
 )
 def test_resume_is_bit_exact(world: int, changes: dict, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
+    kind = changes.get("model_type", "llama_v2")
     options = {**COMMON, **changes, "lr_decay_iters": 6}
     harness.run(train, world, flags(straight, **options, max_steps=6))
     for last in (3, 6):  # the very same command twice, but for where it ends
         resumable = {"resume_from_checkpoint": broken / "checkpoints", "max_steps": last}
         harness.run(train, world, flags(broken, **options, **resumable))
 
-    ours, theirs = read_checkpoint(checkpoint(broken, 6)), read_checkpoint(checkpoint(straight, 6))
+    ours, theirs = (read_checkpoint(folder / "checkpoints" / f"{kind}-6steps") for folder in (broken, straight))
     assert ours.keys() == theirs.keys()
     assert any("exp_avg_sq" in name for name in ours)
     for name, value in ours.items():

@@ -1,0 +1,114 @@
+"""Checkpoints hold the names and layouts of the Hugging Face hub, whatever the installed transformers has in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smp_train.checkpoints import CheckpointManager, Policy, gather_state, open_checkpoint
+from smp_train.checkpoints.export import export
+from smp_train.checkpoints.pretrained import load_weights
+from smp_train.models.build import build_meta, materialise
+from smp_train.models.resolve import resolve
+from tests.training import flatten, read_checkpoint
+from tests.unit.test_models_hf_weights import FAMILIES, IDS, expected_logits, save
+
+KINDS = ("exp_avg", "exp_avg_sq")
+
+
+def fresh(folder: Path) -> tuple[Any, torch.optim.AdamW]:
+    """Return the model of a Hugging Face folder without its weights, and its optimizer."""
+    model = build_meta(resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(folder))))
+    materialise(model, "cpu")
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def published(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's state under the names in the files of a Hugging Face folder, with moments of its own."""
+    return with_moments(load_file(folder / "model.safetensors"))
+
+
+def with_moments(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    moments = {
+        name: {"step": torch.tensor(3.0), **{kind: value * (2 + n) for n, kind in enumerate(KINDS)}}
+        for name, value in weights.items()
+    }
+    return {"model": weights, "optim": {"state": moments}}
+
+
+def in_memory(folder: Path) -> dict[str, Any]:
+    """Return the same as older versions saved it: as the installed transformers has it in memory."""
+    model, _ = fresh(folder)
+    load_weights(model, str(folder))
+    tensors = {name: value.detach() for name, value in model.named_parameters()}
+    return with_moments(tensors)
+
+
+def saved(state: dict[str, Any], folder: Path, source: Path) -> Path:
+    config = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(source))).config
+    manager = CheckpointManager([Policy(str(folder), 1, 0)], model_type="m")
+    (path,) = manager.save(1, state, {"model_config": config.to_dict()})
+    return Path(path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_saved_has_the_names_and_layouts_of_the_published_files(family: str, tmp_path: Path) -> None:
+    save(FAMILIES[family], tmp_path / "theirs")
+    expected = flatten(published(tmp_path / "theirs"))
+    model, optimizer = fresh(tmp_path / "theirs")
+    load_weights(model, str(tmp_path / "theirs"))
+    state = gather_state(model, optimizer)
+    for parameter, values in optimizer.state.items():
+        values["step"].fill_(3.0)
+        for n, kind in enumerate(KINDS):
+            values[kind].copy_(parameter.detach() * (2 + n))
+    found = read_checkpoint(saved(state, tmp_path / "ours", tmp_path / "theirs"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["the hub's names", "names in memory"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_other_versions_saved_is_loaded(family: str, kind: str, tmp_path: Path) -> None:
+    save(FAMILIES[family], tmp_path / "theirs")
+    state = published(tmp_path / "theirs")
+    if kind == "names in memory":
+        state = in_memory(tmp_path / "theirs")
+    path = saved(state, tmp_path / "ours", tmp_path / "theirs")
+    model, optimizer = fresh(tmp_path / "theirs")
+    open_checkpoint(path).load(gather_state(model, optimizer))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=IDS).logits, expected_logits(tmp_path / "theirs"))
+    for parameter in model.parameters():
+        values = optimizer.state[parameter]
+        assert values["step"].item() == 3
+        assert all(torch.equal(values[kind], parameter * (2 + n)) for n, kind in enumerate(KINDS))
+    again, _ = fresh(tmp_path / "theirs")
+    load_weights(again, str(path))
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    export(open_checkpoint(path), tmp_path / "back")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("kind", ["the hub's names", "names in memory"])
+def test_weights_are_read_from_a_tree_of_another_program(kind: str, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    save(FAMILIES["mixtral"], tmp_path / "theirs")
+    state = published(tmp_path / "theirs")
+    if kind == "names in memory":
+        state = in_memory(tmp_path / "theirs")
+    writer = dcp.FileSystemWriter(tmp_path / "tree")
+    _save_state_dict({"app": {"model": state["model"]}}, storage_writer=writer, no_dist=True)
+    model, _ = fresh(tmp_path / "theirs")
+    load_weights(model, str(tmp_path / "tree"))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=IDS).logits, expected_logits(tmp_path / "theirs"))
