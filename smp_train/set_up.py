@@ -13,12 +13,13 @@ import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
-from smp_train.checkpoints import Checkpoint, CheckpointManager, policies
+from smp_train.checkpoints import Checkpoint, CheckpointManager, foreign, policies
 from smp_train.checkpoints.export import check_tokenizer, tokenizer_beside
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
+from smp_train.errors import CheckpointError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
@@ -107,7 +108,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
         pin_memory=device.type == "cuda",
     )
 
-    found = look_for_checkpoint(args, spec.model_type, topology.mesh)
+    found = look_for_checkpoint(args, spec, topology.mesh)
     total_steps = count_steps(resolved, train_data, found)
     if found is not None:
         backend.check_checkpoint(found)
@@ -233,15 +234,57 @@ def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAud
         )
 
 
-def look_for_checkpoint(args: Arguments, model_type: str, mesh: dict[str, int]) -> Checkpoint | None:
-    """Return the newest committed checkpoint, if the run asks for one and there is one; collective."""
+def look_for_checkpoint(args: Arguments, spec: ModelSpec, mesh: dict[str, int]) -> Checkpoint | None:
+    """Return the newest committed checkpoint, if the run asks for one and there is one; collective.
+
+    Where there is none, the newest that SMP's sample scripts wrote.
+    """
     location = args.resume_from_checkpoint
     if location is None:
+        name_foreign(args)
         return None
-    found = find_newest(location, args.checkpoint_dir, model_type=model_type, mesh=mesh, strict=args.strict_resume)
+    found = None
+    with runtime.together("looking for a checkpoint"):
+        named = foreign.is_one(location)
+    if not named:
+        found = find_newest(
+            location, args.checkpoint_dir, model_type=spec.model_type, mesh=mesh, strict=args.strict_resume
+        )
+    if found is None:
+        found = foreign.find(location, spec.config, strict=args.strict_resume)
+        if found is not None and found.step < 1:
+            raise CheckpointError(
+                f"{found.path} does not say of which step it is; start from it with --finetune 1 "
+                f"--pretrained_checkpoint_file {found.path}"
+            )
     if found is None:
         log.info("No committed checkpoint in %s yet", location)
     return found
+
+
+def name_foreign(args: Arguments) -> None:
+    """Say which of SMP's sample's checkpoints lie where this run, which resumes from none, writes its own."""
+    for folder in args.checkpoint_dir:
+        names = [] if is_node_local(folder) else foreign.names_in(folder)
+        if names:
+            log.info(
+                "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go on "
+                "from them, --resume_from_checkpoint %s", folder, len(names), names[0], folder,
+            )  # fmt: skip
+
+
+def imported_position(found: Checkpoint, training: Dealing) -> tuple[int, str]:
+    """Return how many samples of this run's order count as read, and by which counter of SMP's sample.
+
+    It counts the sequences of each data rank, which become global batches of this run. Its order is another.
+    """
+    told = found.meta.get("imported", {})
+    batches, by = found.step, "its step"
+    size = told.get("cli_args.train_batch_size")
+    if size and "resume_from_sequence_number" in told:
+        accumulated = told.get("cli_args.gradient_accumulation_steps") or 1
+        batches, by = told["resume_from_sequence_number"] // (size * accumulated), "resume_from_sequence_number"
+    return (batches * training.global_batch, by) if training.rows_in_epoch is not None else (0, "nothing")
 
 
 def count_steps(resolved: Resolved, training: Dealing, found: Checkpoint | None) -> int:
@@ -254,7 +297,11 @@ def count_steps(resolved: Resolved, training: Dealing, found: Checkpoint | None)
     if args.epochs is None:
         return args.max_steps
     assert training.end is not None, "checked by arguments.validate"
-    done, consumed = (0, 0) if found is None else (found.step, found.meta.get("data", {}).get("consumed", 0))
+    done = consumed = 0
+    if found is not None:
+        done = found.step
+        data = found.meta.get("data")
+        consumed = imported_position(found, training)[0] if data is None else data.get("consumed", 0)
     steps = done + math.ceil(max(0, training.end - consumed) / training.global_batch)
     ends = {"--epochs": steps}
     if args.steps_per_epoch is not None:

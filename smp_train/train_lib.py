@@ -10,13 +10,14 @@ from itertools import islice
 
 from smp_train import runtime, train_utils
 from smp_train.arguments import Resolved
+from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.storage import place_of
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.runtime import Runtime
 from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model, save_last
-from smp_train.set_up import Progress, Run, layout, set_up
+from smp_train.set_up import Progress, Run, imported_position, layout, set_up
 from smp_train.telemetry.logging_utils import batch_line, get_logger, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.profiling import Profiler
@@ -60,9 +61,7 @@ def resume(run: Run) -> None:
     saver = run.backend.saver
     run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     with runtime.together(f"resuming from {found.path}"):
-        consumed = run.train_data.check_state(
-            found.meta["data"], allow_data_change=run.args.allow_data_change
-        )
+        consumed = data_position(run, found)
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
@@ -78,6 +77,18 @@ def resume(run: Run) -> None:
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
     if run.args.checkpoint_type == "full" and not run.args.evaluate_only:
         complete_models(run, os.path.basename(found.path))
+
+
+def data_position(run: Run, found: Checkpoint) -> int:
+    """Return how many samples of this run's order count as read; not collective."""
+    if "data" in found.meta:
+        return run.train_data.check_state(found.meta["data"], allow_data_change=run.args.allow_data_change)
+    consumed, by = imported_position(found, run.train_data)
+    log.info(
+        "Data: begins at sample %d (by %s); the order is this run's own, so in this epoch some rows come again and "
+        "others do not", consumed, by,
+    )  # fmt: skip
+    return consumed
 
 
 def fit(run: Run) -> bool:

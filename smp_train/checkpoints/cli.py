@@ -88,8 +88,11 @@ def main(argv: Sequence[str]) -> int:
 
 def ls(options: argparse.Namespace) -> int:
     """Print one line per checkpoint, finished or not, oldest step first."""
+    from smp_train.checkpoints import foreign
+
     storage = _folder(options.source)
-    aside = {name: kind for kind in (ABANDONED, DAMAGED) for name in storage.aside(kind)}
+    others = {name: kind for kind in (ABANDONED, DAMAGED) for name in storage.aside(kind)}
+    others |= dict.fromkeys(foreign.names_in(options.source), "SMP sample")
     rows = []
     for name in storage.names():
         sizes = storage.sizes(name)
@@ -99,7 +102,7 @@ def ls(options: argparse.Namespace) -> int:
         if parsed is None and not name.endswith((".staging", ".deleting", ".replaced")):
             continue
         state = "committed" if committed else "incomplete"
-        state = state if committed else aside.get(name, state)
+        state = state if committed else others.get(name, state)
         rows.append((parsed[1] if parsed else -1, name, state, in_bytes(sum(sizes.values())), len(sizes)))
     width = max((len(row[1]) for row in rows), default=0)
     for _, name, state, size, files in sorted(rows):
@@ -217,9 +220,11 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def import_weights(options: argparse.Namespace) -> int:
-    """Make a committed checkpoint, without optimizer state, of weights of any form; holds the model in memory."""
-    from smp_train.checkpoints.dcp import DCP_METADATA, plain_values
-    from smp_train.checkpoints.pretrained import load_weights, open_tree
+    """Make a committed checkpoint of weights of any form, or of a checkpoint of SMP's sample; holds it in memory."""
+    import torch
+
+    from smp_train.checkpoints import foreign
+    from smp_train.checkpoints.pretrained import load_weights
     from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
     from smp_train.models.resolve import resolve
@@ -232,10 +237,9 @@ def import_weights(options: argparse.Namespace) -> int:
             hf_pretrained_model_name_or_dir=None, model_type=None, model_size=None,
         )
     )  # fmt: skip
-    told: dict[str, Any] = {}
-    if (source / DCP_METADATA).is_file():
-        told = plain_values(open_tree(source))
-    step = options.step if options.step is not None else int(told.get("total_steps", told.get("step", 0)))
+    found = foreign.find(str(source), spec.config)
+    told = {} if found is None else found.meta["imported"]
+    step = options.step if options.step is not None else (0 if found is None else found.step)
     manager = CheckpointManager([Policy(options.target, 0, 0)], model_type=spec.model_type)
     manager.lock(advice="give another folder, or wait until that job has ended")
     try:
@@ -243,12 +247,19 @@ def import_weights(options: argparse.Namespace) -> int:
             _refuse_committed(open_storage(options.target), folder_name(spec.model_type, step))
         model = build_meta(spec)
         materialise(model, "cpu")
-        load_weights(model, str(source), Bar(f"read {source.name}"))
         size = sum(parameter.nbytes for parameter in model.parameters())
+        meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}, "tokens": 0}
+        how = "start from it with --finetune 1 --pretrained_checkpoint_file"
+        if found is None or not found.has_moments:
+            load_weights(model, str(source if found is None else found.path), Bar(f"read {source.name}"))
+            state = gather_state(model)
+        else:
+            state = gather_state(model, torch.optim.AdamW(model.parameters()))
+            found.load(state)
+            size, how = 3 * size, "go on from it with --resume_from_checkpoint"
         print(f"writing {in_bytes(size)} to {options.target}", file=sys.stderr)
-        meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}}
-        for path in manager.save(step, gather_state(model), meta, force=True):
-            print(f"wrote {path}; start from it with --finetune 1 --pretrained_checkpoint_file {path}")
+        for path in manager.save(step, state, meta, force=True):
+            print(f"wrote {path}; {how} {path}")
     finally:
         manager.close()
     return 0

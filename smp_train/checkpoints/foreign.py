@@ -1,0 +1,243 @@
+"""Checkpoints that the SMP v2 sample scripts wrote: found, told apart from ours, and read. Never written to.
+
+What lies in a folder ``<model type>-<step>steps`` (facts: the sample's scripts and SMP's documentation):
+
+- sharded: a DCP tree, or one for each tensor and expert rank, in ``tp<rank>_ep<rank>/``, earlier
+  ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``, with ``model``, ``optimizer``, ``scheduler`` and counters;
+- local: the same for each shard rank too, ``tp<rank>_ep<rank>_fsdp<rank>/``;
+- full: ``pytorch_model.bin`` and ``config.json``, no optimizer state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from smp_train.checkpoints.collective import on_main
+from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
+from smp_train.checkpoints.finding import TORCHS, Checkpoint
+from smp_train.checkpoints.record import COMMITTED, META, Committed
+from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
+from smp_train.checkpoints.state import State
+from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
+from smp_train.checkpoints.translated import MODEL_PREFIXES, MOMENTS, TensorReader, TranslatedReader, Tree
+from smp_train.errors import CheckpointError
+from smp_train.models.smp_names import HubModel, Ranks, is_transformed
+from smp_train.models.weight_files import WeightFiles
+from smp_train.runtime.places import place
+
+logger = logging.getLogger(__name__)
+
+FULL = "pytorch_model.bin"
+_NAME = re.compile(r"(?:.*\D)?(?P<step>\d+)steps")
+_RANKS = re.compile(r"tp(?P<tensor>\d+)_ep(?P<expert>\d+)(?:_fsdp(?P<shard>\d+))?")
+_EARLIER = re.compile(r"(?:tp(?P<tensors>\d+)-(?P<tensor>\d+))?/?(?:ep(?P<experts>\d+)-(?P<expert>\d+))?")
+_LOCAL = re.compile(r"\d+\.pt")
+
+
+@dataclass(frozen=True)
+class Foreign(Checkpoint):
+    """A checkpoint that the SMP v2 sample wrote, as one of ours: under the hub's names, on any mesh.
+
+    ``meta["imported"]`` is what it says of itself: counters, schedule, the sample's own settings.
+    """
+
+    trees: Mapping[str, Ranks]
+    """Ranks by sub-folder; empty where there is one file with the model alone."""
+    config: Any = field(repr=False, compare=False)
+    transformed: bool
+    has_moments: bool
+
+    @property
+    def durable(self) -> bool:
+        """False: it is not this run's, and nothing that is to be written of the run is there."""
+        return False
+
+    @property
+    def parts(self) -> list[str]:
+        """Sub-folders of its trees."""
+        return sorted(self.trees)
+
+    def reader(self, part: str = "") -> Reader:
+        """Return the reader of one of its trees, as it was written."""
+        return _reader(self._storage, self._name, part, self._storage.sizes(self._name))
+
+    def check_names(self, names: str = HUGGING_FACE) -> None:
+        """Raise `CheckpointError` where it cannot be given under ``names``: into SMP's own only from SMP's own."""
+        if names != HUGGING_FACE and not self.transformed:
+            raise CheckpointError(
+                f"{self.path} is of a model as Hugging Face has it, and this run of SMP's own implementation: resume "
+                "without --use_smp_implementation, tensor, context and expert parallelism, or on --backend native"
+            )
+
+    def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
+        """See `Checkpoint.load`. Without moments there, the optimizer's state is left as it is."""
+        self.check_names(saver.names)
+        with ExitStack() as opened:
+            trees = self._trees(saver, opened)
+            if isinstance(state, State):  # a DCP tree of another program may have the names of today's transformers
+                saved = on_main(f"cannot load {self.path}", lambda: list(saved_entries(trees[0].reader)))
+                named = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
+                state = next((each for each in named if each is not state), state)
+            shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
+            reader = TranslatedReader(trees, HubModel.of(self.config, shapes))
+            if not self.has_moments and "optim" in state:
+                logger.info("%s holds no optimizer state: AdamW's moments begin at zero", self.path)
+                state = {"model": state["model"]}
+            load_state(state, reader, self.path, load=saver.load)
+
+    def _trees(self, saver: Saver, opened: ExitStack) -> list[Tree]:
+        if not self.trees:
+            files = WeightFiles(place(self.path) / FULL, opened)
+            return [Tree(Ranks(), TensorReader({f"model.{n}": files.tensor(n)[...] for n in files.files}))]
+        trees = [Tree(ranks, self.reader(part)) for part, ranks in self.trees.items()]
+        if saver.names == HUGGING_FACE:
+            return trees
+        # Under its own names each tensor and expert rank reads what the same rank wrote.
+        return [replace(tree, ranks=Ranks()) for tree in trees if saver.part in ("", _part(tree.ranks))]
+
+
+def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
+    """Return the newest checkpoint of the sample's at ``location``, for a model of ``config``. Collective.
+
+    One of which something is missing is passed over with a warning; ``strict``, or asked for by its own name, it is an
+    error, as it is where none is whole (`CheckpointError`). None where there are none at all.
+    """
+    folder, names, single = on_main("cannot resume", lambda: _candidates(place_of(location)))
+    storage = open_storage(folder)
+    for name in names:
+        label = os.path.join(folder, name)
+        facts = on_main(f"cannot read {label}", partial(_look, storage, name, config))
+        if not isinstance(facts, str):
+            return Foreign(path=label, _storage=storage, _name=name, config=config, **facts)
+        if strict or single:
+            raise CheckpointError(f"{label}, of SMP's sample scripts, is not whole: {facts}")
+        logger.warning("%s, of SMP's sample scripts, is not whole: %s; trying the next older one", label, facts)
+    if names:
+        raise CheckpointError(f"cannot resume: no checkpoint that SMP's sample scripts wrote to {folder} is whole")
+    return None
+
+
+def is_one(location: str) -> bool:
+    """Tell whether ``location`` is itself a checkpoint of the sample's, whole or not."""
+    folder, name = parent_of(place_of(location))
+    return bool(name) and absent(place_of(location)) is None and _is_foreign(open_storage(folder), name)
+
+
+def has_trees(location: str) -> bool:
+    """Tell whether ``location`` is one or more DCP trees of another program, rather than files of weights."""
+    folder, name = parent_of(place_of(location))
+    return is_one(location) and FULL not in open_storage(folder).sizes(name)
+
+
+def names_in(folder: str) -> list[str]:
+    """Return the names of the sample's checkpoints in a folder, newest first."""
+    return _candidates(place_of(folder))[1]
+
+
+def _candidates(location: str) -> tuple[str, list[str], bool]:
+    """Return (folder, names newest first, whether one was asked for by its name)."""
+    if is_one(location):
+        folder, name = parent_of(location)
+        return folder, [name], True
+    if absent(location) is not None:
+        return location, [], False
+    storage = open_storage(location)
+    found = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
+    return location, [name for _, name in sorted(found, reverse=True) if _is_foreign(storage, name)], False
+
+
+def _is_foreign(storage: Storage, name: str) -> bool:
+    if storage.has(name, COMMITTED) or storage.has(name, META):
+        return False
+    files = storage.sizes(name)
+    return FULL in files or any(_ranks(posixpath.dirname(file)) for file in files if _of_tree(file))
+
+
+def _reader(storage: Storage, name: str, part: str, files: Mapping[str, int]) -> Reader:
+    """Return the reader of a tree; of shard ranks' own trees each has a part of tensors that are in all together."""
+    return storage.reader(posixpath.join(name, part), {posixpath.relpath(f, part or "."): n for f, n in files.items()})
+
+
+def _of_tree(file: str) -> bool:
+    return posixpath.basename(file) == METADATA or file.endswith(".distcp")
+
+
+def _ranks(folder: str) -> tuple[Ranks, int] | None:
+    """Return which ranks a sub-folder is of: its `Ranks`, with degrees where they are in the name, and shard rank."""
+    match = _RANKS.fullmatch(folder)
+    if match is not None:
+        return Ranks(tensor=int(match["tensor"]), expert=int(match["expert"])), int(match["shard"] or 0)
+    match = _EARLIER.fullmatch(folder)
+    if match is None:
+        return None
+    return Ranks(*(int(match[field] or default) for field, default in Ranks._field_defaults.items())), 0
+
+
+def _part(ranks: Ranks) -> str:
+    return f"tp{ranks.tensor}_ep{ranks.expert}"
+
+
+def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
+    """Return what there is to know of a checkpoint of the sample's, or what is missing of it."""
+    match = _NAME.fullmatch(name)
+    step = int(match["step"]) if match else 0
+    files = storage.sizes(name)
+    told: dict[str, Any] = {}
+    trees: dict[str, Ranks] = {}
+    transformed = has_moments = False
+    folders = sorted({posixpath.dirname(file) for file in files if _of_tree(file)})
+    if folders:
+        problem = _missing(storage, name, folders, files)
+        if problem is not None:
+            return problem
+        trees = _with_degrees(folders)
+        reader = _reader(storage, name, folders[0], files)
+        told = plain_values(reader)
+        saved = saved_entries(reader)
+        has_moments = any(map(MOMENTS.fullmatch, saved))
+        names = [key.removeprefix("app.").removeprefix("model.") for key in saved if key.startswith(MODEL_PREFIXES[:2])]
+        transformed = is_transformed(names, config.model_type)
+        step = told.get("scheduler.num_iters", told.get("total_steps", told.get("step", step)))
+    degrees = next(iter(trees.values()), Ranks())
+    meta = {"imported": told, "mesh": {"tensor": degrees.tensors, "expert": degrees.experts}, "tokens": 0}
+    committed = Committed(int(step), config.model_type, {})
+    return {
+        "step": int(step), "meta": meta, "committed": committed, "trees": trees, "transformed": transformed,
+        "has_moments": has_moments,
+    }  # fmt: skip
+
+
+def _with_degrees(folders: Iterable[str]) -> dict[str, Ranks]:
+    found = {folder: of[0] for folder in folders if (of := _ranks(folder)) is not None}
+    tensors = max(max(each.tensors, each.tensor + 1) for each in found.values())
+    experts = max(max(each.experts, each.expert + 1) for each in found.values())
+    return {folder: each._replace(tensors=tensors, experts=experts) for folder, each in found.items()}
+
+
+def _missing(storage: Storage, name: str, folders: list[str], files: Mapping[str, int]) -> str | None:
+    """Say which tree, index or file is not there, or cut short."""
+    for folder in folders:
+        if _ranks(folder) is None:
+            return f"{folder} is of no tensor and expert rank"
+        if posixpath.join(folder, METADATA) not in files:
+            return f"{posixpath.join(folder, METADATA)} is missing"
+        for info in _reader(storage, name, folder, files).read_metadata().storage_data.values():
+            file = posixpath.join(folder, info.relative_path)
+            if files.get(file, 0) < info.offset + info.length:
+                return f"{file} is missing or cut short"
+    places = {(of[0].tensor, of[0].expert, of[1]) for of in map(_ranks, folders) if of is not None}
+    degrees = next(iter(_with_degrees(folders).values()))
+    shards = 1 + max(shard for _, _, shard in places)
+    for place_ in itertools.product(range(degrees.tensors), range(degrees.experts), range(shards)):
+        if place_ not in places:
+            return "there is no tree of tensor rank {}, expert rank {}, shard rank {}".format(*place_)
+    return None

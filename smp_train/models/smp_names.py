@@ -1,0 +1,231 @@
+"""Parameters of SMP's own (transformed) implementation as blocks of the tensors on the Hugging Face hub.
+
+SMP is closed. Its decoder layers are Transformer Engine's, its experts Megatron Core's, and the names of those two are
+public; so is the outer tree of SMP v1 (``transformer.seq_layers.N``, ``word_embedding``). That v2 combines them in this
+way is an assumption (docs/smp-v2.md). A name that is not in the table is refused, never guessed. How tensor ranks cut a
+parameter is not in the table: it follows from the rank's shape and the whole one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from smp_train.errors import CheckpointError
+
+# Path components that wrappers add; a name without them may be the hub's.
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module", "lm", "inner"})
+_LAYER = re.compile(r"(?:^|\.)(?:seq_)?layers\.(\d+)\.(.+)")
+_EXPERTS = re.compile(
+    r"(?:mlp|block_sparse_moe)\.(?:(?P<router>router(?:\.weight)?|gate\.weight)"
+    r"|(?P<inwards>inwards|experts\.gate_up_proj)|(?P<outwards>outwards|experts\.down_proj)"
+    r"|experts\.local_experts\.(?P<local>\d+)\.linear_fc(?P<fc>[12])\.weight)"
+)
+_QKV = re.compile(r"self_attention\.layernorm_qkv\.(query|key|value)_(weight|bias)")
+_ATTENTION = {
+    "self_attention.layernorm_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "self_attention.layernorm_qkv.query_weight": ("self_attn.q_proj.weight",),
+    "self_attention.layernorm_qkv.key_weight": ("self_attn.k_proj.weight",),
+    "self_attention.layernorm_qkv.value_weight": ("self_attn.v_proj.weight",),
+    "self_attention.proj.weight": ("self_attn.o_proj.weight",),
+    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+}
+_LLAMA = _ATTENTION | {
+    "layernorm_mlp.layer_norm_weight": ("post_attention_layernorm.weight",),
+    # Each rank holds its rows of the gate above its rows of the up projection.
+    "layernorm_mlp.fc1_weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "layernorm_mlp.fc2_weight": ("mlp.down_proj.weight",),
+}
+_NEOX = {
+    f"{theirs}{joint}{kind}": (f"{ours}.{kind}",)
+    for theirs, joint, ours in (
+        ("self_attention.layernorm_qkv.layer_norm", "_", "input_layernorm"),
+        ("self_attention.proj", ".", "attention.dense"),
+        ("layernorm_mlp.layer_norm", "_", "post_attention_layernorm"),
+        ("layernorm_mlp.fc1", "_", "mlp.dense_h_to_4h"),
+        ("layernorm_mlp.fc2", "_", "mlp.dense_4h_to_h"),
+    )
+    for kind in ("weight", "bias")
+}
+LAYER_TABLES: dict[str, Mapping[str, tuple[str, ...]]] = {
+    "llama": _LLAMA, "mistral": _LLAMA, "mixtral": _ATTENTION, "gpt_neox": _NEOX,
+}  # fmt: skip
+_LLAMA_ROOTS = {"layers": "model.layers", "embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_NEOX_ROOTS = {
+    "layers": "gpt_neox.layers",
+    "embedding": "gpt_neox.embed_in",
+    "norm": "gpt_neox.final_layer_norm",
+    "head": "embed_out",
+}
+ROOTS = {"llama": _LLAMA_ROOTS, "mistral": _LLAMA_ROOTS, "mixtral": _LLAMA_ROOTS, "gpt_neox": _NEOX_ROOTS}
+# What stands around the layers, by the last component but one.
+_AROUND = {
+    "word_embedding": "embedding", "word_embeddings": "embedding", "embed_tokens": "embedding", "embed_in": "embedding",
+    "layernorm": "norm", "final_layernorm": "norm", "norm": "norm", "final_layer_norm": "norm",
+    "lm_head": "head", "embed_out": "head",
+}  # fmt: skip
+
+
+class Ranks(NamedTuple):
+    """Which tensor and expert rank wrote a tree, of how many."""
+
+    tensor: int = 0
+    tensors: int = 1
+    expert: int = 0
+    experts: int = 1
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """What the translation needs to know of a model: its transformers type, and the whole shapes on the hub."""
+
+    kind: str
+    shapes: Mapping[str, Sequence[int]]
+    heads: int = 1
+    experts: int = 0
+    tied: bool = False
+
+    @classmethod
+    def of(cls, config: Any, shapes: Mapping[str, Sequence[int]]) -> HubModel:
+        """Return it for a transformers configuration."""
+        return cls(
+            kind=config.model_type,
+            shapes=shapes,
+            heads=getattr(config, "num_attention_heads", 1),
+            experts=getattr(config, "num_local_experts", 0),
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a saved tensor, and where it lies in a tensor of the hub.
+
+    Attributes:
+        name: the hub's tensor.
+        at: where the block begins there.
+        start: where it begins in the saved tensor; leading dimensions that the hub's lacks are indices.
+        size: its size, in the hub's dimensions.
+    """
+
+    name: str
+    at: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def plain(name: str) -> str:
+    """Return a parameter's name without what wrappers put into it."""
+    return ".".join(word for word in name.split(".") if word not in WRAPPERS)
+
+
+def is_transformed(names: Iterable[str], kind: str) -> bool:
+    """Tell whether parameters have SMP's names rather than those of transformers."""
+    if kind not in ROOTS:
+        return False
+    fsdp = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+    roots = {root.split(".")[0] for root in ROOTS[kind].values()} | {"lm_head"}
+    for name in names:
+        for wrapper in fsdp:
+            name = name.replace(wrapper, "")
+        if name.split(".")[0] not in roots:
+            return True
+    return False
+
+
+def blocks(name: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> list[Block] | None:
+    """Return what a saved parameter of ``shape`` holds of the hub's tensors; None for one that is not known.
+
+    Raises `CheckpointError` where its shape fits no way of cutting the whole.
+    """
+    name = plain(name)
+    if name in model.shapes:
+        return _stacked((name,), shape, ranks, model)
+    if model.kind not in ROOTS:
+        return None
+    roots = ROOTS[model.kind]
+    layer = _LAYER.search(name)
+    if layer is None:
+        path, _, leaf = name.rpartition(".")
+        around = _AROUND.get(path.rpartition(".")[2])
+        hub = f"{roots[around]}.{leaf}" if around else ""
+        return _stacked((hub,), shape, ranks, model) if hub in model.shapes else None
+    prefix, rest = f"{roots['layers']}.{layer[1]}.", layer[2]
+    moe = _EXPERTS.fullmatch(rest) if model.kind == "mixtral" else None
+    if moe is not None:
+        return _experts(moe, prefix + "block_sparse_moe.", shape, ranks, model)
+    qkv = _QKV.fullmatch(rest) if model.kind == "gpt_neox" else None
+    if qkv is not None:
+        return _by_head(f"{prefix}attention.query_key_value.{qkv[2]}", qkv[1], shape, ranks, model)
+    found = tuple(prefix + part for part in LAYER_TABLES[model.kind].get(rest, ()))
+    return _stacked(found, shape, ranks, model) if found and set(found) <= set(model.shapes) else None
+
+
+def _stacked(
+    names: Sequence[str], shape: Sequence[int], ranks: Ranks, model: HubModel, lead: tuple[int, ...] = ()
+) -> list[Block]:
+    """Return the blocks of hub tensors that lie one above the other, at the indices ``lead`` of the saved tensor."""
+    rows = shape[0] // len(names) if shape else 0
+    found = []
+    for number, name in enumerate(names):
+        size = (rows, *shape[1:]) if shape else ()
+        at = _offset(name, size, ranks, model)
+        found.append(Block(name, at, (*lead, number * rows, *[0] * (len(size) - 1)) if shape else lead, size))
+    return found
+
+
+def _experts(match: re.Match[str], prefix: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> list[Block]:
+    if match["router"]:
+        return _stacked((prefix + "gate.weight",), shape, ranks, model)
+    inwards = match["inwards"] or match["fc"] == "1"
+    parts = ("w1", "w3") if inwards else ("w2",)
+
+    def names(expert: int) -> list[str]:
+        return [f"{prefix}experts.{expert}.{part}.weight" for part in parts]
+
+    if match["local"]:
+        own = model.experts // ranks.experts
+        return _stacked(names(ranks.expert * own + int(match["local"])), shape, ranks, model)
+    own = shape[0]
+    if own not in (model.experts, model.experts // ranks.experts):
+        raise CheckpointError(f"{prefix}experts: {own} on a rank there, {model.experts} in all here")
+    first = 0 if own == model.experts else ranks.expert * own
+    return [
+        block
+        for index in range(own)
+        for block in _stacked(names(first + index), shape[1:], ranks, model, lead=(index,))
+    ]
+
+
+def _by_head(name: str, part: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> list[Block]:
+    """Return the rows of GPT-NeoX's one product of queries, keys and values, which the hub has head by head."""
+    width = model.shapes[name][0] // (3 * model.heads)
+    heads = shape[0] // width
+    if heads * width != shape[0] or heads not in (model.heads, model.heads // ranks.tensors):
+        raise CheckpointError(f"{name}: {part} is {list(shape)} on a rank there, which is no number of heads here")
+    first = 0 if heads == model.heads else ranks.tensor * heads
+    row = ("query", "key", "value").index(part)
+    rest = [0] * (len(shape) - 1)
+    return [
+        Block(name, ((3 * (first + head) + row) * width, *rest), (head * width, *rest), (width, *shape[1:]))
+        for head in range(heads)
+    ]
+
+
+def _offset(name: str, size: Sequence[int], ranks: Ranks, model: HubModel) -> tuple[int, ...]:
+    """Return where a rank's part begins: of the whole, or of one dimension that tensor ranks have cut evenly."""
+    if name not in model.shapes:
+        raise CheckpointError(f"{name} is no tensor of its own on this mesh; take --tensor_parallel_degree 1")
+    whole = tuple(model.shapes[name])
+    differ = [dim for dim in range(len(size)) if len(size) == len(whole) and size[dim] != whole[dim]]
+    if len(size) == len(whole) and not differ:
+        return (0,) * len(whole)
+    if len(differ) == 1 and size[differ[0]] * ranks.tensors == whole[differ[0]]:
+        return tuple(ranks.tensor * size[dim] if dim == differ[0] else 0 for dim in range(len(whole)))
+    of = f"tensor rank {ranks.tensor} of {ranks.tensors}"
+    raise CheckpointError(
+        f"{name} is {list(whole)} here, and {list(size)} on {of} there: trees of some ranks are missing, or it is of "
+        "another model (--num_layers, --hidden_width, --vocab_size)"
+    )

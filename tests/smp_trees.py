@@ -1,0 +1,169 @@
+"""Checkpoints as the SMP v2 sample scripts write them, made with a stand-in for `torch.sagemaker`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_train.checkpoints.state import canonical_name
+from tests.smp import install
+
+State = dict[str, torch.Tensor]
+
+
+def run_of(command_line: list[str]) -> Any:
+    """Set a run up on this rank, resume, train, and return it; nothing is closed."""
+    from contextlib import ExitStack
+
+    from smp_train import arguments, runtime, train_lib
+    from smp_train.set_up import set_up
+
+    ranks = runtime.detect()
+    resolved = arguments.parse(command_line)
+    arguments.validate(resolved.args, ranks.world_size)
+    device = runtime.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
+    run = set_up(resolved, ranks, device, ExitStack())
+    train_lib.resume(run)
+    return run
+
+
+def write(command_line: list[str], folder: str, kind: str = "sharded", form: str = "tp{tp}_ep{ep}") -> State:
+    """Train on this rank of SMP, write a checkpoint as the sample does, and return its tensors by transformers' names.
+
+    ``form`` is what the sub-folder of this rank's tree is called.
+    """
+    install()
+    from torch.sagemaker.tensor_parallel.transformer import translated
+
+    from smp_train import train_lib
+
+    run = run_of(command_line)
+    train_lib.fit(run)
+    model, optimizer = run.model, run.optimizer
+    KINDS[kind](model, optimizer, Path(folder), form, content(run))
+    weights, moments = whole(model, optimizer)
+    renamed = translated if run.backend.transforms else dict
+    found = {f"model.{name}": value for name, value in renamed(weights).items()}
+    for what in ("exp_avg", "exp_avg_sq"):
+        values = renamed({name: state[what] for name, state in moments.items()})
+        found |= {f"{what}.{name}": value for name, value in values.items()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def content(run: Any) -> dict[str, Any]:
+    """Return what the sample stores beside model and optimizer."""
+    args = run.args
+    return {
+        "scheduler": {"start_lr": args.lr, "warmup_iter": 0, "num_iters": run.progress.step, "decay_style": "cosine",
+                      "end_iter": 4, "min_lr": 0.0},
+        "cli_args": {"train_batch_size": args.train_batch_size, "lr": args.lr, "model_type": args.model_type},
+        "model_config": run.spec.config,
+        "num_params": 1,
+        "total_steps": run.progress.step,
+        "epoch": 0,
+        "start_train_path_index": 0,
+        "resume_from_sequence_number": run.progress.step * args.train_batch_size,
+    }  # fmt: skip
+
+
+def whole(model: Any, optimizer: Any) -> tuple[State, dict[str, State]]:
+    """Return this tensor rank's parameters and moments, gathered over its shard group, under saved names."""
+    state = _state(model, optimizer, {})
+
+    def full(value: Any) -> torch.Tensor:
+        if not hasattr(value, "local_shards"):
+            return value
+        parts: list[Any] = [None] * model.process_group.size()
+        own = [shard.tensor.clone() for shard in value.local_shards()]
+        torch.distributed.all_gather_object(parts, own, group=model.process_group)
+        return torch.cat([each for part in parts for each in part])
+
+    weights = {canonical_name(name): full(value) for name, value in state["model"].items()}
+    moments = {
+        canonical_name(name): {what: full(value) for what, value in values.items()}
+        for name, values in state["optimizer"]["state"].items()
+    }
+    return weights, moments
+
+
+def _tree_of(tsm: Any, form: str) -> str:
+    state = tsm.state
+    names = {"tp": state.tp_rank, "ep": state.ep_rank, "tps": state.tp_size, "eps": state.ep_size}
+    return form.format(**names, fsdp=state.shard_rank)
+
+
+def _state(model: Any, optimizer: Any, content: dict[str, Any]) -> dict[str, Any]:
+    import torch.distributed.fsdp as fsdp
+
+    FSDP = fsdp.FullyShardedDataParallel
+    with FSDP.state_dict_type(model, fsdp.StateDictType.SHARDED_STATE_DICT):
+        return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer), **content}
+
+
+def _sharded(model: Any, optimizer: Any, folder: Path, form: str, content: dict[str, Any]) -> None:
+    import torch.sagemaker as tsm
+    from torch.sagemaker.distributed.checkpoint import state_dict_saver as saver
+    from torch.sagemaker.utils.process_group_utils import get_global_ranks
+
+    state = _state(model, optimizer, content)
+    if tsm.state.ranker.get_rep_rank(tsm.state.rank) == 0:
+        group = model.process_group
+        saver.save(state, checkpoint_id=str(folder / _tree_of(tsm, form)), process_group=group,
+                   coordinator_rank=min(get_global_ranks(group)))  # fmt: skip
+    torch.distributed.barrier()
+
+
+def _local(model: Any, optimizer: Any, folder: Path, form: str, content: dict[str, Any]) -> None:
+    import torch.sagemaker as tsm
+    from torch.sagemaker.distributed.checkpoint import state_dict_saver as saver
+
+    groups = tsm.state.ranker.get_rep_groups()
+    made = [torch.distributed.new_group(ranks) for ranks in groups]
+    own = next(n for n, ranks in enumerate(groups) if tsm.state.rank in ranks)
+    saver.save(
+        _state(model, optimizer, content),
+        checkpoint_id=str(folder / f"{_tree_of(tsm, form)}_fsdp{model.rank}"),
+        process_group=made[own],
+        coordinator_rank=min(groups[own]),
+    )
+    torch.distributed.barrier()
+
+
+def _full(model: Any, optimizer: Any, folder: Path, form: str, content: dict[str, Any]) -> None:
+    import torch.distributed.fsdp as fsdp
+
+    config = fsdp.FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    with fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, config):
+        state = model.state_dict()
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True)
+        torch.save({canonical_name(name): value for name, value in state.items()}, folder / "pytorch_model.bin")
+        content["model_config"].save_pretrained(folder)
+    torch.distributed.barrier()
+
+
+KINDS: dict[str, Callable[..., None]] = {"sharded": _sharded, "local": _local, "full": _full}
+
+
+def take_up(command_line: list[str], smp: bool = False) -> tuple[int, int, State]:
+    """Resume on this rank and return (step, samples read, weights and moments as transformers has them)."""
+    if smp:
+        install()
+    run = run_of(command_line)
+    found: State = {}
+    for name, parameter in run.model.named_parameters():
+        name = canonical_name(name)
+        state = run.optimizer.state[parameter]
+        values = {"model": parameter, **{what: state[what] for what in ("exp_avg", "exp_avg_sq") if what in state}}
+        for what, value in values.items():
+            found[f"{what}.{name}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+    return run.progress.step, run.progress.consumed, found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return every file below a folder."""
+    return {os.path.relpath(path, folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
