@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import harness, smp_trees
-from tests.smp import DATA, NATIVE, alike, numbers, smp, train_on_smp
+from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, alike, numbers, smp, train_on_smp
 from tests.training import flags, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")]
@@ -24,7 +24,13 @@ WRITTEN: dict[str, tuple[int, dict[str, Any], str, str]] = {
     "tp2 mistral, local": (4, TENSOR | {"train_batch_size": 2, "model_type": "mistral"}, "local", "tp{tp}_ep{ep}"),
     "local llama": (2, {}, "local", "tp{tp}_ep{ep}"),
     "own llama": (2, {"use_smp_implementation": 1}, "sharded", "tp{tp}_ep{ep}"),
+    "tp2 gpt-neox": (4, NEOX | TENSOR | {"train_batch_size": 2}, "sharded", "tp{tp}_ep{ep}"),
+    "ep2 mixtral": (2, MIXTRAL | {"expert_parallel_degree": 2}, "sharded", "tp{tp}_ep{ep}"),
+    "tp2 mixtral": (4, MIXTRAL | TENSOR | {"train_batch_size": 2}, "sharded", "tp{tp}_ep{ep}"),
 }
+
+
+FOR_BOTH = {*MIXTRAL, *NEOX, "tie_word_embeddings"} - {"moe"}
 
 
 def written(tmp_path: Path, name: str) -> tuple[list[str], Path, smp_trees.State]:
@@ -49,7 +55,7 @@ def test_resumes_natively_on_another_mesh(name: str, tmp_path: Path) -> None:
     _, folder, saved = written(tmp_path, name)
     before = smp_trees.contents(folder)
     batch = changes.get("train_batch_size", 2) * world // changes.get("tensor_parallel_degree", 1)
-    model = {key: value for key, value in changes.items() if key in ("model_type", "tie_word_embeddings")}
+    model = {key: value for key, value in changes.items() if key in FOR_BOTH}
     ours = {**SHARED, **model, "max_steps": 4, "train_batch_size": batch // 2, "resume_from_checkpoint": folder.parent}
     line = flags(tmp_path / "native", **DATA, **ours)
     step, consumed, found = harness.run(smp_trees.take_up, 2, line)[0]
