@@ -321,9 +321,8 @@ def _check_text(args: Arguments) -> None:
         )
     if args.shuffle.startswith("window"):
         raise ConfigError(f"--shuffle {args.shuffle} is for shards; streamed text knows global and none")
-    if args.bad_rows == "skip" or args.zipped_data is not None:
-        given = "--bad_rows skip" if args.bad_rows == "skip" else f"--zipped_data {int(bool(args.zipped_data))}"
-        raise ConfigError(f"{given} is for shards, which are looked at before the first step; text is read as it comes")
+    if args.zipped_data is not None:
+        raise ConfigError(f"--zipped_data {int(args.zipped_data)} is for shards; of text, leave it out")
     if args.short == "pack" or args.long not in (None, "split"):
         given = "--short pack" if args.short == "pack" else f"--long {args.long}"
         raise ConfigError(
@@ -349,6 +348,8 @@ def _idle_data(args: Arguments) -> dict[str, str]:
         idle.update(dict.fromkeys(OF_FILES, "--use_synthetic_data 1 trains on random tokens"))
     if args.bad_rows != "skip":
         idle["max_bad"] = "it needs --bad_rows skip"
+    elif args.dataset:
+        idle["max_bad"] = "how many documents streamed text has is not known"
     if not (args.validation_freq or args.evaluate_only):
         of_validation = ("test_dir", "validation_batches", "val_batch_size", "fast_validation")
         idle.update(dict.fromkeys(of_validation, "nothing is validated without --validation_freq"))

@@ -24,7 +24,7 @@ from typing import IO
 
 import numpy as np
 
-from smp_train.data import bad_rows
+from smp_train.data import bad_rows, s3
 from smp_train.data.arrow_file import Checked, Lists, check
 from smp_train.data.conversion import SLACK_SECONDS
 from smp_train.data.index import Caches, clock, share
@@ -336,6 +336,16 @@ def open_arrow(caches: Caches, location: str, max_bad: float | None = None) -> A
 def is_arrow(names: set[str]) -> bool:
     """Tell by the names in a folder whether ``save_to_disk`` wrote it."""
     return STATE in names and INFO in names
+
+
+def columns(location: str) -> set[str]:
+    """Return the columns of a data set, by what ``save_to_disk`` wrote of it; none where that cannot be read."""
+    path = f"{location.rstrip('/')}/{INFO}"
+    try:
+        text = s3.read_small(path) if s3.is_s3(path) else Path(path).read_bytes()
+        return set(json.loads(text or b"{}")["features"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def refuse_dict(location: str, names: set[str]) -> None:

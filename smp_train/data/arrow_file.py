@@ -144,7 +144,9 @@ def _schema(path: str, schema: Any) -> Any:
 
     if IDS not in schema.names:
         has = ", ".join(schema.names)
-        raise DataError(f"{path}: no column {IDS} (it has {has}); turn text into tokens with: smp-train prepare")
+        raise DataError(
+            f"{path}: no column {IDS} (it has {has}); train on text by --dataset, or first: smp-train prepare"
+        )
     for number, name in enumerate(schema.names):
         kind = schema.field(name).type
         if pa.types.is_dictionary(kind):

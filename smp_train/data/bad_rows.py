@@ -10,6 +10,19 @@ from smp_train.errors import DataError
 logger = logging.getLogger("smp_train.data")
 
 
+class LeftOut:
+    """Counts the documents of streamed text that are left out (--bad_rows skip), and says so ever more rarely."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, why: str) -> None:
+        """Count one."""
+        self.number += 1
+        if self.number & (self.number - 1) == 0:
+            logger.warning("left out %d documents so far (--bad_rows skip); the last is %s", self.number, why)
+
+
 def judge(found: Iterable[tuple[str, int, str]], rows: int, max_bad: float | None, then: str = "") -> None:
     """Hold what was left out against what may be; the same verdict on every rank and every start.
 

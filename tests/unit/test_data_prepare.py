@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from smp_train.cli import main as cli
 from smp_train.data.index import open_source
 from smp_train.data.prepare import pipeline
 from smp_train.data.prepare import tokenizer as tokenizers
@@ -263,7 +264,8 @@ def test_finding_files(texts, tmp_path):
     )
     latin = tmp_path / "latin.txt"
     latin.write_bytes("naïve".encode("latin-1"))
-    assert list(documents(find_files([str(latin)])[0])) == [(1, "na�ve")]
+    with pytest.raises(DataError, match=r"latin\.txt: byte 2 is not UTF-8"):
+        list(documents(find_files([str(latin)])[0]))
     assert 0.08 < np.mean([held_out(n, 0.1) for n in range(5000)]) < 0.12
 
 
@@ -439,3 +441,17 @@ def test_the_standard_library_of_python(tmp_path):
     assert manifest["splits"]["test"]["rows"] == 128
     assert manifest["vocab_size"] == 4096
     assert 5 < manifest["unigram_entropy_nats"]["test_under_train"] < 8, sys.version
+
+
+def test_malformed_documents_are_left_out_when_asked(tmp_path, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(document(number))
+    words = ["--input", str(folder), "--train_tokenizer", "300", "--seq_len", "16", "--validation_fraction", "0"]
+    assert main([*words, "--output", str(tmp_path / "good")]) == 0
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    assert cli(["prepare", *words, "--output", str(tmp_path / "out")]) == 3
+    assert "latin.txt: byte 3 is not UTF-8" in capsys.readouterr().err
+    assert main([*words, "--output", str(tmp_path / "out"), "--bad_rows", "skip"]) == 0
+    assert (read_split(tmp_path / "out" / "train") == read_split(tmp_path / "good" / "train")).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smp_train.data.bad_rows import LeftOut
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.cli import main as prepare
@@ -320,6 +322,86 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"a text")[:-3])
     with pytest.raises(DataError, match=r"d\.txt\.gz: is damaged or cut short"):
         read("d.txt.gz")
+
+
+def write_malformed(folder: Path, malformed: bool) -> Path:
+    """Write 60 good documents, and in five kinds of files malformed ones, or blank ones in their places."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder.mkdir()
+    good = [json.dumps({"text": document(n)}) for n in range(40)]
+    bad = ['{"text": "cut', '{"text": 5}', "[1]", json.dumps({"text": "a\0b"})]
+    for place, line in enumerate(bad):
+        good.insert(9 * place, line if malformed else '{"text": " "}')
+    (folder / "a.jsonl").write_text("\n".join(good))
+    (folder / "b.txt").write_bytes(b"latin \xe9" if malformed else b" ")
+    (folder / "c.txt").write_bytes("utf-16".encode("utf-16") if malformed else b" ")
+    texts = [document(n).encode() for n in range(40, 60)]
+    texts[3], texts[7] = (b"\xff\xfe", None) if malformed else (b" ", b" ")
+    binary = pa.array(texts, pa.binary())
+    column = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers(), binary.null_count)  # as nobody looked at
+    pq.write_table(pa.table({"text": column}), folder / "d.parquet")
+    with pa.ipc.new_stream(str(folder / "e.arrow"), pa.schema([("text", pa.string())])) as stream:
+        stream.write_batch(pa.record_batch([column], ["text"]))
+    return folder
+
+
+MALFORMED = {
+    "a.jsonl": [r"a\.jsonl:1: ", r"a\.jsonl:10: ", r"a\.jsonl:19: ", r"a\.jsonl:28: .*NUL"],
+    "b.txt": [r"b\.txt: byte 6 is not UTF-8"], "c.txt": [r"c\.txt: byte 0 is not UTF-8"],
+    "d.parquet": [r"d\.parquet: row 4: .*not UTF-8", r"d\.parquet: row 8: "],
+    "e.arrow": [r"e\.arrow: row 4: .*not UTF-8", r"e\.arrow: row 8: "],
+}  # fmt: skip
+
+
+def test_malformed_documents_stop_the_run_or_are_left_out(tmp_path, tokenizer, caplog):
+    files = find_files([str(write_malformed(tmp_path / "bad", True))])
+    blank = find_files([str(write_malformed(tmp_path / "blank", False))])
+    for file in files:
+        with pytest.raises(DataError, match=MALFORMED[file.name][0]):
+            list(documents(file))
+        found: list[str] = []
+        texts = list(documents(file, left_out=found.append))
+        assert all(re.search(wanted, why) for why, wanted in zip(found, MALFORMED[file.name], strict=True)), found
+        (twin,) = [one for one in blank if one.name == file.name]
+        assert texts == list(documents(twin)), "the others keep their places"
+
+    skip = {"left_out": LeftOut(), "shuffled": True}
+    alone = run(files, reading(tokenizer, **skip), [(1, 4, 1, 30, 0)], streams=2)
+    assert alone == run(blank, reading(tokenizer), [(1, 4, 1, 30, 0)], streams=2)
+    history = [(2, 1, 2, 7, 1), (4, 1, 1, 10, 0), (1, 2, 1, 26, 0)]
+    assert alone == run(files, reading(tokenizer, **skip), history, streams=2)
+    assert skip["left_out"].number >= 10
+    assert "--bad_rows skip" in caplog.text
+
+
+def test_tokens_are_no_text_whatever_the_policy(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}')
+    with pytest.raises(DataError, match="--training_dir"):
+        list(documents(find_files([str(tmp_path)])[0], left_out=LeftOut()))
+
+
+def test_a_folder_of_text_that_save_to_disk_wrote(tmp_path, tokenizer):
+    datasets = pytest.importorskip("datasets")
+    texts = [document(n) for n in range(50)]
+    made = datasets.Dataset.from_dict({"id": list(range(50)), "text": texts})
+    made.save_to_disk(str(tmp_path / "d"), num_shards=2)
+    files = find_files([str(tmp_path / "d")], flag="--dataset")
+    assert sorted(text for file in files for _, text in documents(file)) == sorted(texts)
+    assert holds_text(str(tmp_path / "d"))
+    for file in files:
+        whole = list(documents(file))
+        assert list(documents(file, start=2, part=1, parts=3)) == whole[1::3][2:]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    words = ["--input", str(tmp_path / "d"), "--output", str(tmp_path / "out"), "--seq_len", "16"]
+    assert prepare([*words, "--tokenizer", str(tmp_path / "tokenizer.json"), "--eos_token", "<|endoftext|>"]) == 0
+
+    content = Path(files[0].path).read_bytes()
+    Path(files[0].path).write_bytes(content[:-8])
+    with pytest.raises(DataError, match=r"\.arrow: .*copy it again"):
+        list(documents(files[0]))
+    datasets.DatasetDict(train=made, test=made).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match="the splits test, train"):
+        find_files([str(tmp_path / "splits")])
 
 
 def test_parts_and_starts_of_a_file(corpus):

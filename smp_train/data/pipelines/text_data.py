@@ -260,7 +260,7 @@ class TextRows(Source):
 
 def _in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[str, np.ndarray]]:
     for file in sorted(files, key=lambda file: (file.name, file.shard)):
-        coming = documents(file, reading.column)
+        coming = documents(file, reading.column, left_out=reading.left_out)
         while group := list(islice(coming, TOGETHER_IN_ORDER)):
             for (number, _), ids in zip(group, tokenise(reading, [text for _, text in group]), strict=True):
                 yield f"{file.name}:{number}", ids

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from smp_train.data.bad_rows import LeftOut
 from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare import pipeline, writing
 from smp_train.data.prepare import tokenizer as tokenizers
@@ -60,6 +61,10 @@ def parser() -> argparse.ArgumentParser:
     add("--special_tokens", nargs="+", default=[], help="for --train_tokenizer: entries that are never cut")
     add("--min_frequency", type=int, default=0, help="for --train_tokenizer: of a pair that is joined (default: 0)")
     add("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the tokenizer's own code")
+    add(
+        "--bad_rows", choices=("stop", "skip"), default="stop",
+        help="a document that is broken, no text, not UTF-8 or has a NUL stops this, or is left out (default: stop)",
+    )  # fmt: skip
     add("--eos_token", help="token that ends a document; default: the tokenizer's own")
     add("--seq_len", type=int, default=512, help="tokens per row (default: %(default)s)")
     add("--rows_per_shard", type=int, default=1024, help="rows per file (default: %(default)s)")
@@ -124,7 +129,7 @@ def prepare(args: argparse.Namespace, files: list[TextFile], output: Path) -> di
         output=output, kind=args.output_type, seq_len=args.seq_len, rows_per_shard=args.rows_per_shard,
         max_rows={"train": args.max_rows, "test": None if shards is None else shards * args.rows_per_shard},
         vocab_size=vocab_size, zipped=bool(args.zip), end=end_id, validation_fraction=args.validation_fraction,
-        column=args.text_column,
+        column=args.text_column, left_out=_left_out(args),
     )  # fmt: skip
     with Progress("prepare", args.max_rows, " rows") as progress:
         try:
@@ -185,6 +190,10 @@ def _tokenizer(
     return tokenizer, text, (end, end_id)
 
 
+def _left_out(args: argparse.Namespace) -> LeftOut | None:
+    return LeftOut() if args.bad_rows == "skip" else None
+
+
 def _split_totals(writer: Packer) -> dict[str, Any]:
     return {
         "documents": writer.documents,
@@ -199,7 +208,7 @@ def _training_sample(args: argparse.Namespace, files: list[TextFile]) -> Iterato
     """Yield as many training documents, spread over all files, as a vocabulary of the wanted size needs."""
     wanted = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
     every = max(1, sum(file.size for file in files) // wanted)
-    for (_, _, number), text in numbered(files, args.text_column):
+    for (_, _, number), text in numbered(files, args.text_column, left_out=_left_out(args)):
         if number % every == 0 and not held_out(number, args.validation_fraction):
             yield text
             wanted -= len(text)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from smp_train.data.bad_rows import LeftOut
 from smp_train.data.text.files import TextFile
 from smp_train.data.text.read import documents
 
@@ -21,12 +22,17 @@ class Place(NamedTuple):
 BEGIN = Place()
 
 
-def numbered(files: Sequence[TextFile], column: str, start: Place = BEGIN) -> Iterator[tuple[Place, str]]:
-    """Yield the documents that are not blank, from ``start`` on. Raises DataError."""
+def numbered(
+    files: Sequence[TextFile], column: str, start: Place = BEGIN, left_out: LeftOut | None = None
+) -> Iterator[tuple[Place, str]]:
+    """Yield the documents that are not blank, nor malformed where ``left_out`` counts those, from ``start`` on.
+
+    Raises DataError.
+    """
     number = start.number
     for index in range(start.file, len(files)):
         first = start.before if index == start.file else 0
-        for before, (_, text) in enumerate(documents(files[index], column, start=first), first):
+        for before, (_, text) in enumerate(documents(files[index], column, start=first, left_out=left_out), first):
             if text:
                 yield Place(index, before, number), text
                 number += 1

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from smp_train.data.bad_rows import LeftOut
 from smp_train.data.prepare.documents import Place, held_out, numbered
 from smp_train.data.prepare.shards import Done, Packer
 from smp_train.data.prepare.tokenizer import encode, load
@@ -54,6 +55,8 @@ class Job:
     end: int
     validation_fraction: float
     column: str
+    left_out: LeftOut | None = None
+    """Counts malformed documents, which are left out; None: they stop the preparation."""
 
 
 class _Here(Executor):
@@ -183,7 +186,7 @@ class _Work:
                 self._add(place, ids)
 
         start = min(train.begin.place, test.begin.place)
-        for place, text in numbered(files, job.column, start):
+        for place, text in numbered(files, job.column, start, job.left_out):
             of_split = test if held_out(place.number, job.validation_fraction) else train
             if place.number < of_split.begin.place.number:
                 continue

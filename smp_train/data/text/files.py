@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_train.data import s3
+from smp_train.data.arrow import refuse_dict
 from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile
 from smp_train.errors import DataError
 
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp_train.data")
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".txt.gz")
-LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
+LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".ndjson", ".ndjson.gz")
 LOOKED_INTO = ".json"
 """Of what else is called so, a file is taken when its first line is an object with the field of the text."""
 FIRST_LINE_BYTES = 1 << 20
 LOOKED_INTO_TOGETHER = 16
 PARQUET_SUFFIXES = (".parquet",)
-SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + PARQUET_SUFFIXES
+TABLE_SUFFIXES = (*PARQUET_SUFFIXES, ".arrow")
+SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES
+OF_DATASETS = ("state.json", "dataset_info.json", "cache-*.arrow", "tmp*.arrow")
+"""What ``datasets`` puts beside the Arrow files of a data set."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -53,7 +57,13 @@ class TextFile:
     @property
     def holds_many(self) -> bool:
         """True when it is a file of documents, and not one document."""
-        return self.split is not None or self.name.endswith((*LINES_SUFFIXES, *PARQUET_SUFFIXES, LOOKED_INTO))
+        many = (*LINES_SUFFIXES, *TABLE_SUFFIXES, LOOKED_INTO)
+        return self.split is not None or self.name.lower().endswith(many)
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.path if self.split is None else f"{self.path}/{self.name}"
 
 
 def find_files(
@@ -82,6 +92,7 @@ def find_files(
         elif os.path.isfile(given):
             found.append(_local(Path(given), os.path.basename(given)))
         elif os.path.isdir(given):
+            refuse_dict(given, set(os.listdir(given)))
             below = [_local(Path(given, name), name) for name in _below(Path(given), patterns, exclude)]
             found += _of_documents(below, given, patterns, column)
         elif HUB_NAME.fullmatch(given):
@@ -104,8 +115,8 @@ def find_files(
 
 def _of_documents(found: list[TextFile], given: str, patterns: Sequence[str], column: str) -> list[TextFile]:
     """Leave out what is called ``.json`` and holds something else, as a configuration, and say so."""
-    doubtful = [file for file in found if not patterns and file.name.endswith(LOOKED_INTO) and file.path != given]
-    if not doubtful:
+    doubtful = [file for file in found if file.name.lower().endswith(LOOKED_INTO) and file.path != given]
+    if patterns or not doubtful:
         return found
     with ThreadPoolExecutor(LOOKED_INTO_TOGETHER) as pool:
         others = {
@@ -157,7 +168,7 @@ def _refuse_duplicates(found: list[TextFile]) -> None:
         seen.add(key)
     paths = {file.path for file in found}
     for file in found:
-        if file.path.endswith(".gz") and file.path[:-3] in paths:
+        if file.path.lower().endswith(".gz") and file.path[:-3] in paths:
             raise DataError(
                 f"{file.path}: {os.path.basename(file.path)[:-3]} is beside it, so its documents would count twice; "
                 "remove one of the two"
@@ -186,7 +197,8 @@ def _local(path: Path, name: str) -> TextFile:
 def _wanted(name: str, patterns: Sequence[str]) -> bool:
     if patterns:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    return name.endswith((*SUFFIXES, LOOKED_INTO)) and name[0] != "_"
+    of_datasets = any(fnmatch.fnmatchcase(name, pattern) for pattern in OF_DATASETS)
+    return name.lower().endswith((*SUFFIXES, LOOKED_INTO)) and name[0] != "_" and not of_datasets
 
 
 def _left_out(name: str, exclude: Sequence[str]) -> bool:

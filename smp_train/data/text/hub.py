@@ -30,8 +30,10 @@ class Split:
             for number in range(self.stream.num_shards)
         ]
 
-    def documents(self, shard: int, column: str, start: int) -> Iterator[tuple[int, str]]:
-        """Yield (row from 1, text) of one shard, from row ``start`` (from 0) on. Raises DataError."""
+    def documents(self, shard: int, column: str, start: int) -> Iterator[tuple[int, Any]]:
+        """Yield (row from 1, value) of one shard, from row ``start`` (from 0) on. Raises DataError."""
+        from smp_train.data.text.read import texts_of
+
         here = f"{self.name}/{self.split}-{shard}"
         number = start
         try:
@@ -41,10 +43,8 @@ class Split:
                     raise DataError(
                         f"{here}: no column {column} (it has {', '.join(table.column_names)}); set --text_column"
                     )
-                for text in table.column(column).to_pylist():
+                for text in texts_of(table.column(column)):
                     number += 1
-                    if not isinstance(text, str):
-                        raise DataError(f"{here}: row {number}: column {column} holds no text; set --text_column")
                     yield number, text
         except DataError:
             raise

@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from smp_train import runtime
-from smp_train.data import formats
+from smp_train.data import arrow, formats
+from smp_train.data.bad_rows import LeftOut
 from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.source import Source
-from smp_train.data.text.files import PARQUET_SUFFIXES, TextFile, find_files
+from smp_train.data.text.files import TABLE_SUFFIXES, TextFile, find_files
 from smp_train.data.text.read import open_bytes
 from smp_train.data.text.stream import Reading, spread_tokenizing
 from smp_train.data.utils import lines_of
@@ -84,7 +85,8 @@ def _reading(args: Arguments, vocab_size: int, seq_len: int) -> tuple[Reading, s
     # What a document says about ends of documents is text like any other.
     tokenizer.encode_special_tokens = True
     shuffled = args.shuffle != "none"
-    return Reading(tokenizer, end, seq_len, args.seed, shuffled, args.text_column, args.data_audit), identity
+    left_out = LeftOut() if args.bad_rows == "skip" else None
+    return Reading(tokenizer, end, seq_len, args.seed, shuffled, args.text_column, args.data_audit, left_out), identity
 
 
 def _say(training: TextData) -> None:
@@ -136,13 +138,14 @@ def _split_of_hub(name: str, config: str | None) -> list[TextFile]:
 def holds_text(location: str, column: str = "text") -> bool:
     """Tell whether a place holds text, and not token shards, by its first record. Raises DataError."""
     try:
-        if formats.kind_of(location) != formats.SHARDS:
+        kind = formats.kind_of(location)
+        if kind == formats.PREPARED or (kind == formats.ARROW and "input_ids" in arrow.columns(location)):
             return False
         files = find_files([location], column=column, flag="--test_dir")
     except DataError:
         # Whoever opens it as shards says what is wrong with it.
         return False
-    if not files[0].holds_many or files[0].name.endswith(PARQUET_SUFFIXES):
+    if not files[0].holds_many or files[0].name.lower().endswith(TABLE_SUFFIXES):
         return True
     with open_bytes(files[0]) as raw:
         for _, line in lines_of(raw, files[0].path):

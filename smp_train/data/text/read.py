@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import IO, Any
 
 from smp_train.data import s3
-from smp_train.data.text.files import PARQUET_SUFFIXES, TextFile
+from smp_train.data.arrow_file import END_MARKS
+from smp_train.data.bad_rows import LeftOut
+from smp_train.data.text.files import PARQUET_SUFFIXES, TABLE_SUFFIXES, TextFile
 from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
 from smp_train.errors import ConfigError, DataError
 
@@ -26,29 +30,60 @@ def open_bytes(file: TextFile) -> IO[bytes]:
 
 
 def documents(
-    file: TextFile, column: str = "text", *, start: int = 0, part: int = 0, parts: int = 1
+    file: TextFile,
+    column: str = "text",
+    *,
+    start: int = 0,
+    part: int = 0,
+    parts: int = 1,
+    left_out: LeftOut | None = None,
 ) -> Iterator[tuple[int, str]]:
     """Yield (number from 1: of the line or row, text) of the documents of a file, or of a part of it.
 
     Part p of n is every n-th document from the p-th on; ``start`` of the part's own are left out, unparsed. A text
-    file is one document, with number 1. Documents without a visible character come as empty texts. Raises DataError
-    with file and line.
+    file is one document, with number 1. Documents without a visible character come as empty texts, and so do malformed
+    ones where there is a ``left_out`` to count them: so the others keep their places. Raises DataError with file and
+    line; always where a file is damaged, as nobody knows what is missing of it.
     """
-    found: Iterator[tuple[int, str]]
+    found: Iterator[tuple[int, Any]]
     if file.split is not None:
         rows = file.split.documents(file.shard, column, start * parts + part)
         found = ((number, text) for place, (number, text) in enumerate(rows) if place % parts == 0)
-    elif file.name.endswith(PARQUET_SUFFIXES):
-        found = _of_parquet(file, column, start, part, parts)
+    elif file.name.lower().endswith(TABLE_SUFFIXES):
+        found = _of_table(file, column, start, part, parts)
     elif file.holds_many:
         found = _of_lines(file, column, start, part, parts)
     else:
         found = iter([(1, _whole(file))] if part == start == 0 else [])
     for number, text in found:
-        yield number, text if text.strip() else ""
+        problem = _problem(text, column)
+        if not problem:
+            yield number, text if text.strip() else ""
+            continue
+        if file.split is not None or file.name.lower().endswith(TABLE_SUFFIXES):
+            where = f"{file.shown}: row {number}"
+        else:
+            where = f"{file.path}:{number}" if file.holds_many else file.path
+        if left_out is None:
+            raise DataError(f"{where}: {problem}, or leave such documents out with --bad_rows skip")
+        left_out(f"{where}: {problem}")
+        yield number, ""
 
 
-def _of_lines(file: TextFile, column: str, start: int, part: int, parts: int) -> Iterator[tuple[int, str]]:
+def _problem(text: Any, column: str) -> str:
+    """Return why what was read is no text to train on, and what to do; nothing when it is."""
+    if isinstance(text, UnicodeDecodeError):
+        return f"byte {text.start} is not UTF-8 ({text.reason}); save it as UTF-8"
+    if isinstance(text, ValueError):
+        return str(text)
+    if not isinstance(text, str):
+        return f"column {column} holds no text; set --text_column"
+    if "\0" in text:
+        return f"character {text.index(chr(0))} is a NUL; is it text? remove it"
+    return ""
+
+
+def _of_lines(file: TextFile, column: str, start: int, part: int, parts: int) -> Iterator[tuple[int, Any]]:
     first = start * parts + part
     with open_bytes(file) as raw:
         for place, (number, line) in enumerate(lines_of(raw, file.path)):
@@ -56,21 +91,23 @@ def _of_lines(file: TextFile, column: str, start: int, part: int, parts: int) ->
                 yield number, _text_of(file, number, line, column)
 
 
-def _text_of(file: TextFile, number: int, line: bytes, column: str) -> str:
+def _text_of(file: TextFile, number: int, line: bytes, column: str) -> str | ValueError:
+    """Return the text of a line, or what is wrong with it."""
     try:
         record = loads(line)
     except ValueError as error:
-        raise DataError(f"{file.path}:{number}: broken JSON ({error}); one object per line is needed") from None
+        return ValueError(f"broken JSON ({error}); one object per line is needed")
     text = record.get(column) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        hint = "set --text_column" if isinstance(record, dict) else "one object per line is needed"
-        if isinstance(record, dict) and "input_ids" in record:
-            hint = "these are tokens already: give them by --training_dir"
+    if isinstance(text, str):
+        return text
+    if isinstance(record, dict) and "input_ids" in record:
+        hint = "these are tokens already: give them by --training_dir"
         raise DataError(f'{file.path}:{number}: no "{column}" string in this line; {hint}')
-    return text
+    hint = "set --text_column" if isinstance(record, dict) else "one object per line is needed"
+    return ValueError(f'no "{column}" string in this line; {hint}')
 
 
-def _whole(file: TextFile) -> str:
+def _whole(file: TextFile) -> str | ValueError:
     with open_bytes(file) as raw:
         try:
             content = raw.read()
@@ -78,38 +115,83 @@ def _whole(file: TextFile) -> str:
                 content = GzipFile(fileobj=io.BytesIO(content), mode="rb").read()
         except GZIP_ERRORS as error:
             raise DataError(f"{file.path}: is damaged or cut short ({error}); copy it again") from None
-    # A stray byte in one of ten thousand sources is no reason to stop; U+FFFD marks the place.
-    return content.decode("utf-8", errors="replace")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        return error
 
 
-def _of_parquet(file: TextFile, column: str, start: int, part: int, parts: int) -> Iterator[tuple[int, str]]:
+def _of_table(file: TextFile, column: str, start: int, part: int, parts: int) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a column of parquet, or of a file of Arrow batches that ``datasets`` saved."""
     try:
         import pyarrow as pa
-        import pyarrow.parquet as pq
     except ImportError:
-        raise ConfigError(f"{file.path}: parquet needs the package pyarrow: pip install 'smp-train[text]'") from None
+        raise ConfigError(f"{file.path}: needs the package pyarrow: pip install 'smp-train[text]'") from None
     first = start * parts + part
+    batches = _parquet_batches if file.name.lower().endswith(PARQUET_SUFFIXES) else _arrow_batches
+    kind = "parquet" if batches is _parquet_batches else "an Arrow file"
     with open_bytes(file) as raw:
         try:
-            opened: Any = pq.ParquetFile(raw)
-            if column not in opened.schema_arrow.names:
-                has = ", ".join(opened.schema_arrow.names)
-                raise DataError(f"{file.path}: no column {column} (it has {has}); set --text_column")
             before = 0
-            for group in range(opened.num_row_groups):
-                rows = opened.metadata.row_group(group).num_rows
+            for rows, values in batches(raw, file, column):
                 if before + rows > first:
-                    for place, text in enumerate(_of_group(opened, group, column), before):
+                    for place, text in enumerate(values(), before):
                         if place >= first and (place - part) % parts == 0:
-                            if not isinstance(text, str):
-                                raise DataError(f"{file.path}: row {place + 1}: column {column} holds no text")
                             yield place + 1, text
                 before += rows
         except (pa.ArrowException, OSError) as error:
             why = " ".join(str(error).split())
-            raise DataError(f"{file.path}: is damaged or not parquet ({why}); copy it again") from None
+            raise DataError(f"{file.path}: is damaged or not {kind} ({why}); copy it again") from None
 
 
-def _of_group(opened: Any, group: int, column: str) -> Iterator[Any]:
-    for batch in opened.iter_batches(batch_size=1024, row_groups=[group], columns=[column]):
-        yield from batch.column(0).to_pylist()
+Rows = tuple[int, Callable[[], Iterator[Any]]]
+
+
+def _parquet_batches(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Rows]:
+    """Yield (rows, what reads them) of each row group."""
+    import pyarrow.parquet as pq
+
+    opened: Any = pq.ParquetFile(raw)
+    _refuse_column(file, column, opened.schema_arrow.names)
+
+    def read(group: int) -> Iterator[Any]:
+        for batch in opened.iter_batches(batch_size=1024, row_groups=[group], columns=[column]):
+            yield from texts_of(batch.column(0))
+
+    for group in range(opened.num_row_groups):
+        yield opened.metadata.row_group(group).num_rows, partial(read, group)
+
+
+def _arrow_batches(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Rows]:
+    """Yield (rows, what reads them) of each record batch."""
+    import pyarrow as pa
+
+    # A file that was cut between two batches reads like a whole one, but for its end.
+    raw.seek(-8, os.SEEK_END)
+    if raw.read() != END_MARKS[0]:
+        raise DataError(f"{file.path}: not a whole file of Arrow batches (it has no end mark); copy it again")
+    raw.seek(0)
+    opened: Any = pa.ipc.open_stream(raw)
+    _refuse_column(file, column, opened.schema.names)
+    for batch in opened:
+        yield batch.num_rows, partial(texts_of, batch.column(column))
+
+
+def _refuse_column(file: TextFile, column: str, names: list[str]) -> None:
+    if column not in names:
+        hint = "these are tokens: give them by --training_dir" if "input_ids" in names else "set --text_column"
+        raise DataError(f"{file.path}: no column {column} (it has {', '.join(names)}); {hint}")
+
+
+def texts_of(array: Any) -> Iterator[Any]:
+    """Yield the values of an Arrow array; of a text that is not UTF-8, the error."""
+    try:
+        yield from array.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass  # raised before the first is yielded
+    for value in array:
+        try:
+            yield value.as_py()
+        except UnicodeDecodeError as error:
+            yield error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from smp_train.data.bad_rows import LeftOut
 from smp_train.data.order import permute
 from smp_train.data.prepare.tokenizer import encode
 from smp_train.data.text.files import TextFile
@@ -81,7 +82,7 @@ def how_many(files: Sequence[TextFile]) -> int:
 
 
 def _text_bytes(file: TextFile) -> int:
-    return file.size * (4 if file.name.endswith((".gz", ".parquet")) else 1)
+    return file.size * (4 if file.name.lower().endswith((".gz", ".parquet")) else 1)
 
 
 def deal(files: Sequence[TextFile], streams: int) -> list[list[Piece]]:
@@ -114,6 +115,8 @@ class Reading:
     shuffled: bool
     column: str = "text"
     named: bool = True
+    left_out: LeftOut | None = None
+    """Counts malformed documents, which are left out (--bad_rows skip); None: they stop the run."""
 
 
 class Stream:
@@ -210,8 +213,9 @@ class Stream:
     ) -> Iterator[tuple[Cursor, str, np.ndarray]]:
         piece = self.pieces[number]
         coming = documents(
-            piece.file, self.reading.column, start=block * BLOCK, part=piece.part, parts=piece.parts
-        )
+            piece.file, self.reading.column, start=block * BLOCK, part=piece.part, parts=piece.parts,
+            left_out=self.reading.left_out,
+        )  # fmt: skip
         while texts := list(islice(coming, BLOCK)):
             order = self._order(len(texts), f"epoch {epoch} piece {number} block {block}")
             yield from self._tokenise(texts, order, piece.file.name, Cursor(epoch, turn, block, place))
