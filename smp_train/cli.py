@@ -75,6 +75,8 @@ usage: smp-train <verb> [--flag value ...]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``smp-train`` with ``argv`` (default: the process's own) and return the exit code."""
+    # Where the umask lets everybody write (0 on some clusters), what is read again later could be anybody's.
+    os.umask(os.umask(0o022) | 0o002)
     words = list(sys.argv[1:] if argv is None else argv)
     failing = Failing(debug=_debug_asked(words))
     try:

@@ -11,7 +11,6 @@ import argparse
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from smp_train import arguments, runtime, train_lib
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.initialization import initialise
+from smp_train.runtime.places import private_folder
 from smp_train.set_up import Run, set_up
 from smp_train.telemetry.logging_utils import get_logger
 
@@ -75,8 +75,8 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def scratch_of(ranks: runtime.Runtime) -> Iterator[Path]:
     """Yield one folder for all ranks of this node, which have one parent; several nodes need a --checkpoint_dir."""
-    folder = Path(tempfile.gettempdir()) / f"smp-train-bench-{os.getuid()}-{os.getppid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = Path(private_folder("smp-train-bench"), str(os.getppid()))
+    folder.mkdir(exist_ok=True)
     try:
         yield folder
     finally:

@@ -29,6 +29,7 @@ from smp_train.data.source import Row, Source
 from smp_train.data.token_cache import Header, cache_key
 from smp_train.data.utils import Shard, list_shards
 from smp_train.errors import DataError
+from smp_train.runtime.places import private_folder
 
 logger = logging.getLogger("smp_train.data")
 
@@ -148,7 +149,7 @@ class Caches:
         reasons = []
         for place in self.places:
             try:
-                os.makedirs(place[0], mode=0o777 if place is self.places[0] else 0o700, exist_ok=True)
+                os.makedirs(place[0], mode=0o775 if place is self.places[0] else 0o700, exist_ok=True)
                 sweep(place[0])
                 ignore = Path(place[0], ".gitignore")
                 if os.path.basename(place[0]) == BESIDE and not ignore.exists():
@@ -163,11 +164,11 @@ class Caches:
 
 
 def own_folder() -> str:
-    """Return where this user's caches go when they cannot be beside the data."""
+    """Return where this user's caches go when they cannot be beside the data. Raises `ConfigError`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if os.access(base if os.path.isdir(base) else os.path.dirname(base), os.W_OK):
         return os.path.join(base, "smp_train", "tokens")
-    return os.path.join(tempfile.gettempdir(), f"smp_train-{os.getuid()}", "tokens")
+    return os.path.join(private_folder("smp_train"), "tokens")
 
 
 def clock(folder: str) -> float:

@@ -100,10 +100,10 @@ def atomic_file(path: str) -> Iterator[IO[bytes]]:
 
 
 def settle(scratch: str, path: str) -> None:
-    """Give a temporary file its name, and the access that the umask leaves, once its content is on disk."""
+    """Give a temporary file its name, and the access that the umask leaves (to others never to write), once on disk."""
     file = os.open(scratch, os.O_RDONLY)
     try:
-        os.fchmod(file, 0o666 & ~_UMASK)
+        os.fchmod(file, 0o664 & ~_UMASK)
         os.fsync(file)
     finally:
         os.close(file)
@@ -113,6 +113,27 @@ def settle(scratch: str, path: str) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _fits(header: Header) -> bool:
+    """Return whether what a header says fits together: then nothing that is read by it is larger than its files."""
+    rows, tokens, kinds = header.rows, header.tokens, {"none": (), "prefix": ("valid",), "bits": ("valid", "extent")}
+    numbers = (rows, tokens, header.counted, header.longest, header.longest_line, header.skipped, header.vocab_size)
+    if any(type(number) is not int or number < 0 for number in (*numbers, header.size)) or rows == 0:
+        return False
+    needed = {"crc", *kinds[header.mask], *(("starts",) if header.row_length is None else ())}
+    bitmap = tokens // 8 + rows if header.mask == "bits" else 0
+    return (
+        header.row_length in (None, tokens // rows)
+        and (header.row_length is None or tokens % rows == 0)
+        and header.longest <= tokens
+        and header.tok_bytes == tokens * {"<u2": 2, "<u4": 4}[header.dtype] + bitmap
+        and needed <= set(header.arrays) <= {"crc", "starts", "valid", "extent", "lines"}
+        and all(
+            (kind, count) == ("<u4" if name == "crc" else "<u8", rows + (name == "starts"))
+            for name, (kind, count) in header.arrays.items()
+        )
+    )
 
 
 class _Rows:
@@ -316,12 +337,13 @@ def read_header(base: str, *, index_alone: bool = False) -> tuple[Header, int] |
         if magic != MAGIC or zlib.crc32(text) != crc:
             return None
         header = Header(**json.loads(text))
+        if header.version != VERSION or not _fits(header):
+            return None
         arrays = sum(np.dtype(kind).itemsize * count for kind, count in header.arrays.values())
         whole = (
-            header.version == VERSION
-            and size == _PREFIX.size + length + arrays
+            size == _PREFIX.size + length + arrays
             and (index_alone or os.stat(base + ".tok").st_size == header.tok_bytes)
         )
         return (header, _PREFIX.size + length) if whole else None
-    except (OSError, struct.error, ValueError, TypeError):
+    except (OSError, struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
@@ -30,6 +31,8 @@ except ImportError:
 
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 GZIP_MAGIC = b"\x1f\x8b"
+LINE_BYTES = 64 << 20
+"""No row and no document on a line is longer: a few kB of gzip may be any number of bytes without an end of line."""
 LINE_SECONDS = 30.0
 """Between lines about progress where there is no terminal."""
 
@@ -180,7 +183,12 @@ def lines_of(
     raw.seek(0)
     lines: IO[bytes] = io.BufferedReader(GzipFile(fileobj=raw, mode="rb"), 1 << 20) if zipped else raw
     try:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, LINE_BYTES + 1), b""), 1):
+            if len(line) > LINE_BYTES:
+                raise DataError(
+                    f"{shown}:{number}: the line has more than {LINE_BYTES >> 20} MiB; "
+                    "write each row, or each document, on a line of its own"
+                )
             if line.isspace():
                 continue
             if number == 1:

@@ -6,13 +6,14 @@ import fnmatch
 import io
 import os
 import posixpath
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime import s3_folder
 from smp_train.runtime.ranges import Ranges
 from smp_train.runtime.s3 import SCHEME, is_s3, split
@@ -128,3 +129,24 @@ def on_this_machine(location: str) -> Iterator[str]:
             if size <= SMALL_BYTES:
                 (Path(copy) / name).write_bytes((there / name).read_bytes())
         yield copy
+
+
+def private_folder(name: str) -> str:
+    """Return a folder of the temporary directory that is this user's alone; it is made where it is missing.
+
+    Everybody may write to the temporary directory, so that the name may be taken: raises `ConfigError` where it is a
+    link, another user's, or open to others.
+    """
+    path = os.path.join(tempfile.gettempdir(), f"{name}-{os.getuid()}")
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        found = os.lstat(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made ({error.strerror}); set TMPDIR to another folder") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{path} is a link, another user's, or open to others, and what is read from there could be anybody's; "
+            "remove it, or set TMPDIR, or for data --data_cache_dir"
+        )
+    return path

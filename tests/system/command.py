@@ -15,6 +15,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -178,6 +179,8 @@ def _become(words: list[str], folder: str, environ: dict[str, str], out: str, er
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    tempfile.tempdir = None  # asked for anew, of this environment
+    os.umask(int(environ.get("SMP_TRAIN_TEST_UMASK", "022"), 8))
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)

@@ -6,6 +6,7 @@ Each row makes a hostile input and names the command that meets it. The command 
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.command import warm
+from tests.system.command import warm, write_shard
 from tests.training import flags
 
 pytestmark = pytest.mark.system
@@ -27,6 +28,8 @@ MEMORY = 1 << 30
 SECRET = "kept-outside-the-folder"
 Case = Callable[[Path], list[str]]
 CASES: dict[str, tuple[int, Case]] = {}
+ENVIRON: dict[Path, dict[str, str]] = {}
+"""What the command of a case finds in its environment, by the folder of the case."""
 
 
 def hostile(code: int) -> Callable[[Case], Case]:
@@ -56,7 +59,8 @@ def test_a_hostile_input_ends_with_one_line(name: str, checkpoint: Path, tmp_pat
     (tmp_path / "answers").write_text("y\n" * 100)
     words = make(tmp_path)
     limits = {"SMP_TRAIN_TEST_MEMORY": str(MEMORY), "SMP_TRAIN_TEST_STDIN": str(tmp_path / "answers")}
-    with warm(tmp_path, *words, environ={"CANARY": str(tmp_path / "ran"), **limits}) as command:
+    environ = {"CANARY": str(tmp_path / "ran"), **limits, **ENVIRON.get(tmp_path, {})}
+    with warm(tmp_path, *words, environ=environ) as command:
         ended = command.code(300)
         said = command.out + command.err
         assert not (tmp_path / "ran").exists()
@@ -430,3 +434,64 @@ def test_code_of_a_model_runs_when_it_is_trusted(tmp_path: Path) -> None:
     known = model(tmp_path / "known", **LLAMA | CODE)
     with warm(tmp_path / "known", *train_on(tmp_path / "known", known), environ=canary) as command:
         assert command.code() == 0, command.err
+
+
+# --- data: shards, archives, caches ------------------------------------------------------------------
+
+
+def read(folder: Path, **changes: Any) -> list[str]:
+    return ["train", *flags(folder, use_synthetic_data=None, training_dir=folder / "data", **changes)]
+
+
+def shard(folder: Path, name: str, data: bytes) -> list[str]:
+    (folder / "data").mkdir()
+    (folder / "data" / name).write_bytes(data)
+    return read(folder)
+
+
+def bomb(gibibytes: int) -> bytes:
+    """Return a small gzip file of spaces in one line."""
+    return gzip.compress(b" " * (64 << 20), 1) * (16 * gibibytes)
+
+
+@hostile(DATA)
+def a_line_of_a_zipped_shard_never_ends(folder: Path) -> list[str]:
+    return shard(folder, "a.json.gz", bomb(3))
+
+
+@hostile(DATA)
+def a_line_of_a_shard_is_nested_very_deep(folder: Path) -> list[str]:
+    return shard(folder, "a.json", b'{"input_ids":' + b"[" * 1_000_000 + b"\n")
+
+
+@hostile(DATA)
+def a_zipped_text_is_endless(folder: Path) -> list[str]:
+    (folder / "data").mkdir()
+    (folder / "data" / "a.txt.gz").write_bytes(bomb(3))
+    return ["prepare", f"--input={folder / 'data'}", f"--output={folder / 'out'}", "--train_tokenizer=300"]
+
+
+@hostile(CONFIG)
+def the_cache_folder_is_a_link(folder: Path) -> list[str]:
+    """The home folder cannot be written, and somebody made the folder in the temporary one."""
+    (folder / "tmp").mkdir()
+    (folder / "theirs").mkdir()
+    (folder / "tmp" / f"smp_train-{os.getuid()}").symlink_to(folder / "theirs")
+    ENVIRON[folder] = {"XDG_CACHE_HOME": str(folder / "no" / "such"), "TMPDIR": str(folder / "tmp")}
+    return shard(folder, "a.json", b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n')
+
+
+@hostile(CONFIG)
+def the_cache_folder_is_open_to_all(folder: Path) -> list[str]:
+    (folder / "tmp" / f"smp_train-{os.getuid()}").mkdir(parents=True)
+    (folder / "tmp" / f"smp_train-{os.getuid()}").chmod(0o777)
+    ENVIRON[folder] = {"XDG_CACHE_HOME": str(folder / "no" / "such"), "TMPDIR": str(folder / "tmp")}
+    return shard(folder, "a.json", b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n')
+
+
+def test_nothing_is_written_that_everybody_may_change(tmp_path: Path) -> None:
+    write_shard(tmp_path / "data" / "a.json", 4)
+    with warm(tmp_path, *read(tmp_path, max_steps=2), environ={"SMP_TRAIN_TEST_UMASK": "0"}) as command:
+        assert command.code() == 0, command.err
+    assert [path for path in tmp_path.rglob("*") if path.stat().st_mode & 0o002] == []
+    assert list(tmp_path.glob("data/.smp_train_cache/*.tok"))

@@ -9,12 +9,14 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -574,3 +576,32 @@ def test_opening_does_not_grow_with_the_rows(tmp_path):
         gc.enable()
     assert took < 1.0, "the first time, too: later ones may have something to go by"
     assert np.array_equal(source.shards[-1][-1:], [rows - 1])
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "no rows": {"rows": 0, "tokens": 0},
+    "more rows than its arrays": {"rows": 10**6, "tokens": 16 * 10**6, "tok_bytes": 32 * 10**6},
+    "rows of a terabyte": {"row_length": 10**12},
+    "rows of unequal lengths without their starts": {"row_length": None},
+    "a negative number of rows": {"rows": -4},
+    "no arrays": {"arrays": {}},
+    "an array of objects": {"arrays": {"crc": ["O", 4]}},
+    "an unknown kind of mask": {"mask": "none of these"},
+    "a kind of ids that is none": {"dtype": "<f8"},
+    "text for a number": {"longest": "long"},
+    "masks that are not there": {"mask": "bits"},
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_forged_index_is_made_again(forged, tmp_path):
+    write_shard(tmp_path / "a.json", plain_rows(4))
+    rows = [list(open_source(str(tmp_path), vocab_size=97).row(row).input_ids) for row in range(4)]
+    (path,) = tmp_path.glob("**/*.idx")
+    whole = path.read_bytes()
+    end = 16 + int.from_bytes(whole[8:12], "little")
+    text = json.dumps(json.loads(whole[16:end]) | FORGED[forged]).encode()
+    path.write_bytes(whole[:8] + struct.pack("<II", len(text), zlib.crc32(text)) + text + whole[end:])
+    source = open_source(str(tmp_path), vocab_size=97)
+    assert [list(source.row(row).input_ids) for row in range(4)] == rows
+    assert path.read_bytes() == whole

@@ -22,6 +22,10 @@ except ImportError:
     loads: Callable[[bytes], Any] = json.loads  # type: ignore[no-redef]
 
 
+UNPACKED_BYTES = 256 << 20
+"""Of a text file that is gzipped, which is one document."""
+
+
 def open_bytes(file: TextFile) -> IO[bytes]:
     """Open a local file or an object in S3, seekable. Raises DataError."""
     if s3.is_s3(file.path):
@@ -111,10 +115,13 @@ def _whole(file: TextFile) -> str | ValueError:
     with open_bytes(file) as raw:
         try:
             content = raw.read()
-            if content.startswith(GZIP_MAGIC):
-                content = GzipFile(fileobj=io.BytesIO(content), mode="rb").read()
+            zipped = content.startswith(GZIP_MAGIC)
+            if zipped:
+                content = GzipFile(fileobj=io.BytesIO(content), mode="rb").read(UNPACKED_BYTES + 1)
         except GZIP_ERRORS as error:
             raise DataError(f"{file.path}: is damaged or cut short ({error}); copy it again") from None
+    if zipped and len(content) > UNPACKED_BYTES:
+        raise DataError(f"{file.path}: is one document of over {UNPACKED_BYTES >> 20} MiB; unpack it, or divide it")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
