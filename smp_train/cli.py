@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from smp_train import __version__
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER, ConfigError, LostPeerError, SmpTrainError
-from smp_train.runtime import start_attempted, world_size
+from smp_train.runtime import failures, start_attempted, world_size
+from smp_train.stop import wait_for_request
 
 if TYPE_CHECKING:
     from smp_train.runtime import Runtime
@@ -47,7 +48,10 @@ VERBS: dict[str, Verb] = {
 }
 
 HELP_FLAGS = {"-h", "--help"}
+GIVE_WAY_SECONDS = 5.0
+"""How long a rank that failed because of another one waits to be ended by a launcher that blames who ends first."""
 QUIET_SECONDS = 1.0
+"""The same under other launchers."""
 ALIKE_SECONDS = 5.0
 """How long a node's other processes leave it to the one that speaks for them to end the job before they speak too."""
 
@@ -83,14 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words, failing)
     except KeyboardInterrupt:
         code = 130
+        sys.stderr.write("smp-train: interrupted\n")
     except SmpTrainError as error:
         code = error.exit_code
-        _tell_launcher(error)
-        _report(error, f"error: {error}", failing)
+        _report(error, f"error: {error}", code, failing)
     except Exception as error:
         code = 1
-        _tell_launcher(error)
-        _report(error, _internal(error), failing)
+        _report(error, _internal(error), code, failing)
     _leave(code)
     return code
 
@@ -194,33 +197,26 @@ def _lost_peer(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and world_size() > 1 and bool(SAYS_LOST_PEER.search(str(error)))
 
 
-def _tell_launcher(error: Exception) -> None:
-    """Leave word for the launcher that this process is not the one to blame."""
-    path = os.environ.get(CAUSE_VARIABLE)
-    if path and _lost_peer(error):
-        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            file.write(LOST_PEER)
-
-
 def _internal(error: Exception) -> str:
     text = " ".join(str(error).split())
     if _lost_peer(error):
         reason = re.sub(r"^\[\S+:\d+\] ", "", text).partition(". ")[0]
-        return f"error: lost touch with another rank; its own message, or the launcher's, says why ({reason[:200]})"
+        first = failures.who_was_first() or "its own message, or the launcher's, says why"
+        return f"error: lost touch with another rank; {first} ({reason[:200]})"
     return f"internal error: {type(error).__name__}: {text} (run again with --debug 1 for the traceback)"
 
 
-def _report(error: Exception, text: str, failing: Failing) -> None:
-    """Print the one line, from the ranks that have something to say."""
+def _report(error: Exception, text: str, code: int, failing: Failing) -> None:
+    """Print the one line, from the ranks that have something to say, and leave it for peers and launcher."""
     if failing.debug:
         traceback.print_exception(error)
     runtime = failing.runtime
     if runtime is not None and runtime.world_size == 1:
         runtime = None
-    # A launcher ends the others once one is gone: let the rank that speaks be first.
-    if getattr(error, "quiet", False):
-        time.sleep(QUIET_SECONDS)
-        return
+    lost, repeats = _lost_peer(error), bool(getattr(error, "repeats", False))
+    text = " ".join(text.split())
+    if not (lost or repeats):
+        failures.tell_peers(text.removeprefix("error: "))
     # Until the ranks try to meet, all processes of a node fail alike: one says so. Who is still here after that speaks
     # as well: this launcher ends nobody, or the one that speaks has not come to it, and would be ended before it does.
     if runtime is not None and runtime.local_rank > 0 and not start_attempted():
@@ -228,8 +224,19 @@ def _report(error: Exception, text: str, failing: Failing) -> None:
     where = ""
     if runtime is not None:
         where = f"[rank {runtime.rank} on {runtime.hostname}] "
-    # In one write: print makes two where Python does not buffer, as under torchrun, and ranks share the stream.
-    sys.stderr.write(f"smp-train: {where}{' '.join(text.split())}\n")
+    # Rank 0 and the rank that failed speak; the others would repeat them.
+    if not repeats or runtime is None or runtime.rank == 0:
+        # In one write: print makes two where Python does not buffer, as under torchrun, and ranks share the stream.
+        sys.stderr.write(f"smp-train: {where}{text}\n")
+    cause = os.environ.get(CAUSE_VARIABLE)
+    if lost and cause:
+        with suppress(OSError), open(cause, "w", encoding="utf-8") as file:
+            file.write(LOST_PEER)
+    if runtime is not None and (lost or repeats):
+        blamed = cause or failures.ERROR_FILE in os.environ
+        wait_for_request(GIVE_WAY_SECONDS if blamed else QUIET_SECONDS)
+    callstack = "".join(traceback.format_exception(error)) if failing.debug else ""
+    failures.write_error_file(text, code, callstack)
 
 
 def _leave(code: int) -> None:

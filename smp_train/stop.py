@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 import time
 from pathlib import Path
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 REPEAT_SECONDS = 5.0
 """A launcher may deliver one request twice, itself and through its children: not yet an order to drop everything."""
+
+logger = logging.getLogger("smp_train.stop")
+
+_requested = threading.Event()
 
 
 class StopRequest:
@@ -46,6 +51,11 @@ class StopRequest:
         now = time.monotonic()
         if self.reason is None:
             self.reason, self._since = signal.Signals(number).name, now
+            _requested.set()
+            logger.info(
+                "%s: asked to stop; finishing the step and saving. A signal more than %g s from now ends this process "
+                "at once, without saving", self.reason, REPEAT_SECONDS,
+            )  # fmt: skip
         elif now - self._since > REPEAT_SECONDS:
             os._exit(128 + number)
 
@@ -63,3 +73,10 @@ class StopRequest:
         os.close(self._outgoing)
         self._thread.join()
         os.close(self._incoming)
+
+
+def wait_for_request(seconds: float) -> None:
+    """Wait until a launcher asks this process to stop, at most ``seconds``; main thread only."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: _requested.set())
+    _requested.wait(seconds)

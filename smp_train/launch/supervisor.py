@@ -31,6 +31,8 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, sign
 GRACE_SECONDS = 15.0
 """How long peers of a failed worker may take to leave by themselves: they have nobody to talk to, but a save to commit
 (`checkpoints.manager.ABANDON_SECONDS`), their reason to say, and a lock to give back."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code where a second ^C ended everything: the user's doing, and no failure."""
 # Left by an outer launcher, or by hooks of containers; ours are set anew for every worker.
 STALE = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -135,6 +137,7 @@ class _Supervisor:
         self.workers: list[subprocess.Popen[bytes]] = []
         self.ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.asked: list[signal.Signals] = []
+        self.interrupted = False
 
     def run(self) -> tuple[int, Failure | None]:
         previous = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
@@ -155,6 +158,8 @@ class _Supervisor:
             _drain(pumps)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+        if self.interrupted and failure is None:
+            return INTERRUPTED, None
         return (failure.code if failure else 0), failure
 
     def _start(self, local_rank: int) -> None:
@@ -208,7 +213,7 @@ class _Supervisor:
             if index is not None:
                 remaining -= 1
                 code = _shell_code(self.workers[index].returncode)
-                if code and failure is None:
+                if code and failure is None and not self.interrupted:
                     failure = self._failed(index, code)
                     deadline = time.monotonic() + self.grace_seconds
                     self._send(signal.SIGTERM)
@@ -234,6 +239,8 @@ class _Supervisor:
         again = number == signal.SIGINT and signal.SIGINT in self.asked
         self.asked.append(signal.Signals(number))
         if again:
+            self.interrupted = True
+            self.say("ended at once, as asked: what was not saved yet is lost")
             self._send(signal.SIGKILL)
         elif number == signal.SIGINT:
             self.say("asked to stop: saving after this step; ^C again ends everything at once")

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,21 @@ if TYPE_CHECKING:
 RENDEZVOUS_SECONDS = 600.0
 
 _attempted = False
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of this process's group met, and which of them it is."""
+
+    rank: int
+    world_size: int
+    hostname: str
+    master_addr: str
+    master_port: int
+    prefix: str
+
+
+_meeting: Meeting | None = None
 
 
 def start(
@@ -76,6 +92,11 @@ def start_attempted() -> bool:
     return _attempted
 
 
+def meeting() -> Meeting | None:
+    """Return where the ranks met; None before that, and in a world of one."""
+    return _meeting
+
+
 def _meet(runtime: Runtime, seconds: float) -> Any:
     """Return the store at master_addr:master_port once this rank has reached it.
 
@@ -84,6 +105,7 @@ def _meet(runtime: Runtime, seconds: float) -> Any:
     """
     import torch.distributed as dist
 
+    global _meeting
     limit = timedelta(seconds=seconds)
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: Any = dist.TCPStore(
@@ -94,8 +116,8 @@ def _meet(runtime: Runtime, seconds: float) -> Any:
         timeout=limit,
         wait_for_workers=False,
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"smp_train/{attempt}", store)
+    prefix = f"smp_train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = dist.PrefixStore(prefix, store)
     _same_world(store, runtime)
     store.set(f"here/{runtime.rank}", runtime.hostname)
     absent = _absent(store, runtime.world_size, limit)
@@ -105,6 +127,9 @@ def _meet(runtime: Runtime, seconds: float) -> Any:
         raise RuntimeError(
             f"no word from rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:8]))}"
         )
+    _meeting = Meeting(
+        runtime.rank, runtime.world_size, runtime.hostname, runtime.master_addr, runtime.master_port, prefix
+    )
     return store
 
 
@@ -296,8 +321,7 @@ def _agree(what: str, failure: Exception | None) -> None:
     host, _, line = _broadcast(message, length, lowest).decode().partition("\n")
     here = dist.get_rank() == lowest
     error = EXIT_CODES.get(code, SmpTrainError)(line if here else f"rank {lowest} on {host}: {line}")
-    # Rank 0 and the rank itself report it; the others would only repeat it.
-    error.quiet = not here and dist.get_rank() != 0  # type: ignore[attr-defined]
+    error.repeats = not here  # type: ignore[attr-defined]
     raise error from failure
 
 

@@ -140,9 +140,38 @@ def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
     assert (saved / "COMMITTED").exists()
 
 
+def root_cause(command: Command) -> tuple[int, int, str]:
+    """Return the rank, the exit code and the message that torchrun takes for the cause."""
+    cause = command.err.partition("Root Cause ")[2]
+    found = [re.search(rf"^  {name} *: (.*)$", cause, re.MULTILINE) for name in ("rank", "exitcode", "traceback")]
+    rank, code, message = (match[1] for match in found if match is not None)
+    return int(rank.split()[0]), int(code.split()[0]), message
+
+
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     with torchrun(tmp_path, 2, "train", *flags(tmp_path, max_steps=FAR)) as command:
         running(command, tmp_path)
         command.signal(signal.SIGKILL, rank=1)
         (line,) = ended(command, r"\[rank 0 on ", codes={0: 1, 1: -signal.SIGKILL})
-    assert "error: lost touch with another rank; its own message, or the launcher's, says why (" in line
+        assert root_cause(command)[:2] == (1, -signal.SIGKILL)
+    assert re.search(r"error: lost touch with another rank; no word from rank 1 on \S+: .* \(", line)
+
+
+def test_torchrun_names_the_rank_whose_data_fails_and_its_reason(tmp_path: Path) -> None:
+    changes = data(tmp_path)
+    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
+        running(command, tmp_path)
+        (cache,) = (tmp_path / "data").glob(".smp_train_cache/part-1*.tok")
+        cache.write_bytes(b"")
+        ended(command, r"\[rank 1 on ", codes={0: DATA, 1: DATA})
+        rank, code, message = root_cause(command)
+    assert (rank, code) == (1, DATA)
+    assert str(cache) in message
+
+
+def test_torchrun_says_why_settings_are_refused(tmp_path: Path) -> None:
+    with torchrun(tmp_path, 2, "train", "--max_step", "3") as command:
+        assert command.code() == 1
+        rank, code, message = root_cause(command)
+    assert (rank, code) == (0, CONFIG)
+    assert "--max_step" in message

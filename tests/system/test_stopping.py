@@ -17,7 +17,7 @@ import torch
 
 from smp_train.telemetry.metrics import history, read_metrics
 from tests import harness
-from tests.system.command import Command, Ranks, as_torchrun, torchrun
+from tests.system.command import Command, Ranks, as_torchrun, torchrun, warm
 from tests.training import flags, read_checkpoint, train
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -213,3 +213,24 @@ def test_a_second_signal_ends_a_rank_at_once_and_commits_nothing_half(tmp_path: 
     assert {path.name for path in tmp_path.glob("checkpoints/*")} == {
         f"llama_v2-{step}steps" for step in [*committed, committed[-1] + 1]
     }
+
+
+def test_interrupted_under_torchrun_it_saves(tmp_path: Path) -> None:
+    """^C reaches torchrun, which passes it on to ranks in sessions of their own; a rank may also get it directly."""
+    chain = Chain(tmp_path)
+    with torchrun(tmp_path, 2, *chain.words) as command:
+        chain.reach(command)
+        command.signal(signal.SIGINT)
+        assert command.code() == 1  # torchrun's own
+        assert "SIGINT: asked to stop" in command.out
+        chain.check_stopped(command.err)
+    chain.stop_ranks(lambda ranks: ranks[1].signal(signal.SIGINT))
+
+
+def test_interrupted_alone_it_says_so_at_once_saves_and_ends_well(tmp_path: Path) -> None:
+    with warm(tmp_path, *command_line(tmp_path)) as command:
+        command.until(lambda: last_step(tmp_path) >= 3, "step 3")
+        command.signal(signal.SIGINT)
+        command.until(lambda: "SIGINT: asked to stop" in command.out, "word of the request")
+        assert command.code() == 0, command.err
+    assert (tmp_path / f"checkpoints/llama_v2-{stopped_step(tmp_path)}steps/COMMITTED").exists()

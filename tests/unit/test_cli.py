@@ -83,7 +83,7 @@ def test_debug_adds_the_traceback(
 def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     verb(monkeypatch, "prepare", raising(KeyboardInterrupt()))
     assert cli.main(["prepare"]) == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "smp-train: interrupted\n"
 
 
 def test_verbs_get_their_words_without_debug(monkeypatch: pytest.MonkeyPatch) -> None:

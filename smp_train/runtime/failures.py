@@ -1,0 +1,78 @@
+"""What a failing rank leaves for its peers and its launcher, so that the rank that failed first is the one named.
+
+Peers read it in the store where the ranks met. torchrun reads ``TORCHELASTIC_ERROR_FILE``, in the format of torch's
+``distributed.elastic.multiprocessing.errors.ErrorHandler``, and takes the failure with the earliest time for the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from smp_train.runtime import group
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+FIRST = "failed"
+"""Key of what the first rank with an error of its own said."""
+PATIENCE_SECONDS = 2.0
+"""How long survivors wait for each other before they name who is silent."""
+POLL_SECONDS = 0.05
+
+
+def write_error_file(text: str, code: int, callstack: str = "") -> None:
+    """Write the failure where torchrun looks for it, if torchrun started this process; never raises."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    extra = {"py_callstack": callstack or text, "timestamp": str(int(time.time())), "rank": os.environ.get("RANK")}
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "errorCode": code, "extraInfo": extra}}, file)
+
+
+def tell_peers(text: str) -> None:
+    """Leave in the store why this rank fails, if no other rank was first; never raises."""
+    met = group.meeting()
+    if met is None:
+        return
+    with suppress(Exception):  # rank 0 may be gone, and the store with it
+        _connect(met).compare_set(FIRST, "", f"rank {met.rank} on {met.hostname} failed: {text}")
+
+
+def who_was_first() -> str:
+    """Return which rank failed before this one lost its connection, as far as the store tells; "" if it does not."""
+    met = group.meeting()
+    if met is None:
+        return ""
+    try:
+        store = _connect(met)
+        store.set(f"lost/{met.rank}", "")
+        silent = list(range(met.world_size))
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not store.check([FIRST]):
+            silent = [rank for rank in silent if not store.check([f"lost/{rank}"])]
+            if not silent or time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        if store.check([FIRST]):
+            return store.get(FIRST).decode()
+        if not silent:
+            return ""
+        named = [f"{rank} on {store.get(f'here/{rank}').decode()}" for rank in silent[:8]]
+    except Exception:  # whoever serves the store
+        return f"the store of rank 0 on {met.master_addr} does not answer"
+    return f"no word from rank{'s' if len(silent) > 1 else ''} {', '.join(named)}: killed, hanging or cut off"
+
+
+def _connect(met: group.Meeting) -> Any:
+    """Return a connection of its own to the store: the group's may be held by a thread that waits in it."""
+    import torch.distributed as dist
+
+    socket.create_connection((met.master_addr, met.master_port), timeout=PATIENCE_SECONDS).close()
+    limit = timedelta(seconds=PATIENCE_SECONDS)
+    store = dist.TCPStore(met.master_addr, met.master_port, None, False, limit, wait_for_workers=False)
+    return dist.PrefixStore(met.prefix, store)
