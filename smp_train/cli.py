@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from smp_train import __version__
-from smp_train.errors import CAUSE_VARIABLE, LOST_PEER, ConfigError, LostPeerError, SmpTrainError
+from smp_train.errors import CAUSE_VARIABLE, LOST_PEER, ConfigError, LostPeerError, SmpTrainError, install
 from smp_train.runtime import failures, start_attempted, world_size
 from smp_train.stop import wait_for_request
 
@@ -152,8 +152,7 @@ def _import(name: str) -> ModuleType:
         if package in ("", "smp_train"):
             raise
         raise ConfigError(
-            f"`smp-train {name}` needs the package {package}, which is not installed here; "
-            "pip install 'smp-train[train,report]'"
+            f"`smp-train {name}` needs the package {package}, which is not installed here; {install('train,report')}"
         ) from missing
 
 

@@ -44,3 +44,8 @@ EXIT_CODES: dict[int, type[SmpTrainError]] = {
 def one_line(failure: BaseException) -> str:
     """Return what a failure of another library says, in one line; its type where it says nothing."""
     return " ".join(str(failure).split()) or type(failure).__name__
+
+
+def install(extras: str) -> str:
+    """Return how the extras of this package are had, which is on no package index."""
+    return f"pip install '.[{extras}]' in smp-train's checkout"

@@ -32,7 +32,7 @@ from smp_train.data.mounts import is_local
 from smp_train.data.source import Row, Source
 from smp_train.data.token_cache import atomic_file
 from smp_train.data.utils import Progress, Shard, open_file
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import ConfigError, DataError, install
 
 CHECKED = ".checked"
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -301,7 +301,7 @@ def _index(shard: Shard) -> np.ndarray:
     try:
         import pyarrow as pa
     except ImportError:
-        raise ConfigError("Arrow files need the package pyarrow: pip install 'smp-train[hf]'") from None
+        raise ConfigError(f"Arrow files need the package pyarrow: {install('hf')}") from None
     try:
         with pa.OSFile(shard.path) as file:
             return np.asarray(pa.ipc.open_stream(file).read_all().column(0).to_numpy())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import ConfigError, DataError, install
 
 IDS, MASK = "input_ids", "attention_mask"
 CHECK_VERSION = 2
@@ -109,7 +109,7 @@ def _batches(path: str) -> Iterator[tuple[_Batch, _Batch | None]]:
     try:
         import pyarrow as pa
     except ImportError:
-        raise ConfigError("Arrow files need the package pyarrow: pip install 'smp-train[hf]'") from None
+        raise ConfigError(f"Arrow files need the package pyarrow: {install('hf')}") from None
     try:
         with pa.OSFile(path) as file:
             file.seek(8 if file.read(len(FILE_MAGIC)) == FILE_MAGIC else 0)

@@ -12,7 +12,7 @@ from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
-from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.errors import ConfigError, SmpTrainError, install
 from smp_train.models.resolve import settled_flags
 
 STEP = re.compile(r"-(\d+)steps$")
@@ -82,7 +82,7 @@ def _committed_in_s3(folder: str) -> list[str]:
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
-        raise ConfigError(f"{folder}: s3:// needs the package boto3: pip install 'smp-train[s3]'") from None
+        raise ConfigError(f"{folder}: s3:// needs the package boto3: {install('s3')}") from None
     try:
         s3 = boto3.client("s3")
         names = [

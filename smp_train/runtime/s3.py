@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.errors import ConfigError, SmpTrainError, install
 
 SCHEME = "s3://"
 
@@ -39,7 +39,7 @@ def connect(*, attempts: int, connections: int, read_timeout: float, retries: st
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        raise ConfigError("s3:// needs the package boto3: pip install 'smp-train[s3]'") from None
+        raise ConfigError(f"s3:// needs the package boto3: {install('s3')}") from None
     try:
         # A session of its own: the shared one is not safe to make clients from in several threads, and keeps
         # credentials that may have been replaced. What boto3 reads from its own files is kept.

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, install
 from smp_train.telemetry.logging_utils import get_logger
 
 FILE_NAME = "metrics.jsonl"
@@ -182,7 +182,7 @@ class MetricsWriter:
         self._failed = False
         # On every rank alike, so that all of them stop.
         if tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("--tensorboard_dir needs TensorBoard: pip install 'smp-train[tracking]'")
+            raise ConfigError(f"--tensorboard_dir needs TensorBoard: {install('tracking')}")
         if not is_main:
             return
         path = Path(run_dir) / FILE_NAME

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, install
 from smp_train.telemetry.metrics import history, read_metrics
 from smp_train.telemetry.run_folder import RunFolder
 
@@ -33,7 +33,7 @@ def write_report(run_dir: str | Path) -> Path:
         # Not pyplot: no display, no global state. A PNG is drawn with Agg.
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("smp-train report needs matplotlib: pip install 'smp-train[report]'") from None
+        raise ConfigError(f"smp-train report needs matplotlib: {install('report')}") from None
 
     folder = RunFolder(run_dir)
     records = history(read_metrics(folder.path))

@@ -90,7 +90,7 @@ def test_refusals_are_one_line_and_say_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no step"):
         write_report(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'smp-train\[report\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[report\]'"):
         write_report(tmp_path)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from smp_train.data import token_cache
 from smp_train.data.token_cache import atomic_file
 from smp_train.data.utils import open_gzip_writer
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, install
 
 try:
     import orjson
@@ -72,7 +72,7 @@ def check_arrow() -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError:
-        raise ConfigError("--output_type arrow needs the package pyarrow: pip install 'smp-train[hf]'") from None
+        raise ConfigError(f"--output_type arrow needs the package pyarrow: {install('hf')}") from None
 
 
 def _arrow(block: np.ndarray) -> bytes:

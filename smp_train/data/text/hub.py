@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smp_train.data.text.files import TextFile
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import ConfigError, DataError, install
 
 ROWS_AT_ONCE = 1000
 
@@ -58,7 +58,7 @@ def open_split(name: str, config: str | None, split: str, flag: str) -> Split:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{flag} {name}: is no file here, and data sets of the hub need: pip install 'smp-train[text]'"
+            f"{flag} {name}: is no file here, and data sets of the hub need: {install('text')}"
         ) from None
     datasets.disable_progress_bars()
     try:

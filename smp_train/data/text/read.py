@@ -14,7 +14,7 @@ from smp_train.data.arrow_file import END_MARKS
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.text.files import PARQUET_SUFFIXES, TABLE_SUFFIXES, TextFile
 from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import ConfigError, DataError, install
 
 try:
     from orjson import loads
@@ -133,7 +133,7 @@ def _of_table(file: TextFile, column: str, start: int, part: int, parts: int) ->
     try:
         import pyarrow as pa
     except ImportError:
-        raise ConfigError(f"{file.path}: needs the package pyarrow: pip install 'smp-train[text]'") from None
+        raise ConfigError(f"{file.path}: needs the package pyarrow: {install('text')}") from None
     first = start * parts + part
     batches = _parquet_batches if file.name.lower().endswith(PARQUET_SUFFIXES) else _arrow_batches
     kind = "parquet" if batches is _parquet_batches else "an Arrow file"

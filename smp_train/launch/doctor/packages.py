@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from packaging.version import Version
 
 from smp_train import __version__
+from smp_train.errors import install
 from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
 from smp_train.launch.images import SMP_TORCH
 from smp_train.launch.spec import CODE_DIR
@@ -20,7 +21,6 @@ from smp_train.runtime import smp_installed
 OLDEST_PYTHON = (3, 10)
 NATIVE_TORCH, NATIVE_TRANSFORMERS = "2.6", "4.50"
 SMP_TRANSFORMERS = "4.44.2"
-INSTALL = "pip install 'smp-train[{}]'"
 # Extra of the package, what it is for, the distributions it brings.
 EXTRAS = (
     ("train", "training", ("transformers", "tokenizers", "safetensors", "numpy", "orjson", "tqdm")),
@@ -62,7 +62,7 @@ def torch() -> Iterator[Finding]:
     """Look at torch: there at all, able to be imported, made for the GPUs of this machine."""
     installed = version("torch")
     if installed is None:
-        yield warn("torch", "is not here: this machine can launch and check runs, not train", INSTALL.format("train"))
+        yield warn("torch", "is not here: this machine can launch and check runs, not train", install("train"))
         return
     print(f"smp-train: importing torch {installed} (up to {TORCH_SECONDS} s)", file=sys.stderr, flush=True)
     code, said = ask(sys.executable, "-c", ASK_TORCH, seconds=TORCH_SECONDS)
@@ -128,12 +128,12 @@ def extras() -> Iterator[Finding]:
     lacking = {extra: (use, [name for name in names if version(name) is None]) for extra, use, names in EXTRAS}
     lacking = {extra: found for extra, found in lacking.items() if found[1]}
     if "train" in lacking and version("torch"):
-        yield fail("packages", f"lacks {', '.join(lacking['train'][1])}", INSTALL.format("train"))
+        yield fail("packages", f"lacks {', '.join(lacking['train'][1])}", install("train"))
     here = [extra for extra, _, _ in EXTRAS if extra not in lacking]
     seen = f"{', '.join(here) or 'none'}"
     if lacking:
         seen += "; not " + ", ".join(f"{extra} ({use})" for extra, (use, _) in lacking.items())
-    yield ok("extras", seen, INSTALL.format(",".join(lacking)) if lacking else "")
+    yield ok("extras", seen, install(",".join(lacking)) if lacking else "")
     second, third = version("sagemaker"), version("sagemaker-train")
     if second and third and int(second.partition(".")[0]) < 3:
         fix = "they share a Python package: keep one, each in an environment of its own"

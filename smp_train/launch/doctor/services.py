@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from smp_train.errors import install
 from smp_train.launch import cluster
 from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
 from smp_train.launch.environment import lint
@@ -91,7 +92,7 @@ def kubernetes() -> Iterator[Finding]:
 def aws() -> Iterator[Finding]:
     """Look for credentials and a region, as boto3 finds them; asks no service but the machine's own."""
     if importlib.util.find_spec("boto3") is None:
-        yield ok("AWS", "boto3 is not here: no s3:// places, no `launch sagemaker`", "pip install 'smp-train[s3]'")
+        yield ok("AWS", "boto3 is not here: no s3:// places, no `launch sagemaker`", install("s3"))
         return
     # Off EC2 nobody answers for the machine's role: do not wait for long.
     os.environ.setdefault("AWS_METADATA_SERVICE_TIMEOUT", "1")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, install
 from smp_train.launch.sagemaker.job import ECR_IMAGE, Job
 from smp_train.launch.sagemaker.source import archive, stage
 
@@ -17,7 +17,7 @@ def boto3() -> Any:
     try:
         import boto3 as module
     except ModuleNotFoundError:
-        raise ConfigError("boto3 is not installed here; pip install 'smp-train[s3]', or add --dry_run") from None
+        raise ConfigError(f"boto3 is not installed here; {install('s3')}, or add --dry_run") from None
     return module
 
 
