@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -167,3 +168,9 @@ def take_up(command_line: list[str], smp: bool = False) -> tuple[int, int, State
 def contents(folder: Path) -> dict[str, bytes]:
     """Return every file below a folder."""
     return {os.path.relpath(path, folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def config_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the model's configuration, as one of our checkpoints has it."""
+    config: dict[str, Any] = json.loads((checkpoint / "meta.json").read_text())["model_config"]
+    return config

@@ -29,7 +29,7 @@ from torch.futures import Future
 from smp_train.checkpoints.dcp import Reader
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import NOT_WEIGHTS
-from smp_train.models.smp_names import ROOTS, Block, HubModel, Ranks, blocks, plain
+from smp_train.models.smp_names import ROOTS, Block, HubModel, Ranks, blocks, is_known, plain
 
 # What programs call the model and the optimizer's state; ours is first.
 MODEL_PREFIXES = ("model.", "app.model.", "state_dict.", "module.", "")
@@ -275,7 +275,7 @@ def model_prefix(saved: Iterable[str], model: HubModel) -> str:
     """Return what stands before the parameters' names in a tree. Raises `CheckpointError` where there are none."""
     keys = [key for key in saved if not _OTHERS.match(key)]
     for prefix in MODEL_PREFIXES:
-        if any(key.startswith(prefix) and plain(key.removeprefix(prefix)) in model.shapes for key in keys):
+        if any(key.startswith(prefix) and is_known(key.removeprefix(prefix), model.shapes) for key in keys):
             return prefix
     for prefix in MODEL_PREFIXES[:2]:  # under SMP's own names
         if model.kind in ROOTS and any(key.startswith(prefix) for key in keys):

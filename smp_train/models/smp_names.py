@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from smp_train.errors import CheckpointError
+from smp_train.models.hub_names import canonical_name
 
 # Path components that wrappers add; a name without them may be the hub's.
-WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module", "lm", "inner"})
+WRAPPERS = frozenset({"module", "lm", "inner"})
 _LAYER = re.compile(r"(?:^|\.)(?:seq_)?layers\.(\d+)\.(.+)")
 _EXPERTS = re.compile(
     r"(?:mlp|block_sparse_moe)\.(?:(?P<router>router(?:\.weight)?|gate\.weight)"
@@ -118,21 +119,20 @@ class Block:
 
 def plain(name: str) -> str:
     """Return a parameter's name without what wrappers put into it."""
-    return ".".join(word for word in name.split(".") if word not in WRAPPERS)
+    return ".".join(word for word in canonical_name(name).split(".") if word not in WRAPPERS)
+
+
+def is_known(name: str, shapes: Mapping[str, Any]) -> bool:
+    """Tell whether a saved name, less wrappers, is one of ``shapes``."""
+    return canonical_name(name) in shapes or plain(name) in shapes
 
 
 def is_transformed(names: Iterable[str], kind: str) -> bool:
     """Tell whether parameters have SMP's names rather than those of transformers."""
     if kind not in ROOTS:
         return False
-    fsdp = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
     roots = {root.split(".")[0] for root in ROOTS[kind].values()} | {"lm_head"}
-    for name in names:
-        for wrapper in fsdp:
-            name = name.replace(wrapper, "")
-        if name.split(".")[0] not in roots:
-            return True
-    return False
+    return any(canonical_name(name).split(".")[0] not in roots for name in names)
 
 
 def blocks(name: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> list[Block] | None:
@@ -140,7 +140,7 @@ def blocks(name: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> li
 
     Raises `CheckpointError` where its shape fits no way of cutting the whole.
     """
-    name = plain(name)
+    name = canonical_name(name) if canonical_name(name) in model.shapes else plain(name)
     if name in model.shapes:
         return _stacked((name,), shape, ranks, model)
     if model.kind not in ROOTS:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from smp_train.checkpoints import cli
 from tests import harness, smp_trees
-from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, alike, numbers, smp, train_on_smp
+from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, alike, numbers, refusal_of, smp, train_on_smp
 from tests.training import flags, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")]
@@ -33,12 +37,13 @@ WRITTEN: dict[str, tuple[int, dict[str, Any], str, str]] = {
 FOR_BOTH = {*MIXTRAL, *NEOX, "tie_word_embeddings"} - {"moe"}
 
 
-def written(tmp_path: Path, name: str) -> tuple[list[str], Path, smp_trees.State]:
+def written(tmp_path: Path, name: str) -> tuple[Path, smp_trees.State]:
+    """Train two steps on SMP; return the checkpoint written as the sample does, and its tensors."""
     world, changes, kind, form = WRITTEN[name]
     line = smp(tmp_path / "theirs", **{**SHARED, **changes})
     family = changes.get("model_type", "llama_v2")
     folder = tmp_path / "aws" / f"{family}-2steps"
-    return line, folder, harness.run(smp_trees.write, world, line, str(folder), kind, form)[0]
+    return folder, harness.run(smp_trees.write, world, line, str(folder), kind, form)[0]
 
 
 def same(one: smp_trees.State, two: smp_trees.State) -> None:
@@ -52,7 +57,7 @@ def same(one: smp_trees.State, two: smp_trees.State) -> None:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_resumes_natively_on_another_mesh(name: str, tmp_path: Path) -> None:
     world, changes, _, _ = WRITTEN[name]
-    _, folder, saved = written(tmp_path, name)
+    folder, saved = written(tmp_path, name)
     before = smp_trees.contents(folder)
     batch = changes.get("train_batch_size", 2) * world // changes.get("tensor_parallel_degree", 1)
     model = {key: value for key, value in changes.items() if key in FOR_BOTH}
@@ -68,3 +73,73 @@ def test_resumes_natively_on_another_mesh(name: str, tmp_path: Path) -> None:
     alike(numbers(tmp_path / "native"), numbers(tmp_path / "straight"))
     assert smp_trees.contents(folder) == before
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
+
+
+@pytest.mark.parametrize("name", ["tp2 llama", "hybrid llama"])
+def test_resumes_on_smp(name: str, tmp_path: Path) -> None:
+    world, changes, _, _ = WRITTEN[name]
+    folder, _ = written(tmp_path, name)
+    again = {**SHARED, **changes, "max_steps": 4}
+    both = {"theirs": folder, "ours": tmp_path / "theirs" / "checkpoints"}
+    for who, place in both.items():
+        harness.run(train_on_smp, world, smp(tmp_path / who / "on", **again, resume_from_checkpoint=place))
+    assert numbers(tmp_path / "theirs" / "on") == numbers(tmp_path / "ours" / "on")
+
+
+def test_full_model_is_taken_up_without_moments(tmp_path: Path) -> None:
+    folder = tmp_path / "aws" / "llama_v2-2steps"
+    saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder), "full")[0]
+    line = flags(tmp_path / "native", **DATA, **{**SHARED, "resume_from_checkpoint": folder.parent})
+    step, _, found = harness.run(smp_trees.take_up, 2, line)[0]
+    assert step == 2
+    assert all(torch.equal(found[name], saved[name]) for name in found if name.startswith("model."))
+    assert all(not value.any() for name, value in found.items() if name.startswith("exp_avg"))
+
+
+def test_incomplete_ones_are_passed_over_or_refused(tmp_path: Path) -> None:
+    changes = {**SHARED, "tensor_parallel_degree": 2}
+    older, newer = (tmp_path / "aws" / f"llama_v2-{step}steps" for step in (2, 4))
+    harness.run(smp_trees.write, 2, smp(tmp_path, **changes), str(older))
+    shutil.copytree(older, newer)
+    (newer / "tp0_ep0" / ".metadata").unlink()
+    before = smp_trees.contents(tmp_path / "aws")
+
+    def line(**changes: Any) -> list[str]:
+        return flags(tmp_path / "native", **DATA, **{**SHARED, "max_steps": 3, **changes})
+
+    assert harness.run(smp_trees.take_up, 2, line(resume_from_checkpoint=tmp_path / "aws"))[0][0] == 2
+    for place, more in ((tmp_path / "aws", {"strict_resume": 1}), (newer, {})):
+        refused = harness.run(refusal_of, 2, line(resume_from_checkpoint=place, **more), False)
+        assert all("tp0_ep0/.metadata" in message for message in refused)
+    shutil.rmtree(older / "tp1_ep0")
+    refused = harness.run(refusal_of, 2, line(resume_from_checkpoint=older), False)
+    assert all("trees of some ranks are missing" in message for message in refused)
+    shutil.rmtree(older)
+    refused = harness.run(refusal_of, 2, line(resume_from_checkpoint=tmp_path / "aws"), False)
+    assert all(str(tmp_path / "aws") in message for message in refused)
+    assert smp_trees.contents(newer) == {os.path.relpath(name, newer.name): data for name, data in before.items()
+                                         if name.startswith(newer.name)}  # fmt: skip
+
+
+def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
+    folder = tmp_path / "aws" / "llama_v2-2steps"
+    saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder))[0]
+    config = tmp_path / "model"
+    config.mkdir()
+    (config / "config.json").write_text(json.dumps(smp_trees.config_of(tmp_path / "checkpoints" / "llama_v2-2steps")))
+    assert cli.main(["import", str(folder.parent), str(tmp_path / "ours"), "--model", str(config)]) == 0
+    line = flags(tmp_path / "native", **DATA, **{**SHARED, "resume_from_checkpoint": tmp_path / "ours"})
+    step, consumed, found = harness.run(smp_trees.take_up, 2, line)[0]
+    assert (step, consumed) == (2, 2 * 4)
+    same(saved, found)
+
+
+def test_a_start_beside_them_leaves_them_alone(tmp_path: Path) -> None:
+    place = tmp_path / "checkpoints"
+    folder = place / "llama_v2-2steps"
+    harness.run(smp_trees.write, 2, smp(tmp_path / "theirs", **SHARED), str(folder), "sharded", "")
+    before = smp_trees.contents(folder)
+    train_line = flags(tmp_path, **DATA, **{**SHARED, "max_steps": 1, "checkpoint_freq": 1, "num_kept_checkpoints": 1})
+    harness.run(train, 1, train_line)
+    assert smp_trees.contents(folder) == before
+    assert str(folder.name) in (tmp_path / "run" / "logs" / "rank-0.log").read_text()

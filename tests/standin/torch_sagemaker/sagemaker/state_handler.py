@@ -73,6 +73,8 @@ class State:
         self.cp_rank = self.shard_rank % context
         # What tensor and expert ranks have of their own differs between them.
         self.generator = torch.Generator().manual_seed(config["random_seed"] + self.tp_rank + self.ep_rank)
+        # Tensor ranks hold the same experts here.
+        self.expert_generator = torch.Generator().manual_seed(config["random_seed"] + self.ep_rank)
         self.ranker = Ranker(self)
         self.ready = True
         sizes = {"tensor": (1, tensor), "expert": (tensor, expert), "context": (self.inner, context),

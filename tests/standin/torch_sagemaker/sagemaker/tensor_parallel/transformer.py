@@ -114,7 +114,8 @@ class TransformerLMHead(nn.Module):
                 elif name == "router":
                     nn.init.normal_(parameter, std=std)
                 else:
-                    parameter.copy_(torch.randn(parameter.shape, generator=state.generator) * std)
+                    generator = state.expert_generator if isinstance(module, MoELayer) else state.generator
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         else:
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 1:  # a norm, which transformers 4 leaves as it was constructed
