@@ -32,27 +32,32 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
     if args.backend == "native":
         return _native(args, ranks, device), "--backend native"
     if args.backend == "smp":
-        with runtime.together("starting SMP"):
+        with runtime.together("reading SMP's configuration"):
             smp_library.check_launcher(args, ranks.world_size)
-            library = smp_library.start(args, ranks.world_size)
+        library, cause = smp_library.load()
+        if library is None:
+            raise ConfigError(cause)
+        with runtime.together("starting SMP"):
+            smp_library.start(library, args, ranks.world_size)
         return _smp(args, ranks, device, library), "--backend smp"
-    if runtime.any_rank(not runtime.smp_installed()):
+    if not runtime.any_rank(runtime.smp_installed()):
         return _native(args, ranks, device), "this torch has no torch.sagemaker"
     # Not a reason to do without SMP: one of the two is a mistake.
     with runtime.together("reading SMP's configuration"):
         smp_library.check_launcher(args, ranks.world_size)
-    library, failure = None, None
-    try:
-        library = smp_library.start(args, ranks.world_size)
-    except ConfigError as cause:
-        failure = cause
-    if runtime.any_rank(failure is not None):
-        said = f"SMP is here but cannot be used: {failure or 'the message of another rank says why'}"
+    library, cause = smp_library.load()
+    if library is not None:
+        try:
+            smp_library.start(library, args, ranks.world_size)
+        except ConfigError as failure:
+            library, cause = None, str(failure)
+    if runtime.any_rank(library is None):
+        said = f"SMP is here but cannot be used: {cause or 'the message of another rank says why'}"
         logger.warning("%s", said)
         try:
             return _native(args, ranks, device), "SMP cannot be used here"
         except ConfigError as refused:
-            raise ConfigError(f"{said}; and natively: {refused}") from failure
+            raise ConfigError(f"{said}; and natively: {refused}") from refused
     return _smp(args, ranks, device, library), "torch.sagemaker is here"
 
 

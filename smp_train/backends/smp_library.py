@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,24 +25,52 @@ BROUGHT_BY = {"context_parallel_degree": "context_parallel", "expert_parallel_de
 """Configuration keys that older releases do not know, by the module that came with them."""
 
 
-def start(args: Arguments, world_size: int) -> Any:
-    """Import ``torch.sagemaker``, initialise it by the flags, and return it; raises `ConfigError` with the cause."""
+def load() -> tuple[Any, str]:
+    """Import ``torch.sagemaker`` and return it, or None and why no rank can; collective.
+
+    Raises `ConfigError` on every rank where only some can import it: the others would wait for them in its ``init``.
+    """
+    library, cause = None, ""
+    try:
+        library = _imported()
+    except ConfigError as failure:
+        cause = str(failure)
+    told = [json.loads(each) for each in runtime.exchange(json.dumps([socket.gethostname(), cause]).encode())]
+    without: dict[str, list[int]] = {}
+    for rank, (host, failed) in enumerate(told):
+        if failed:
+            without.setdefault(host, []).append(rank)
+    failures = [failed for _, failed in told if failed]
+    if 0 < len(failures) < len(told):
+        where = [f"{host} (rank {', '.join(map(str, ranks))})" for host, ranks in without.items()]
+        more = f" and {len(where) - 3} more nodes" if len(where) > 3 else ""
+        raise ConfigError(
+            f"torch.sagemaker can be imported on some ranks only, not on {', '.join(where[:3])}{more}: "
+            f"{failures[0].partition(';')[0]}; run the same image on every node, or give --backend native"
+        )
+    return library, failures[0] if failures else ""
+
+
+def _imported() -> Any:
     if not runtime.smp_installed():
         raise ConfigError(
-            "--backend smp: this torch has no torch.sagemaker, which only SMP's own container brings; run in that "
-            "container, or use --backend native"
+            "this torch has no torch.sagemaker, which only SMP's own container brings; run in that container, or use "
+            "--backend native"
         )
     try:
-        library = importlib.import_module("torch.sagemaker")
+        return importlib.import_module("torch.sagemaker")
     except Exception as failure:  # a closed library: anything may come out of it
         raise ConfigError(f"torch.sagemaker cannot be imported: {_refused(failure)}; use --backend native") from failure
+
+
+def start(library: Any, args: Arguments, world_size: int) -> None:
+    """Initialise ``torch.sagemaker`` by the flags; raises `ConfigError` with the cause."""
     config = configuration(args, world_size)
     try:
         library.init(known_keys(config))
     except Exception as failure:
         raise ConfigError(f"torch.sagemaker.init refuses: {_refused(failure)}") from failure
     check_state(library, config)
-    return library
 
 
 def check_launcher(args: Arguments, world_size: int) -> None:

@@ -100,6 +100,27 @@ def train_where_smp_refuses(
             return error.exit_code, str(error)
 
 
+def refusal_where_ranks_differ(command_line: list[str], broken: bool) -> str:
+    """Train with a `torch.sagemaker` on rank 0 that rank 1 lacks, or cannot import, and return why it stopped."""
+    import os
+    import sys
+
+    if os.environ["RANK"] == "0" or broken:
+        install()
+    if os.environ["RANK"] == "1":
+        sys.modules["torch.sagemaker"] = None  # type: ignore[assignment]
+    return refusal_of(command_line, installed=False)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["missing", "broken"])
+@pytest.mark.parametrize("backend", ["auto", "smp"])
+def test_a_library_on_some_ranks_only_is_refused_by_all(backend: str, broken: bool, tmp_path: Path) -> None:
+    for said in harness.run(refusal_where_ranks_differ, 2, flags(tmp_path, backend=backend), broken, timeout=120):
+        assert "on some ranks only" in said
+        assert "(rank 1)" in said
+        assert "--backend native" in said
+
+
 @pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
 def test_an_unusable_library_is_named_and_done_without(tmp_path: Path) -> None:
     code, said = harness.run(train_where_smp_refuses, 2, flags(tmp_path, backend="auto"))[0]
