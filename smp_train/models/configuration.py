@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import ConfigError, one_line
 from smp_train.models.families import FAMILIES, ROPE_SCALING, Family, other_family
+from smp_train.models.hugging_face import transformers4_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -95,7 +96,7 @@ def lay_over(
         return config
     known = next((family for family in FAMILIES.values() if family.hf_model_type == config.model_type), None)
     family = known or other_family(config.model_type)
-    before = _transformers4_names(config.to_dict(), config.model_type)
+    before = transformers4_names(config.to_dict(), config.model_type)
     fields = dict(before)
     overlay(fields, family, location, given)
     if {"hidden_width", "num_heads"} & given.keys() and not weights:
@@ -109,25 +110,6 @@ def lay_over(
                 f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}"
             )
     return _made(type(config).from_dict, config.model_type, fields, location)
-
-
-def _transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str, Any]:
-    """Return configuration fields with the ``rope_parameters`` of transformers 5 under their former names."""
-    rope = fields.get("rope_parameters")
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        return dict(fields)
-    fields, rope = dict(fields), dict(rope)
-    del fields["rope_parameters"]
-    neox = hf_model_type == "gpt_neox"
-    for new, old in (
-        ("rope_theta", "rotary_emb_base" if neox else "rope_theta"),
-        ("partial_rotary_factor", "rotary_pct" if neox else "partial_rotary_factor"),
-    ):
-        if new in rope:
-            fields[old] = rope.pop(new)
-    if rope.get("rope_type", "default") != "default":
-        fields["rope_scaling"] = rope
-    return fields
 
 
 def _made(

@@ -127,10 +127,11 @@ def _load_config(path: Place) -> PretrainedConfig:
         if not isinstance(path, S3Path):
             # By its folder, in which its code lies too, if it has the name that transformers looks for.
             where = path.parent if path.name == CONFIG_FILE else path
-            return _without_code(AutoConfig.from_pretrained(str(where), trust_remote_code=_trusted), fields, path)
+            config = AutoConfig.from_pretrained(str(where), trust_remote_code=_trusted)
+            return _without_code(type(config).from_dict(readable(fields)), fields, path)
         with tempfile.TemporaryDirectory() as folder:  # transformers reads files
             copy = Path(folder) / CONFIG_FILE
-            copy.write_text(json.dumps(fields), encoding="utf-8")
+            copy.write_text(json.dumps(readable(fields)), encoding="utf-8")
             return _without_code(AutoConfig.from_pretrained(str(copy), trust_remote_code=_trusted), fields, path)
     except (CheckpointError, ConfigError):  # S3 does not give it, or it brings code
         raise
@@ -144,8 +145,43 @@ def config_of(fields: dict[str, Any]) -> PretrainedConfig:
     """Return the configuration that a checkpoint of ours has as ``model_config``. Raises KeyError for another type."""
     from transformers import CONFIG_MAPPING
 
-    config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(readable(fields))
     return _without_code(config, fields, "model_config")
+
+
+def transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str, Any]:
+    """Return configuration fields with the ``rope_parameters`` of transformers 5 under their former names."""
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return dict(fields)
+    fields, rope = dict(fields), dict(rope)
+    del fields["rope_parameters"]
+    neox = hf_model_type == "gpt_neox"
+    for new, old in (
+        ("rope_theta", "rotary_emb_base" if neox else "rope_theta"),
+        ("partial_rotary_factor", "rotary_pct" if neox else "partial_rotary_factor"),
+    ):
+        if new in rope:
+            fields[old] = rope.pop(new)
+    if rope.get("rope_type", "default") != "default":
+        fields["rope_scaling"] = rope
+    return fields
+
+
+def readable(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return configuration fields under the names that the installed transformers reads.
+
+    What it does not know it keeps unread: version 4 would take its own rotary base for that in ``rope_parameters``, and
+    cannot write the ``dtype`` that a model was given.
+    """
+    from transformers import PretrainedConfig, __version__
+
+    if int(__version__.split(".")[0]) >= 5:
+        return fields
+    fields = transformers4_names(fields, fields.get("model_type", ""))
+    if "dtype" in fields and not hasattr(PretrainedConfig(), "dtype"):
+        fields["torch_dtype"] = fields.pop("dtype")
+    return fields
 
 
 def _download(name: str, *, with_weights: bool) -> Path:
