@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from smp_train import __version__
-from smp_train.errors import CAUSE_VARIABLE, LOST_PEER, ConfigError, LostPeerError, SmpTrainError, install
+from smp_train.errors import CAUSE_VARIABLE, LOST_PEER, ConfigError, LostPeerError, SmpTrainError, install, redacted
 from smp_train.runtime import failures, start_attempted, world_size
 from smp_train.stop import wait_for_request
 
@@ -133,7 +133,7 @@ def _train(words: list[str], failing: Failing) -> int:
         if failing.runtime.is_main:
             from smp_train.models.resolve import settled_flags
 
-            print(print_config(resolved, settled_flags(resolved.args)), end="")
+            print(redacted(print_config(resolved, settled_flags(resolved.args))), end="")
             print("".join(f"# {line}\n" for line in ineffective(resolved, resolved.args.backend)), end="")
         return 0
     validate(resolved.args, failing.runtime.world_size, failing.runtime.local_world_size)
@@ -207,13 +207,13 @@ def _internal(error: Exception) -> str:
 
 def _report(error: Exception, text: str, code: int, failing: Failing) -> None:
     """Print the one line, from the ranks that have something to say, and leave it for peers and launcher."""
-    if failing.debug:
-        traceback.print_exception(error)
+    callstack = redacted("".join(traceback.format_exception(error))) if failing.debug else ""
+    sys.stderr.write(callstack)
     runtime = failing.runtime
     if runtime is not None and runtime.world_size == 1:
         runtime = None
     lost, repeats = _lost_peer(error), bool(getattr(error, "repeats", False))
-    text = " ".join(text.split())
+    text = redacted(" ".join(text.split()))
     if not (lost or repeats):
         failures.tell_peers(text.removeprefix("error: "))
     # Until the ranks try to meet, all processes of a node fail alike: one says so. Who is still here after that speaks
@@ -234,7 +234,6 @@ def _report(error: Exception, text: str, code: int, failing: Failing) -> None:
     if runtime is not None and (lost or repeats):
         blamed = cause or failures.ERROR_FILE in os.environ
         wait_for_request(GIVE_WAY_SECONDS if blamed else QUIET_SECONDS)
-    callstack = "".join(traceback.format_exception(error)) if failing.debug else ""
     failures.write_error_file(text, code, callstack)
 
 

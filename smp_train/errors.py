@@ -3,6 +3,10 @@
 Anything else that is raised is a defect of ours and ends in exit code 1.
 """
 
+import re
+
+_URL_SECRETS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s/?'\"\\@]*@)?([^\s?'\"\\]*)(\?[^\s'\"\\]+)?")
+
 
 class SmpTrainError(Exception):
     """A failure with a one-line message that says what, where, and what to do about it."""
@@ -49,3 +53,8 @@ def one_line(failure: BaseException) -> str:
 def install(extras: str) -> str:
     """Return how the extras of this package are had, which is on no package index."""
     return f"pip install '.[{extras}]' in smp-train's checkout"
+
+
+def redacted(text: str) -> str:
+    """Return ``text`` with the user names, passwords and queries of URLs, which may be signatures, taken out."""
+    return _URL_SECRETS.sub(lambda url: f"{url[1]}{'...@' if url[2] else ''}{url[3]}{'?...' if url[4] else ''}", text)

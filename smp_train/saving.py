@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -13,7 +14,7 @@ from smp_train.checkpoints.export import export, export_weights
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.record import COMMITTED
 from smp_train.checkpoints.storage import open_storage, place_of
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, redacted
 from smp_train.models.hugging_face import CONFIG_FILE
 from smp_train.set_up import Run, tokenizer_of
 from smp_train.telemetry.logging_utils import get_logger
@@ -35,7 +36,7 @@ def save(run: Run, *, force: bool) -> None:
         "lr": run.schedule(progress.step - 1),
         "data": run.train_data.state(progress.consumed),
         "model_config": run.spec.config.to_dict(),
-        "arguments": asdict(run.args),
+        "arguments": json.loads(redacted(json.dumps(asdict(run.args)))),
         "mesh": run.backend.topology.mesh,
         "versions": versions(),
     }

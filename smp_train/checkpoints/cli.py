@@ -23,7 +23,7 @@ from smp_train.checkpoints.manager import CheckpointManager
 from smp_train.checkpoints.record import ABANDONED, COMMITTED, DAMAGED, folder_name, name_before, parse_folder_name
 from smp_train.checkpoints.retention import Policy
 from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError, ConfigError, redacted
 from smp_train.models.hugging_face import trust_code
 from smp_train.runtime.places import Place, place
 
@@ -248,7 +248,7 @@ def import_weights(options: argparse.Namespace) -> int:
         model = build_meta(spec)
         materialise(model, "cpu")
         size = sum(parameter.nbytes for parameter in model.parameters())
-        meta = {"model_config": spec.config.to_dict(), "imported": {"from": str(source), **told}, "tokens": 0}
+        meta = {"model_config": spec.config.to_dict(), "imported": {"from": redacted(str(source)), **told}, "tokens": 0}
         how = "start from it with --finetune 1 --pretrained_checkpoint_file"
         if found is None or not found.has_moments:
             load_weights(model, str(source if found is None else found.path), Bar(f"read {source.name}"))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, redacted
 
 _FORMAT = "%(asctime)s %(levelname).1s [%(module)s] %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -32,6 +32,13 @@ METRIC_DEFINITIONS: tuple[dict[str, str], ...] = (
     {"Name": "train:memory_gib", "Regex": rf"memory: {_NUMBER} GiB"},
     {"Name": "validation:loss", "Regex": rf"Batch [0-9]+ Validation loss: {_NUMBER}"},
 )
+
+
+class _Formatter(logging.Formatter):
+    """Takes out of a log line what may be a secret."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
 
 
 def get_logger() -> logging.Logger:
@@ -58,11 +65,11 @@ def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | 
     console: logging.Handler
     if rank == 0:
         console = logging.StreamHandler(sys.stdout)
-        console.setFormatter(logging.Formatter(_FORMAT, _TIME))
+        console.setFormatter(_Formatter(_FORMAT, _TIME))
     else:
         console = logging.StreamHandler(sys.stderr)
         console.setLevel(logging.WARNING)
-        console.setFormatter(logging.Formatter(f"rank {rank}: {_FORMAT}", _TIME))
+        console.setFormatter(_Formatter(f"rank {rank}: {_FORMAT}", _TIME))
     logger.addHandler(console)
 
     if log_dir is not None:
@@ -72,7 +79,7 @@ def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | 
             file = logging.FileHandler(path, encoding="utf-8")
         except OSError as failure:
             raise ConfigError(f"{path}: cannot write the log ({failure.strerror}); set --run_dir") from None
-        file.setFormatter(logging.Formatter(_FORMAT, _TIME))
+        file.setFormatter(_Formatter(_FORMAT, _TIME))
         logger.addHandler(file)
 
 

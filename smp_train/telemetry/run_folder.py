@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import smp_train
-from smp_train.errors import ConfigError
+from smp_train.errors import ConfigError, redacted
 
 KEEP_STOP = "SMP_TRAIN_KEEP_STOP"
 
@@ -74,7 +74,7 @@ class RunFolder:
             command: the command line; this process's own when not given.
             facts: further entries, such as ``reference_lines={"unigram entropy": 5.3}`` for the report.
 
-        The environment is not written, on purpose: it holds credentials.
+        The environment is not written, on purpose: it holds credentials. Nor are the queries of URLs.
         """
         record = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -89,8 +89,8 @@ class RunFolder:
         try:
             record = {"attempt": self.earlier_attempts() + 1, **record}
             with self.attempts.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, default=str) + "\n")
-            _write_atomic(self.run_json, json.dumps(record, default=str, indent=2) + "\n")
+                file.write(redacted(json.dumps(record, default=str)) + "\n")
+            _write_atomic(self.run_json, redacted(json.dumps(record, default=str, indent=2)) + "\n")
         except OSError as failure:
             raise self._unwritable(failure) from None
 

@@ -440,7 +440,7 @@ def test_code_of_a_model_runs_when_it_is_trusted(tmp_path: Path) -> None:
 
 
 def read(folder: Path, **changes: Any) -> list[str]:
-    return ["train", *flags(folder, use_synthetic_data=None, training_dir=folder / "data", **changes)]
+    return ["train", *flags(folder, **{"use_synthetic_data": None, "training_dir": folder / "data", **changes})]
 
 
 def shard(folder: Path, name: str, data: bytes) -> list[str]:
@@ -495,3 +495,34 @@ def test_nothing_is_written_that_everybody_may_change(tmp_path: Path) -> None:
         assert command.code() == 0, command.err
     assert [path for path in tmp_path.rglob("*") if path.stat().st_mode & 0o002] == []
     assert list(tmp_path.glob("data/.smp_train_cache/*.tok"))
+
+
+# --- URLs --------------------------------------------------------------------------------------------
+
+SIGNED = f"https://user:{SECRET}@example.invalid/data?X-Amz-Signature={SECRET}"
+
+
+@hostile(DATA)
+def a_signed_url_is_no_data_folder(folder: Path) -> list[str]:
+    return read(folder, training_dir=SIGNED)
+
+
+@hostile(CONFIG)
+def a_signed_url_is_no_checkpoint_folder(folder: Path) -> list[str]:
+    return ["train", *flags(folder, checkpoint_dir=SIGNED)]
+
+
+@hostile(CONFIG)
+def a_signed_url_is_no_tokenizer(folder: Path) -> list[str]:
+    return [*export(folder), f"--tokenizer={SIGNED}"]
+
+
+def test_the_secrets_of_urls_are_not_stored(tmp_path: Path) -> None:
+    """In a setting that the run has no use for, say."""
+    words = flags(tmp_path, max_steps=1, checkpoint_freq=1, tokenizer=SIGNED)
+    with warm(tmp_path, "train", *words) as command:
+        assert command.code() == 0, command.err
+        assert SECRET not in command.out + command.err
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"run.json", "meta.json"} <= {path.name for path in written}
+    assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
