@@ -12,16 +12,18 @@ import torch
 import smp_train
 from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
+from smp_train.arguments.degrees import of_run
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints import Checkpoint, CheckpointManager, foreign, policies
 from smp_train.checkpoints.export import check_tokenizer, tokenizer_beside
+from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, ConfigError
 from smp_train.learning_rates import Schedule, schedule
-from smp_train.models.flops import count_parameters, flops_per_token
+from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.runtime import Runtime
 from smp_train.stop import StopRequest
@@ -97,6 +99,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
     topology = backend.topology
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
     spec, seq_len = choose_model(args, backend)
+    check_memory(args, backend, spec, ranks)
     checkpoints = open_checkpoints(args, ranks, backend, spec, opened)
     train_data, validation = open_data(
         args,
@@ -181,6 +184,33 @@ def choose_model(args: Arguments, backend: Backend) -> tuple[ModelSpec, int]:
     )
     backend.check(spec, seq_len=seq_len)
     return spec, seq_len
+
+
+def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runtime) -> None:
+    """Refuse a model whose state exceeds the memory it is to lie in, before any of it is allocated; collective."""
+    device, count = backend.topology.device, count_parameters(spec.config)
+    shared = of_run(args, ranks.world_size, ranks.local_world_size, smp=backend.name == "smp").sharing
+    needed = (WEIGHT_BYTES if args.evaluate_only else STATE_BYTES) * count / shared
+    if device.type == "cpu" or args.cpu_offload:
+        needed, there = needed * ranks.local_world_size, free_host_bytes()
+        where = f"for the {ranks.local_world_size} processes of {ranks.hostname}, which has"
+    else:
+        there = torch.cuda.get_device_properties(device).total_memory
+        where = f"on each GPU, which has on {ranks.hostname}"
+    with runtime.together("comparing the model with the memory"):
+        if there is None or needed <= there:
+            return
+        what = "weights" if args.evaluate_only else "weights, gradients and optimizer"
+        found = (
+            f"{what} of {spec.name} ({in_short(count)} parameters) take {needed / 1e9:.0f} GB {where} "
+            f"{there / 1e9:.0f} GB, and are spread over {shared} of {ranks.world_size} processes"
+        )
+        if args.memory_check:
+            raise ConfigError(
+                f"{found}; take a smaller model, more machines or GPUs, or a larger --hybrid_shard_degree; "
+                "--memory_check 0 tries all the same"
+            )
+        log.info("%s", found)
 
 
 def open_checkpoints(

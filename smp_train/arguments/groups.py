@@ -167,6 +167,9 @@ class ParallelArguments:
         2, "Layers ahead that offloaded activations are loaded", unit="layers"
     )
     cpu_offload: bool = flag(False, "Keep parameters, gradients and optimizer states in host memory")
+    memory_check: bool = flag(
+        True, "Refuse at start a model whose weights, gradients and optimizer exceed the memory there is; 0: only warn"
+    )
     chunked_loss: bool = flag(
         True, "Compute the loss by chunks of tokens, never holding all logits (models with a plain head)"
     )

@@ -25,8 +25,6 @@ from smp_train.runtime import is_sagemaker
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-NO_LIMIT = 2**31 - 1
-"""As ``max_steps``: the run ends by ``epochs`` alone."""
 NUMBER = re.compile(r"-(\d|\.\d)")
 
 
@@ -315,9 +313,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
         for name, (value, source) in layer.items():
             values[name] = value
             sources[name] = source
-    if values.get("epochs") is not None and "max_steps" not in values:
-        # The default number of steps must not end a run whose length is given.
-        values["max_steps"], sources["max_steps"] = NO_LIMIT, "follows from --epochs"
     args = Arguments(**values)
     _explain_settled(args, values, sources, notes)
     _drop_idle_validation(args, sources, notes)

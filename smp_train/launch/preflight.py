@@ -16,11 +16,10 @@ from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.degrees import before_launch, check_model
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance
+from smp_train.models.flops import STATE_BYTES
 from smp_train.models.resolve import presets, settled_flags
 
 WIDTHS = ("vocab_size", "hidden_width", "num_layers", "intermediate_size", "num_key_value_heads", "num_local_experts")
-STATE_BYTES = 16
-"""Per parameter: weight, gradient and Adam's two moments in float32."""
 CHECKPOINT_BYTES = 12
 """Per parameter: weight and Adam's two moments in float32."""
 NO_FP8 = ("A100", "A10G")  # before compute capability 8.9

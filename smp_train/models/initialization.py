@@ -7,8 +7,10 @@ distribution is what the model's own constructor and ``_init_weights`` prescribe
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -25,6 +27,9 @@ from smp_train.runtime.dtensor import local_tensor
 # kernels.
 CPU_CHUNK = 1 << 15
 DEVICE_CHUNK = 1 << 24
+PROGRESS_SECONDS = 5.0
+
+logger = logging.getLogger("smp_train.models")
 
 
 def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
@@ -40,10 +45,15 @@ def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
         SmpTrainError: a parameter whose initial values are not known, or that cannot be drawn in parts.
     """
     programs, names = programs_of(model), hub_names(model)
-    drawn = 0
+    drawn, done, told = 0, 0, time.monotonic()
+    total = sum(local_tensor(param).numel() for param in model.parameters())
     with torch.no_grad():
         for name, param in model.named_parameters():
             drawn += _initialise(canonical_name(name), param, programs, names, seed, chunk)
+            done += local_tensor(param).numel()
+            if time.monotonic() - told >= PROGRESS_SECONDS:
+                logger.info("Initial weights: %.0f %% of this rank's are drawn", 100 * done / total)
+                told = time.monotonic()
     return drawn
 
 

@@ -249,3 +249,22 @@ def test_fp8_changes_the_products_and_not_the_weights() -> None:
     pytest.importorskip("torchao", reason="an optional package")
     for found in harness.run(with_and_without_fp8, 2):
         assert found == (2 * 7, True, True, True)
+
+
+def train_with_little_memory(command_line: list[str], node: int) -> int:
+    """Train on a host with a thousand bytes, as far as rank ``node`` is told."""
+    import os
+
+    from smp_train import set_up
+
+    if int(os.environ["RANK"]) == node:
+        set_up.free_host_bytes = lambda: 1000
+    return train(command_line)
+
+
+def test_a_model_larger_than_one_ranks_memory_is_refused_by_all_unless_asked_to_try(tmp_path: Path) -> None:
+    words = flags(tmp_path, max_steps=1)
+    with pytest.raises(harness.RankFailed, match="--memory_check 0"):
+        harness.run(train_with_little_memory, 2, words, 1)
+    assert not (tmp_path / "checkpoints").exists()
+    assert harness.run(train_with_little_memory, 2, [*words, "--memory_check=0"], 1) == [0, 0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.command import Command, cold, warm, write_shard
+from tests.system.command import Command, Ranks, as_torchrun, cold, warm, write_shard
 from tests.training import flags
 
 pytestmark = pytest.mark.system
@@ -48,6 +48,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "expert parallelism": ({"expert_parallel_degree": 2}, r"--expert_parallel_degree 2: .*--tensor_parallel_degree"),
     "FP8 in float32": ({"fp8": 1, "bf16": 0}, r"--fp8 1 does not compute in float32; give --bf16 1"),
 }
+
+
+LARGE = {"vocab_size": None, "hidden_width": None, "num_layers": None, "num_heads": None, "num_key_value_heads": None,
+         "intermediate_size": None, "model_size": "70b"}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
@@ -259,3 +263,17 @@ def test_a_changed_seed(resuming: tuple[Path, dict[str, Any]]) -> None:
     folder, changes = resuming
     line = refused(folder, {**changes, "seed": 1}, DATA)
     assert "--seed changed: 12345 in the checkpoint, 1 now; resume with the same, or start a new run" in line
+
+
+def test_a_model_larger_than_the_memory(tmp_path: Path) -> None:
+    """Before anything of it is allocated, and before the data is looked at: the numbers, and what to change."""
+    changes = LARGE | {"use_synthetic_data": None, "training_dir": tmp_path / "nowhere"}
+    line = line_of(warm(tmp_path, "train", *flags(tmp_path, **changes)), CONFIG)
+    assert re.search(r"llama_v2-70b \(68\.98 B parameters\) take 1104 GB .* which has \d+ GB", line), line
+    assert "--memory_check 0" in line
+
+
+def test_a_model_larger_than_the_memory_of_a_node_of_two(tmp_path: Path) -> None:
+    with Ranks(tmp_path, 2, "train", *flags(tmp_path, **LARGE), launcher=as_torchrun) as ranks:
+        assert ranks.codes(SECONDS) == [CONFIG, CONFIG], ranks.err
+        assert "take 1104 GB for the 2 processes" in ranks.err

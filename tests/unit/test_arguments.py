@@ -359,13 +359,6 @@ def test_what_a_name_implies_wins_over_a_lower_source(tmp_path: Path) -> None:
     assert resolved.given("checkpoint_dir")
 
 
-@pytest.mark.parametrize("name", ["epochs", "num_train_epochs", "num_epochs"])
-def test_epochs_alone_are_not_cut_short_by_the_default_number_of_steps(name: str) -> None:
-    assert parse([f"--{name}", "3"], {}).args.max_steps > 10**9
-    assert parse([f"--{name}", "3", "--max_steps", "7"], {}).args.max_steps == 7
-    assert parse([], {}).args.max_steps == 5000
-
-
 @pytest.mark.parametrize("name", ALIAS_CASES)
 def test_alias(name: str) -> None:
     text, expected = ALIAS_CASES[name]
