@@ -268,8 +268,10 @@ class DataArguments:
         "A row shorter than the context is padded, joined end to end with others, or packed whole beside others",
         choices=("pad", "concat", "pack"),
     )
-    bad_rows: str = flag("stop", "A line that is no row stops the run, or is left out", choices=("stop", "skip"))
-    max_bad: float = flag(0.001, "Fraction of all lines that may be left out by --bad_rows skip, as 0.1%")
+    bad_rows: str = flag(
+        "stop", "A malformed row, or one with nothing to learn, stops the run or is left out", choices=("stop", "skip")
+    )
+    max_bad: float = flag(0.001, "Fraction of all rows that may be left out by --bad_rows skip, as 0.1%")
     allow_data_change: bool = flag(False, "Resume although the training data is not what it was")
     data_cache_dir: str | None = flag(None, "Folder for the index of the shards", shown="beside the data")
     data_audit: bool = flag(False, "Write every consumed sample's identity to data_audit-rank<r>.jsonl")

@@ -25,11 +25,12 @@ from typing import IO
 import numpy as np
 
 from smp_train.data import bad_rows, s3
-from smp_train.data.arrow_file import Checked, Lists, check
+from smp_train.data.arrow_file import Checked, Column, Lists, check, targets_of
 from smp_train.data.conversion import SLACK_SECONDS
-from smp_train.data.index import Caches, clock, share
+from smp_train.data.index import Caches, clock, refuse_mixed, share
 from smp_train.data.mounts import is_local
 from smp_train.data.source import Row, Source
+from smp_train.data.targets import NO_GAPS, attended_spans, of_rows_from, row_gaps
 from smp_train.data.token_cache import atomic_file
 from smp_train.data.utils import Progress, Shard, open_file
 from smp_train.errors import ConfigError, DataError, install
@@ -168,19 +169,9 @@ class _Column:
             return self._view[begin:end]
         return self._array(self._type, self._place.values + begin * self._type.itemsize, end - begin)
 
-    def padded_lengths(self) -> np.ndarray:
-        """Return of each row how far it is from its first 1 to its last, 0 where there is none, as of a mask."""
-        begins = self.starts.astype(np.int64) - int(self.starts[0])
-        sizes = np.diff(begins)
-        ones = np.flatnonzero(self.numbers(0, len(self)))
-        if ones.size == begins[-1]:
-            return sizes
-        first = np.searchsorted(ones, begins[:-1])
-        after = np.searchsorted(ones, begins[1:])
-        some = after > first
-        lengths = np.zeros_like(sizes)
-        lengths[some] = ones[after[some] - 1] - ones[first[some]] + 1
-        return lengths
+    def all_rows(self) -> Column:
+        """Return the numbers of all rows."""
+        return self.numbers(0, len(self)), self.starts.astype(np.int64) - int(self.starts[0])
 
 
 class ArrowRows(Source):
@@ -197,14 +188,17 @@ class ArrowRows(Source):
         self.checked = checked
         self._ids: list[_Column] = []
         self._masks: list[_Column | None] = []
+        self._labels: list[_Column | None] = []
         self._columns_of = [0]
         opened = _Files()
         for shard, found in zip(files, checked, strict=True):
             mapped = np.memmap(shard.path, dtype=np.uint8, mode="r") if is_local(shard.path) else None
-            for ids, mask in found.batches:
+            for ids, *others in found.batches:
                 self._ids.append(_Column(shard.path, ids, mapped, opened))
-                self._masks.append(None if mask is None else _Column(shard.path, mask, mapped, opened))
+                for columns, place in zip((self._masks, self._labels), others, strict=True):
+                    columns.append(None if place is None else _Column(shard.path, place, mapped, opened))
             self._columns_of.append(len(self._ids))
+        refuse_mixed([(shard.path, found.labelled) for shard, found in zip(files, checked, strict=True) if found.rows])
         self._starts = [0, *accumulate(len(column) for column in self._ids)]
         self._file_starts = [0, *accumulate(found.rows + len(found.left_out) for found in checked)]
         if self._starts[-1] != self._file_starts[-1]:
@@ -238,8 +232,7 @@ class ArrowRows(Source):
 
     def lengths(self, shard: int) -> np.ndarray:
         """Return the tokens of each row of a file, without padding at its ends."""
-        whole = len(self.shards) != len(self.files)
-        span = range(len(self._ids)) if whole else range(*self._columns_of[shard : shard + 2])
+        span = self._columns(shard)
         none = np.empty(0, dtype=np.int64)
         sizes = np.concatenate([none, *(self._column_lengths(number) for number in span)])
         if self._order is None:
@@ -249,7 +242,44 @@ class ArrowRows(Source):
 
     def _column_lengths(self, number: int) -> np.ndarray:
         mask = self._masks[number]
-        return np.diff(self._ids[number].starts.astype(np.int64)) if mask is None else mask.padded_lengths()
+        if mask is None:
+            return np.diff(self._ids[number].starts.astype(np.int64))
+        attended, starts = mask.all_rows()
+        return np.diff(starts) if attended.all() else attended_spans(attended, starts)[1]
+
+    def _columns(self, shard: int) -> range:
+        if len(self.shards) != len(self.files):
+            return range(len(self._ids))
+        return range(*self._columns_of[shard : shard + 2])
+
+    def gaps(self, shard: int, beginning: int = 0) -> np.ndarray:
+        """Return the gaps of a file; none, without reading it, where no row begins with so long a one."""
+        files = self.checked if len(self.shards) != len(self.files) else [self.checked[shard]]
+        if max(found.latest for found in files) < beginning:
+            return NO_GAPS
+        span, rows = self._columns(shard), self.shards[shard]
+        gaps = np.concatenate([NO_GAPS, *(self._column_gaps(number) for number in span)])
+        if self._order is None:
+            return of_rows_from(-self._starts[span.start], gaps)
+        # Rows are in another order, and may be there twice.
+        stored = self._order[rows.start : rows.stop]
+        first = np.searchsorted(gaps[:, 0], stored)
+        counts = np.searchsorted(gaps[:, 0], stored, side="right") - first
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        found = gaps[np.repeat(first, counts) + within]
+        found[:, 0] = np.repeat(np.arange(len(rows)), counts)
+        return found
+
+    def _column_gaps(self, number: int) -> np.ndarray:
+        mask, labels = (
+            None if column is None else column.all_rows() for column in (self._masks[number], self._labels[number])
+        )
+        starts = self._ids[number].starts.astype(np.int64)
+        starts -= starts[0]
+        targets, attended = targets_of(starts, mask, labels)
+        if targets is None:
+            return NO_GAPS
+        return of_rows_from(self._starts[number], row_gaps(targets, attended, starts))
 
     def _stored(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -261,18 +291,18 @@ class ArrowRows(Source):
         stored = self._stored(index)
         number = bisect.bisect_right(self._starts, stored) - 1
         row = stored - self._starts[number]
-        ids = self._ids[number].numbers(row, row + 1)
-        mask = self._masks[number]
-        if mask is None:
-            return Row(ids)
-        counted = mask.numbers(row, row + 1)
-        return Row(ids, None if counted.all() else counted.astype(bool))
+        ids, mask, labels = (
+            None if column is None else column.numbers(row, row + 1)
+            for column in (self._ids[number], self._masks[number], self._labels[number])
+        )
+        assert ids is not None, "every batch has ids"
+        return Row(ids, None if mask is None or mask.all() else mask.astype(bool), labels=labels)
 
     def fill(self, indices: list[int], into: np.ndarray) -> bool:
         """Read rows into int64 [rows, tokens]; False when one is not just ``tokens`` long and all counted."""
         for place, index in enumerate(indices):
             row = self.row(index)
-            if row.counted is not None or row.input_ids.size != into.shape[1]:
+            if row.counted is not None or row.labels is not None or row.input_ids.size != into.shape[1]:
                 return False
             into[place] = row.input_ids
         return True
@@ -290,7 +320,9 @@ class ArrowRows(Source):
             "shards": len(self.files),
             "rows": len(self),
             "tokens": sum(found.tokens for found in self.checked),
+            "attended_tokens": sum(found.attended for found in self.checked),
             "counted_tokens": sum(found.counted for found in self.checked),
+            "labelled": any(found.labelled for found in self.checked),
             "lines_left_out": sum(len(found.left_out) for found in self.checked),
             "longest": self.checked[longest].longest,
             "longest_at": f"{self.files[longest].path}:{self.checked[longest].longest_row}",

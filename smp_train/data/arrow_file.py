@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from smp_train.data import targets
+from smp_train.data.rows import IDS, LABELS, MASK
+from smp_train.data.source import IGNORED
 from smp_train.errors import ConfigError, DataError, install
 
-IDS, MASK = "input_ids", "attention_mask"
-CHECK_VERSION = 2
+CHECK_VERSION = 3
 """Of `Checked`: what was kept by another version is checked again."""
 FILE_MAGIC = b"ARROW1"
 END_MARKS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
@@ -42,7 +44,10 @@ class Checked:
     rows: int
     """Good ones."""
     tokens: int
+    attended: int
+    """Tokens whose attention_mask is 1."""
     counted: int
+    """Of those, the ones whose label is not -100."""
     longest: int
     longest_row: int
     """Counted from 1, among all rows of the file."""
@@ -51,8 +56,11 @@ class Checked:
     """Rows of the file, from 0, that are none (--bad_rows skip)."""
     first_bad: str = ""
     """The first of them: `` row NUMBER: reason; what to do``."""
-    batches: list[tuple[Lists, Lists | None]] = field(default_factory=list)
-    """Ids and masks of each batch."""
+    batches: list[tuple[Lists, Lists | None, Lists | None]] = field(default_factory=list)
+    """Ids, masks and labels of each batch."""
+    labelled: bool = False
+    latest: int = 1
+    """The largest index that the first target of a row has, padding in front left out."""
     version: int = CHECK_VERSION
 
     @classmethod
@@ -60,7 +68,10 @@ class Checked:
         """Return what was kept as JSON; None when another version kept it. Raises TypeError for what is none."""
         if kept.get("version") != CHECK_VERSION:
             return None
-        batches = [(Lists(*ids), None if mask is None else Lists(*mask)) for ids, mask in kept.pop("batches")]
+        batches = [
+            (Lists(*ids), None if mask is None else Lists(*mask), None if labels is None else Lists(*labels))
+            for ids, mask, labels in kept.pop("batches")
+        ]
         return cls(**kept, batches=batches)
 
 
@@ -104,8 +115,8 @@ def _batch(path: str, name: str, column: Any, body: Any, begin: int) -> _Batch:
     return _Batch(lists, values, starts - starts[0], null)
 
 
-def _batches(path: str) -> Iterator[tuple[_Batch, _Batch | None]]:
-    """Yield ids and masks of each batch of a file. Raises DataError."""
+def _batches(path: str) -> Iterator[tuple[_Batch, _Batch | None, _Batch | None]]:
+    """Yield ids, masks and labels of each batch of a file. Raises DataError."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -124,12 +135,12 @@ def _batches(path: str) -> Iterator[tuple[_Batch, _Batch | None]]:
                     continue
                 batch, begin = pa.ipc.read_record_batch(message, schema), file.tell() - message.body.size
                 if batch.num_rows:
-                    ids, mask = (
+                    ids, mask, labels = (
                         _batch(path, name, batch.column(name), message.body, begin) if name in schema.names else None
-                        for name in (IDS, MASK)
+                        for name in (IDS, MASK, LABELS)
                     )
                     assert ids is not None, "seen in the schema"
-                    yield ids, mask
+                    yield ids, mask, labels
             # A file that was cut between two batches reads like a whole one, but for this.
             file.seek(end)
             if not file.read(8).startswith(END_MARKS):
@@ -152,10 +163,11 @@ def _schema(path: str, schema: Any) -> Any:
         if pa.types.is_dictionary(kind):
             # In a batch there are its indices alone, as of any column of integers.
             schema = schema.set(number, pa.field(name, kind.index_type))
-        if name in (IDS, MASK):
+        if name in (IDS, MASK, LABELS):
             lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
             if not lists or not pa.types.is_integer(kind.value_type):
-                raise DataError(f"{path}: column {name} is {kind}; lists of integers are needed")
+                or_none = "" if name == IDS else ", or no such column"
+                raise DataError(f"{path}: column {name} is {kind}; lists of integers are needed{or_none}")
     return schema
 
 
@@ -166,15 +178,15 @@ def _rows_of(batch: _Batch, wrong: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows, places[firsts]
 
 
-def _bad_rows(ids: _Batch, mask: _Batch | None, learnt: np.ndarray | None, vocab_size: int) -> dict[int, str]:
-    """Return why rows of a batch are none, by their place in it."""
+def _bad_rows(ids: _Batch, mask: _Batch | None, labels: _Batch | None, vocab_size: int) -> dict[int, str]:
+    """Return why rows of a batch are malformed, by their place in it."""
     found: dict[int, str] = {}
 
     def refuse(rows: np.ndarray, why: Callable[[int], str]) -> None:
         for number, row in enumerate(rows.tolist()):
             found.setdefault(row, why(number))
 
-    for name, batch in ((IDS, ids), (MASK, mask)):
+    for name, batch in ((IDS, ids), (MASK, mask), (LABELS, labels)):
         if batch is not None and batch.null.any():
             why_null = f"{name} is null; remove the row"
             refuse(np.flatnonzero(batch.null), lambda _, why=why_null: why)  # type: ignore[misc]
@@ -188,15 +200,51 @@ def _bad_rows(ids: _Batch, mask: _Batch | None, learnt: np.ndarray | None, vocab
             lambda number: f"token id {int(ids.values[ids_at[number]])} is outside the vocabulary [0, {vocab_size}); "
             "use the tokenizer of the model, or set --vocab_size",
         )
-    if mask is not None:
-        differ = np.flatnonzero(mask.sizes != ids.sizes)
-        refuse(differ, lambda _: f"{IDS} and {MASK} differ in length")
-        if mask.values.size and (mask.values.min() < 0 or mask.values.max() > 1):
-            rows, mask_at = _rows_of(mask, (mask.values < 0) | (mask.values > 1))
-            refuse(rows, lambda number: f"{MASK} holds {int(mask.values[mask_at[number]])}; use 0 or 1")
-    if learnt is not None:
-        why_not = f"{MASK} counts no token that has one before it; remove the row"
-        refuse(np.flatnonzero(learnt == 0), lambda _: why_not)
+    for name, batch in ((MASK, mask), (LABELS, labels)):
+        if batch is not None:
+            why_differ = f"{IDS} and {name} differ in length"
+            refuse(np.flatnonzero(batch.sizes != ids.sizes), lambda _, why=why_differ: why)  # type: ignore[misc]
+    if mask is not None and mask.values.size and (mask.values.min() < 0 or mask.values.max() > 1):
+        rows, mask_at = _rows_of(mask, (mask.values < 0) | (mask.values > 1))
+        refuse(rows, lambda number: f"{MASK} holds {int(mask.values[mask_at[number]])}; use 0 or 1")
+    if labels is not None:
+        wrong = ((labels.values < 0) | (labels.values >= vocab_size)) & (labels.values != IGNORED)
+        rows, labels_at = _rows_of(labels, wrong)
+        refuse(
+            rows,
+            lambda number: f"label {int(labels.values[labels_at[number]])} is outside the vocabulary "
+            f"[0, {vocab_size}); use a token id, or {IGNORED} where nothing is to be learnt",
+        )
+    return found
+
+
+Column = tuple[np.ndarray, np.ndarray]
+"""Values of all rows end to end, and where each row begins among them, int64 [rows + 1]."""
+
+
+def targets_of(
+    starts: np.ndarray, mask: Column | None, labels: Column | None
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return (where a token carries loss, where it is attended) by the places of the ids, each None when everywhere.
+
+    Rows whose lists differ in length, which are malformed, have neither.
+    """
+    attended = counted = None
+    if mask is not None and not mask[0].all():
+        attended = counted = _aligned(mask[0] != 0, mask[1], starts)
+    if labels is not None:
+        counted = _aligned(labels[0] != IGNORED, labels[1], starts)
+        if attended is not None:
+            counted = counted & attended
+    return counted, attended
+
+
+def _aligned(where: np.ndarray, its_starts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    if np.array_equal(its_starts, starts):
+        return where
+    found = np.zeros(int(starts[-1]), dtype=bool)
+    for row in np.flatnonzero(np.diff(its_starts) == np.diff(starts)).tolist():
+        found[starts[row] : starts[row + 1]] = where[its_starts[row] : its_starts[row + 1]]
     return found
 
 
@@ -207,22 +255,34 @@ def check(path: str, vocab_size: int, bad: Callable[[int, str], None] | None = N
     the first raises DataError ``PATH: row N: reason; what to do``, as does what is wrong with the file itself.
     """
     digest = hashlib.blake2b(digest_size=16)
-    rows = seen = tokens = counted = longest = longest_row = 0
+    rows = seen = tokens = attended = counted = longest = longest_row = 0
+    latest, labelled = 1, False
     left_out: list[int] = []
     first_bad = ""
     places = []
-    for ids, mask in _batches(path):
-        sizes = of_row = ids.sizes
-        learnt = None
+    for ids, mask, labels in _batches(path):
+        sizes = attended_of_row = counted_of_row = ids.sizes
+        gaps = targets.NO_GAPS
         digest.update(np.ascontiguousarray(ids.values).tobytes() + sizes.tobytes())
-        if mask is not None and not mask.values.all():
-            total = np.concatenate([[0], np.cumsum(mask.values, dtype=np.int64)])
-            begins, ends = mask.starts[:-1], mask.starts[1:]
-            of_row = total[ends] - total[begins]
-            # Of each row, all but the first token: that one has nothing before it.
-            learnt = total[ends] - total[np.minimum(begins + 1, ends)]
-            digest.update(np.packbits(mask.values.astype(bool)).tobytes())
-        found = _bad_rows(ids, mask, learnt, vocab_size)
+        found = _bad_rows(ids, mask, labels, vocab_size)
+        where, where_attended = targets_of(
+            ids.starts, *(None if column is None else (column.values, column.starts) for column in (mask, labels))
+        )
+        if where_attended is not None:
+            attended_of_row = _per_row(where_attended, ids.starts)
+            digest.update(np.packbits(mask.values.astype(bool)).tobytes())  # type: ignore[union-attr]
+        if labels is not None:
+            labelled = True
+            digest.update(b"labels" + np.ascontiguousarray(labels.values).tobytes())
+        if where is not None:
+            counted_of_row = _per_row(where, ids.starts)
+            gaps = targets.row_gaps(where, where_attended, ids.starts)
+            fields = MASK if labels is None else f"{LABELS} and {MASK}"
+            # The first token of a row has none before it.
+            after_first = where.copy()
+            after_first[ids.starts[:-1][sizes > 0]] = False
+            for row in np.flatnonzero(_per_row(after_first, ids.starts) == 0).tolist():
+                found.setdefault(row, f"{fields} counts no token that has one before it; remove the row")
         keep = np.ones(sizes.size, dtype=bool)
         for row in sorted(found):
             if bad is None:
@@ -233,12 +293,23 @@ def check(path: str, vocab_size: int, bad: Callable[[int, str], None] | None = N
             keep[row] = False
         if found:
             digest.update(np.packbits(keep).tobytes())
-            sizes, of_row = sizes * keep, of_row * keep
+            sizes, attended_of_row, counted_of_row = sizes * keep, attended_of_row * keep, counted_of_row * keep
         if sizes.max() > longest:
             longest, longest_row = int(sizes.max()), seen + int(sizes.argmax()) + 1
         rows += int(keep.sum())
         seen += keep.size
         tokens += int(sizes.sum())
-        counted += int(of_row.sum())
-        places.append((ids.place, None if mask is None else mask.place))
-    return Checked(rows, tokens, counted, longest, longest_row, digest.hexdigest(), left_out, first_bad, places)
+        attended += int(attended_of_row.sum())
+        counted += int(counted_of_row.sum())
+        latest = max(latest, targets.latest(gaps[keep[gaps[:, 0]]]))
+        places.append((ids.place, mask and mask.place, labels and labels.place))
+    return Checked(
+        rows, tokens, attended, counted, longest, longest_row, digest.hexdigest(), left_out, first_bad, places,
+        labelled, latest,
+    )  # fmt: skip
+
+
+def _per_row(where: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return how many are true in each row."""
+    before = np.concatenate([[0], np.cumsum(where, dtype=np.int64)])
+    return np.asarray(before[starts[1:]] - before[starts[:-1]])

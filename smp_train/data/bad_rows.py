@@ -23,7 +23,14 @@ class LeftOut:
             logger.warning("left out %d documents so far (--bad_rows skip); the last is %s", self.number, why)
 
 
-def judge(found: Iterable[tuple[str, int, str]], rows: int, max_bad: float | None, then: str = "") -> None:
+def judge(
+    found: Iterable[tuple[str, int, str]],
+    rows: int,
+    max_bad: float | None,
+    then: str = "",
+    *,
+    what: tuple[str, str] = ("lines", "are no rows"),
+) -> None:
     """Hold what was left out against what may be; the same verdict on every rank and every start.
 
     Args:
@@ -31,6 +38,7 @@ def judge(found: Iterable[tuple[str, int, str]], rows: int, max_bad: float | Non
         rows: rows that are left.
         max_bad: the fraction of all that may be left out (--bad_rows skip); None tolerates none.
         then: what to do where reading the data again is not possible.
+        what: what is left out, and why.
 
     Raises:
         DataError: with the first of them.
@@ -42,10 +50,11 @@ def judge(found: Iterable[tuple[str, int, str]], rows: int, max_bad: float | Non
     first = f"{bad[0][0]}:{bad[0][2]}"
     if max_bad is None:
         raise DataError(f"{first}{then}")
+    noun, why = what
     if skipped > max_bad * (rows + skipped):
         raise DataError(
-            f"{skipped} of {rows + skipped} lines are no rows, more than --max_bad {max_bad:.4%}; the first is {first}"
+            f"{skipped} of {rows + skipped} {noun} {why}, more than --max_bad {max_bad:.4%}; the first is {first}"
         )
     logger.warning(
-        "left out %d of %d lines that are no rows (--bad_rows skip); the first is %s", skipped, rows + skipped, first
+        "left out %d of %d %s that %s (--bad_rows skip); the first is %s", skipped, rows + skipped, noun, why, first
     )

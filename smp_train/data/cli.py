@@ -15,9 +15,9 @@ import numpy as np
 
 from smp_train.data import arrow, formats, manifest, s3
 from smp_train.data.blend import BLOCK, apportion, read_weights, sources_of
-from smp_train.data.index import own_folder
+from smp_train.data.index import own_folder, refuse_mixed
 from smp_train.data.rows import RowParser
-from smp_train.data.source import Row, Source
+from smp_train.data.source import Row, Source, trimmed
 from smp_train.data.utils import Progress, list_shards, read_lines
 from smp_train.errors import ConfigError, DataError
 
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
         one = verbs.add_parser(name, help=about, description=about)
         one.add_argument("path", help="folder or file of shards, Hugging Face data set, or prepared tokens; or s3://")
         one.add_argument("--vocab_size", type=int, default=ANY_VOCABULARY, help="ids must be below it")
+        one.add_argument("--max_context_width", type=int, help="rows that it cuts to nothing to learn are problems")
         one.add_argument("--cache_dir", help="where objects of S3 are put for a while")
         if name == "inspect":
             one.add_argument("--tokenizer", help="to show a sample as text: tokenizer.json, or a folder with one")
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     if args.verb == "audit":
         return audit(Path(args.run), args.rows)
-    survey = look(args.path, args.vocab_size, args.cache_dir)
+    survey = look(args.path, args.vocab_size, args.cache_dir, args.max_context_width)
     if args.verb == "verify":
         survey.problems += [
             f"{args.path}: {problem} (by {manifest.MANIFEST})"
@@ -79,10 +80,14 @@ class Survey:
     """What was seen of a data set."""
 
     kind: str
+    seq_len: int | None = None
+    """Context length at which rows must have something to learn."""
     shards: int = 0
     rows: int = 0
     tokens: int = 0
     counted: int = 0
+    labelled: int = 0
+    """Rows with labels."""
     lowest: int = ANY_VOCABULARY
     highest: int = -1
     left_out: int = 0
@@ -92,12 +97,15 @@ class Survey:
     sample: list[int] = field(default_factory=list)
     sample_name: str = ""
 
-    def add(self, name: str, row: Row) -> None:
+    def add(self, name: str, row: Row, folder: str = "") -> None:
         """Count one row; the first is the sample."""
-        ids = row.input_ids
+        ids, targets, most = row.input_ids, row.targets(), self.seq_len
         self.rows += 1
         self.tokens += ids.size
-        self.counted += ids.size if row.counted is None else int(row.counted.sum())
+        self.counted += ids.size if targets is None else int(targets.sum())
+        self.labelled += row.labels is not None
+        if most is not None and ids.size > most and not trimmed(row).cut(0, most).has_target():
+            self.problems.append(f"{folder}{name}: none of its first {most} tokens is counted: nothing to learn")
         self.lowest, self.highest = min(self.lowest, int(ids.min())), max(self.highest, int(ids.max()))
         self.lengths[ids.size] += 1
         if not self.sample:
@@ -118,6 +126,7 @@ class Survey:
         if self.rows:
             lines += [
                 f"counted: {self.counted} tokens ({self.counted / self.tokens:.2%})",
+                f"labels: in {self.labelled} of {self.rows} rows",
                 f"length: {self.quantile(0)} to {self.quantile(1)}, median {self.quantile(0.5)}, "
                 f"95 % up to {self.quantile(0.95)}",
                 f"token ids: {self.lowest} to {self.highest}: --vocab_size must be at least {self.highest + 1}",
@@ -133,10 +142,10 @@ class Survey:
         return "\n".join(lines)
 
 
-def look(path: str, vocab_size: int, cache_dir: str | None = None) -> Survey:
+def look(path: str, vocab_size: int, cache_dir: str | None = None, seq_len: int | None = None) -> Survey:
     """Read a whole data set, going on after each problem. Raises DataError when it cannot even be listed."""
     manifest.refuse_root(path)
-    survey = Survey(formats.kind_of(path))
+    survey = Survey(formats.kind_of(path), seq_len)
     if survey.kind == formats.SHARDS:
         _look_at_shards(survey, path, vocab_size, cache_dir)
         return survey
@@ -180,6 +189,7 @@ def _look_at_shards(survey: Survey, path: str, vocab_size: int, cache_dir: str |
     if s3.is_s3(path):
         Path(folder).mkdir(parents=True, exist_ok=True)
     coming = s3.staged(shards, folder) if s3.is_s3(path) else ((shard, None) for shard in shards)
+    labelled: list[tuple[str, bool]] = []
     with Progress("reading", sum(shard.size for shard in shards), "B") as progress:
         for shard, copy in coming:
             survey.shards += 1
@@ -188,11 +198,14 @@ def _look_at_shards(survey: Survey, path: str, vocab_size: int, cache_dir: str |
                 parse = RowParser(vocab_size)
                 for number, line in read_lines(copy or shard.path, progress.update, shown=shard.path):
                     try:
-                        survey.add(f"{shard.name}:{number}", Row(*parse(line)))
+                        survey.add(f"{shard.name}:{number}", parse(line), shard.path[: -len(shard.name)])
                     except ValueError as error:
                         survey.problems.append(f"{shard.path}:{number}: {error}")
                 if survey.rows == rows:
                     survey.problems.append(f"{shard.path}: empty shard (no row in it); write it again or remove it")
+                if parse.labelled is not None:
+                    refuse_mixed([*labelled[:1], (shard.path, parse.labelled)])
+                    labelled.append((shard.path, parse.labelled))
             except DataError as error:
                 survey.problems.append(str(error))
             finally:

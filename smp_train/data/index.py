@@ -26,7 +26,8 @@ from smp_train.data.open_files import OpenFiles
 from smp_train.data.s3 import is_s3
 from smp_train.data.shard_reader import REBUILT, ShardReader
 from smp_train.data.source import Row, Source
-from smp_train.data.token_cache import Header, cache_key
+from smp_train.data.targets import NO_GAPS
+from smp_train.data.token_cache import GAPS, Header, cache_key
 from smp_train.data.utils import Shard, list_shards
 from smp_train.errors import DataError
 from smp_train.runtime.places import private_folder
@@ -241,6 +242,7 @@ class TokenShards(Source):
         self._cure = cure
         self._bases = [base for base, _ in found]
         self.headers = [header for _, header in found]
+        refuse_mixed([(shard.path, header.labelled) for shard, header in zip(shards, self.headers, strict=True)])
         self._starts = [0, *accumulate(header.rows for header in self.headers)]
         self._readers: dict[int, ShardReader] = {}
         self._files = OpenFiles(len(shards))
@@ -266,6 +268,16 @@ class TokenShards(Source):
         """Return the tokens of each row of a shard, without padding at its ends."""
         with self._lock:
             return self._index(shard).lengths()
+
+    def gaps(self, shard: int, beginning: int = 0) -> np.ndarray:
+        """Return the gaps of a shard; none, without reading its index, where no row begins with so long a one."""
+        if GAPS[0] not in self.headers[shard].arrays or self.headers[shard].latest < beginning:
+            return NO_GAPS
+        return self._reader_of_index(shard).gaps()
+
+    def _reader_of_index(self, shard: int) -> ShardReader:
+        with self._lock:
+            return self._index(shard)
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._starts[-1]:
@@ -312,13 +324,15 @@ class TokenShards(Source):
             return f"{self.headers[number].source}:{self._index(number).line(row)}"
 
     def report(self) -> dict[str, int | str]:
-        """Totals: shards, rows, tokens, counted tokens, and the longest row with its shard and line."""
+        """Totals: shards, rows, tokens, attended and counted ones, and the longest row with its shard and line."""
         longest = max(range(len(self.headers)), key=lambda i: self.headers[i].longest)
         return {
             "shards": len(self.files),
             "rows": len(self),
             "tokens": sum(header.tokens for header in self.headers),
+            "attended_tokens": sum(header.attended for header in self.headers),
             "counted_tokens": sum(header.counted for header in self.headers),
+            "labelled": any(header.labelled for header in self.headers),
             "lines_left_out": sum(header.skipped for header in self.headers),
             "longest": self.headers[longest].longest,
             "longest_at": f"{self.files[longest].path}:{self.headers[longest].longest_line}",
@@ -363,6 +377,17 @@ def open_source(
     source = TokenShards(shards, [cache for cache in found if cache is not None])
     judge_bad_rows(source, max_bad)
     return source
+
+
+def refuse_mixed(labelled: list[tuple[str, bool]]) -> None:
+    """Raise DataError when of the files of one place, (path, has labels), some have labels and some have none."""
+    with_labels = [path for path, has in labelled if has]
+    if 0 < len(with_labels) < len(labelled):
+        without = next(path for path, has in labelled if not has)
+        raise DataError(
+            f"{without}: has no labels, but {with_labels[0]} has; put them into two folders and give both to "
+            "--training_dir, or write the labels of all"
+        )
 
 
 def judge_bad_rows(source: TokenShards, max_bad: float | None) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import numpy as np
 
 from smp_train.data.source import Row, Source, lengths, nothing, refuse_uncounted, shards, trimmed
+from smp_train.data.targets import NO_GAPS, empty_pieces, of_rows_from
 from smp_train.errors import ConfigError, DataError
 
 LONG = ("truncate", "split", "crop", "error")
@@ -133,6 +134,34 @@ class Layout(Source):
                 found.append((row, max(begin - start, 0), min(end, stop) - start))
         return found
 
+    def unlearnable(self) -> np.ndarray:
+        """Return the samples without target, rising, where the source knows where its rows have none."""
+        gaps_of = getattr(self.source, "gaps", None)
+        if gaps_of is None:
+            return np.empty(0, dtype=np.int64)
+        parts = [of_rows_from(rows.start, gaps_of(shard)) for shard, rows in enumerate(shards(self.source))]
+        gaps = np.concatenate([NO_GAPS, *parts])
+        if self._short == "concat":
+            return empty_pieces(self._joined(gaps), self._starts[-1:], self.seq_len)[1]
+        rows, pieces = empty_pieces(gaps, self._sizes, self.seq_len)
+        found = self._starts[rows] + pieces
+        if self._short == "pad":
+            return found
+        empty = set(found.tolist())
+        return np.array([number for number, items in enumerate(self._bins) if empty.issuperset(items)], dtype=np.int64)
+
+    def _joined(self, gaps: np.ndarray) -> np.ndarray:
+        """Return the gaps of all rows as those of one that holds them end to end."""
+        rows, begin, end = gaps.T
+        # A row whose only target is its first token: joined, that has a token before it.
+        begin = np.where((begin == 0) & (end >= self._whole[rows]), 1, begin)
+        begin, end = self._starts[rows] + begin, self._starts[rows] + np.minimum(end, self._sizes[rows])
+        some = end > begin
+        begin, end = begin[some], end[some]
+        apart = begin[1:] > end[:-1]
+        begin, end = begin[np.append(True, apart)[: begin.size]], end[np.append(apart, True)[: end.size]]
+        return np.stack([np.zeros_like(begin), begin, end], axis=1)
+
     def _stored(self, shard: int) -> list[int]:
         """Return the shards of the source that samples of a shard are made of: of joined rows, the next ones too."""
         samples = self.shards[shard]
@@ -162,19 +191,21 @@ class Layout(Source):
         Raises DataError when nothing of it is counted.
         """
         spans = self.pieces(index)
-        ids, masks = [], []
-        for row, begin, end in spans:
-            found = trimmed(self.source.row(row))
-            ids.append(found.input_ids[begin:end])
-            masks.append(np.ones(end - begin, bool) if found.counted is None else found.counted[begin:end])
-        counted = np.concatenate(masks)
+        parts = [trimmed(self.source.row(row)).cut(begin, end) for row, begin, end in spans]
+        counted = np.concatenate(
+            [np.ones(part.input_ids.size, bool) if part.counted is None else part.counted for part in parts]
+        )
+        labels = None
+        if any(part.labels is not None for part in parts):
+            labels = np.concatenate([part.input_ids if part.labels is None else part.labels for part in parts])
         packed = self._short == "pack" and len(spans) > 1
         sample = Row(
-            np.concatenate(ids),
+            np.concatenate([part.input_ids for part in parts]),
             None if counted.all() else counted,
             np.array([end - begin for _, begin, end in spans]) if packed else None,
+            labels,
         )
-        if sample.counted is not None:
+        if sample.counted is not None or labels is not None:
             refuse_uncounted(sample, f"{self.name(index)}: no token of this sample", "raise --max_context_width")
         return sample
 
@@ -199,7 +230,7 @@ def _refuse_long(source: Source, sizes: np.ndarray, seq_len: int) -> None:
 def _refuse_holes(source: Source, sizes: np.ndarray) -> None:
     """Refuse before the first step, where the source knows how many tokens count, rows that cannot be packed."""
     report = getattr(source, "report", None)
-    if report is None or report()["counted_tokens"] == sizes.sum():
+    if report is None or report().get("attended_tokens", report()["counted_tokens"]) == sizes.sum():
         return
     name = "some row"
     # Where rows come and go with the order, none of them can be asked for here.

@@ -14,6 +14,7 @@ from smp_train.data.blend import BlendOrder, Joined, read_weights
 from smp_train.data.conversion import processes_for
 from smp_train.data.formats import check_place, convert_place, open_place
 from smp_train.data.layout import lay_out
+from smp_train.data.learnable import leave_out_unlearnable
 from smp_train.data.order import Order, read_shuffle
 from smp_train.data.pipelines.data_pipeline import Dealing, TrainingData, ValidationData
 from smp_train.data.source import Source, shards
@@ -67,6 +68,8 @@ def open_data(
         with runtime.together(f"laying out {place}"):
             say(place, source)
             source = lay_out(source, seq_len, long=long_rows(args), short=args.short)
+            max_bad = args.max_bad if args.bad_rows == "skip" else None
+            source = leave_out_unlearnable(source, seq_len, long=long_rows(args), max_bad=max_bad)
         _refuse_different(place, source.fingerprint)
         return source
 
@@ -122,8 +125,9 @@ def say(place: str, source: Source) -> None:
     if report is not None:
         totals = report()
         logger.info(
-            "%s: %d rows in %d files, %d tokens of which %d count, the longest row of %d",
-            place, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"], totals["longest"],
+            "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
+            place, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
+            " by their labels" if totals.get("labelled") else "", totals["longest"],
         )  # fmt: skip
 
 

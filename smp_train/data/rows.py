@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from smp_train.data.source import IGNORED, Row
+
 try:
     from orjson import loads
 except ImportError:
@@ -23,6 +25,7 @@ except ImportError:
 
 IDS = "input_ids"
 MASK = "attention_mask"
+LABELS = "labels"
 
 
 def _integers(values: Any, typecode: str, field: str) -> np.ndarray:
@@ -67,13 +70,15 @@ def _no_repeats(line: bytes) -> None:
     keys: list[str] = []
     json.loads(line, object_pairs_hook=pairs)
     # The outermost object is finished last, so these are its keys.
-    for field in (IDS, MASK):
+    for field in (IDS, MASK, LABELS):
         if keys.count(field) > 1:
             raise ValueError(f"{field} is given twice; keep one")
 
 
 class RowParser:
-    """Parses lines into token ids and mask, remembering the last mask: most shards have one mask, all ones.
+    """Parses the lines of one shard, remembering the last mask: most shards have one mask, all ones.
+
+    All rows of a shard have labels, or none has: the first good row decides.
 
     Args:
         vocab_size: ids must be in [0, vocab_size).
@@ -81,16 +86,18 @@ class RowParser:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.labelled: bool | None = None
+        """Whether the rows have labels; None before the first."""
         self._simd = Parser and Parser()
         self._tail = b""
         self._tail_mask = np.empty(0, dtype=np.uint8)
         self._tail_full = False
 
-    def __call__(self, line: bytes) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return (ids int64 [n], mask bool [n] or None when all ones); ValueError: reason; what to do."""
+    def __call__(self, line: bytes) -> Row:
+        """Return the row, its ids and labels int64; ValueError: reason; what to do."""
         line = line.strip()
         # An escape may write a field's name in another way, which only a whole parse sees.
-        ids, mask = (None if b"\\" in line else self._split(line)) or self._whole(line)
+        ids, mask, labels = (None if b"\\" in line else self._split(line)) or self._whole(line)
         if ids.size == 0:
             raise ValueError(f"{IDS} is empty; remove the row")
         # One pass for both ends: a negative id is a huge one when read as unsigned.
@@ -103,7 +110,35 @@ class RowParser:
         counted = None if mask is None else self._counted(ids, mask)
         if ids.size < 2:
             raise ValueError("a row of one token has none to predict; remove the row")
-        return ids, counted
+        row = Row(ids, counted, None, labels)
+        if labels is not None:
+            self._check_labels(row)
+        if self.labelled not in (None, labels is not None):
+            has, others = ("labels", "none") if labels is not None else (f"no {LABELS}", "them")
+            raise ValueError(
+                f"has {has}, and the rows before it have {others}; give all rows of a shard {LABELS}, or no row"
+            )
+        self.labelled = labels is not None
+        return row
+
+    def _check_labels(self, row: Row) -> None:
+        ids, labels = row.input_ids, row.labels
+        assert labels is not None
+        if labels.size != ids.size:
+            raise ValueError(
+                f"{IDS} has {ids.size} elements and {LABELS} {labels.size}; they must be as long as each other"
+            )
+        wrong = (labels.view(np.uint64) >= self.vocab_size) & (labels != IGNORED)
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise ValueError(
+                f"{LABELS}[{place}] is {int(labels[place])}, outside the vocabulary [0, {self.vocab_size}); "
+                f"use a token id, or {IGNORED} where nothing is to be learnt"
+            )
+        if not row.has_target():
+            raise ValueError(
+                f"{LABELS} and {MASK} count no token that has one before it: nothing to learn; remove the row"
+            )
 
     def _counted(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray | None:
         if mask.size != ids.size:
@@ -123,7 +158,7 @@ class RowParser:
             )
         return mask.view(bool)
 
-    def _split(self, line: bytes) -> tuple[np.ndarray, np.ndarray] | None:
+    def _split(self, line: bytes) -> tuple[np.ndarray, np.ndarray, None] | None:
         """Read a line that ends in its mask, parsing the mask only when it differs from the last one's.
 
         ``{a, b}`` is a JSON object exactly when ``{a}`` and ``{b}`` are, so the halves are checked each on
@@ -138,27 +173,27 @@ class RowParser:
         try:
             if tail != self._tail:
                 self._learn(tail)
-            found = self._integers_of(head, IDS, without=MASK)
+            found = self._integers_of(head, IDS, without=(MASK, LABELS))
             if found is not None:
-                return found, self._tail_mask
+                return found, self._tail_mask, None
             record = loads(head)
         except ValueError:
             return None
-        if type(record) is not dict or IDS not in record or MASK in record:
+        if type(record) is not dict or IDS not in record or MASK in record or LABELS in record:
             return None
         ids = _integers(record[IDS], "q", IDS)
         if b"true" in head or b"false" in head:
             _no_booleans(record[IDS], IDS)
-        return ids, self._tail_mask
+        return ids, self._tail_mask, None
 
-    def _integers_of(self, text: bytes, field: str, without: str) -> np.ndarray | None:
-        """Return a list of integers in an object that has no field ``without``; None whenever that is in doubt."""
+    def _integers_of(self, text: bytes, field: str, without: tuple[str, ...]) -> np.ndarray | None:
+        """Return a list of integers in an object that has no field of ``without``; None whenever that is in doubt."""
         # The buffer of a nested list is that of a flat one, so there must be no second list to nest.
         if self._simd is None or text.count(b"[") != 1 or text.count(b"{") != 1:
             return None
         try:
             record = self._simd.parse(text)
-            if without in record:
+            if any(other in record for other in without):
                 return None
             values = record[field]
             found = np.frombuffer(values.as_buffer(of_type="i"), dtype=np.int64)
@@ -171,7 +206,7 @@ class RowParser:
     def _learn(self, tail: bytes) -> None:
         if b":" in tail[tail.find(b":") + 1 :] or tail.count(b'"') != 2:
             raise ValueError
-        found = self._integers_of(b"{" + tail, MASK, without=IDS)
+        found = self._integers_of(b"{" + tail, MASK, without=(IDS,))
         if found is not None and (found.size == 0 or (found.min() >= 0 and found.max() < 256)):
             self._tail_mask = found.astype(np.uint8)
             self._tail_full = bool((found == 1).all())
@@ -184,7 +219,7 @@ class RowParser:
         self._tail_full = bool((self._tail_mask == 1).all())
         self._tail = tail
 
-    def _whole(self, line: bytes) -> tuple[np.ndarray, np.ndarray | None]:
+    def _whole(self, line: bytes) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         try:
             record = loads(line)
         except ValueError as error:
@@ -204,11 +239,12 @@ class RowParser:
                     else "not a token shard?"
                 )
             )
-        if b"\\u" in line or line.count(b'"input_ids"') > 1 or line.count(b'"attention_mask"') > 1:
+        if b"\\u" in line or any(line.count(f'"{field}"'.encode()) > 1 for field in (IDS, MASK, LABELS)):
             _no_repeats(line)
         ids = _integers(record[IDS], "q", IDS)
         mask = _integers(record[MASK], "B", MASK) if MASK in record else None
+        labels = _integers(record[LABELS], "q", LABELS) if LABELS in record else None
         if b"true" in line or b"false" in line:
-            _no_booleans(record[IDS], IDS)
-            _no_booleans(record.get(MASK, []), MASK)
-        return ids, mask
+            for field in (IDS, MASK, LABELS):
+                _no_booleans(record.get(field, []), field)
+        return ids, mask, labels

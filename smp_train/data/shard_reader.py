@@ -7,7 +7,8 @@ import os
 import numpy as np
 
 from smp_train.data.source import Row
-from smp_train.data.token_cache import crc32, digest_of, read_header
+from smp_train.data.targets import NO_GAPS
+from smp_train.data.token_cache import GAPS, LABELS, crc32, crc_of_gaps, digest_of, read_header
 from smp_train.errors import DataError
 
 REBUILT = "start again, and it is rebuilt"
@@ -43,12 +44,14 @@ class ShardReader:
                 name: np.fromfile(file, dtype=kind, count=count)
                 for name, (kind, count) in self.header.arrays.items()
             }
-        if digest_of(self._arrays) != self.header.digest:
+        same = digest_of(self._arrays, labelled=self.header.labelled) == self.header.digest
+        same &= crc_of_gaps(self._arrays) == self.header.gaps_crc
+        if not same or self.gaps()[:, 0].max(initial=0) >= self.header.rows:
             raise DataError(f"{base}.idx: does not match its checksum; remove this file, {cure}")
         self.dtype = np.dtype(self.header.dtype)
         self._crc = self._arrays["crc"]
         # Most shards have rows of one length, all counted: those are read with nothing to look up.
-        plain = self.header.mask == "none" and self.header.row_length is not None
+        plain = self.header.mask == "none" and self.header.row_length is not None and not self.header.labelled
         self._plain_bytes = (self.header.row_length or 0) * self.dtype.itemsize if plain else 0
         self._plain_tail = (self.header.row_length or 0).to_bytes(8, "little")
 
@@ -90,6 +93,12 @@ class ShardReader:
         if "starts" in self._arrays:
             return np.diff(self._arrays["starts"].astype(np.int64))
         return np.full(self.header.rows, self.header.row_length, dtype=np.int64)
+
+    def gaps(self) -> np.ndarray:
+        """Return the gaps of all rows, as `targets.row_gaps`."""
+        if GAPS[0] not in self._arrays:
+            return NO_GAPS
+        return np.stack([self._arrays[name].astype(np.int64) for name in GAPS], axis=1)
 
     def _span(self, row: int) -> tuple[int, int]:
         length = self.header.row_length
@@ -133,7 +142,7 @@ class ShardReader:
             if crc32(self._plain_tail, crc32(data)) == self._crc[row]:
                 return Row(np.frombuffer(data, dtype=self.dtype))
         start, n = self._span(row)
-        size = self.dtype.itemsize
+        size = self.header.token_bytes
         data = self._bytes(n * size, start * size)
         valid, bits = n, b""
         if self.header.mask != "none":
@@ -148,7 +157,8 @@ class ShardReader:
                 f"{self._path}: row {row} ({self.header.source}:{self.line(row)}) does not match its checksum; "
                 f"remove this file, {self._cure}"
             )
-        ids = np.frombuffer(data, dtype=self.dtype)
+        ids = np.frombuffer(data, self.dtype, count=n)
+        labels = np.frombuffer(data, LABELS, offset=ids.nbytes) if self.header.labelled else None
         if valid == n:
-            return Row(ids)
-        return Row(ids, mask if bits else np.arange(n) < valid)
+            return Row(ids, labels=labels)
+        return Row(ids, mask if bits else np.arange(n) < valid, labels=labels)

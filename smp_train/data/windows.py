@@ -64,7 +64,10 @@ class StagedShards(TokenShards):
         if header.mask == "none" and header.row_length is not None:
             return np.full(header.rows, header.row_length, dtype=np.int64)
         # Its index alone, and not kept: there may be more of them than memory.
-        return ShardReader(self._bases[shard], tok="").lengths()
+        return self._reader_of_index(shard).lengths()
+
+    def _reader_of_index(self, shard: int) -> ShardReader:
+        return ShardReader(self._bases[shard], tok="")
 
     def row(self, index: int) -> Row:
         """Read one row, waiting for its shard. Raises DataError."""

@@ -137,15 +137,30 @@ class Dialogue(Documents):
         return Row(ids, counted)
 
 
-@pytest.mark.parametrize(("long", "short"), [("split", "pad"), ("split", "concat"), ("crop", "pad")])
+@pytest.mark.parametrize(("long", "short"), [("split", "pad"), ("split", "concat")])
 def test_a_sample_with_nothing_counted_is_an_error(long, short):
     source = Dialogue([12])
     samples = lay_out(source, 4, long=long, short=short)
     data = TrainingData(samples, Order(len(samples), 1, "none"), seq_len=4, micro_batch=1, accumulation=1, dp_rank=0,
                         dp_size=1, prefetch=0, long=long, named=False)  # fmt: skip
-    reason = r"d:1\[\d:\d\]: no token of this (sample|window) is counted: nothing to learn; raise --max_context_width"
+    reason = r"d:1\[\d:\d\]: no token of this sample is counted: nothing to learn; raise --max_context_width"
     with pytest.raises(DataError, match=reason):
         [data.step(consumed) for consumed in range(30)]
+
+
+def test_a_crop_has_something_to_learn():
+    source = Dialogue([12])
+    data = TrainingData(source, Order(1, 1), seq_len=4, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1, prefetch=0,
+                        long="crop")  # fmt: skip
+    starts = set()
+    for consumed in range(60):
+        (batch,) = data.step(consumed)
+        assert batch.counted_tokens() > 0
+        starts.add(batch.samples[0])
+    assert starts == {"d:1[7:11]", "d:1[8:12]"}
+    nothing = Row(np.arange(12), np.arange(12) % 11 == 0, labels=np.full(12, -100))
+    with pytest.raises(DataError, match="d:1: no token of this row is counted"):
+        crop(nothing, "d:1", 4, "key")
 
 
 def test_lengths_without_padding():

@@ -79,7 +79,7 @@ def read_split(folder):
         for line in data.splitlines():
             record = json.loads(line)
             assert list(record) == ["input_ids", "attention_mask"]
-            ids, counted = RowParser(400)(line)
+            ids, counted, *_ = RowParser(400)(line)
             assert counted is None
             tokens.append(ids)
     return np.concatenate(tokens)
@@ -415,7 +415,7 @@ def test_the_committed_sample_is_what_its_manifest_says():
             lines = gzip.decompress((sample / split / shard["name"]).read_bytes()).splitlines()
             rows += len(lines)
             for line in lines:
-                ids, counted = RowParser(manifest["vocab_size"])(line)
+                ids, counted, *_ = RowParser(manifest["vocab_size"])(line)
                 assert (ids.size, counted) == (manifest["seq_len"], None)
         assert rows == manifest["splits"][split]["rows"]
 

@@ -97,7 +97,7 @@ def test_good_rows(name):
     parser = RowParser(100)
     # Twice: the second time the mask may be a remembered one.
     for _ in range(2):
-        got, counted = parser(line)
+        got, counted, *_ = parser(line)
         assert got.tolist() == ids
         assert got.dtype == np.int64
         assert (None if counted is None else counted.tolist()) == mask
@@ -120,7 +120,7 @@ def test_bad_rows(name, simdjson, monkeypatch):
 
 def test_long_line():
     ids = [7] * 200_000
-    got, counted = RowParser(8)(json.dumps({"input_ids": ids, "attention_mask": [1] * len(ids)}).encode())
+    got, counted, *_ = RowParser(8)(json.dumps({"input_ids": ids, "attention_mask": [1] * len(ids)}).encode())
     assert got.size == 200_000
     assert counted is None
 
@@ -138,7 +138,7 @@ def test_agrees_with_json_on_mangled_lines():
             rng.choice(b'{}[],": 01239tax') for _ in range(rng.randrange(3))
         )
         try:
-            ids, counted = parser(bytes(mangled))
+            ids, counted, *_ = parser(bytes(mangled))
         except ValueError:
             continue
         read += 1
@@ -157,7 +157,7 @@ def test_remembered_masks_are_the_right_ones(ragged):
         n = rng.randrange(2, 6) if ragged else 4
         mask = [1, 1] + [rng.randrange(2) for _ in range(n - 2)]
         ids = [rng.randrange(100) for _ in range(n)]
-        got, counted = parser(json.dumps({"input_ids": ids, "attention_mask": mask}).encode())
+        got, counted, *_ = parser(json.dumps({"input_ids": ids, "attention_mask": mask}).encode())
         assert got.tolist() == ids
         assert ([True] * n if counted is None else counted.tolist()) == [bool(m) for m in mask]
 

@@ -10,11 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_train.data.source import Row, refuse_uncounted, trimmed
+from smp_train.data.source import IGNORED, Row, refuse_uncounted, trimmed
 from smp_train.errors import DataError
-
-IGNORED = -100
-"""The label that cross entropy leaves out."""
 
 
 @dataclass
@@ -24,8 +21,8 @@ class Batch:
     input_ids: Tensor
     """int64 [micro_batch, seq_len]; 0 where a short row is padded."""
     labels: Tensor
-    """int64 [micro_batch, seq_len], not shifted; -100 where attention_mask is 0 and where a document begins that is
-    packed behind another. `input_ids` itself when neither is anywhere: do not write into it."""
+    """int64 [micro_batch, seq_len], not shifted: the row's labels, or its ids; -100 where attention_mask is 0 and where
+    a document begins that is packed behind another. `input_ids` itself when no row differs: do not write into it."""
     attention_mask: Tensor | None
     """int64 [micro_batch, seq_len], or None when it is 1 everywhere."""
     samples: list[str] = field(default_factory=list)
@@ -48,20 +45,23 @@ class Batch:
 
 
 def crop(row: Row, name: str, seq_len: int, key: str) -> tuple[Row, str]:
-    """Return ``seq_len`` tokens of a longer row from a place drawn by ``key`` alone, every place as likely.
-
-    Raises DataError when nothing is counted there.
+    """Return ``seq_len`` tokens of a longer row, drawn by ``key`` alone among the windows that have a target, each as
+    likely. Raises DataError when none has.
     """
     row = trimmed(row)
     spare = row.input_ids.size - seq_len
     if spare <= 0:
         return row, name
     draw = int.from_bytes(hashlib.blake2b(f"smp-train crop {key}".encode(), digest_size=8).digest(), "little")
-    span = slice(draw % (spare + 1), draw % (spare + 1) + seq_len)
-    window = Row(row.input_ids[span], None if row.counted is None else row.counted[span])
-    name = f"{name}[{span.start}:{span.stop}]"
-    refuse_uncounted(window, f"{name}: no token of this window", "raise --max_context_width, or leave --long crop out")
-    return window, name
+    start, targets = draw % (spare + 1), row.targets()
+    if targets is not None:
+        before = np.concatenate([[0], np.cumsum(targets)])
+        # The first token of a window has none before it.
+        starts = np.flatnonzero(before[seq_len:] > before[1 : spare + 2])
+        if not starts.size:
+            raise DataError(f"{name}: no token of this row is counted: nothing to learn; remove the row")
+        start = int(starts[draw % starts.size])
+    return row.cut(start, start + seq_len), f"{name}[{start}:{start + seq_len}]"
 
 
 def _cut(row: Row, name: str, seq_len: int, long: str) -> Row:
@@ -71,8 +71,7 @@ def _cut(row: Row, name: str, seq_len: int, long: str) -> Row:
             f"{name}: row of {row.input_ids.size} tokens is longer than the {seq_len} of --max_context_width; "
             "use --long split or truncate, or prepare shorter rows"
         )
-    row = trimmed(row)
-    beginning = Row(row.input_ids[:seq_len], None if row.counted is None else row.counted[:seq_len])
+    beginning = trimmed(row).cut(0, seq_len)
     refuse_uncounted(beginning, f"{name}: none of its first {seq_len} tokens", "raise --max_context_width")
     return beginning
 
@@ -92,7 +91,7 @@ def collate(
     """
     tensor = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory)
     ids = tensor.numpy()
-    if all(row.input_ids.size == seq_len and row.counted is None and row.documents is None for row in rows):
+    if all(row.input_ids.size == seq_len and row.counted is row.documents is row.labels is None for row in rows):
         for place, row in enumerate(rows):
             ids[place] = row.input_ids
         return Batch(tensor, tensor, None, names)
@@ -113,17 +112,22 @@ def collate(
             if row.counted is not None:
                 mask[place, :n] = row.counted
     packed = any(row.documents is not None for row in rows)
-    if not packed and (mask is None or mask.all()):
+    labelled = any(row.labels is not None for row in rows)
+    if mask is not None and mask.all():
+        mask = None
+    if mask is None and not packed and not labelled:
         return Batch(tensor, tensor, None, names, truncated)
     labels = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory).copy_(tensor)
+    for place, row in enumerate(rows):
+        if row.labels is not None:
+            labels.numpy()[place, : row.labels.size] = row.labels
     if mask is not None:
         labels.numpy()[mask == 0] = IGNORED
     if packed:
         positions = _positions(rows, names, seq_len)
         labels.numpy()[positions == 0] = IGNORED
         return Batch(tensor, labels, None, names, truncated, _pinned(positions, pin_memory))
-    assert mask is not None
-    return Batch(tensor, labels, _pinned(mask, pin_memory), names, truncated)
+    return Batch(tensor, labels, None if mask is None else _pinned(mask, pin_memory), names, truncated)
 
 
 def collate_filled(rows: list[Row], names: list[str], size: int, seq_len: int, **options: Any) -> Batch:

@@ -1,0 +1,89 @@
+"""Samples with nothing to learn at this context length: found before the first step, refused or left out."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from smp_train.data import bad_rows
+from smp_train.data.layout import Layout
+from smp_train.data.source import Row, Source, shards
+from smp_train.data.targets import without_target
+
+
+class Kept(Source):
+    """A source without some of its rows; the others keep their order.
+
+    Args:
+        source: the rows.
+        left_out: numbers of those that are not there, rising.
+    """
+
+    def __init__(self, source: Source, left_out: np.ndarray) -> None:
+        self.source = source
+        self._left_out = left_out
+        # How many rows are kept before each of those left out: one number for each of these, however many are kept.
+        self._kept_before = left_out - np.arange(left_out.size)
+        self.fingerprint = hashlib.blake2b(
+            source.fingerprint.encode() + left_out.astype("<i8").tobytes(), digest_size=16
+        ).hexdigest()
+        starts = [rows.start - int(np.searchsorted(left_out, rows.start)) for rows in shards(source)]
+        self.shards = [range(a, b) for a, b in zip(starts, [*starts[1:], len(self)], strict=True)]
+        if hasattr(source, "fill"):
+            self.fill = lambda indices, into: source.fill([self._number(index) for index in indices], into)
+
+    def __getattr__(self, name: str) -> Any:
+        # The other members that a source may have; none of them is about single rows.
+        return getattr(self.__dict__["source"], name)
+
+    def _number(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return index + int(np.searchsorted(self._kept_before, index, side="right"))
+
+    def __len__(self) -> int:
+        return len(self.source) - self._left_out.size
+
+    def row(self, index: int) -> Row:
+        """Return a kept row."""
+        return self.source.row(self._number(index))
+
+    def name(self, index: int) -> str:
+        """Return its name in the source."""
+        return self.source.name(self._number(index))
+
+
+def leave_out_unlearnable(source: Source, seq_len: int, *, long: str, max_bad: float | None) -> Source:
+    """Return the source without the samples of which a cut to ``seq_len`` tokens leaves no target.
+
+    Masks, labels and lengths decide, which the source knows without reading rows; a source that does not know them is
+    returned as it is. ``max_bad`` is the fraction of samples that may be left out (--bad_rows skip); None tolerates
+    none. Raises DataError.
+    """
+    left_out = source.unlearnable() if isinstance(source, Layout) else _rows_without_target(source, seq_len, long)
+    if not left_out.size:
+        return source
+    what = "no token of this sample" if isinstance(source, Layout) else f"none of its first {seq_len} tokens"
+    first = f" {what} is counted: nothing to learn; raise --max_context_width, or leave it out by --bad_rows skip"
+    bad_rows.judge(
+        [(source.name(int(left_out[0])), left_out.size, first)],
+        len(source) - left_out.size,
+        max_bad,
+        what=("samples", "have nothing to learn"),
+    )
+    return Kept(source, left_out)
+
+
+def _rows_without_target(source: Source, seq_len: int, long: str) -> np.ndarray:
+    found = [np.empty(0, dtype=np.int64)]
+    gaps_of = getattr(source, "gaps", None)
+    if gaps_of is not None and long in ("truncate", "crop"):
+        for shard, rows in enumerate(shards(source)):
+            gaps = gaps_of(shard, seq_len if long == "truncate" else 0)
+            if gaps.size:
+                # A window is drawn where there is a target; only a row without any has no such place.
+                ends = np.full(len(rows), seq_len) if long == "truncate" else source.lengths(shard)  # type: ignore[attr-defined]
+                found.append(rows.start + without_target(gaps, ends))
+    return np.concatenate(found)
