@@ -8,8 +8,14 @@
 
 case "${HYPERPOD_PATH:-}" in *:*) HYPERPOD_PATH= ;; esac # a mount, as other scripts have it
 if [ -z "${HYPERPOD_PATH:-}" ]; then
-  script=$(scontrol show job "${SLURM_JOB_ID:-0}" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p' | head -n 1)
-  HYPERPOD_PATH=$(cd "$(dirname "${script:-$0}")/../.." && pwd) || exit 2
+  script=$(readlink -f -- "$0")
+  if [ ! -e "${script%/*}/start.sh" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+    # A batch job runs a copy of this script: what was submitted begins the job's command line.
+    script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' | head -n 1)
+    while [ ! -f "$script" ] && [[ $script == *' '* ]]; do script=${script% *}; done
+    script=$(readlink -f -- "$script")
+  fi
+  HYPERPOD_PATH=${script%/*/*/*}
 fi
 PYTHON=${PYTHON:-$HYPERPOD_PATH/.venv/bin/python}
 command -v "$PYTHON" >/dev/null || { echo "smp-train: error: no interpreter $PYTHON; run setup_conda_env.sh, or set PYTHON" >&2; exit 2; }

@@ -4,9 +4,8 @@
 # launchers/hyperpod_slurm, and is part of the text that `smp-train launch slurm` submits.
 #
 # Takes from its script: CODE_DIR, RUN_DIR, PYTHON, TRAIN_FLAGS (array); and where set: IMAGE, the arrays MOUNTS (as pyxis
-# writes them), FOLDERS (to be mounted where they are) and WRITTEN (made, and mounted), NPROC, INSTANCE_TYPE, PREFLIGHT,
-# PROFILE, MAX_ATTEMPTS, NSYS_DIR, CONTAINER_ENV, TRAINING_DIR, TEST_DIR, CHECKPOINT_DIR, and DRY_RUN, which prints what srun
-# would be given. Ends the script.
+# writes them), FOLDERS (to be mounted where they are) and WRITTEN (made, and mounted), UNSEEN, NPROC, INSTANCE_TYPE, PREFLIGHT,
+# PROFILE, MAX_ATTEMPTS, NSYS_DIR, CONTAINER_ENV, and DRY_RUN, which prints what srun would be given. Ends the script.
 
 # A job that gives way to another before its step is there must come back too: unheeded, the signal would end this script.
 [ "${asked:-}" = USR1 ] || asked=''
@@ -18,13 +17,7 @@ refuse() { say "error: $*"; exit 2; }
 [ -n "${SLURM_JOB_ID:-}" ] || [ -n "${DRY_RUN:-}" ] || refuse "this is a batch script: submit it with sbatch"
 [ -e "$CODE_DIR/smp_train/launch/task.py" ] || refuse "no smp_train in $CODE_DIR on $(hostname); the checkout (HYPERPOD_PATH) must be on a file system that all nodes mount"
 FOLDERS=(${FOLDERS[@]+"${FOLDERS[@]}"} "$PWD" "$CODE_DIR" "$RUN_DIR")
-for folder in "${TRAINING_DIR:-}" "${TEST_DIR:-}"; do
-  case "$folder" in '' | *://*) continue ;; esac
-  [ -n "${DRY_RUN:-}" ] || [ -d "$folder" ] || refuse "no folder $folder on $(hostname); set TRAINING_DIR and TEST_DIR to folders of shards that all nodes mount"
-  FOLDERS+=("$folder")
-done
-for folder in "${CHECKPOINT_DIR:-}" ${WRITTEN[@]+"${WRITTEN[@]}"}; do
-  case "$folder" in '' | *://* | local:*) continue ;; esac
+for folder in ${WRITTEN[@]+"${WRITTEN[@]}"}; do
   [ -n "${DRY_RUN:-}" ] || mkdir -p "$folder" || refuse "cannot write $folder on $(hostname), which CHECKPOINT_DIR or a flag names"
   FOLDERS+=("$folder")
 done
@@ -39,6 +32,8 @@ fi
 command=("$PYTHON" -m smp_train.launch.task)
 step=(--kill-on-bad-exit=1 --ntasks-per-node=1 --label)
 # HyperPod's plugin swaps a bad node and runs the same srun again. Stock Slurm does not know the option.
+# An allocation of salloc may be for more tasks.
+[ -z "${SLURM_JOB_NUM_NODES:-}" ] || step+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES")
 if srun --help 2>&1 | grep -q -- --auto-resume; then step+=(--auto-resume=1); fi
 task=(--nproc "${NPROC:-auto}" --max_attempts "${MAX_ATTEMPTS:-3}" --failures "$RUN_DIR/logs")
 [ -z "${INSTANCE_TYPE:-}" ] || task+=(--instance_type "$INSTANCE_TYPE")
@@ -90,12 +85,6 @@ else
 fi
 
 if [ -n "${DRY_RUN:-}" ]; then
-  # Where any Python here can read the flags, mistakes in them are told.
-  for python in "$PYTHON" python3; do
-    "$python" -c 'import sys, yaml, packaging; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue
-    "$python" -m smp_train.launch.flags "${TRAIN_FLAGS[@]}" || exit
-    break
-  done
   printf '%q ' srun "${step[@]}" "${command[@]}" "${task[@]}" -- "${TRAIN_FLAGS[@]}"
   echo
   exit 0
@@ -116,8 +105,11 @@ if [ -e "$stop" ]; then
     exit 0
   fi
 fi
-# Starts that end before the task counts them: an image that does not unpack, a node without the interpreter.
+# One line for each start since the job's last checkpoint. Checkpoints in S3 (UNSEEN) cannot be looked at here: then the
+# task counts starts, and this script those that end before it: an image that does not unpack, a node without Python.
 launches=$RUN_DIR/launches.jsonl starts=$RUN_DIR/logs/starts-$SLURM_JOB_ID
+saved() { find "$RUN_DIR/checkpoints" ${WRITTEN[@]+"${WRITTEN[@]}"} -maxdepth 2 -name COMMITTED -newer "$starts" 2>/dev/null | grep -q .; }
+if [ -e "$starts" ] && saved; then : >"$starts"; fi
 newest=$(sed -n 's/.*"committed_step": \([0-9]*\).*/\1/p' "$launches" 2>/dev/null | tail -n 1)
 in_vain=0
 while read -r restart committed; do
@@ -146,6 +138,8 @@ ask() {
 }
 trap 'asked=USR1; ask' USR1 # time is up, or the job gives way to another: stop, save, go on later
 trap 'asked=${asked:-TERM}; ask' TERM
+# ^C of a person who runs this in an allocation: save and stop; ^C again ends the step.
+trap '[ -z "$user" ] || kill "$srun_pid"; user=yes; [ -e "$stop" ] || : >"$stop"' INT
 [ -z "$asked" ] || ask
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), nodes $SLURM_JOB_NODELIST, run folder $RUN_DIR; to stop and save: touch $stop"
 srun "${step[@]}" "${command[@]}" "${task[@]}" -- "${TRAIN_FLAGS[@]}" &
@@ -246,6 +240,12 @@ exclude() {
   fi
 }
 
+if saved || { [ -n "$asked" ] && new STOPPED "$stopped_before"; }; then
+  : >"$starts"
+elif [ "$(wc -l <"$starts")" -ge "${MAX_ATTEMPTS:-3}" ] && [ -z "${UNSEEN:-}" ]; then
+  say "error: $(wc -l <"$starts") starts of job $SLURM_JOB_ID brought no new checkpoint: not trying again; logs: $attempts.*. Lower --checkpoint_freq if they needed longer"
+  exit 1
+fi
 say "not finished (${asked:+asked to stop by $asked; }srun returned $code): putting the job back into the queue"
 trap 'gone=yes' TERM # Slurm ends this script, and all it runs, as it takes the job back
 if (trap '' TERM; exec scontrol requeue "$SLURM_JOB_ID"); then

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -132,11 +131,3 @@ def check(words: Sequence[str]) -> None:
     shards = args.hybrid_shard_degree or args.context_parallel_degree
     validate(args, shards * args.tensor_parallel_degree * args.expert_parallel_degree)
     settled_flags(args)  # an unknown preset
-
-
-if __name__ == "__main__":
-    try:
-        check(sys.argv[1:])
-    except SmpTrainError as problem:
-        print(f"smp-train: error: {problem}", file=sys.stderr)
-        sys.exit(problem.exit_code)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from smp_train.arguments import Resolved
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, preflight, timing
@@ -64,7 +65,7 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
     lines += ["", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}"]
     lines += [*(_export(spec, name) for name in sorted(spec.environment)), ""]
     # Of the scripts, which take them from the environment: nothing of the submitting shell's is to be taken here.
-    lines += ["TRAINING_DIR= TEST_DIR= CHECKPOINT_DIR= asked=", '[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=']
+    lines += ["asked=", '[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=']
     lines += ['[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES']
     for name, value in (
         ("CODE_DIR", _code(spec)),
@@ -77,12 +78,19 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
         ("MAX_ATTEMPTS", str(options["max_attempts"])),
         ("PREFLIGHT", str(options["preflight"] or "")),
         ("CONTAINER_ENV", ",".join(sorted(spec.environment))),
+        ("UNSEEN", unseen(spec.resolved)),
     ):
         lines.append(f"{name}={shlex.quote(value)}")
     mounts, folders = _mounts(spec, options) if options["image"] else ([], [])
-    lines += [_array("MOUNTS", mounts), _array("FOLDERS", folders), "WRITTEN=()"]
+    written = [place for place in map(str, _written(spec)) if not place.startswith(spec.run_dir + "/")]
+    lines += [_array("MOUNTS", mounts), _array("FOLDERS", folders), _array("WRITTEN", written)]
     lines.append(_array("TRAIN_FLAGS", spec.train_flags))
     return "\n".join(lines) + "\n\n" + BODY.read_text(encoding="utf-8").partition("\n")[2]
+
+
+def unseen(resolved: Resolved) -> str:
+    """Return the checkpoint folders that a batch script cannot look into, as its variable UNSEEN."""
+    return " ".join(place for place in resolved.args.checkpoint_dir if "://" in place)
 
 
 def _export(spec: Spec, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -69,11 +70,12 @@ class Cluster:
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CLUSTER": str(self.folder), "HYPERPOD_PATH": str(ROOT),
             "SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "n1,n2", "SLURM_JOB_NUM_NODES": "2", "STATE": "RUNNING",
             "SLURM_RESTART_COUNT": str(self.restarts), "RUN_DIR": str(self.run), "PYTHON": sys.executable,
-            "FSX_MOUNT": "/nowhere", "MAX_ATTEMPTS": "9", "SUBMITTED": "2020-01-01T00:00:00", **self.environ, **environ,
+            "MAX_ATTEMPTS": "9", "SUBMITTED": "2020-01-01T00:00:00", **self.environ, **environ,
         }  # fmt: skip
         done = subprocess.run(
             ["bash", SCRIPTS / script, *words], cwd=self.folder, env=environ, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in the background
         )  # fmt: skip
         self.restarts += 1
         return done.returncode, done.stdout
@@ -107,12 +109,40 @@ UNPACK = "echo \"pyxis: couldn't start container\" >&2; exit 1"
 
 
 def test_starts_that_reach_no_task_come_to_an_end(cluster: Cluster) -> None:
-    said = [cluster.start(UNPACK, MAX_ATTEMPTS="3") for _ in "1234"]
-    assert [code for code, _ in said] == [143, 143, 143, 1]
-    assert "3 starts of job 77 ended before anything of smp-train ran: not trying again" in said[-1][1]
+    said = [cluster.start(UNPACK, MAX_ATTEMPTS="3") for _ in "123"]
+    assert [code for code, _ in said] == [143, 143, 1]
+    assert "3 starts of job 77 brought no new checkpoint: not trying again" in said[-1][1]
     assert len(cluster.calls("srun")) == 3
     assert words(cluster)[:2] == ["--kill-on-bad-exit=1", "--ntasks-per-node=1"]
-    assert cluster.calls("scontrol") == ["requeue 77"] * 3
+    assert cluster.calls("scontrol") == ["requeue 77"] * 2
+    code, _ = cluster.start(UNPACK, MAX_ATTEMPTS="3")
+    assert (code, len(cluster.calls("srun"))) == (1, 3), "put back by hand"
+
+
+COMMIT = 'sleep 0.1; mkdir -p "$RUN/checkpoints/x-1steps" && date >"$RUN/checkpoints/x-1steps/COMMITTED"\n'
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_job_starts_so_often_without_a_checkpoint(cluster: Cluster, limit: int) -> None:
+    """Whatever they fail of; a checkpoint begins the count anew, also one of a start whose node was lost."""
+    steps = [UNPACK, fails("error") + "exit 1", "exit 1"]
+    for end in ("exit 1", "kill -9 $PPID"):
+        for step in steps[: limit - 1]:
+            assert cluster.start(step, MAX_ATTEMPTS=str(limit))[0] == 143
+        code, said = cluster.start(COMMIT + end, MAX_ATTEMPTS=str(limit))
+        assert (code, "not trying again" in said) == (143 if end == "exit 1" else -9, False), said
+    codes = [cluster.start(step, MAX_ATTEMPTS=str(limit))[0] for step in steps[:limit]]
+    assert codes == [*[143] * (limit - 1), 1]
+    assert len(cluster.calls("srun")) == 2 * limit + limit
+
+
+def test_a_person_in_an_allocation_stops_the_run(cluster: Cluster) -> None:
+    step = 'kill -INT $PPID; until [ -e "$RUN/STOP" ]; do :; done; rm "$RUN/STOP"; echo now >"$RUN/STOPPED"'
+    code, said = cluster.start(step)
+    assert (code, cluster.calls("scontrol")) == (0, []), said
+    twice = 'kill -INT $PPID; until [ -e "$RUN/STOP" ]; do :; done; kill -INT $PPID; exec sleep 1000'
+    code, said = cluster.start(twice, NO_REQUEUE="yes")
+    assert code == 1, said
 
 
 def test_starts_that_slurm_ends_do_not_count(cluster: Cluster) -> None:
@@ -126,15 +156,17 @@ def test_starts_that_slurm_ends_do_not_count(cluster: Cluster) -> None:
 
 
 def test_starts_that_reach_a_task_are_the_tasks_to_count(cluster: Cluster) -> None:
+    """Where checkpoints are in S3, which a task alone may look at."""
+    far = ("--checkpoint_dir", "s3://bucket/run")
     for step in (0, 0, 10):
         reach(cluster, step)
-        cluster.start(UNPACK, MAX_ATTEMPTS="1")
-    code, said = cluster.start(UNPACK, MAX_ATTEMPTS="1")
+        cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")
+    code, said = cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")
     assert (code, len(cluster.calls("srun"))) == (143, 4), said
     reach(cluster, 20)  # progress since the start that did not get so far
-    assert cluster.start(UNPACK, MAX_ATTEMPTS="1")[0] == 143
-    assert cluster.start(UNPACK, MAX_ATTEMPTS="1")[0] == 143
-    assert cluster.start(UNPACK, MAX_ATTEMPTS="1")[0] == 1
+    assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 143
+    assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 143
+    assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 1
 
 
 def test_a_requeue_is_not_called_a_failure(cluster: Cluster) -> None:
@@ -281,9 +313,11 @@ def test_gpus_of_the_shell_that_submitted_are_not_the_jobs(
 def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
     for name in ("train", "test", "data/more", "image.sqsh"):
         (cluster.folder / name).mkdir(parents=True)
+        (cluster.folder / name / "0.json").touch()
     new = cluster.folder / "elsewhere/new"
     flags = ["--training_dir", "train:0.3", f"{cluster.folder}/data/more:0.7", "--test_dir=test", "--hf_model", "gpt2"]
     flags += ["--checkpoint_dir", str(new), "s3://bucket/x", "local:/nvme/y"]
+    flags += ["--checkpoint_freq", "5", "5", "5", "--num_kept_checkpoints", "2", "2", "2"]
     container = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
     code, said = cluster.start("exit 1", *flags, script="launch_training_enroot.sh", **container)
     assert code == 143, said
@@ -297,13 +331,21 @@ def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
     cluster.start("exit 1", script="launch_training_enroot.sh", **container, **relative)
     (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
     assert {f"{cluster.folder}/train", f"{cluster.folder}/ck"} <= set(mounts)
-    several = {"FSX_MOUNT": f"{cluster.folder}/data:/data:ro,/nowhere/at/all,{new}", "CHECKPOINT_DIR": "local:/nvme/x"}
-    _, said = cluster.start("exit 1", script="launch_training_enroot.sh", **container, **several)
+    several = {"FSX_MOUNT": f"{cluster.folder}/data:/data:ro,{new}"}
+    cluster.start("exit 1", script="launch_training_enroot.sh", **container, **several)
     (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
     assert {f"{cluster.folder}/data:/data:ro", str(new)} <= set(mounts)
-    assert "warning: FSX_MOUNT: no /nowhere/at/all on " in said
     assert not [path for path in cluster.folder.iterdir() if path.name.startswith("local:")]
-    assert not any("nowhere" in mount or "nvme" in mount for mount in mounts), mounts
+
+
+@pytest.mark.parametrize("submitted", [True, False])
+def test_a_mount_that_is_not_there_is_refused(cluster: Cluster, submitted: bool) -> None:
+    environ = {"FSX_MOUNT": f"{cluster.folder},/nowhere/at/all", "IMAGE": "/dev/null", "SRUN_HELP": "--container-image"}
+    environ |= {"SLURM_JOB_ID": JOB if submitted else ""}
+    code, said = cluster.start("exit 1", script="launch_training_enroot.sh", **environ)
+    assert (code, "/nowhere/at/all" in said, cluster.calls("srun")) == (2, True, [])
+    code, said = cluster.start("exit 1", DRY_RUN="1", **environ)
+    assert (code, "/nowhere" in said) == (0, False), "a run without a container mounts nothing"
 
 
 @pytest.mark.parametrize(
@@ -320,6 +362,7 @@ def test_paths_that_pyxis_cannot_express_are_refused(
 ) -> None:
     for name in ("odd,name", "odd:name", "image.sqsh"):
         (cluster.folder / name).mkdir()
+        (cluster.folder / name / "0.json").touch()
     container = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
     words = [word.format(cluster.folder) for word in flags]
     code, told = cluster.start("exit 1", *words, script="launch_training_enroot.sh", **container, **environ)

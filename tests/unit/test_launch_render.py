@@ -21,7 +21,7 @@ from tests.training import SAMPLE
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-SCRIPTS = [*sorted((ROOT / "launchers").glob("*/*.sh")), ROOT / "docker_build.sh", ROOT / "smp_train/launch/batch.sh"]
+SCRIPTS = [*sorted((ROOT / "launchers").rglob("*.sh")), ROOT / "docker_build.sh", ROOT / "smp_train/launch/batch.sh"]
 ROLE = "arn:aws:iam::123456789012:role/training"
 
 
@@ -384,7 +384,7 @@ def test_a_default_gives_way_to_the_submitting_shell(capsys: pytest.CaptureFixtu
         "--env",
         "HF_HUB_ETAG_TIMEOUT=5",
     ]
-    header = dry_run(capsys, "slurm", *words).partition("TRAINING_DIR=")[0]
+    header = dry_run(capsys, "slurm", *words).partition("asked=")[0]
     shown = subprocess.run(
         ["bash", "-c", header + 'echo "$NCCL_DEBUG $TOKENIZERS_PARALLELISM $HF_HUB_ETAG_TIMEOUT"'],
         env={"NCCL_DEBUG": "INFO", "HF_HUB_ETAG_TIMEOUT": "7"}, capture_output=True, text=True, check=True,

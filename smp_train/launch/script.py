@@ -1,0 +1,260 @@
+"""What the scripts of launchers/ make of the variables of the environment and of the flags after their name.
+
+``python -m smp_train.launch.script KIND SCRIPT [flags]``. A variable gives way to a flag, under whichever of its names
+that is given, and to a --config file. ``local`` and ``k8s`` launch; ``enroot``, ``conda`` and ``slurm`` print what the
+Slurm script evaluates. Standard library only: it runs on head nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from smp_train.arguments import Resolved, parse
+from smp_train.arguments.capabilities import NODE_LOCAL
+from smp_train.errors import ConfigError, SmpTrainError
+from smp_train.launch import flags as launch_flags
+from smp_train.launch import k8s, local, preflight
+from smp_train.launch.options import COMMON, split
+from smp_train.launch.slurm import unseen
+from smp_train.launch.spec import CODE_DIR
+
+Table = dict[str, tuple[str, str]]
+"""Default and help by the name of a variable."""
+PRESET: Table = {
+    "model_type": ("llama_v2", "with model_size a preset (`smp-train train --help`)"),
+    "model_size": ("70b", ""),
+}
+CHOICE: Table = {
+    "USE_HF_MODEL": ("false", "true: HF_MODEL with its weights; false: MODEL_SIZE from scratch"),
+    "HF_MODEL": ("meta-llama/Llama-2-7b-hf", "a model of Hugging Face"),
+    "MODEL_SIZE": ("7B", "350M 1B 3B 7B 13B 30B 70B"),
+    "BATCH_SIZE": ("4", "sequences per process"),
+    "GRAD_ACCUM_STEPS": ("1", ""),
+}
+RUN: Table = {
+    "TRAINING_DIR": ("", "folder of .json or .json.gz shards (data/README.md)"),
+    "TEST_DIR": ("", "folder of the shards to validate on"),
+    "use_synthetic_data": ("", "random tokens; 1 unless TRAINING_DIR is set"),
+    "RUN_DIR": ("", "run.json, metrics, logs, DONE; runs/<model> below the folder you submit from"),
+    "CHECKPOINT_DIR": ("", "written there, and resumed from there; RUN_DIR/checkpoints"),
+    "shard_degree": ("", "processes that share one copy of the model; all of them when empty"),
+    "NPROC": ("auto", "processes on each node: one per GPU, or one"),
+    "PREFLIGHT": ("", "such as 180: before training, all nodes reach each other within so many seconds, or are named"),
+    "PROFILE": ("", "torch or nsys"),
+    "DRY_RUN": ("", "1: as --dry_run after the script's name"),
+}
+SLURM: Table = {
+    "IMAGE": ("", "Enroot file, or REGISTRY#IMAGE:TAG; launch_training_enroot.sh takes the checkout's .sqsh file"),
+    "PYTHON": ("", "interpreter that trains; the checkout's .venv, in a container its python"),
+    "INSTANCE_TYPE": ("", "such as p5.48xlarge: each node is checked against the table"),
+    "MAX_ATTEMPTS": ("3", "starts without a new checkpoint before giving up"),
+    "CONTAINER_ENV": ("", "further variables whose values here beat the image's, separated by commas; those of AWS, "
+                      "EFA, NCCL, torch and Hugging Face do anyway"),
+    "FSX_MOUNT": ("/fsx", "mounted into the container; several are separated by commas; the default where it exists"),
+    "HYPERPOD_PATH": ("", "the checkout, where it is not the one that the script is in"),
+    "HOST_PYTHON": ("", "a Python of this host that reads the flags, 3.10 or newer"),
+}  # fmt: skip
+EKS: Table = {
+    "IMAGE": ("", "image with this package (docker_build.sh makes and pushes it)"),
+    "CLAIM": ("", "NAME:/path of the persistent volume claim that all pods share"),
+    "NODES": ("8", ""),
+    "INSTANCE_TYPE": ("ml.p5.48xlarge", ""),
+    "OPERATOR": ("kubeflow", "or hyperpod, where HyperPod's training operator is installed"),
+    "NAMESPACE": ("kubeflow", ""),
+    "JOB_NAME": ("", ""),
+    "QUEUE": ("", ""),
+    "SERVICE_ACCOUNT": ("", ""),
+    "HF_SECRET": ("", "SECRET:KEY that holds the Hugging Face token"),
+}
+KINDS: dict[str, Table] = {
+    "enroot": PRESET | RUN | SLURM,
+    "conda": PRESET | RUN | SLURM,
+    "slurm": CHOICE | RUN | SLURM,
+    "local": CHOICE | RUN,
+    "k8s": PRESET | EKS | {name: row for name, row in RUN.items() if name != "PREFLIGHT"},
+}
+MODEL = ("hf_pretrained_model_name_or_dir", "pretrained_model_name", "from_scratch", "model_type")
+DATA = ("training_dir", "dataset", "use_synthetic_data")
+READ = (
+    "config", "smp_config", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
+    "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "tokenizer", "dataset",
+)  # fmt: skip
+WRITTEN = ("checkpoint_dir", "data_cache_dir", "tensorboard_dir", "model_dir")
+
+
+class Variables:
+    """The variables of one kind of script; an empty one has its default."""
+
+    def __init__(self, kind: str, environ: Mapping[str, str]) -> None:
+        self.table, self.environ = KINDS[kind], environ
+
+    def __getitem__(self, name: str) -> str:
+        return self.environ.get(name) or self.table[name][0]
+
+    def on(self, name: str) -> bool:
+        """Return whether a switch is on."""
+        return self[name].lower() not in ("", "0", "false")
+
+
+def training_flags(words: Sequence[str], values: Variables) -> list[str]:
+    """Return the script's choices as flags, then ``words``, which win."""
+    given = parse(words, {}).given
+    own: list[str] = []
+    if "BATCH_SIZE" in values.table:
+        own += [] if given("train_batch_size") else ["--batch-size", values["BATCH_SIZE"]]
+        own += [] if given("gradient_accumulation_steps") else ["--grad-accum-steps", values["GRAD_ACCUM_STEPS"]]
+        if not any(map(given, MODEL)) and values.on("USE_HF_MODEL"):
+            own += ["--hf-model", values["HF_MODEL"]]
+        elif not any(map(given, MODEL)):
+            own += ["--from-scratch", *([] if given("model_size") else ["--model-size", values["MODEL_SIZE"]])]
+    elif not any(map(given, MODEL)):
+        own += ["--model_type", values["model_type"]]
+        own += [] if given("model_size") else ["--model_size", values["model_size"]]
+    if not any(map(given, DATA)):
+        folder = values["TRAINING_DIR"]
+        synthetic = values["use_synthetic_data"] or ("" if folder else "1")
+        own += ["--use_synthetic_data", synthetic] if synthetic else []
+        own += ["--training_dir", folder] if folder else []
+    for name, flag in (
+        ("TEST_DIR", "test_dir"), ("RUN_DIR", "run_dir"), ("CHECKPOINT_DIR", "checkpoint_dir"),
+        ("shard_degree", "hybrid_shard_degree"),
+    ):  # fmt: skip
+        own += [f"--{flag}", values[name]] if values[name] and not given(flag) else []
+    return [*own, *words]
+
+
+def slurm(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return what the Slurm script evaluates before batch.sh: variables, and arrays of flags, folders and mounts."""
+    values = Variables(kind, environ)
+    options, training = split(words, COMMON[:1])
+    dry_run = options["dry_run"] or values.on("DRY_RUN")
+    flags = training_flags(training, values)
+    launch_flags.check(flags)
+    resolved = parse(flags, {})
+    here = environ.get("PWD") or os.getcwd()
+    run_dir = os.path.join(here, resolved.args.run_dir)
+    image = "" if kind == "conda" else values["IMAGE"]
+    if kind == "enroot" and not image:
+        image = next((one for one in _images() if os.path.exists(one)), _images()[0])
+    if not dry_run:
+        try:
+            preflight.check_data(resolved.args)
+        except ConfigError as lacking:
+            raise ConfigError(f"{socket.gethostname()}: {lacking}") from None
+    arrays = {
+        "TRAIN_FLAGS": [*launch_flags.without(flags, {"run_dir"}), "--run_dir", run_dir],
+        "MOUNTS": _mounts(values) if image else [],
+        "FOLDERS": _read(resolved),
+        "WRITTEN": _written(resolved, run_dir),
+    }
+    texts = {name: values[name] for name in ("INSTANCE_TYPE", "NPROC", "PREFLIGHT", "PROFILE", "MAX_ATTEMPTS")}
+    texts |= {"UNSEEN": unseen(resolved), "DRY_RUN": "1" if dry_run else ""}
+    texts |= {"CODE_DIR": str(CODE_DIR), "RUN_DIR": run_dir, "IMAGE": image}
+    texts |= {"PYTHON": values["PYTHON"] or ("python" if image else f"{CODE_DIR}/.venv/bin/python")}
+    return "\n".join(
+        [f"{name}={shlex.quote(text)}" for name, text in texts.items()]
+        + [f"{name}=({shlex.join(array)})" for name, array in arrays.items()]
+    )
+
+
+def _images() -> list[str]:
+    """Return the files that docker_build.sh makes in the checkout, by preference."""
+    return [f"{CODE_DIR}/{name}.sqsh" for name in ("smpv2", "smp-train")]
+
+
+def _mounts(values: Variables) -> list[str]:
+    """Return what FSX_MOUNT names; its default only where it is there.
+
+    Raises:
+        ConfigError: for a source that is not there.
+    """
+    given = bool(values.environ.get("FSX_MOUNT"))
+    mounts = [mount for mount in values["FSX_MOUNT"].split(",") if mount]
+    lacking = [mount for mount in mounts if not os.path.exists(mount.partition(":")[0])]
+    if lacking and given:
+        raise ConfigError(f"FSX_MOUNT: no {lacking[0].partition(':')[0]} to mount on {socket.gethostname()}")
+    return [mount for mount in mounts if mount not in lacking]
+
+
+def _read(resolved: Resolved) -> list[str]:
+    """Return the files and folders that flags name to be read, where they are there."""
+    args = resolved.args
+    named = [*(folder for _, folder in preflight.data(args)), *(getattr(args, name) for name in READ)]
+    return [place for place in named if place and os.path.exists(place)]
+
+
+def _written(resolved: Resolved, run_dir: str) -> list[str]:
+    """Return the folders that flags name to be written to."""
+    named = [getattr(resolved.args, name) for name in WRITTEN if resolved.given(name)]
+    places = [place for one in named for place in (one if isinstance(one, list) else [one])]
+    return [
+        place.replace("{run_dir}", run_dir)
+        for place in places
+        if place and "://" not in place and not place.startswith(NODE_LOCAL)
+    ]
+
+
+def launch(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Launch on this machine, or on Kubernetes."""
+    values = Variables(kind, environ)
+    place = k8s if kind == "k8s" else local
+    _, training = split(words, place.OPTIONS)
+    flags = training_flags(training, values)
+    own = flags[: len(flags) - len(training)]
+    options = {"profile": values["PROFILE"], "nproc": "" if values["NPROC"] == "auto" else values["NPROC"]}
+    if kind == "k8s":
+        for name in ("IMAGE", "CLAIM"):
+            if not values[name]:
+                raise ConfigError(f"set {name}; for example: IMAGE=REGISTRY/smp-train:1 CLAIM=fsx:/fsx launch_eks.sh")
+        for name in ("PREFLIGHT", "MAX_ATTEMPTS", "CONTAINER_ENV", "FSX_MOUNT"):
+            if environ.get(name):
+                print(f"warning: {name}={environ[name]} is for Slurm, and without effect here", file=sys.stderr)
+        secret = values["HF_SECRET"] and f"HF_TOKEN={values['HF_SECRET']}"
+        names = ("nodes", "instance_type", "image", "operator", "namespace", "job_name", "queue", "service_account")
+        options |= {name: values[name.upper()] for name in names} | {"claims": values["CLAIM"], "secrets": secret}
+    else:
+        options["preflight"] = values["PREFLIGHT"]
+    chosen = [word for name, value in options.items() if value for word in (f"--{name}", value)]
+    return place.main([*chosen, *(["--dry_run"] if values.on("DRY_RUN") else []), *own, *words])
+
+
+def help_text(kind: str, script: str) -> str:
+    """Return the comment at the head of a script, and its variables."""
+    lines = Path(script).read_text(encoding="utf-8").splitlines()[1:]
+    head = lines[: next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))]
+    head = [re.sub("^# ?", "", line) for line in head if not line.startswith(("#SBATCH", "# shellcheck"))]
+    table = [f"  {f'{name}={default}':<26} {about}".rstrip() for name, (default, about) in KINDS[kind].items()]
+    return "\n".join([*head, "", "variables:", *table, "", "training flags: smp-train train --help"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one kind of script; return the exit code."""
+    kind, script, words = argv[0], argv[1], list(argv[2:])
+    if {"-h", "--help"} & set(words):
+        shown = help_text(kind, script)
+        if kind not in ("local", "k8s"):
+            shown = f"printf '%s\\n' {shlex.quote(shown)}; exit 0"
+        print(shown)
+        return 0
+    try:
+        if kind in ("local", "k8s"):
+            return launch(kind, words, os.environ)
+        print(slurm(kind, words, os.environ))
+    except SmpTrainError as problem:
+        print(f"smp-train: error: {' '.join(str(problem).split())}", file=sys.stderr)
+        return problem.exit_code
+    except ModuleNotFoundError as missing:  # a --config file without PyYAML
+        advice = f"{sys.executable} has no {missing.name}; set HOST_PYTHON to one that has it"
+        print(f"smp-train: error: {advice}", file=sys.stderr)
+        return ConfigError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
