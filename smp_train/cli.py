@@ -20,7 +20,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from smp_train import __version__
-from smp_train.errors import CAUSE_VARIABLE, LOST_PEER, ConfigError, LostPeerError, SmpTrainError, install, redacted
+from smp_train.errors import (
+    CAUSE_VARIABLE,
+    LOST_PEER,
+    ConfigError,
+    LostPeerError,
+    SmpTrainError,
+    explained,
+    install,
+    redacted,
+)
 from smp_train.runtime import failures, start_attempted, world_size
 from smp_train.stop import wait_for_request
 
@@ -88,12 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 130
         sys.stderr.write("smp-train: interrupted\n")
-    except SmpTrainError as error:
-        code = error.exit_code
-        _report(error, f"error: {error}", code, failing)
-    except Exception as error:
-        code = 1
-        _report(error, _internal(error), code, failing)
+    except Exception as problem:
+        error = explained(problem)
+        code, text = (error.exit_code, f"error: {error}") if isinstance(error, SmpTrainError) else (1, _internal(error))
+        _report(error, text, code, failing)
     _leave(code)
     return code
 

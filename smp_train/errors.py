@@ -46,7 +46,11 @@ EXIT_CODES: dict[int, type[SmpTrainError]] = {
 
 
 def one_line(failure: BaseException) -> str:
-    """Return what a failure of another library says, in one line; its type where it says nothing."""
+    """Return what a failure of another library says, in one line; its type where it says nothing.
+
+    Where the failure only reports that something could not be imported, the import's own error is returned.
+    """
+    failure = _broken_import(failure) or failure
     return " ".join(str(failure).split()) or type(failure).__name__
 
 
@@ -58,3 +62,31 @@ def install(extras: str) -> str:
 def redacted(text: str) -> str:
     """Return ``text`` with the user names, passwords and queries of URLs, which may be signatures, taken out."""
     return _URL_SECRETS.sub(lambda url: f"{url[1]}{'...@' if url[2] else ''}{url[3]}{'?...' if url[4] else ''}", text)
+
+
+def explained(failure: Exception) -> Exception:
+    """Return `ConfigError` where an installed package cannot be imported, else ``failure`` itself.
+
+    The next start of the same image or environment would fail alike, so that launchers must not try again.
+    """
+    broken = None if isinstance(failure, SmpTrainError) else _broken_import(failure)
+    if broken is None or (getattr(broken, "name", None) or "").startswith("smp_train"):
+        return failure
+    error = ConfigError(
+        f"this environment, or image, is broken: {type(broken).__name__}: {' '.join(str(broken).split())}; "
+        "install the package again, or take another image"
+    )
+    error.__cause__ = failure
+    return error
+
+
+def _broken_import(failure: BaseException) -> BaseException | None:
+    """Return the first cause of a failure to import a package or to load its library; None for other failures."""
+    of_import = False
+    while True:
+        # transformers wraps what an import raised: in RuntimeError up to 4, in ModuleNotFoundError since 5.
+        of_import = of_import or isinstance(failure, ImportError) or "Failed to import" in str(failure)
+        of_import = of_import or (isinstance(failure, OSError) and "shared object" in str(failure))
+        if failure.__cause__ is None:
+            return failure if of_import else None
+        failure = failure.__cause__

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from smp_train.errors import EXIT_CODES, ConfigError, LostPeerError, SmpTrainError
+from smp_train.errors import EXIT_CODES, ConfigError, LostPeerError, SmpTrainError, explained
 from smp_train.runtime.place import Runtime
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def together(what: str) -> Iterator[None]:
     except Exception as problem:
         if _group() is None:
             raise
-        failure = problem
+        failure = explained(problem)
     if _group() is not None:
         _agree(what, failure)
 

@@ -69,6 +69,48 @@ def test_failures_are_one_line_and_a_code(
     assert capsys.readouterr().err == f"smp-train: {line}\n"
 
 
+LIBRARY = "libcudnn.so.9: cannot open shared object file: No such file or directory"
+
+
+def wrapped(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ImportError(LIBRARY), LIBRARY),
+        (OSError(LIBRARY), LIBRARY),
+        (ModuleNotFoundError("No module named 'sympy'", name="sympy"), "No module named 'sympy'"),
+        (wrapped(RuntimeError("Failed to import transformers.x (look up to see it)"), ImportError(LIBRARY)), LIBRARY),
+        (wrapped(RuntimeError("Failed to import transformers.x"), AttributeError("no attribute")), "no attribute"),
+        (wrapped(ModuleNotFoundError("Could not import module 'X'"), OSError(LIBRARY)), LIBRARY),
+    ],
+)
+def test_a_broken_installation_is_a_configuration_that_would_fail_again(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb(monkeypatch, "prepare", raising(error))
+    assert cli.main(["prepare"]) == 2
+    err = capsys.readouterr().err
+    assert (err.count("\n"), said in err, "transformers.x" in err, "module 'X'" in err) == (1, True, False, False)
+
+
+def test_other_failures_beside_a_missing_package_stay_what_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(*_: Any) -> int:
+        try:
+            raise ImportError("an optional package")
+        except ImportError:
+            raise ValueError("ours")  # noqa: B904
+
+    verb(monkeypatch, "prepare", main)
+    assert cli.main(["prepare"]) == 1
+    assert "ValueError: ours" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["prepare", "--debug"], ["prepare", "--debug=1"], ["--debug", "prepare"]])
 def test_debug_adds_the_traceback(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -644,3 +644,20 @@ def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pyt
 
 def test_failure_line() -> None:
     assert Failure(3, "n2", 137, "killed").line() == "LAUNCH-FAIL node=n2 rank=3 rc=137 cause=killed"
+
+
+def test_a_broken_image_is_a_cause_that_is_not_tried_again(tmp_path: Path) -> None:
+    """One of torch's libraries is not there: known before the first step."""
+    (tmp_path / "site/torch").mkdir(parents=True)
+    (tmp_path / "site/torch/__init__.py").write_text('raise ImportError("libcudnn.so.9: cannot open")')
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "smp_train.launch.task", "--nproc", "2", "--", "--use_synthetic_data=1",
+            f"--run_dir={tmp_path}/run",
+        ],
+        capture_output=True, text=True, check=False, timeout=240,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}/site:{ROOT}"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "libcudnn.so.9" in done.stderr
+    assert "rc=2 cause=configuration" in done.stderr
