@@ -180,11 +180,14 @@ def _derived_widths(family: Family, given: dict[str, Any]) -> dict[str, Any]:
 def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
     """Return what the model flags that were not given come to, each with where that is from; builds nothing.
 
-    Empty for a Hugging Face model, whose configuration is its own. Raises `ConfigError` for an unknown preset.
+    Of a Hugging Face model: what its ``config.json`` says, and nothing where that is not in a folder here. Raises
+    `ConfigError` for an unknown preset.
     """
     given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
-    if _configuration_and_weights(args, given)[0]:
-        return {}
+    location = _configuration_and_weights(args, given)[0]
+    if location:
+        described = _described(Path(location))
+        return {flag: value for flag, value in described.items() if getattr(args, flag, None) is None}
     _, family, name, fields = _begin_with(args)
     sized = bool(getattr(args, "model_size", None))
     settled: dict[str, tuple[Any, str]] = {}
@@ -199,6 +202,19 @@ def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
     longest = fields.get(family.fields.get("max_context_width", ""), DEFAULT_CONTEXT)
     settled["max_context_width"] = (min(DEFAULT_CONTEXT, longest), "default")
     return {flag: value for flag, value in settled.items() if getattr(args, flag, None) is None}
+
+
+def _described(location: Path) -> dict[str, tuple[Any, str]]:
+    """Return the model flags that a Hugging Face folder's configuration comes to; transformers is not asked."""
+    file = location / CONFIG_FILE if location.is_dir() else location
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        family = next(family for family in FAMILIES.values() if family.hf_model_type == fields["model_type"])
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return {}  # not here, or damaged, which `resolve` says, or a family without an entry
+    found = {flag: fields[key] for flag, key in family.fields.items() if isinstance(fields.get(key), int | float)}
+    found["max_context_width"] = min(DEFAULT_CONTEXT, found.get("max_context_width", DEFAULT_CONTEXT))
+    return {flag: (value, str(file)) for flag, value in found.items()}
 
 
 def _suggest(word: str, known: list[str]) -> str:

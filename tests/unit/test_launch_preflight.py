@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -141,3 +142,15 @@ def test_degrees_that_divide_the_model(backend: str) -> None:
         ["--tensor_parallel_degree=2", "--hf_model", "some/model"],
     ):
         preflight.check(parse([*words, f"--backend={backend}"], {}), None, 8, 8)
+
+
+def test_degrees_that_do_not_divide_a_model_in_a_folder(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 50257, "num_attention_heads": 8, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["--hf_model", str(tmp_path), "--tensor_parallel_degree=2"]
+    with pytest.raises(ConfigError, match="2 does not divide the 50257 tokens of vocabulary"):
+        preflight.check(parse(words, {}), None, 1, 8)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 50304}))
+    preflight.check(parse(words, {}), None, 1, 8)
+    (tmp_path / "config.json").write_text("[1]")  # the training says what is wrong with it
+    preflight.check(parse(words, {}), None, 1, 8)
