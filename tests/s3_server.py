@@ -38,6 +38,8 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, behind: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behind = urlsplit(behind)
+        self.most = 0
+        """Bytes after which every connection ends; 0: never."""
         self.faults: dict[str, deque[str | Callable[[], None]]] = defaultdict(deque)
         self.delay = 0.0
         self.rate = 0.0
@@ -109,6 +111,13 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header("Content-Length", length)
         self.end_headers()
+        if fault is None and self.server.most and len(content) > self.server.most:
+            self.wfile.write(content[: self.server.most])
+            self.wfile.flush()
+            self.close_connection = True
+            time.sleep(0.02)  # what has arrived can be read; what follows is the reset
+            self.reset()
+            return
         if fault is None:
             if self.server.rate and len(content) > 1 << 16:
                 for start in range(0, len(content), 1 << 18):
@@ -162,6 +171,7 @@ def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
         monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
     server.faults.clear()
+    server.most = 0
     server.on_request = lambda method, path: None
     name = f"b{random.Random(test).randrange(10**9)}"
     s3_folder.S3Folder(f"s3://{name}").client.create_bucket(Bucket=name)

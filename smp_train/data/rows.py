@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from smp_train.data.source import IGNORED, Row
+from smp_train.data.utils import BYTE_ORDER_MARK
 
 try:
     from orjson import loads
@@ -96,6 +97,9 @@ class RowParser:
     def __call__(self, line: bytes) -> Row:
         """Return the row, its ids and labels int64; ValueError: reason; what to do."""
         line = line.strip()
+        if line.startswith(BYTE_ORDER_MARK):
+            # One parser passes over it, the other does not.
+            raise ValueError("starts with a byte order mark, as where files were joined; remove it")
         # An escape may write a field's name in another way, which only a whole parse sees.
         ids, mask, labels = (None if b"\\" in line else self._split(line)) or self._whole(line)
         if ids.size == 0:

@@ -28,6 +28,7 @@ ATTEMPTS = 10
 """Tries in a row that may bring not a byte."""
 CHUNK = 1 << 17
 """Bytes per read; of a read that breaks off, what it had is lost."""
+LEAST_CHUNK = 1 << 10
 READ_AHEAD = 1 << 20
 """Bytes of one request of an object that is read as a file."""
 WAIT_SECONDS = 0.2
@@ -175,7 +176,7 @@ def get_bytes(
     from urllib3.exceptions import HTTPError
 
     bucket, key = split(path)
-    done, failures = begin, 0
+    done, failures, chunk_bytes = begin, 0, CHUNK
     while done < end:
         before = done
         tick()
@@ -183,7 +184,7 @@ def get_bytes(
             given = {"Range": f"bytes={done}-{'' if end == size else end - 1}"} if done or end < size else {}
             body = client.get_object(Bucket=bucket, Key=key, IfMatch=f'"{etag}"', **given)["Body"]
             try:
-                for chunk in body.iter_chunks(CHUNK):
+                for chunk in body.iter_chunks(chunk_bytes):
                     write(chunk)
                     done += len(chunk)
                     tick()
@@ -194,6 +195,9 @@ def get_bytes(
             problem = _passing(error, path)
         if done > end:
             raise DataError(f"{path}: is longer than it was listed; start again when the data is complete")
+        if done < end and not isinstance(problem, ClientError):
+            # Of a chunk that breaks off nothing is kept: where every connection is short, chunks must be too.
+            chunk_bytes = max(LEAST_CHUNK, chunk_bytes // 4)
         failures = 0 if done > before else failures + 1
         if failures >= ATTEMPTS:
             raise DataError(

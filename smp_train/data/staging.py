@@ -346,7 +346,9 @@ class Stager:
         except InterruptedError:
             return
         except Exception as error:
-            self._fail(error, scratch)
+            # Where the process is ending, executors take no work any more: that is no failure to report.
+            if threading.main_thread().is_alive():
+                self._fail(error, scratch)
         finally:
             if scratch is not None:
                 scratch.remove()

@@ -96,7 +96,8 @@ class Header:
 def cache_key(shard: Shard, vocab_size: int, where: str = "") -> str:
     """Return the base name of a shard's cache: a changed shard, vocabulary or format has another one.
 
-    ``where`` tells folders apart when several keep their caches in one place.
+    ``where`` tells folders apart when several keep their caches in one place. The inode's ctime is left out: it changes
+    when a shard is copied with its times, restored, or given another owner, and every cache would be made again.
     """
     identity = json.dumps([VERSION, where, shard.name, shard.size, shard.etag or shard.mtime_ns, vocab_size])
     # A key of S3 may go through folders; longer file names than 255 bytes there are none.

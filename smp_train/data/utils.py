@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import gzip
 import io
+import logging
 import os
 import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
 
 from smp_train.errors import DataError
+
+logger = logging.getLogger("smp_train.data")
 
 GZIP_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
 GzipFile: Any = gzip.GzipFile
@@ -29,10 +34,16 @@ try:  # Intel's decoder: 2.8 times as fast as zlib, and on damaged input it stop
 except ImportError:
     pass
 
-SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz")
+"""Of shards, in small letters or capitals."""
 GZIP_MAGIC = b"\x1f\x8b"
 LINE_BYTES = 64 << 20
 """No row and no document on a line is longer: a few kB of gzip may be any number of bytes without an end of line."""
+OTHER_MAGIC = {
+    b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\3\4": "zip", b"\x04\x22\x4d\x18": "lz4",
+}  # fmt: skip
+"""How files begin whose compression is not read."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LINE_SECONDS = 30.0
 """Between lines about progress where there is no terminal."""
 
@@ -54,7 +65,7 @@ class Shard:
 def stem(name: str) -> str:
     """Return a shard's name without the suffixes that say how it is stored."""
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        if name.endswith(suffix):
+        if name.lower().endswith(suffix):
             return name[: -len(suffix)]
     return name
 
@@ -88,20 +99,21 @@ def _refuse_duplicates(found: list[tuple[Shard, tuple[int, int]]]) -> None:
 def list_shards(location: str, zipped: bool | None = None) -> list[Shard]:
     """List the shards of a folder (or the one file given), by name.
 
-    Hidden files and names that start with ``_`` are no shards. ``zipped`` only checks: True or False raises
-    when a shard is stored the other way; None asks nothing. Raises DataError when there is no shard or one
-    is unusable.
+    Hidden files and names that start with ``_`` are no shards; of others a warning says so. ``zipped`` only checks:
+    True or False raises when a shard is stored the other way; None asks nothing. Raises DataError when there is no
+    shard or one is unusable.
     """
-    found, within = _s3_folder(location) if location.startswith("s3://") else _folder(location)
+    found, others, within = _s3_folder(location) if location.startswith("s3://") else _folder(location)
     if not found:
         hint = f"; its subfolders are {', '.join(within[:5])}: give one of those" if within else ""
         raise DataError(f"{location}: no shard in this folder ({', '.join('*' + s for s in SUFFIXES)}){hint}")
+    say_left_out(location, others, within)
     _refuse_duplicates(found)
     shards = [shard for shard, _ in found]
     if zipped is not None:
         for shard in shards:
             # Of an object in S3 the name is all that can be looked at before it is fetched.
-            is_zipped = shard.name.endswith(".gz") if shard.etag else is_gzip(shard.path)
+            is_zipped = shard.name.lower().endswith(".gz") if shard.etag else is_gzip(shard.path)
             if is_zipped != zipped:
                 kind = "plain" if zipped else "gzipped"
                 raise DataError(
@@ -112,14 +124,28 @@ def list_shards(location: str, zipped: bool | None = None) -> list[Shard]:
 
 def is_shard_name(name: str) -> bool:
     """Tell whether a file of this name is taken for a shard."""
-    return name.endswith(SUFFIXES) and name[0] not in "._"
+    return name.lower().endswith(SUFFIXES) and name[0] not in "._"
 
 
-def _folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str]]:
-    """Return the shards of a folder, or the one file given, and the names of folders in it."""
+def say_left_out(location: str, names: Iterable[str], folders: Iterable[str] = ()) -> None:
+    """Warn, once in a process, of what is in a folder and not read, by kinds of names."""
+    kinds = Counter(f"*{os.path.splitext(name)[1]}" for name in names if name[0] not in "._")
+    said = [f"{number} {kind}" for kind, number in kinds.most_common(5)] + [f"{name}/" for name in sorted(folders)[:5]]
+    if said:
+        more = len(kinds) > 5 or len(list(folders)) > 5
+        _warn_once(f"{location}: left out, as it is not read: {', '.join(said)}{' and more' if more else ''}")
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
+def _folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str], list[str]]:
+    """Return the shards of a folder, or the one file given, and the names of other files and of folders in it."""
     folder = Path(location)
     if folder.is_file():
-        return [_shard(folder)], []
+        return [_shard(folder)], [], []
     if not folder.is_dir():
         raise DataError(f"{location}: no such data folder; check --training_dir and --test_dir")
     try:
@@ -128,10 +154,10 @@ def _folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[st
         raise DataError(f"{location}: cannot be listed ({error.strerror})") from None
     within = [name for name in names if name[0] not in "._" and (folder / name).is_dir()]
     found = [_shard(folder / name) for name in names if is_shard_name(name) and name not in within]
-    return found, within
+    return found, [name for name in names if not is_shard_name(name) and not (folder / name).is_dir()], within
 
 
-def _s3_folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str]]:
+def _s3_folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str], list[str]]:
     from smp_train.data.s3 import list_folder
 
     objects, within = list_folder(location)
@@ -139,7 +165,8 @@ def _s3_folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list
     for shard in found:
         if shard.size == 0:
             raise DataError(f"{shard.path}: empty shard (0 bytes); write it again or remove it")
-    return [(shard, (-1, number)) for number, shard in enumerate(found)], within
+    others = [shard.name for shard in objects if not is_shard_name(shard.name)]
+    return [(shard, (-1, number)) for number, shard in enumerate(found)], others, within
 
 
 def is_gzip(path: str) -> bool:
@@ -179,7 +206,11 @@ def lines_of(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of an open file as `read_lines` does; ``raw`` can seek."""
     number = done = 0
-    zipped = raw.read(2) == GZIP_MAGIC
+    head = raw.read(8)
+    zipped = head.startswith(GZIP_MAGIC)
+    for magic, name in OTHER_MAGIC.items():
+        if head.startswith(magic):
+            raise DataError(f"{shown}: is compressed with {name}, which is not read; unpack it, or use gzip")
     raw.seek(0)
     lines: IO[bytes] = io.BufferedReader(GzipFile(fileobj=raw, mode="rb"), 1 << 20) if zipped else raw
     try:
@@ -203,12 +234,34 @@ def lines_of(
         raise
     except GZIP_ERRORS as error:
         what = "gzip stream is damaged or cut short" if zipped else "cannot be read on"
+        if zipped:
+            # The decoder reads ahead of the lines that were yielded.
+            number = _lines_before_damage(raw)
         raise DataError(f"{shown}:{number + 1}: {what} ({error}); copy the shard again") from None
+
+
+def _lines_before_damage(raw: IO[bytes]) -> int:
+    """Return how many lines of a gzip stream end before the place where it cannot be read on."""
+    raw.seek(0)
+    lines, data, decoder = 0, b"", zlib.decompressobj(31)
+    while data := data or raw.read(1 << 16):
+        before = decoder.copy()
+        try:
+            lines += decoder.decompress(data).count(b"\n")
+        except zlib.error:
+            with suppress(zlib.error):
+                for place in range(len(data)):
+                    lines += before.decompress(data[place : place + 1]).count(b"\n")
+            return lines
+        data = decoder.unused_data
+        if decoder.eof:
+            decoder = zlib.decompressobj(31)
+    return lines
 
 
 def refuse_byte_order_mark(path: str, line: bytes) -> None:
     """Raise DataError when a file starts as UTF-16 or with UTF-8's mark, neither of which is JSON."""
-    if line.startswith(b"\xef\xbb\xbf"):
+    if line.startswith(BYTE_ORDER_MARK):
         raise DataError(f"{path}:1: starts with a byte order mark; save it as UTF-8 without one")
     if line.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path}:1: is UTF-16; save it as UTF-8")

@@ -50,6 +50,23 @@ def test_lists_by_name_and_leaves_out_what_is_no_shard(tmp_path):
     ]
 
 
+def test_names_in_capitals_and_what_is_left_out(tmp_path, caplog):
+    put(tmp_path, "b.ndjson", "A.JSON", "c.Jsonl.gz", "d.json.zst", "notes.txt", "sub/e.json")
+    assert [shard.name for shard in list_shards(str(tmp_path))] == ["A.JSON", "b.ndjson", "c.Jsonl.gz"]
+    list_shards(str(tmp_path))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert all(name in said for name in (str(tmp_path), "*.zst", "*.txt", "sub/"))
+    put(tmp_path, "A.jsonl")
+    refuses(tmp_path, "A.jsonl", "twice")
+
+
+@pytest.mark.parametrize("magic", [b"\x28\xb5\x2f\xfd", b"BZh9", b"\xfd7zXZ\0", b"PK\3\4", b"\x04\x22\x4d\x18"])
+def test_other_compressions_are_named(tmp_path, magic):
+    (tmp_path / "a.json").write_bytes(magic + LINE)
+    with pytest.raises(DataError, match=r"a\.json: is compressed with (zstd|bzip2|xz|zip|lz4)"):
+        list(read_lines(str(tmp_path / "a.json")))
+
+
 def test_one_file(tmp_path):
     put(tmp_path, "a.json")
     assert [shard.name for shard in list_shards(str(tmp_path / "a.json"))] == ["a.json"]
@@ -141,6 +158,14 @@ DAMAGE = {
 }
 
 
+AT = {
+    "cut in the middle": (1000, 4000), "second member cut": (ROWS[:5000].count(b"\n"), 4999),
+    "flipped bit": (100, 6000), "cut in the header": (1, 1), "magic alone": (1, 1), "not deflate": (1, 1),
+    "no gzip inside": (1, 1),
+}  # fmt: skip
+"""The line that is named, at least and at most; of damage behind the last line, the one after it."""
+
+
 @pytest.mark.parametrize("decoder", ["installed", "gzip"])
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_gzip_is_never_read_as_less(tmp_path, monkeypatch, name, decoder):
@@ -157,6 +182,9 @@ def test_damaged_gzip_is_never_read_as_less(tmp_path, monkeypatch, name, decoder
     assert str(path) + ":" in str(caught.value)
     assert reason in str(caught.value)
     assert "copy the shard again" in str(caught.value)
+    line = int(str(caught.value)[len(str(path)) + 1 :].partition(":")[0])
+    first, last = AT.get(name, (5001, 5001))
+    assert first <= line <= last
 
 
 def test_nothing_here_imports_torch():

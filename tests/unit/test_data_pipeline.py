@@ -168,6 +168,19 @@ def test_resume_anywhere(start):
         stream.close()
 
 
+def test_a_process_that_ends_while_a_thread_reads_says_nothing():
+    program = """
+import threading
+from tests.unit.test_data_pipeline import data
+stream, begun = data(10**6, prefetch=2).batches(), threading.Event()
+threading.Thread(target=lambda: [begun.set() for _ in stream], daemon=True).start()
+begun.wait()
+"""
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert ended.stderr == ""
+
+
 def test_no_thread_outlives_its_stream():
     before = set(threading.enumerate())  # there may be some of other tests
 

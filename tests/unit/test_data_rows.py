@@ -36,6 +36,8 @@ GOOD = {
 
 # ruff: noqa: E501
 BAD = {
+    "byte order mark": (b'\xef\xbb\xbf{"input_ids": [1, 2], "attention_mask": [1, 1]}', "byte order mark"),
+    "byte order mark, no mask": (b' \xef\xbb\xbf{"input_ids": [1, 2]}', "byte order mark"),
     "truncated": (b'{"input_ids": [1, 2, 3], "attention_mask": [1, 1', "broken JSON"),
     "truncated in ids": (b'{"input_ids": [1, 2, 3', "broken JSON"),
     "two objects": (b'{"input_ids": [1, 2]} {"input_ids": [3, 4]}', "broken JSON"),

@@ -151,6 +151,14 @@ def test_what_is_mended(server, bucket, tmp_path, monkeypatch, faults):
             assert None not in ranges[1:], "taken up where it broke, not begun again"
 
 
+@pytest.mark.parametrize("most", [100_000, 3000])
+def test_connections_that_are_always_short(server, bucket, tmp_path, most):
+    put(bucket, "t/a.json", big(2000))
+    server.most = most
+    source = open_source(f"s3://{bucket[1]}/t", vocab_size=10000, cache_dir=str(tmp_path))
+    assert len(source) == 2000
+
+
 REFUSED = {
     "403": ["AccessDenied", r"t/a.json: access denied \(403 AccessDenied\); the role in use needs s3:GetObject on b"],
     "404": ["NoSuchKey", r"t/a.json: no such object \(404 NoSuchKey\)"],

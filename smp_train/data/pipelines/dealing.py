@@ -120,7 +120,9 @@ class Dealing:
                 if ahead is None and self.prefetch > 0:
                     ahead = Prefetch(steps, self.prefetch, self._after_steps)
                 asked = time.perf_counter()
-                found = next(ahead or steps)
+                found = next(ahead or steps, None)
+                if found is None:  # closed meanwhile, as when the process ends
+                    return
                 self.wait_seconds = time.perf_counter() - asked
                 step = self._hand_over(found)
                 self._count_truncated(step)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from smp_train.data import s3
 from smp_train.data.arrow import refuse_dict
-from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile
+from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile, say_left_out
 from smp_train.errors import DataError
 
 if TYPE_CHECKING:
@@ -206,15 +206,22 @@ def _left_out(name: str, exclude: Sequence[str]) -> bool:
 
 
 def _below(root: Path, patterns: Sequence[str], exclude: Sequence[str]) -> Iterator[str]:
+    others = []
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not _left_out(name, exclude))
         for name in sorted(files):
-            if _wanted(name, patterns) and not _left_out(name, exclude):
+            if _left_out(name, exclude):
+                continue
+            if _wanted(name, patterns):
                 yield os.path.relpath(os.path.join(folder, name), root)
+            else:
+                others.append(name)
+    if not patterns:
+        say_left_out(str(root), others)
 
 
 def _in_s3(location: str, patterns: Sequence[str], exclude: Sequence[str]) -> list[TextFile]:
-    found = []
+    found, others = [], []
     for shard in s3.list_folder(location, deep=True)[0]:
         *folders, name = shard.name.split("/")
         given_itself = shard.path == location
@@ -222,4 +229,8 @@ def _in_s3(location: str, patterns: Sequence[str], exclude: Sequence[str]) -> li
             continue
         if given_itself or _wanted(name, patterns):
             found.append(TextFile(shard.path, shard.name, shard.size, shard.etag))
+        else:
+            others.append(name)
+    if not patterns:
+        say_left_out(location, others)
     return found

@@ -13,7 +13,7 @@ from smp_train.data import s3
 from smp_train.data.arrow_file import END_MARKS
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.text.files import PARQUET_SUFFIXES, TABLE_SUFFIXES, TextFile
-from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
+from smp_train.data.utils import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
 from smp_train.errors import ConfigError, DataError, install
 
 try:
@@ -97,6 +97,8 @@ def _of_lines(file: TextFile, column: str, start: int, part: int, parts: int) ->
 
 def _text_of(file: TextFile, number: int, line: bytes, column: str) -> str | ValueError:
     """Return the text of a line, or what is wrong with it."""
+    if line.lstrip().startswith(BYTE_ORDER_MARK):
+        return ValueError("starts with a byte order mark, as where files were joined; remove it")
     try:
         record = loads(line)
     except ValueError as error:
