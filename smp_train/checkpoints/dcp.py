@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -41,6 +41,8 @@ from smp_train.checkpoints.saver import METADATA
 from smp_train.checkpoints.state import State, present
 from smp_train.checkpoints.storage import wait_for
 from smp_train.errors import CheckpointError
+from smp_train.models.weight_files import refuse_compressed
+from smp_train.runtime.ranges import Ranges
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +146,15 @@ class LocalReader(FileSystemReader, Reader):
             raise CheckpointError(f"{self.path}/{DCP_METADATA} cannot be read: {one_line(error)}") from error
         self._metadata = metadata
 
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        def fill(start: int, view: memoryview) -> None:
+            file.seek(sinfo.offset + start)
+            file.readinto(view)
+
+        refuse_compressed(io.BufferedReader(Ranges(sinfo.length, fill)))
+        found: IO[bytes] = super()._slice_file(file, sinfo)
+        return found
+
     def metadata_bytes(self) -> bytes:
         """Return the index as it is stored."""
         return (Path(self.path) / DCP_METADATA).read_bytes()
@@ -230,6 +241,8 @@ def _check(metadata: Any, files: Mapping[str, int]) -> None:
         and all(isinstance(info, _StorageInfo) for info in metadata.storage_data.values())
     ):
         raise ValueError("it is not an index of torch.distributed.checkpoint")
+    if any(getattr(info, "transform_descriptors", None) for info in metadata.storage_data.values()):
+        raise ValueError("its entries are transformed, by compression or otherwise, which is not read here")
     for file in {info.relative_path for info in metadata.storage_data.values()}:
         if file not in files:
             raise ValueError(f"it names {file!r}, which is not a file of this checkpoint")

@@ -23,6 +23,7 @@ from smp_train.checkpoints.collective import here, one_line
 from smp_train.checkpoints.dcp import DCP_METADATA, LocalReader, Writer
 from smp_train.checkpoints.record import Checksum, FileRecord
 from smp_train.errors import CheckpointError
+from smp_train.models.weight_files import refuse_compressed
 from smp_train.runtime import s3_folder
 
 if TYPE_CHECKING:
@@ -300,6 +301,7 @@ class S3Reader(LocalReader):
             yield b"".join(next(pieces) for _ in range(0, length, part))
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        data = next(self._coming)
-        assert len(data) == sinfo.length
-        return io.BytesIO(data)
+        data = io.BytesIO(next(self._coming))
+        assert data.getbuffer().nbytes == sinfo.length
+        refuse_compressed(data)
+        return data

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import pickle
+import math
+import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from smp_train.errors import CheckpointError
 from smp_train.runtime.places import Place, S3Path, names_in
@@ -89,6 +90,18 @@ class WeightFiles:
         return self._names[file]
 
 
+def refuse_compressed(file: IO[bytes]) -> None:
+    """Raise ValueError for a file of ``torch.save`` with compressed entries, whose size on disk bounds nothing.
+
+    torch writes none. Files of the format of before torch 1.6 pass: they are no archives.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it has compressed entries, which torch.save does not write")
+    file.seek(0)
+
+
 def _open_safetensors(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[str], Block]]:
     if isinstance(path, S3Path):
         from smp_train.models.streamed import open_safetensors
@@ -115,16 +128,20 @@ def _open_pickled(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[s
 
             content, block = open_pickled(path, load)
         else:
-            try:
-                content = load(path, mmap=True)
-            except RuntimeError:  # The format of before torch 1.6 cannot be mapped; it is read whole.
-                content = load(path)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as failure:
+            with path.open("rb") as file:
+                refuse_compressed(file)
+            # The format of before torch 1.6 cannot be mapped; it is read whole.
+            content = load(path, mmap=zipfile.is_zipfile(path))
+    except Exception as failure:  # whatever a file of unknown origin may lead to
         first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise CheckpointError(f"{path} cannot be read as a file of tensors: {first}") from failure
     tensors = _tensors_in(content)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors by name; is it the file with the model's weights?")
+    storages = {one._cdata: one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors.values())}
+    for name, tensor in tensors.items():
+        if math.prod(tensor.shape) * tensor.dtype.itemsize > sum(storages.values()):
+            raise CheckpointError(f"{path}: {name} would be larger than all that the file holds: {list(tensor.shape)}")
     return list(tensors), lambda name: block(tensors[name])
 
 
@@ -148,9 +165,10 @@ def _files_of(folder: Place, keys: Callable[[str], list[str]]) -> dict[str, str]
             continue
         try:
             files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as failure:
+            named = sorted(set(files.values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
             raise CheckpointError(f"{index} is not an index of weight files: {failure}") from failure
-        missing = sorted(file for file in set(files.values()) if file not in there)
+        missing = [file for file in named if file not in there]
         if missing:
             raise CheckpointError(f"{folder}: the index names {missing[0]}, which is not there")
         return files

@@ -7,10 +7,12 @@ Each row makes a hostile input and names the command that meets it. The command 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import pickle
 import shutil
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -526,3 +528,94 @@ def test_the_secrets_of_urls_are_not_stored(tmp_path: Path) -> None:
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"run.json", "meta.json"} <= {path.name for path in written}
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+
+
+# --- weights -----------------------------------------------------------------------------------------
+
+
+def weights(folder: Path, name: str, data: bytes) -> list[str]:
+    there = model(folder, **LLAMA)
+    (there / name).write_bytes(data)
+    return ["checkpoint", "convert", str(there), str(folder / "out")]
+
+
+def safetensors(header: Any, data: bytes = b"1234") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def saved(value: Any) -> bytes:
+    import torch
+
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def compressed(archive: bytes) -> bytes:
+    """Return a file of torch.save with its entries compressed."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return stream.getvalue()
+
+
+SAFETENSORS: dict[str, bytes] = {
+    "a header of an exabyte": (1 << 60).to_bytes(8, "little") + b"{}",
+    "a tensor of 40 TB": safetensors({"w": {"dtype": "F32", "shape": [10**7, 10**6], "data_offsets": [0, 4]}}),
+    "a tensor behind the end": safetensors({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4000, 4004]}}),
+    "a header nested very deep": safetensors(b'{"w":' * 100_000),
+}
+for _name, _data in SAFETENSORS.items():
+    CASES[f"safetensors with {_name}"] = (CHECKPOINT, lambda folder, d=_data: weights(folder, "model.safetensors", d))
+
+
+@hostile(CHECKPOINT)
+def an_index_of_weights_names_a_file_outside(folder: Path) -> list[str]:
+    index = {"weight_map": {"w": "../secret"}}
+    return weights(folder, "model.safetensors.index.json", json.dumps(index).encode())
+
+
+@hostile(CHECKPOINT)
+def an_index_of_weights_is_a_list(folder: Path) -> list[str]:
+    return weights(folder, "model.safetensors.index.json", b'{"weight_map": [1]}')
+
+
+@hostile(CHECKPOINT)
+def pickled_weights_run_code(folder: Path) -> list[str]:
+    return weights(folder, "pytorch_model.bin", saved({"w": Code()}))
+
+
+@hostile(CHECKPOINT)
+def pickled_weights_of_the_old_format_run_code(folder: Path) -> list[str]:
+    return weights(folder, "pytorch_model.bin", pickle.dumps(Code()))
+
+
+@hostile(CHECKPOINT)
+def pickled_weights_claim_to_be_enormous(folder: Path) -> list[str]:
+    import torch
+
+    return weights(folder, "pytorch_model.bin", saved({"w": torch.zeros(1).expand(10**7, 10**6)}))
+
+
+@hostile(CHECKPOINT)
+def pickled_weights_are_compressed(folder: Path) -> list[str]:
+    import torch
+
+    return weights(folder, "pytorch_model.bin", compressed(saved({"w": torch.zeros(10**6)})))
+
+
+@hostile(CHECKPOINT)
+def a_tensor_of_a_checkpoint_is_compressed(folder: Path) -> list[str]:
+    import torch
+
+    found = indexed(folder)
+    key, info = next((key, info) for key, info in found.storage_data.items() if key.fqn == "model.lm_head.weight")
+    path = of(folder) / info.relative_path
+    tensor = torch.zeros(found.state_dict_metadata[key.fqn].size)
+    with path.open("ab") as file:
+        info.offset = file.tell()
+        info.length = file.write(compressed(saved(tensor)))
+    index(folder, found)
+    return export(folder)
