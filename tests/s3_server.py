@@ -26,7 +26,7 @@ class Proxy(ThreadingHTTPServer):
 
     Faults are taken from ``faults[key]`` one per GET: ``short`` and ``reset`` send half a body, ``stall`` half and then
     nothing; a function is called before the request is handed on; any other is an S3 error code. Listings are the key
-    ``?list``. ``delay`` seconds pass before each answer.
+    ``?list``. ``delay`` seconds pass before each answer. Without ``conditions`` a request is done whatever it demands.
 
     ``on_request`` is asked for each request, of every method, with (method, path and query); what it returns is the
     fault: one of those above, ``lost`` (done, but the connection is reset before the answer) or ``cut`` (not done).
@@ -42,6 +42,7 @@ class Proxy(ThreadingHTTPServer):
         """Bytes after which every connection ends; 0: never."""
         self.faults: dict[str, deque[str | Callable[[], None]]] = defaultdict(deque)
         self.delay = 0.0
+        self.conditions = True
         self.rate = 0.0
         self.gets: list[tuple[str, str | None]] = []
         self.on_request: Callable[[str, str], str | None] = lambda method, path: None
@@ -87,7 +88,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.reset()
             return
         connection = http.client.HTTPConnection(self.server.behind.hostname, self.server.behind.port)
-        connection.request(self.command, self.path, body, dict(self.headers))
+        headers = dict(self.headers)
+        if not self.server.conditions:
+            headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+        connection.request(self.command, self.path, body, headers)
         response = connection.getresponse()
         content = response.read()
         connection.close()

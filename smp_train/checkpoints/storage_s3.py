@@ -210,6 +210,8 @@ class S3Storage(S3Folder):
         """Make ``new`` the contents of an object of the prefix itself if they are ``old`` (None: if there is none)."""
         key = self.key(file)
         if old is None:
+            if self._get(key) is not None:  # a server may know no conditions, and say nothing of it
+                return False
             condition = {"IfNoneMatch": "*"}
         else:
             seen = self._get(key)
@@ -228,8 +230,6 @@ class S3Storage(S3Folder):
                 return now is not None and now["Body"] == new
             if code != "NotImplemented":
                 raise self.explained(error, "put_object", key) from error
-            if old is None and self._get(key) is not None:
-                return False
             self.ask("put_object", key=key, Body=new)  # a server without conditions
         return True
 

@@ -11,8 +11,9 @@ from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
-from smp_train.errors import ConfigError, SmpTrainError, install
+from smp_train.errors import SmpTrainError
 from smp_train.models.resolve import settled_flags
+from smp_train.runtime.s3 import connect
 
 STEP = re.compile(r"-(\d+)steps$")
 RESUME = {"resume_from_checkpoint", *(a.name for a in ALIASES if a.ours == ("resume_from_checkpoint",))}
@@ -77,13 +78,10 @@ def _committed_in_s3(folder: str) -> list[str]:
     """
     bucket, _, prefix = folder.removeprefix("s3://").rstrip("/").partition("/")
     start = f"{prefix}/" if prefix else ""
+    s3 = connect(attempts=4, connections=1, read_timeout=30)
+    from botocore.exceptions import BotoCoreError, ClientError
+
     try:
-        import boto3
-        from botocore.exceptions import BotoCoreError, ClientError
-    except ImportError:
-        raise ConfigError(f"{folder}: s3:// needs the package boto3: {install('s3')}") from None
-    try:
-        s3 = boto3.client("s3")
         names = [
             entry["Prefix"][len(start) : -1]
             for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=start, Delimiter="/")

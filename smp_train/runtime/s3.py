@@ -6,12 +6,18 @@ the rest mean what they always mean. boto3 is imported when a client is made, no
 
 from __future__ import annotations
 
+import logging
+import time
 from functools import lru_cache
 from typing import Any
 
 from smp_train.errors import ConfigError, SmpTrainError, install
 
+logger = logging.getLogger(__name__)
+
 SCHEME = "s3://"
+SILENT_SECONDS = 30.0
+"""Between two warnings of a client that S3 does not answer."""
 
 
 def is_s3(location: str) -> bool:
@@ -45,7 +51,7 @@ def connect(*, attempts: int, connections: int, read_timeout: float, retries: st
         # credentials that may have been replaced. What boto3 reads from its own files is kept.
         core = botocore.session.get_session()
         core.register_component("data_loader", _loader())
-        return boto3.session.Session(botocore_session=core).client(
+        client = boto3.session.Session(botocore_session=core).client(
             "s3",
             config=Config(
                 max_pool_connections=connections,
@@ -54,8 +60,29 @@ def connect(*, attempts: int, connections: int, read_timeout: float, retries: st
                 retries={"mode": retries, "total_max_attempts": attempts},
             ),
         )
+        client.meta.events.register("needs-retry.s3", _Retries(client.meta.endpoint_url, attempts).warn)
+        return client
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(f"s3: no client can be made ({one_line(error)}); check the AWS variables") from None
+
+
+class _Retries:
+    """Warns where a request is about to be made again because S3 gave no answer."""
+
+    def __init__(self, endpoint: str, attempts: int) -> None:
+        self.endpoint, self.attempts = endpoint, attempts
+        self.told = -SILENT_SECONDS
+
+    def warn(self, caught_exception: BaseException | None = None, attempts: int = 1, **_: Any) -> None:
+        """Handle botocore's event ``needs-retry``; what it returns, None, leaves the decision to botocore."""
+        now = time.monotonic()
+        if caught_exception is None or attempts >= self.attempts or now - self.told < SILENT_SECONDS:
+            return
+        self.told = now
+        logger.warning(
+            "%s does not answer (%s); trying again, up to %d times", self.endpoint, one_line(caught_exception),
+            self.attempts,
+        )  # fmt: skip
 
 
 @lru_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -15,14 +16,17 @@ import torch
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
+from botocore.exceptions import EndpointConnectionError
+
 from smp_train.checkpoints import CheckpointManager, Policy, cli, find, open_checkpoint, storage_s3
 from smp_train.checkpoints.dcp_s3 import Pipe
-from smp_train.checkpoints.lock import LOCK
+from smp_train.checkpoints.lock import LOCK, Lock
 from smp_train.checkpoints.model_folder import writing
 from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
-from smp_train.runtime import s3_folder
+from smp_train.runtime import s3, s3_folder
 from smp_train.runtime.s3_folder import S3Folder
+from tests.harness import free_port
 from tests.s3_server import bucket, serving
 from tests.unit.test_checkpoints_model_folder import AFTER, OLD, OTHERS, write
 
@@ -476,6 +480,31 @@ def test_a_stamp_that_is_late_does_not_take_a_lock_back(server, place):
     storage.drop(LOCK)
     storage.stamp(LOCK, b"first")
     assert storage.peek(LOCK) is None
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+def test_the_second_job_is_refused_whatever_the_server_knows(server, place, monkeypatch, conditions):
+    """Some servers take If-None-Match for no condition, and do not say so."""
+    monkeypatch.setattr(server, "conditions", conditions)
+    first, second = Lock(S3Storage(place)), Lock(S3Storage(place))
+    first.acquire()
+    with pytest.raises(CheckpointError, match="in use by"):
+        second.acquire()
+    first.check()
+    first.release()
+    second.acquire()
+    second.release()
+
+
+def test_an_endpoint_that_does_not_answer_is_told_within_seconds(place, monkeypatch, caplog):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    told = []
+    monkeypatch.setattr(s3.logger, "warning", lambda *said: told.append((time.monotonic(), said[0] % said[1:])))
+    began = time.monotonic()
+    with pytest.raises(EndpointConnectionError):
+        s3.connect(attempts=3, connections=1, read_timeout=5).list_buckets()
+    assert [line for _, line in told if os.environ["AWS_ENDPOINT_URL"] in line] == [told[0][1]], "once"
+    assert told[0][0] - began < 5
 
 
 # --- the verbs
