@@ -66,6 +66,11 @@ def _imported() -> Any:
 def start(library: Any, args: Arguments, world_size: int) -> None:
     """Initialise ``torch.sagemaker`` by the flags; raises `ConfigError` with the cause."""
     config = configuration(args, world_size)
+    if args.sm_activation_offloading and not importlib.util.find_spec("torch.sagemaker.moe"):
+        raise ConfigError(
+            "--sm_activation_offloading 1: this release of SMP is older than 2.3 (it has no torch.sagemaker.moe), and "
+            "that of 2.2 is broken; leave it out, use a newer release, or --backend native"
+        )
     try:
         library.init(known_keys(config))
     except Exception as failure:
@@ -90,6 +95,11 @@ def check_state(library: Any, config: dict[str, Any]) -> None:
         key = f"{dimension}_degree"
         theirs = getattr(library.state, key, None)
         ours = config.get(key, 1)
+        if theirs is None and ours > 1 and key in BROUGHT_BY:
+            raise ConfigError(
+                f"--{key} {ours}: this release of SMP has no such degree (context parallelism came with 2.5, expert "
+                "parallelism with 2.3); use a newer release, or --backend native"
+            )
         if ours and theirs is not None and int(theirs) != ours:
             raise ConfigError(
                 f"torch.sagemaker.init was given {key} {ours} and has {int(theirs)}; "

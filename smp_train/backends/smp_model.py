@@ -29,6 +29,10 @@ from smp_train.parallel.spread import chosen
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
 
+OWN = ("llama", "mistral", "mixtral", "gpt_neox")
+"""Models, by their type in transformers, that SMP has its own implementation of."""
+
+
 def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: int) -> bool:
     """Give the model memory on the host where this rank is to hold it whole, and return whether it does; collective.
 
@@ -67,13 +71,23 @@ def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bo
         except (MemoryError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as failure:
+            config: Any = model.config
+            kind = config.model_type
+            advice = "; SMP's own implementation is there for Llama, Mistral, Mixtral and GPT-NeoX" * (kind not in OWN)
             raise ConfigError(
-                f"torch.sagemaker.transform refuses this model: {one_line(failure)}; SMP's own "
-                "implementation is there for Llama, Mistral, Mixtral and GPT-NeoX"
+                f"torch.sagemaker.transform refuses {kind} with {_asked_by(args)}: {one_line(failure)}{advice}"
             ) from failure
     module = smp_library.part("tensor_parallel.transformer", "SMP's own implementation")
     layer = getattr(module, "TransformerLayer", None) or module.TETransformerLayer
     return model, layer
+
+
+def _asked_by(args: Arguments) -> str:
+    """Return the flags by which SMP's own implementation is used."""
+    degrees = [f"{kind}_parallel_degree" for kind in ("tensor", "context", "expert")]
+    given = [f"--{name} {getattr(args, name)}" for name in degrees if getattr(args, name) > 1]
+    given += [f"--{name} 1" for name in ("moe", "use_smp_implementation") if getattr(args, name)]
+    return " ".join(given)
 
 
 def _without_weights() -> AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from smp_train.backends.smp import SmpBackend
 from smp_train.checkpoints import Checkpoint, cli, open_checkpoint
 from smp_train.checkpoints.storage import open_storage
 from smp_train.errors import CheckpointError
+from smp_train.models.hub_names import HubNames
 from tests import harness
 from tests.s3_server import bucket, download, environment, serving
 from tests.smp import (
@@ -176,7 +177,7 @@ def test_a_save_captures_the_step_it_was_asked_at(tmp_path: Path) -> None:
 
 def test_parameters_that_fsdp_names_otherwise_are_not_left_out_of_a_checkpoint() -> None:
     tree = object.__new__(smp_state.Tree)
-    tree.names = {"lm.weight", "lm.bias"}
+    tree.names, tree.hub_names = {"lm.weight", "lm.bias"}, HubNames()
     both = {"lm.weight": torch.ones(2), "lm.bias": torch.ones(2)}
     state = {name: {"step": value} for name, value in both.items()}
     extra = {"lm._extra_state": torch.zeros(1)}

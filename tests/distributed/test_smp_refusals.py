@@ -153,9 +153,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a model that SMP has not": (
         {"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None, "use_smp_implementation": 1},
-        r"transform refuses this model",
+        r"transform refuses gpt2 with --use_smp_implementation 1.*own implementation is there for Llama",
     ),
-    "experts of a dense model": ({"moe": 1}, r"transform refuses this model"),
+    "experts of a dense model": ({"moe": 1}, r"transform refuses llama with --moe 1: (?!.*is there for Llama)"),
     "compile": ({"use_torch_compile": 1}, r"--use_torch_compile 1 with --backend smp"),
     "per operation": ({"activation_checkpointing": "selective:op"}, r"SMP checkpoints whole layers"),
     "offload": (
@@ -238,6 +238,28 @@ def test_a_release_is_not_given_keys_that_came_later(tmp_path: Path) -> None:
     (journal,) = harness.run(before_context_parallelism, 1, smp(tmp_path, max_steps=1, num_layers=1))
     origin = eval(dict(journal)["init"]["origin"])
     assert {key for key, source in origin.items() if source == "default"} == {"context_parallel_degree"}
+
+
+def before_experts(command_line: list[str]) -> str:
+    """Return why a run stops by a release that has no experts."""
+    import sys
+
+    install("2.2")
+    sys.modules["torch.sagemaker.moe"] = None  # type: ignore[assignment]
+    return refusal_of(command_line, installed=False)
+
+
+def test_broken_offloading_of_2_2_is_refused(tmp_path: Path) -> None:
+    asked = smp(tmp_path, sm_activation_offloading=1, activation_checkpointing="full")
+    for said in harness.run(before_experts, 2, asked):
+        assert "--sm_activation_offloading 1: " in said
+
+
+def test_a_degree_that_a_release_does_not_know_is_refused() -> None:
+    library = SimpleNamespace(state=SimpleNamespace(tensor_parallel_degree=1, hybrid_shard_degree=2))
+    smp_library.check_state(library, {"context_parallel_degree": 1, "hybrid_shard_degree": 2})
+    with pytest.raises(ConfigError, match="--context_parallel_degree 2"):
+        smp_library.check_state(library, {"context_parallel_degree": 2, "hybrid_shard_degree": 2})
 
 
 def test_how_context_ranks_communicate_is_said_to_what_takes_it() -> None:
