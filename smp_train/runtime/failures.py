@@ -19,6 +19,8 @@ from smp_train.runtime import group
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FIRST = "failed"
 """Key of what the first rank with an error of its own said."""
+SURVIVORS = "lost"
+"""Key of the ranks that have lost a connection, in the order in which they noticed."""
 PATIENCE_SECONDS = 2.0
 """How long survivors wait for each other before they name who is silent."""
 POLL_SECONDS = 0.05
@@ -44,19 +46,21 @@ def tell_peers(text: str) -> None:
 
 
 def who_was_first() -> str:
-    """Return which rank failed before this one lost its connection, as far as the store tells; "" if it does not."""
+    """Return which rank failed before this one lost its connection, as far as the store tells; "" if it does not.
+
+    A silent rank may also wait in a collective for one that has just lost its peer: of several, only one went first.
+    """
     met = group.meeting()
     if met is None:
         return ""
     try:
         store = _connect(met)
-        store.set(f"lost/{met.rank}", "")
-        silent = list(range(met.world_size))
+        store.append(SURVIVORS, f"{met.rank} ")
+        silent = [met.rank]
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not store.check([FIRST]):
-            silent = [rank for rank in silent if not store.check([f"lost/{rank}"])]
-            if not silent or time.monotonic() > deadline:
-                break
+        while silent and time.monotonic() < deadline and not store.check([FIRST]):
+            heard = set(map(int, store.get(SURVIVORS).split()))
+            silent = [rank for rank in range(met.world_size) if rank not in heard]
             time.sleep(POLL_SECONDS)
         if store.check([FIRST]):
             return store.get(FIRST).decode()
@@ -64,8 +68,9 @@ def who_was_first() -> str:
             return ""
         named = [f"{rank} on {store.get(f'here/{rank}').decode()}" for rank in silent[:8]]
     except Exception:  # whoever serves the store
-        return f"the store of rank 0 on {met.master_addr} does not answer"
-    return f"no word from rank{'s' if len(silent) > 1 else ''} {', '.join(named)}: killed, hanging or cut off"
+        return f"the store at {met.master_addr}:{met.master_port} does not answer"
+    which = f"ranks {', '.join(named)}, one of which was" if len(silent) > 1 else f"rank {named[0]}, which was"
+    return f"no word from {which} killed, hangs or is cut off"
 
 
 def _connect(met: group.Meeting) -> Any:
