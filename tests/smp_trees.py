@@ -147,7 +147,27 @@ def _full(model: Any, optimizer: Any, folder: Path, form: str, content: dict[str
     torch.distributed.barrier()
 
 
-KINDS: dict[str, Callable[..., None]] = {"sharded": _sharded, "local": _local, "full": _full}
+def _files(model: Any, optimizer: Any, folder: Path, form: str, content: dict[str, Any]) -> None:
+    import torch.distributed.fsdp as fsdp
+
+    with fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.LOCAL_STATE_DICT):
+        state = {"model": model.state_dict(), "optimizer": _grouped_as_theirs(model, optimizer), **content}
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(state, folder / f"{torch.distributed.get_rank()}.pt")
+    torch.distributed.barrier()
+
+
+def _grouped_as_theirs(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the state of an optimizer whose parameters go as the sample gives them: no decay of norms and biases."""
+    named = list(model.named_parameters())
+    rest = [(n, p) for n, p in named if n.endswith("bias") or "norm" in n.split(".")[-2]]
+    decay = [(n, p) for n, p in named if all(p is not other for _, other in rest)]
+    state = {number: optimizer.state[p] for number, (_, p) in enumerate(decay + rest)}
+    groups = [list(range(len(decay))), list(range(len(decay), len(named)))]
+    return {"state": state, "param_groups": [{"params": group, "lr": 1.0} for group in groups]}
+
+
+KINDS: dict[str, Callable[..., None]] = {"sharded": _sharded, "local": _local, "full": _full, "files": _files}
 
 
 def take_up(command_line: list[str], smp: bool = False) -> tuple[int, int, State]:

@@ -5,6 +5,7 @@ What lies in a folder ``<model type>-<step>steps`` (facts: the sample's scripts 
 - sharded: a DCP tree, or one for each tensor and expert rank, in ``tp<rank>_ep<rank>/``, earlier
   ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``, with ``model``, ``optimizer``, ``scheduler`` and counters;
 - local: the same for each shard rank too, ``tp<rank>_ep<rank>_fsdp<rank>/``;
+- local, before SMP 2.5: ``<rank>.pt``, what FSDP1 holds on each rank (`smp_train.checkpoints.rank_files`);
 - full: ``pytorch_model.bin`` and ``config.json``, no optimizer state.
 """
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from smp_train.checkpoints import rank_files
 from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
@@ -40,7 +42,7 @@ FULL = "pytorch_model.bin"
 _NAME = re.compile(r"(?:.*\D)?(?P<step>\d+)steps")
 _RANKS = re.compile(r"tp(?P<tensor>\d+)_ep(?P<expert>\d+)(?:_fsdp(?P<shard>\d+))?")
 _EARLIER = re.compile(r"(?:tp(?P<tensors>\d+)-(?P<tensor>\d+))?/?(?:ep(?P<experts>\d+)-(?P<expert>\d+))?")
-_LOCAL = re.compile(r"\d+\.pt")
+_RANK_FILE = re.compile(r"(\d+)\.pt")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,9 @@ class Foreign(Checkpoint):
     """
 
     trees: Mapping[str, Ranks]
-    """Ranks by sub-folder; empty where there is one file with the model alone."""
+    """Ranks by sub-folder; empty where there are none but files."""
+    rank_files: int
+    """How many files ``<rank>.pt`` there are."""
     config: Any = field(repr=False, compare=False)
     transformed: bool
     has_moments: bool
@@ -82,7 +86,7 @@ class Foreign(Checkpoint):
         """See `Checkpoint.load`. Without moments there, the optimizer's state is left as it is."""
         self.check_names(saver.names)
         with ExitStack() as opened:
-            trees = self._trees(saver, opened)
+            trees = self._trees(state, saver, opened)
             if isinstance(state, State):  # a DCP tree of another program may have the names of today's transformers
                 saved = on_main(f"cannot load {self.path}", lambda: list(saved_entries(trees[0].reader)))
                 named = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
@@ -94,7 +98,13 @@ class Foreign(Checkpoint):
                 state = {"model": state["model"]}
             load_state(state, reader, self.path, load=saver.load)
 
-    def _trees(self, saver: Saver, opened: ExitStack) -> list[Tree]:
+    def _trees(self, state: dict[str, Any], saver: Saver, opened: ExitStack) -> list[Tree]:
+        if self.rank_files:
+            read = [rank_files.read(place(self.path) / f"{rank}.pt") for rank in range(self.rank_files)]
+            if isinstance(state, State):
+                state = state.named_as([f"model.{name}" for name in read[0]["model"]])
+            shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
+            return [Tree(Ranks(), TensorReader(rank_files.tensors(read, self.config.model_type, shapes)))]
         if not self.trees:
             files = WeightFiles(place(self.path) / FULL, opened)
             return [Tree(Ranks(), TensorReader({f"model.{n}": files.tensor(n)[...] for n in files.files}))]
@@ -122,7 +132,7 @@ def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
             raise CheckpointError(f"{label}, of SMP's sample scripts, is not whole: {facts}")
         logger.warning("%s, of SMP's sample scripts, is not whole: %s; trying the next older one", label, facts)
     if names:
-        raise CheckpointError(f"cannot resume: no checkpoint that SMP's sample scripts wrote to {folder} is whole")
+        raise CheckpointError(f"no checkpoint of SMP's sample scripts in {folder} is whole; {label}: {facts}")
     return None
 
 
@@ -159,7 +169,9 @@ def _is_foreign(storage: Storage, name: str) -> bool:
     if storage.has(name, COMMITTED) or storage.has(name, META):
         return False
     files = storage.sizes(name)
-    return FULL in files or any(_ranks(posixpath.dirname(file)) for file in files if _of_tree(file))
+    if FULL in files or any(map(_RANK_FILE.fullmatch, files)):
+        return True
+    return any(_ranks(posixpath.dirname(file)) for file in files if _of_tree(file))
 
 
 def _reader(storage: Storage, name: str, part: str, files: Mapping[str, int]) -> Reader:
@@ -194,6 +206,7 @@ def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
     told: dict[str, Any] = {}
     trees: dict[str, Ranks] = {}
     transformed = has_moments = False
+    of_ranks = sorted(int(found[1]) for found in map(_RANK_FILE.fullmatch, files) if found is not None)
     folders = sorted({posixpath.dirname(file) for file in files if _of_tree(file)})
     if folders:
         problem = _missing(storage, name, folders, files)
@@ -206,13 +219,21 @@ def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
         has_moments = any(map(MOMENTS.fullmatch, saved))
         names = [key.removeprefix("app.").removeprefix("model.") for key in saved if key.startswith(MODEL_PREFIXES[:2])]
         transformed = is_transformed(names, config.model_type)
-        step = told.get("scheduler.num_iters", told.get("total_steps", told.get("step", step)))
+    elif of_ranks:
+        if of_ranks != list(range(len(of_ranks))):
+            return f"files of ranks {of_ranks} are there, and not of those between"
+        try:
+            read = [rank_files.read(place(storage.location) / name / f"{rank}.pt") for rank in of_ranks]
+        except CheckpointError as failure:
+            return str(failure)
+        told, has_moments = rank_files.plain_values(read[0]), True
+    step = told.get("scheduler.num_iters", told.get("total_steps", told.get("step", step)))
     degrees = next(iter(trees.values()), Ranks())
     meta = {"imported": told, "mesh": {"tensor": degrees.tensors, "expert": degrees.experts}, "tokens": 0}
     committed = Committed(int(step), config.model_type, {})
     return {
         "step": int(step), "meta": meta, "committed": committed, "trees": trees, "transformed": transformed,
-        "has_moments": has_moments,
+        "has_moments": has_moments, "rank_files": len(of_ranks),
     }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class _WholeReader(Reader):
 class TensorReader(_WholeReader):
     """Reads tensors that are in memory, or mapped from a file, as if they were a DCP tree."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = tensors
 
     def preload(self) -> None:

@@ -224,6 +224,8 @@ def _offset(name: str, size: Sequence[int], ranks: Ranks, model: HubModel) -> tu
         return (0,) * len(whole)
     if len(differ) == 1 and size[differ[0]] * ranks.tensors == whole[differ[0]]:
         return tuple(ranks.tensor * size[dim] if dim == differ[0] else 0 for dim in range(len(whole)))
+    if len(size) != len(whole):
+        raise CheckpointError(f"{name} is {list(whole)} here and stored as {list(size)}: flat parts are not read")
     of = f"tensor rank {ranks.tensor} of {ranks.tensors}"
     raise CheckpointError(
         f"{name} is {list(whole)} here, and {list(size)} on {of} there: trees of some ranks are missing, or it is of "

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from smp_train.checkpoints import cli
 from tests import harness, smp_trees
-from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, alike, numbers, refusal_of, smp, train_on_smp
-from tests.training import flags, train
+from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, OF_THE_MODEL, alike, numbers, refusal_of, smp, train_on_smp
+from tests.training import flags, read_checkpoint, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")]
 
@@ -27,6 +28,8 @@ WRITTEN: dict[str, tuple[int, dict[str, Any], str, str]] = {
     "tp2 llama, earlier names": (4, TENSOR | {"train_batch_size": 2}, "sharded", "tp{tps}-{tp}"),
     "tp2 mistral, local": (4, TENSOR | {"train_batch_size": 2, "model_type": "mistral"}, "local", "tp{tp}_ep{ep}"),
     "local llama": (2, {}, "local", "tp{tp}_ep{ep}"),
+    "rank files": (2, {}, "files", ""),
+    "rank files, gpt-neox": (2, NEOX, "files", ""),
     "own llama": (2, {"use_smp_implementation": 1}, "sharded", "tp{tp}_ep{ep}"),
     "tp2 gpt-neox": (4, NEOX | TENSOR | {"train_batch_size": 2}, "sharded", "tp{tp}_ep{ep}"),
     "ep2 mixtral": (2, MIXTRAL | {"expert_parallel_degree": 2}, "sharded", "tp{tp}_ep{ep}"),
@@ -143,3 +146,29 @@ def test_a_start_beside_them_leaves_them_alone(tmp_path: Path) -> None:
     harness.run(train, 1, train_line)
     assert smp_trees.contents(folder) == before
     assert str(folder.name) in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("form", ["app", "top"])
+def test_trees_of_other_programs_with_optimizer_state(form: str, tmp_path: Path) -> None:
+    harness.run(train, 1, flags(tmp_path / "ours", **{**SHARED, "lr": 1e-3}))
+    own = tmp_path / "ours" / "checkpoints" / "llama_v2-2steps"
+    saved = read_checkpoint(own)
+    tree: dict[str, Any] = {"model": {}, "optim": {"state": {}, "param_groups": [{"lr": 0.1}]}}
+    for key, value in saved.items():
+        if key.startswith("model."):
+            tree["model"][key.removeprefix("model.")] = value
+        else:
+            name, _, what = key.removeprefix("optim.state.").rpartition(".")
+            tree["optim"]["state"].setdefault(name, {})[what] = value
+    state = {"app": tree} if form == "app" else {**tree, "total_steps": 2}
+    theirs = tmp_path / "theirs" / "llama_v2-2steps"
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(theirs), no_dist=True)
+
+    resumed = [harness.run(smp_trees.take_up, 1, flags(tmp_path / who, **SHARED, resume_from_checkpoint=place))[0]
+               for who, place in (("one", own), ("two", theirs))]  # fmt: skip
+    assert resumed[0][0] == resumed[1][0] == 2
+    same(resumed[0][2], resumed[1][2])
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(smp_trees.config_of(own)))
+    model = dict.fromkeys((*OF_THE_MODEL, "max_context_width")) | {"finetune": 1, "pretrained_model_name": tmp_path}
+    harness.run(train, 1, flags(tmp_path / "tuned", **{**SHARED, **model, "pretrained_checkpoint_file": theirs}))
