@@ -101,7 +101,7 @@ class RowParser:
             # One parser passes over it, the other does not.
             raise ValueError("starts with a byte order mark, as where files were joined; remove it")
         # An escape may write a field's name in another way, which only a whole parse sees.
-        ids, mask, labels = (None if b"\\" in line else self._split(line)) or self._whole(line)
+        ids, mask, labels = (None if b"\\" in line else self._split(line) or self._three(line)) or self._whole(line)
         if ids.size == 0:
             raise ValueError(f"{IDS} is empty; remove the row")
         # One pass for both ends: a negative id is a huge one when read as unsigned.
@@ -179,7 +179,7 @@ class RowParser:
                 self._learn(tail)
             found = self._integers_of(head, IDS, without=(MASK, LABELS))
             if found is not None:
-                return found, self._tail_mask, None
+                return found[0], self._tail_mask, None
             record = loads(head)
         except ValueError:
             return None
@@ -190,18 +190,27 @@ class RowParser:
             _no_booleans(record[IDS], IDS)
         return ids, self._tail_mask, None
 
-    def _integers_of(self, text: bytes, field: str, without: tuple[str, ...]) -> np.ndarray | None:
-        """Return a list of integers in an object that has no field of ``without``; None whenever that is in doubt."""
-        # The buffer of a nested list is that of a flat one, so there must be no second list to nest.
-        if self._simd is None or text.count(b"[") != 1 or text.count(b"{") != 1:
+    def _three(self, line: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Read a line of ids, mask and labels and nothing else; None sends it to `_whole`."""
+        if line.count(b'"') != 6:
+            return None
+        found = self._integers_of(line, IDS, MASK, LABELS)
+        if found is None or not found[1].size or found[1].min() < 0 or found[1].max() > 255:
+            return None
+        return found[0], found[1].astype(np.uint8), found[2]
+
+    def _integers_of(self, text: bytes, *fields: str, without: tuple[str, ...] = ()) -> list[np.ndarray] | None:
+        """Return the lists of integers in an object that has no field of ``without``; None whenever in doubt."""
+        # The buffer of a nested list is that of a flat one, so there must be no other list to nest.
+        if self._simd is None or text.count(b"[") != len(fields) or text.count(b"{") != 1:
             return None
         try:
             record = self._simd.parse(text)
             if any(other in record for other in without):
                 return None
-            values = record[field]
-            found = np.frombuffer(values.as_buffer(of_type="i"), dtype=np.int64)
-            return found if found.size == len(values) else None
+            lists = [record[field] for field in fields]
+            found = [np.frombuffer(values.as_buffer(of_type="i"), dtype=np.int64) for values in lists]
+            return found if [values.size for values in found] == [len(values) for values in lists] else None
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
             # What failed may still be held by its traceback, and a parser whose document is held parses no other.
             self._simd = Parser()
@@ -211,9 +220,9 @@ class RowParser:
         if b":" in tail[tail.find(b":") + 1 :] or tail.count(b'"') != 2:
             raise ValueError
         found = self._integers_of(b"{" + tail, MASK, without=(IDS,))
-        if found is not None and (found.size == 0 or (found.min() >= 0 and found.max() < 256)):
-            self._tail_mask = found.astype(np.uint8)
-            self._tail_full = bool((found == 1).all())
+        if found is not None and (found[0].size == 0 or (found[0].min() >= 0 and found[0].max() < 256)):
+            self._tail_mask = found[0].astype(np.uint8)
+            self._tail_full = bool((found[0] == 1).all())
             self._tail = tail
             return
         record = loads(b"{" + tail)
