@@ -126,7 +126,7 @@ def opening_args(folder: str, **changed) -> SimpleNamespace:
         "dataset": None, "use_synthetic_data": 0, "training_dir": [folder], "test_dir": None, "data_cache_dir": None,
         "zipped_data": None, "dataset_type": "gpt_jsonl", "data_num_workers": 1, "bad_rows": "stop", "max_bad": 0.0,
         "short": "pad", "long": None, "seed": 0, "shuffle": "global", "train_batch_size": 1,
-        "gradient_accumulation_steps": 1, "data_audit": False,
+        "gradient_accumulation_steps": 1, "data_audit": False, "epochs": None,
     }  # fmt: skip
     return SimpleNamespace(**{**given, **changed})
 

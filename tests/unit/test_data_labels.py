@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from smp_train.cli import main
-from smp_train.data import windows
+from smp_train.data import s3, windows
 from smp_train.data.blend import Joined
 from smp_train.data.formats import convert_place, open_place
 from smp_train.data.index import BESIDE
@@ -370,6 +370,38 @@ def test_windows_know_what_has_nothing_to_learn(tmp_path):
                     assert reference[name].input_ids[:4].tolist() == ids[: min(4, reference[name].input_ids.size)]
         steps.close()
         assert seen == set(reference)
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_labels_come_from_s3(tmp_path, window, monkeypatch, request):
+    pytest.importorskip("boto3")
+    pytest.importorskip("moto.server")
+    from tests import s3_server
+
+    rows = dialogue(30)
+    write(tmp_path / "data", rows, 6, ".json.gz")
+    with s3_server.serving() as proxy:
+        place = s3_server.bucket(proxy, monkeypatch, request.node.nodeid)
+        for file in (tmp_path / "data").iterdir():
+            s3.connect().put_object(Bucket=place.removeprefix("s3://"), Key=f"d/{file.name}", Body=file.read_bytes())
+        if not window:
+            checked(opened(f"{place}/d", cache_dir=str(tmp_path / "cache")), rows)
+            return
+        found = windows.look(f"{place}/d", "gpt_jsonl", window=2, vocab_size=VOCAB, cache_dir=str(tmp_path / "cache"))
+        found.claim()
+        found.count(0, 1, local_world=1)
+        source = found.open(0, 1, found.whole())
+        order = Order(len(source), 3, "window:2", source.shards)
+        data = TrainingData(source, order, seq_len=12, micro_batch=5, accumulation=1, dp_rank=0, dp_size=1)
+        wanted = {f"{n // 5}.json.gz:{n % 5 + 1}": row["labels"] for n, row in enumerate(rows)}
+        steps = data.batches()
+        for _ in range(6):
+            (batch,) = next(steps)
+            for name, labels in zip(batch.samples, batch.labels.tolist(), strict=True):
+                expected_labels = wanted.pop(name)
+                assert labels == expected_labels + [-100] * (12 - len(expected_labels))
+        steps.close()
+        assert not wanted
 
 
 def test_a_blend_of_sources_with_and_without_labels(tmp_path):
