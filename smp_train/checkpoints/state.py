@@ -117,10 +117,11 @@ def _elsewhere(shape: Sequence[int], value: torch.Tensor) -> torch.Tensor:
 def present(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested dictionaries without the tensors that other ranks hold, and without what is empty then."""
     found = {key: present(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    # Those are plain tensors; a ShardedTensor without a part on this rank cannot be asked for its device.
     return {
         key: value
         for key, value in found.items()
-        if not (value == {} if isinstance(value, dict) else isinstance(value, torch.Tensor) and value.is_meta)
+        if not (value == {} if isinstance(value, dict) else type(value) is torch.Tensor and value.is_meta)
     }
 
 
