@@ -294,13 +294,14 @@ def look_for_checkpoint(args: Arguments, spec: ModelSpec, mesh: dict[str, int]) 
 
 def name_foreign(args: Arguments) -> None:
     """Say which of SMP's sample's checkpoints lie where this run, which resumes from none, writes its own."""
-    for folder in args.checkpoint_dir:
-        names = [] if is_node_local(folder) else foreign.names_in(folder)
-        if names:
-            log.info(
-                "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go on "
-                "from them, --resume_from_checkpoint %s", folder, len(names), names[0], folder,
-            )  # fmt: skip
+    with runtime.together("looking into the checkpoint folders"):
+        for folder in args.checkpoint_dir:
+            names = [] if is_node_local(folder) else foreign.names_in(folder)
+            if names:
+                log.info(
+                    "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go on "
+                    "from them, --resume_from_checkpoint %s", folder, len(names), names[0], folder,
+                )  # fmt: skip
 
 
 def imported_position(found: Checkpoint, training: Dealing) -> tuple[int, str]:

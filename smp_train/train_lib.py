@@ -69,7 +69,7 @@ def resume(run: Run) -> None:
         run.checkpoints.go_back(found)
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
     then, here = (layout(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))
-    if then != here:
+    if then != here and "data" in found.meta:
         log.info(
             "It was saved on another mesh (%s; here %s): weights, moments and the order of samples are the same; "
             "dropout is drawn by step and rank, so otherwise than there", then, here,
