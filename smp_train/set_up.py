@@ -299,8 +299,8 @@ def name_foreign(args: Arguments) -> None:
             names = [] if is_node_local(folder) else foreign.names_in(folder)
             if names:
                 log.info(
-                    "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go on "
-                    "from them, --resume_from_checkpoint %s", folder, len(names), names[0], folder,
+                    "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go "
+                    "on from them, --resume_from_checkpoint %s", folder, len(names), names[0], folder,
                 )  # fmt: skip
 
 
