@@ -310,7 +310,7 @@ def audit(run: Path, rows: int | None = None) -> int:
     for place, seen in streams.items():
         problems += _repeats(place, seen, (rows if not place else None) or sizes.get(place))
     size = rows or sizes.get("")
-    if size and "" in streams and not weights:
+    if size and "" in streams and not weights and min(steps) == 1:
         wanted = _wanted_epochs(run, max(steps))
         left_over, consumed_as = _left_over(Counter(name for _, _, name in streams[""]), size, wanted)
         # An end before the last epoch is no fault where a flag has set it, or where the run is not at its end.

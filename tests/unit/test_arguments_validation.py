@@ -186,6 +186,7 @@ def test_data_must_come_from_somewhere() -> None:
     with pytest.raises(ConfigError, match="--evaluate_only needs --test_dir"):
         check("--training_dir d --max_epochs -1")
     check("--training_dir d --test_dir t --validation_freq 5")
+    check("--dataset d --tokenizer t --bad_rows skip")
 
 
 TEXT = {

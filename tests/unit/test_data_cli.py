@@ -131,6 +131,35 @@ def test_audit_finds_samples_that_are_never_used(tmp_path, capsys):
     assert "1 of 11 samples were never used" in capsys.readouterr().out
 
 
+def test_audit_of_epochs(tmp_path, capsys):
+    def verdict(**changes):
+        facts = {"config": {"epochs": 2, "max_steps": 5}, "total_steps": 5, "samples": {"": ROWS}, **changes}
+        (tmp_path / "run.json").write_text(json.dumps(facts))
+        return cli.audit(tmp_path), capsys.readouterr().out
+
+    write_run(tmp_path, sequence(5))
+    assert verdict()[0] == 0
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    write_run(tmp_path, sequence(4))
+    code, said = verdict(total_steps=4)
+    assert code == 3, "the run says that it is at its end"
+    assert f"{2 * ROWS - 16} of {ROWS} samples" in said
+    assert all(name in said for name in sequence(5)[4])
+    for excuse in (
+        {"total_steps": 5},
+        {"total_steps": 4, "config": {"epochs": 2, "max_steps": 4}, "sources": {"max_steps": "command line"}},
+        {"total_steps": 4, "config": {"epochs": 2, "max_steps": 5000, "steps_per_epoch": 2}},
+    ):
+        code, said = verdict(**excuse)
+        assert code == 0, excuse
+        assert f"{2 * ROWS - 16} of {ROWS} samples" in said
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    write_run(tmp_path, sequence(5)[2:], start=3)
+    assert verdict()[0] == 0, "nothing is known of the first steps"
+
+
 def test_audit_finds_samples_of_a_blend_that_are_never_used(tmp_path, capsys):
     write_run(tmp_path, [["a/x:0", "b/y:0"], ["a/x:1", "b/y:1"], ["a/x:0", "b/y:0"], ["a/x:1", "b/y:1"]])
     config = {"training_dir": ["a:0.5", "b:0.5"]}

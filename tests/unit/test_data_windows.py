@@ -77,11 +77,12 @@ def opened(place, cache, rank=0, world=1, kind="gpt_jsonl", slot=None, **options
     return found.open(rank, world, found.whole())
 
 
-def training(source, order=None, dp_rank=0, dp_size=1, micro_batch=2, seq_len=16):
+def training(source, order=None, dp_rank=0, dp_size=1, micro_batch=2, seq_len=16, epochs=None):
     order = order or Order(len(source), 5, f"window:{WINDOW}", shards(source))
     return TrainingData(
-        source, order, seq_len=seq_len, micro_batch=micro_batch, accumulation=1, dp_rank=dp_rank, dp_size=dp_size
-    )
+        source, order, seq_len=seq_len, micro_batch=micro_batch, accumulation=1, dp_rank=dp_rank, dp_size=dp_size,
+        epochs=epochs,
+    )  # fmt: skip
 
 
 def in_order(place, cache, positions):
@@ -191,6 +192,15 @@ def as_ranks(place, cache, world, consumed, until, options=None):
 def in_turn(results):
     """Return the samples of all ranks in the order of positions."""
     return [name for step in zip(*results, strict=True) for names in step for name in names]
+
+
+def test_epochs_end_with_every_row_used_as_often(tmp_path):
+    place = write_shards(tmp_path / "data")
+    total = sum(ROWS + n for n in range(SHARDS))
+    data = training(opened(place, tmp_path / "cache"), micro_batch=total // 2 + 1, epochs=2)
+    names = read(data, 0, 2 * total)
+    assert len(names) > 2 * total, "the last batch is filled up"
+    assert [name for name in names if name] == in_order(place, tmp_path / "whole", (0, 2 * total))
 
 
 def test_ranks_share_a_stage_and_come_and_go(bucket, server, tmp_path, monkeypatch):
