@@ -7,13 +7,15 @@ import math
 import os
 import time
 from dataclasses import asdict
+from functools import partial
 
 from smp_train import runtime, train_utils
-from smp_train.checkpoints import open_checkpoint
+from smp_train.checkpoints import RunId, open_checkpoint
+from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.export import export, export_weights
 from smp_train.checkpoints.node_local import is_node_local
-from smp_train.checkpoints.record import COMMITTED
-from smp_train.checkpoints.storage import open_storage, place_of
+from smp_train.checkpoints.owner import committed
+from smp_train.checkpoints.storage import Storage, open_storage
 from smp_train.errors import CheckpointError, redacted
 from smp_train.models.hugging_face import CONFIG_FILE
 from smp_train.set_up import Run, tokenizer_of
@@ -81,19 +83,21 @@ def save_last(run: Run) -> None:
         log.warning("%s", failure)
 
 
-def complete_models(run: Run, name: str) -> None:
-    """Write the models that a run which was cut short left out beside its checkpoint ``name``; collective."""
+def complete_models(run: Run, step: int) -> None:
+    """Write the models that a run which was cut short left out beside its checkpoints of ``step``; collective."""
     for folder in run.args.checkpoint_dir:
         if is_node_local(folder):
             continue
-        lacking = False
-        with runtime.together(f"looking into {folder}"):
-            if run.runtime.is_main:
-                storage = open_storage(folder)
-                lacking = storage.has(name, COMMITTED) and not storage.has(name, f"{MODEL_FOLDER}/{CONFIG_FILE}")
-        if runtime.any_rank(lacking):
-            path = os.path.join(place_of(folder), name)
+        storage = open_storage(folder)
+        lacking = on_main(f"cannot look into {folder}", partial(_without_model, storage, run.start.run, step))
+        for name in lacking:
+            path = os.path.join(storage.location, name)
             write_model(run, path, os.path.join(path, MODEL_FOLDER))
+
+
+def _without_model(storage: Storage, run: RunId, step: int) -> list[str]:
+    own = [entry.name for entry in committed(storage, run) if entry.step == step]
+    return [name for name in own if not storage.has(name, f"{MODEL_FOLDER}/{CONFIG_FILE}")]
 
 
 def save_final_model(run: Run) -> None:

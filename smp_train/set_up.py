@@ -14,7 +14,7 @@ from smp_train import arguments, backends, runtime, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.degrees import of_run
 from smp_train.backends.base import Backend, Topology
-from smp_train.checkpoints import Checkpoint, CheckpointManager, foreign, policies
+from smp_train.checkpoints import Checkpoint, CheckpointManager, RunId, foreign, policies
 from smp_train.checkpoints.export import check_tokenizer, tokenizer_beside
 from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.checkpoints.model_folder import check_writable
@@ -23,8 +23,10 @@ from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.learning_rates import Schedule, schedule
+from smp_train.models.configuration import changes
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
+from smp_train.naming import Start, described, how_to_resume, settle
 from smp_train.runtime import Runtime
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
@@ -51,7 +53,8 @@ class Progress:
 class Run:
     """Everything a run consists of, put together once by `set_up`."""
 
-    args: Arguments
+    resolved: Resolved
+    start: Start
     runtime: Runtime
     backend: Backend
     spec: ModelSpec
@@ -76,6 +79,11 @@ class Run:
     """Step of the newest checkpoint that this run wrote or resumed from; there is nothing to save at step 0."""
     saved_path: str | None = None
 
+    @property
+    def args(self) -> Arguments:
+        """The settings."""
+        return self.resolved.args
+
     def close(self) -> None:
         """Flush and close what was opened, leave the process group, and give signals back."""
         self.metrics.close()
@@ -91,6 +99,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
 
     What others must not find locked when this fails goes to ``opened``.
     """
+    resolved, start = settle(resolved, ranks)
     args = resolved.args
     folder, metrics = open_run_folder(args, ranks)
     stop = StopRequest(folder.stop)
@@ -100,7 +109,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
     spec, seq_len = choose_model(args, backend)
     check_memory(args, backend, spec, ranks)
-    checkpoints = open_checkpoints(args, ranks, backend, spec, opened)
+    checkpoints = open_checkpoints(args, ranks, backend, spec, start.run, opened)
     train_data, validation = open_data(
         args,
         vocab_size=spec.config.vocab_size,
@@ -111,9 +120,15 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
         pin_memory=device.type == "cuda",
     )
 
-    found = look_for_checkpoint(args, spec, topology.mesh)
+    found = look_for_checkpoint(args, spec, start, topology.mesh)
+    with runtime.together("looking at the checkpoint folders"):
+        if ranks.is_main:
+            log.info(described(args, start, found))
+            log.info("Should this run be cut short, %s", how_to_resume(resolved, ranks))
     total_steps = count_steps(resolved, train_data, found)
     if found is not None:
+        with runtime.together("comparing the models"):
+            check_model(args, spec, found)
         backend.check_checkpoint(found)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     if any(map(is_node_local, args.checkpoint_dir)):
@@ -122,7 +137,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     log.info(where_weights_are_from(args, backend, spec, found))
     run = Run(
-        args=args,
+        resolved=resolved,
+        start=start,
         runtime=ranks,
         backend=backend,
         spec=spec,
@@ -147,7 +163,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
     )
     with runtime.together("writing run.json"):
         if ranks.is_main:
-            write_run(run, resolved, parameters)
+            write_run(run, parameters)
     if args.enable_memory_profiling:
         log.info(memory_report(device, "model and optimizer built"))
     return run
@@ -214,12 +230,13 @@ def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runt
 
 
 def open_checkpoints(
-    args: Arguments, ranks: Runtime, backend: Backend, spec: ModelSpec, opened: ExitStack
+    args: Arguments, ranks: Runtime, backend: Backend, spec: ModelSpec, run: RunId, opened: ExitStack
 ) -> CheckpointManager:
     """Prove that all that the run is to write can be written, and lock the checkpoint folders; collective."""
     checkpoints = CheckpointManager(
         policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints),
         model_type=spec.model_type,
+        run=run,
         asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
     )
     with runtime.together("looking at the checkpoint folders"):
@@ -264,8 +281,10 @@ def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAud
         )
 
 
-def look_for_checkpoint(args: Arguments, spec: ModelSpec, mesh: dict[str, int]) -> Checkpoint | None:
-    """Return the newest committed checkpoint, if the run asks for one and there is one; collective.
+def look_for_checkpoint(
+    args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]
+) -> Checkpoint | None:
+    """Return the newest committed checkpoint, if the run asks for one and there is one for it; collective.
 
     Where there is none, the newest that SMP's sample scripts wrote.
     """
@@ -274,12 +293,11 @@ def look_for_checkpoint(args: Arguments, spec: ModelSpec, mesh: dict[str, int]) 
         name_foreign(args)
         return None
     found = None
+    whose = start.run if start.origin is None else start.origin.run
     with runtime.together("looking for a checkpoint"):
         named = foreign.is_one(location)
     if not named:
-        found = find_newest(
-            location, args.checkpoint_dir, model_type=spec.model_type, mesh=mesh, strict=args.strict_resume
-        )
+        found = find_newest(location, args.checkpoint_dir, run=whose, mesh=mesh, strict=args.strict_resume)
     if found is None:
         found = foreign.find(location, spec.config, strict=args.strict_resume)
         if found is not None and found.step < 1:
@@ -302,6 +320,19 @@ def name_foreign(args: Arguments) -> None:
                     "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go "
                     "on from them, --resume_from_checkpoint %s", folder, len(names), names[0], folder,
                 )  # fmt: skip
+
+
+def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
+    """Raise `CheckpointError` where a checkpoint's model computes something else than the run's. Not collective."""
+    saved = found.meta.get("model_config")
+    different = changes(saved, spec.config) if isinstance(saved, dict) else []
+    if different and not args.allow_model_change:
+        raise CheckpointError(
+            f"{found.path} is of another model ({'; '.join(different)}); give the checkpoint's flags, or "
+            "--allow_model_change 1 to go on with this one"
+        )
+    if different:
+        log.warning("The model is not that of %s: %s", found.path, "; ".join(different))
 
 
 def imported_position(found: Checkpoint, training: Dealing) -> tuple[int, str]:
@@ -362,11 +393,12 @@ def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
     return chosen
 
 
-def write_run(run: Run, resolved: Resolved, parameters: int) -> None:
+def write_run(run: Run, parameters: int) -> None:
     """Write down in the run folder what this start of the run is."""
     run.folder.write_run(
+        run=run.start.run.to_json(),
         config=asdict(run.args),
-        sources=resolved.sources,
+        sources=run.resolved.sources,
         mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh},
         backend=run.backend.name,
         model=run.spec.name,

@@ -11,10 +11,10 @@ from itertools import islice
 from smp_train import runtime, train_utils
 from smp_train.arguments import Resolved
 from smp_train.checkpoints import Checkpoint
-from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.storage import place_of
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
 from smp_train.errors import ConfigError, DataError, SmpTrainError
+from smp_train.naming import how_to_resume
 from smp_train.runtime import Runtime
 from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model, save_last
 from smp_train.set_up import Progress, Run, imported_position, layout, set_up
@@ -76,7 +76,7 @@ def resume(run: Run) -> None:
         )  # fmt: skip
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
     if run.args.checkpoint_type == "full" and not run.args.evaluate_only:
-        complete_models(run, os.path.basename(found.path))
+        complete_models(run, found.step)
 
 
 def data_position(run: Run, found: Checkpoint) -> int:
@@ -262,10 +262,7 @@ def finish(run: Run, *, stopped: bool) -> None:
             run.folder.mark_done(at)
     run.metrics.event("stop" if stopped else "finish", step=at)
     if stopped:
-        how = "run the same command again to go on"
-        if run.args.resume_from_checkpoint is None:
-            durable = next(folder for folder in run.args.checkpoint_dir if not is_node_local(folder))
-            how += f" with --resume_from_checkpoint {durable}"
+        how = how_to_resume(run.resolved, run.runtime)
         log.info("Stopped at step %d of %d on request; %s", at, run.total_steps, how)
     else:
         log.info("Finished: step %d of %d", at, run.total_steps)

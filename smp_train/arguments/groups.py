@@ -297,12 +297,12 @@ class CheckpointArguments:
     """Checkpoints: where, how often, how many are kept. Lists of equal length make one policy per folder."""
 
     checkpoint_dir: list[str] = flag(
-        ["checkpoints"],
+        [],
         "Folders checkpoints are written to, or s3://bucket/prefix; local:DIR is each node's own disk",
-        shown="checkpoints; on SageMaker /opt/ml/checkpoints",
+        shown="checkpoints/<run_name>; on SageMaker /opt/ml/checkpoints",
     )
     checkpoint_freq: list[int] = flag([1000], "Steps between checkpoints, per folder", unit="steps")
-    num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints kept, per folder")
+    num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints of the run kept, per folder")
     checkpoint_type: str | None = flag(
         None,
         "How checkpoints are written: in the background from a copy in host memory (where there is no room for one, as "
@@ -312,13 +312,16 @@ class CheckpointArguments:
         shown="async_sharded; sharded on SMP",
     )
     resume_from_checkpoint: str | None = flag(
-        None, "A checkpoint, or a folder or s3:// prefix of them of which the newest complete one is taken"
+        None,
+        "A checkpoint, or a folder or s3:// prefix of them, of which the run's newest complete one is taken; without "
+        "--run_name that of the run that saved last, which then goes on",
     )
+    allow_model_change: bool = flag(False, "Resume although the checkpoint's model computes something else")
     strict_resume: bool = flag(
         False, "Stop when the newest checkpoint is damaged, rather than set it aside and take the next older one"
     )
     break_checkpoint_lock: bool = flag(
-        False, "Write to the checkpoint folders though another job seems to be doing so; that one then saves no more"
+        False, "Save though another job seems to be saving this run there; that one then saves no more"
     )
     save_final_model: bool = flag(False, "Write the model in Hugging Face format at the end")
     model_dir: str | None = flag(None, "Folder, or s3://, the final model is written to", shown="SM_MODEL_DIR")
@@ -328,7 +331,11 @@ class CheckpointArguments:
 class LoggingArguments:
     """Logging and profiling: what a run tells, and where it writes it."""
 
-    run_name: str = flag("", "Name of the run", shown="the model's type and size")
+    run_name: str = flag(
+        "",
+        "Name of the run: a start of the same name goes on with it, another one is another run",
+        shown="a fresh one, such as llama_v2-7b-20261122-1; that of the run resumed",
+    )
     run_dir: str = flag(
         "", "Folder for run.json, metrics.jsonl, logs and report", shown="runs/<run_name>; SM_OUTPUT_DATA_DIR"
     )
@@ -428,11 +435,13 @@ class Arguments(
         # One setting says what is checkpointed; a contradiction is refused by `validate`.
         if self.activation_checkpointing == checkpointing.FULL:
             self.activation_checkpointing = checkpointing.of_layers(self.selective_checkpointing)
-        # From the model alone, so that every rank and every restart finds the same folder.
-        self.run_name = self.run_name or self._model_label()
-        self.run_dir = self.run_dir or f"runs/{self.run_name}"
+        if self.run_name:
+            self.run_dir = self.run_dir or f"runs/{self.run_name}"
+            self.checkpoint_dir = self.checkpoint_dir or [f"checkpoints/{self.run_name}"]
 
-    def _model_label(self) -> str:
+    @property
+    def label(self) -> str:
+        """The model's type and size: what a launcher calls a run without a name, and how a fresh name begins."""
         pretrained = self.hf_pretrained_model_name_or_dir or (self.finetune and self.pretrained_model_name)
         if pretrained:
             return PurePosixPath(pretrained).name or "model"

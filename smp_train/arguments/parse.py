@@ -325,7 +325,7 @@ def _explain_settled(
     """Give what `Arguments` settled by itself its source, and a note where it overrode the user."""
     causes = {
         "model_type": "--from_scratch", "model_size": "--from_scratch",
-        "sharding_strategy": "--hybrid_shard_degree", "run_name": "the model's name", "run_dir": "--run_name",
+        "sharding_strategy": "--hybrid_shard_degree", "run_dir": "--run_name", "checkpoint_dir": "--run_name",
         "activation_checkpointing": "--selective_checkpointing",
     }  # fmt: skip
     table = flags()

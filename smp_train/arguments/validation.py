@@ -21,6 +21,7 @@ from smp_train.arguments.degrees import divisors, of_run
 from smp_train.arguments.flag import show
 from smp_train.arguments.groups import STRATEGIES, Arguments, flags
 from smp_train.arguments.parse import Resolved
+from smp_train.arguments.values import is_run_name
 from smp_train.errors import ConfigError
 from smp_train.runtime import smp_installed
 
@@ -216,7 +217,9 @@ def _check_schedule(args: Arguments) -> None:
 
 
 def _check_checkpoints(args: Arguments) -> None:
-    folders = len(args.checkpoint_dir)
+    if args.run_name and not is_run_name(args.run_name):
+        raise ConfigError(f"--run_name {args.run_name!r}: is no name for a folder; give one such as llama-7b")
+    folders = len(args.checkpoint_dir) or 1
     for name in ("checkpoint_freq", "num_kept_checkpoints"):
         length = len(getattr(args, name))
         if length != folders:
@@ -225,9 +228,9 @@ def _check_checkpoints(args: Arguments) -> None:
                 f"and --{name} {length}: "
                 "give one value per folder"
             )
-    if len(set(args.checkpoint_dir)) != folders:
+    if len(set(args.checkpoint_dir)) != len(args.checkpoint_dir):
         raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
-    if all(place.startswith(NODE_LOCAL) for place in args.checkpoint_dir):
+    if args.checkpoint_dir and all(place.startswith(NODE_LOCAL) for place in args.checkpoint_dir):
         raise ConfigError(
             f"--checkpoint_dir {args.checkpoint_dir[0]} is lost with its node; add a folder that all nodes share, or s3://"
         )

@@ -30,6 +30,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def is_run_name(text: str) -> bool:
+    """Return whether a text can name a run: it becomes a folder below ``runs/`` and ``checkpoints/``."""
+    return text.isprintable() and not {"", ".", ".."} & set(text.split("/"))
+
+
 def is_bool(text: str) -> bool:
     """Say whether ``text`` is one of the spellings of a boolean."""
     return text.strip().lower() in TRUE | FALSE

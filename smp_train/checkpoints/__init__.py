@@ -2,7 +2,7 @@
 
 from smp_train.checkpoints.finding import Checkpoint, find, open_checkpoint
 from smp_train.checkpoints.manager import CheckpointManager
-from smp_train.checkpoints.record import folder_name
+from smp_train.checkpoints.record import RunId, folder_name
 from smp_train.checkpoints.retention import Policy, policies
 from smp_train.checkpoints.state import create_optimizer_state, gather_state
 from smp_train.models.hub_names import canonical_name
@@ -11,6 +11,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Policy",
+    "RunId",
     "canonical_name",
     "create_optimizer_state",
     "find",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,11 +40,8 @@ class Attempt:
     storage: Storage
     name: str
     staged: str
-
-    @property
-    def path(self) -> str:
-        """Where it is once it is committed."""
-        return os.path.join(self.storage.location, self.name)
+    after: float = 0.0
+    """Time of the newest commit in the folder: this one counts as later, whatever the clock says."""
 
     @contextlib.contextmanager
     def cleared_on_failure(self) -> Iterator[None]:
@@ -64,25 +62,27 @@ class Attempt:
         model_type: str,
         lock: Lock | None,
         on_stage: Callable[[str], None],
-    ) -> None:
-        """Make what the ranks have written a checkpoint; collective.
+    ) -> str:
+        """Make what the ranks have written a checkpoint, and return where it is; collective.
 
         ``records`` returns what this rank wrote, or raises what kept it from that: then nothing is committed.
         """
         shares = exchange(self.what, lambda: (here(""), records()))
 
-        def commit() -> None:
+        def commit() -> str:
             files = _all_files(self.storage, self.staged, shares)
             files[META] = self.storage.put(self.staged, META, json.dumps(meta, indent=1).encode())
-            committed = Committed(meta["step"], model_type, files)
+            now = max(time.time(), self.after + 0.001)
+            committed = Committed(meta["step"], model_type, files, run=self.storage.run, time=now)
             on_stage("commit")
             if lock is not None:
                 lock.check()
             self.storage.mark(self.staged, committed)
             on_stage("publish")
-            self.storage.publish(self.staged, self.name, committed)
+            name = self.storage.publish(self.staged, self.name, committed)
+            return os.path.join(self.storage.location, name)
 
-        on_main(self.what, commit)
+        return on_main(self.what, commit)
 
 
 class Elsewhere:

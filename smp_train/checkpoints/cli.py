@@ -13,16 +13,24 @@ from typing import Any, NoReturn
 
 from smp_train.checkpoints.finding import (
     Checkpoint,
-    committed_names,
     is_checkpoint_folder,
     is_one_checkpoint,
     open_checkpoint,
 )
 from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.manager import CheckpointManager
-from smp_train.checkpoints.record import ABANDONED, COMMITTED, DAMAGED, folder_name, name_before, parse_folder_name
+from smp_train.checkpoints.owner import committed, committed_names, last_run, run_of
+from smp_train.checkpoints.record import (
+    ABANDONED,
+    COMMITTED,
+    DAMAGED,
+    RunId,
+    folder_name,
+    name_before,
+    parse_folder_name,
+)
 from smp_train.checkpoints.retention import Policy
-from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
+from smp_train.checkpoints.storage import UNKNOWN, Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError, redacted
 from smp_train.models.hugging_face import trust_code
 from smp_train.runtime.places import Place, place
@@ -48,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
             made.add_argument("target", help=target)
         return made
 
-    either = "a checkpoint, or a folder of them (the newest committed one)"
+    either = "a checkpoint, or a folder of them (the newest one of the run that saved last)"
     verb("ls", "list the checkpoints of a folder", "folder of checkpoints")
     verb("show", "tell what a checkpoint holds", either)
     verb("verify", "recompute checksums", "a checkpoint, or a folder: all of its committed ones")
@@ -67,7 +75,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--step", type=int, help="step of the checkpoint; default: what the source says, else 0")
     made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a checkpoint of that step")
     made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the model's own code")
-    made = verb("prune", "delete all but the newest committed checkpoints", "folder of checkpoints")
+    made = verb("prune", "delete all but the newest committed checkpoints of a run", "folder of checkpoints")
+    made.add_argument("--run_name", help="name or id of the run; needed where the folder holds several")
     made.add_argument("--keep", type=int, required=True, help="how many of each model type to keep, at least 1")
     made.add_argument("--damaged", type=int, choices=(0, 1), default=0, help="delete those set aside as damaged, too")
     made.add_argument("--abandoned", type=int, choices=(0, 1), default=0, help="and those that a run went back before")
@@ -98,15 +107,17 @@ def ls(options: argparse.Namespace) -> int:
         sizes = storage.sizes(name)
         before = name_before(name)
         parsed = parse_folder_name(before)
-        committed = COMMITTED in sizes and name == before
+        complete = COMMITTED in sizes and name == before
         if parsed is None and not name.endswith((".staging", ".deleting", ".replaced")):
             continue
-        state = "committed" if committed else "incomplete"
-        state = state if committed else others.get(name, state)
-        rows.append((parsed[1] if parsed else -1, name, state, in_bytes(sum(sizes.values())), len(sizes)))
+        state = "committed" if complete else "incomplete"
+        state = state if complete else others.get(name, state)
+        run = run_of(storage, name)[0]
+        rows.append((parsed[1] if parsed else -1, name, state, in_bytes(sum(sizes.values())), len(sizes), run))
     width = max((len(row[1]) for row in rows), default=0)
-    for _, name, state, size, files in sorted(rows):
-        print(f"{name:<{width}}  {state:<10}  {size:>10}  {files} files")
+    for _, name, state, size, files, run in sorted(rows):
+        of = f"  run {run} ({run.id})" if run.id else ""
+        print(f"{name:<{width}}  {state:<10}  {size:>10}  {files} files{of}")
     if not rows:
         print(f"no checkpoints in {storage.location}")
     return 0
@@ -150,7 +161,7 @@ def verify(options: argparse.Namespace) -> int:
         storage, names = open_storage(folder), [name]
     else:
         storage = _folder(place)
-        names = committed_names(storage, None)
+        names = committed_names(storage)
     if not names:
         raise CheckpointError(f"{place} holds no committed checkpoint")
     damaged = []
@@ -274,10 +285,23 @@ def _refuse_committed(storage: Storage, name: str) -> None:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Delete all but the newest committed checkpoints of each model type, and what interrupted saves left."""
+    """Delete all but a run's newest committed checkpoints of each model type, and what its interrupted saves left."""
     if options.keep < 1:
         raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
     storage = _folder(options.source)
+    runs = {entry.run for entry in committed(storage)}
+    if options.run_name:
+        # Of a run that committed nothing, what its saves left is known by the name.
+        runs = {run for run in runs if options.run_name in (run.name, run.id)} or {RunId.fresh(options.run_name)}
+    elif len(runs) > 1:
+        known = ", ".join(sorted(f"{run} ({run.id or 'no id'})" for run in runs))
+        raise ConfigError(f"{storage.location} holds checkpoints of several runs: {known}; name one with --run_name")
+    for run in runs or {UNKNOWN}:
+        _prune(open_storage(storage.location, run), options)
+    return 0
+
+
+def _prune(storage: Storage, options: argparse.Namespace) -> None:
     lock = None if options.dry_run else _lock_or_say(storage)
     try:
         if lock is not None:
@@ -286,13 +310,14 @@ def prune(options: argparse.Namespace) -> int:
         _delete_old(storage, options)
         for kind in [kind for kind in (DAMAGED, ABANDONED) if getattr(options, kind)]:
             for name in storage.aside(kind):
+                if run_of(storage, name)[0] not in (storage.run, UNKNOWN):
+                    continue
                 if not options.dry_run:
                     storage.drop_aside(name, kind)
                 print(f"{'would delete' if options.dry_run else 'deleted'} {name}, which is {kind}")
     finally:
         if lock is not None:
             lock.release()
-    return 0
 
 
 def _lock_or_say(storage: Storage) -> Lock | None:
@@ -308,27 +333,29 @@ def _lock_or_say(storage: Storage) -> Lock | None:
 
 def _delete_old(storage: Storage, options: argparse.Namespace) -> None:
     kept: dict[str, int] = {}
-    for name in committed_names(storage, None):
-        parsed = parse_folder_name(name)
-        if parsed is None:
-            continue
-        kept[parsed[0]] = kept.get(parsed[0], 0) + 1
-        if kept[parsed[0]] > options.keep:
+    for entry in committed(storage, storage.run):
+        kept[entry.model_type] = kept.get(entry.model_type, 0) + 1
+        if kept[entry.model_type] > options.keep:
             if not options.dry_run:
-                storage.delete(name)
-            print(f"{'would delete' if options.dry_run else 'deleted'} {name}")
+                storage.delete(entry.name)
+            print(f"{'would delete' if options.dry_run else 'deleted'} {entry.name}")
 
 
 def newest(location: str) -> Checkpoint:
-    """Return the checkpoint at ``location``, or the newest committed one of the folder; else `CheckpointError`."""
+    """Return the checkpoint at ``location``, or in a folder the newest one of the run that committed last.
+
+    Raises `CheckpointError` where there is none.
+    """
     place = place_of(location)
     if is_one_checkpoint(place, other_programs=False):
         return open_checkpoint(place)
     storage = _folder(place)
-    names = committed_names(storage, None)
-    if not names:
+    entries = committed(storage)
+    if not entries:
         raise CheckpointError(f"{location} holds no committed checkpoint")
-    return open_checkpoint(os.path.join(storage.location, names[0]))
+    run = last_run(entries)
+    name = next(entry.name for entry in entries if entry.run == run)
+    return open_checkpoint(os.path.join(storage.location, name))
 
 
 def _weights(location: str) -> Place:

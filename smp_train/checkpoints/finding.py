@@ -14,9 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
-from smp_train.checkpoints.record import COMMITTED, META, Committed, checksum_of, name_before, parse_folder_name
+from smp_train.checkpoints.owner import committed, committed_names, last_run, run_of
+from smp_train.checkpoints.record import (
+    COMMITTED,
+    META,
+    Committed,
+    RunId,
+    checksum_of,
+    name_before,
+    parse_folder_name,
+)
 from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
-from smp_train.checkpoints.storage import Storage, absent, interrupted, open_storage, parent_of, place_of
+from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError
 from smp_train.runtime.s3 import is_s3
 
@@ -124,13 +133,13 @@ def find(
     missing_ok: bool = False,
     strict: bool = False,
     checksums: bool = True,
-    model_type: str | None = None,
+    run: RunId | None = None,
 ) -> Checkpoint | None:
     """Find what to resume from. Collective: every rank calls it and gets the same answer.
 
-    ``location`` is a folder of checkpoints, of which the newest committed one by step is taken, or one
-    checkpoint. None means that there is nothing to resume from: the folder holds no committed checkpoint (of
-    ``model_type``, where given), or it does not exist and ``missing_ok`` is set.
+    ``location`` is a folder of checkpoints, of which the newest committed one of ``run`` by step is taken (where it
+    is not given, of the run that committed last), or one checkpoint. None means that there is nothing to resume from:
+    the folder holds no such checkpoint, or it does not exist and ``missing_ok`` is set.
 
     Sizes are always compared with those recorded; ``checksums`` too, each rank reading its share. A damaged
     one in a folder of checkpoints is renamed to ``*.damaged`` and the next older one is taken, with a
@@ -139,7 +148,7 @@ def find(
     afresh would hide the loss). Raises `ConfigError` for a location of a kind that is not supported.
     """
     place = place_of(location)
-    names = on_main("cannot resume", lambda: _candidates(place, missing_ok, model_type))
+    names = on_main("cannot resume", lambda: _candidates(place, missing_ok, run))
     if names is None:
         return None
     folder, candidates, single = names
@@ -149,7 +158,7 @@ def find(
             return open_intact(storage, name, checksums)
         except Damaged as damage:
             if strict or single:
-                others = committed_names(storage, model_type) if single else candidates[position + 1 :]
+                others = committed_names(storage) if single else candidates[position + 1 :]
                 raise CheckpointError(f"{damage}{_others([o for o in others if o != name], folder)}") from None
             on_main("cannot resume", partial(_set_aside, storage, name, str(damage)))
     if candidates:
@@ -177,7 +186,7 @@ def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(place, committed.step, meta, committed, storage, name)
 
 
-def _candidates(place: str, missing_ok: bool, model_type: str | None) -> tuple[str, list[str], bool] | None:
+def _candidates(place: str, missing_ok: bool, run: RunId | None) -> tuple[str, list[str], bool] | None:
     """Return (folder, names newest first, whether one checkpoint was asked for), or None for nothing."""
     problem = absent(place)
     if problem is not None:
@@ -188,16 +197,18 @@ def _candidates(place: str, missing_ok: bool, model_type: str | None) -> tuple[s
         folder, name = parent_of(place)
         storage = open_storage(folder)
         if not storage.has(name, COMMITTED):
-            others = committed_names(storage, None)
+            others = committed_names(storage)
             raise CheckpointError(
                 f"{place} is not a complete checkpoint: it has no {COMMITTED} file, so saving it was cut short"
                 f"{_others(others, folder)}"
             )
         return folder, [name], True
     storage = open_storage(place)
-    names = committed_names(storage, model_type)
+    entries = committed(storage)
+    run = last_run(entries) if entries and run is None else run
+    names = [entry.name for entry in entries if entry.run == run]
     if not names:
-        damaged = storage.aside()
+        damaged = [name for name in storage.aside() if run is None or run_of(storage, name)[0] == run]
         if damaged:
             raise CheckpointError(
                 f"{place} holds only damaged checkpoints ({damaged[-1]}); "
@@ -228,28 +239,6 @@ def is_one_checkpoint(place: str, other_programs: bool = True) -> bool:
         return True
     named_so = parse_folder_name(name_before(name)) is not None
     return named_so and not any(parse_folder_name(name) for name in open_storage(place).names())
-
-
-def committed_names(storage: Storage, model_type: str | None) -> list[str]:
-    """Return the names of the committed checkpoints (of ``model_type``, where given), newest step first.
-
-    One that lost its name to a replacement that was cut short is among them, under its scratch name.
-    """
-    found = []
-    rescued = {scratch: name for name, scratch in interrupted(storage).items()}
-    for name in storage.names():
-        parsed = parse_folder_name(rescued.get(name, name))
-        if parsed is None or (model_type is not None and parsed[0] != model_type):
-            continue
-        if storage.has(name, COMMITTED):
-            found.append((parsed[1], name))
-    return [name for _, name in sorted(found, reverse=True)]
-
-
-def committed_steps(storage: Storage, model_type: str) -> dict[int, str]:
-    """Return {step: name} of the committed checkpoints of ``model_type`` that have their names, newest step first."""
-    parsed = ((parse_folder_name(name), name) for name in committed_names(storage, model_type))
-    return {found[1]: name for found, name in parsed if found is not None}
 
 
 def open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:

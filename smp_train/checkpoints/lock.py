@@ -1,4 +1,4 @@
-"""One job at a time writes to a folder of checkpoints; what a dead one has left behind does not stop the next.
+"""One job at a time writes a run's checkpoints to a folder; what a dead one has left behind does not stop the next.
 
 The lock is a small file that its holder stamps every few seconds. Whether a holder is alive is asked of the operating
 system where it ran on this machine, and else told by its stamps, by the clock of the storage: clocks need not agree.
@@ -29,7 +29,7 @@ BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 """A lock of another machine that has not been stamped for so long belongs to nobody any more."""
 POLL_SECONDS = 1.0
-ADVICE = "give another --checkpoint_dir, or stop that job, or force it with --break_checkpoint_lock 1"
+ADVICE = "give another --run_name or --checkpoint_dir, or stop that job, or force it with --break_checkpoint_lock 1"
 JOBS = {"SLURM_JOB_ID": "Slurm job", "TRAINING_JOB_NAME": "training job", "PBS_JOBID": "PBS job"}
 
 
@@ -98,11 +98,12 @@ def _began(pid: int) -> str:
 
 
 class Lock:
-    """The lock of one folder; held from `acquire` until `release`, or until the process ends."""
+    """The lock of one run in one folder; held from `acquire` until `release`, or until the process ends."""
 
     def __init__(self, storage: Storage, advice: str = ADVICE) -> None:
         """``advice`` says what to do where another job holds it."""
         self._storage, self._advice = storage, advice
+        self._file = ".".join([LOCK, storage.run.key]) if storage.run.key else LOCK
         self._mine = Holder.this_process()
         self._ended = threading.Event()
         self._stamping = threading.Lock()
@@ -114,21 +115,22 @@ class Lock:
         """
         told = False
         before: float | None = None
-        while not self._storage.swap(LOCK, None, self._mine.to_bytes()):
-            seen = self._storage.peek(LOCK)
+        while not self._storage.swap(self._file, None, self._mine.to_bytes()):
+            seen = self._storage.peek(self._file)
             if seen is None:
                 continue
             data, age = seen
             holder = Holder.parse(data)
             alive = None if holder is None else holder.alive()
             if force or alive is False or (alive is None and age >= STALE_SECONDS):
-                if self._storage.swap(LOCK, data, self._mine.to_bytes()):
+                if self._storage.swap(self._file, data, self._mine.to_bytes()):
                     logger.warning("%s: took over the lock of %s", self._storage.location, holder or "an unknown job")
                     break
                 continue
             if alive or (before is not None and age < before):  # stamped since
+                run = f" of run {self._storage.run}" if self._storage.run.name else ""
                 raise CheckpointError(
-                    f"checkpoint folder {self._storage.location} is in use by {holder or 'an unknown job'}; "
+                    f"checkpoint folder {self._storage.location}{run} is in use by {holder or 'an unknown job'}; "
                     f"{self._advice}"
                 )
             if not told:
@@ -147,21 +149,21 @@ class Lock:
             # What goes wrong here is found out by `check`, or does not matter.
             with self._stamping, contextlib.suppress(OSError, CheckpointError):
                 if not self._ended.is_set() and self._is_mine():
-                    self._storage.stamp(LOCK, self._mine.to_bytes())
+                    self._storage.stamp(self._file, self._mine.to_bytes())
 
     def _is_mine(self) -> bool:
-        seen = self._storage.peek(LOCK)
+        seen = self._storage.peek(self._file)
         return seen is not None and seen[0] == self._mine.to_bytes()
 
     def check(self) -> None:
         """Raise `CheckpointError` where another job has taken the lock meanwhile, or it was given back."""
         if self._ended.is_set():
             raise CheckpointError(f"checkpoint folder {self._storage.location} has been let go; nothing is committed")
-        seen = self._storage.peek(LOCK)
+        seen = self._storage.peek(self._file)
         if seen is None:  # somebody has tidied up by hand
-            if self._storage.swap(LOCK, None, self._mine.to_bytes()):
+            if self._storage.swap(self._file, None, self._mine.to_bytes()):
                 return
-            seen = self._storage.peek(LOCK)
+            seen = self._storage.peek(self._file)
         if seen is not None and seen[0] != self._mine.to_bytes():
             holder = Holder.parse(seen[0]) or "another job"
             raise CheckpointError(
@@ -178,6 +180,6 @@ class Lock:
         waited = self._stamping.acquire(timeout=BEAT_SECONDS)
         with contextlib.suppress(OSError, CheckpointError):
             if self._is_mine():
-                self._storage.drop(LOCK)
+                self._storage.drop(self._file)
         if waited:
             self._stamping.release()

@@ -19,11 +19,12 @@ from smp_train.checkpoints.collective import alone, exchange, on_group, on_main,
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
 from smp_train.checkpoints.lock import ADVICE, Lock
 from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
-from smp_train.checkpoints.record import FileRecord, folder_name, parse_folder_name
+from smp_train.checkpoints.owner import committed
+from smp_train.checkpoints.record import FileRecord, RunId, folder_name, parse_folder_name
 from smp_train.checkpoints.retention import Policy, retain, set_later_aside, sweep
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.state import present
-from smp_train.checkpoints.storage import PROBE, LocalStorage, Storage, open_storage, parent_of, wait_for
+from smp_train.checkpoints.storage import PROBE, UNKNOWN, LocalStorage, Storage, open_storage, wait_for
 from smp_train.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class CheckpointManager:
     must be asked before anything changes it, and written in a thread. It is committed when `finish` has returned.
     One save is under way at a time. Where the host has no memory for a copy, saves are synchronous.
 
+    ``run`` is whose checkpoints they are. Those of other runs in the folders are left alone.
+
     ``on_stage`` is called with the name of each stage of a save as this rank is about to enter it: ``write``,
     ``checksum``, and on rank 0 only ``commit``, ``publish``, ``retain``.
     """
@@ -52,12 +55,14 @@ class CheckpointManager:
         policies: Sequence[Policy],
         *,
         model_type: str,
+        run: RunId = UNKNOWN,
         asynchronous: bool = False,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
         if parse_folder_name(folder_name(model_type, 0)) is None or "/" in model_type:
             raise ConfigError(f"model type {model_type!r} cannot be part of a folder's name")
         self.model_type = model_type
+        self.run = run
         self.on_stage = on_stage
         self.asynchronous = asynchronous
         self._stager: Stager | None = None
@@ -66,6 +71,7 @@ class CheckpointManager:
         self._saved: list[Saved] = []
         self._started = time.monotonic()
         self._swept: set[str] = set()
+        self._newest_commit: dict[str, float] = {}
         self._back_to: int | None = None
         self._rules: dict[str, list[Policy]] = {}
         self._storages: dict[str, Storage] = {}
@@ -74,10 +80,10 @@ class CheckpointManager:
         self._node_local: set[str] = set()
         for policy in policies:
             if is_node_local(policy.folder):
-                storage = storage_of(policy.folder)
+                storage = storage_of(policy.folder, run)
                 self._node_local.add(storage.location)
             else:
-                storage = open_storage(policy.folder)
+                storage = open_storage(policy.folder, run)
             self._storages[storage.location] = storage
             self._rules.setdefault(storage.location, []).append(policy)
 
@@ -105,7 +111,7 @@ class CheckpointManager:
                         storage.delete(probe)
 
     def lock(self, *, force: bool = False, advice: str = ADVICE) -> None:
-        """Keep other jobs from writing to the folders until `close`; collective.
+        """Keep other jobs of the run from writing to the folders until `close`; collective.
 
         Raises `CheckpointError` on every rank where another job holds one, with ``advice``, unless ``force`` takes it
         away; that job then commits nothing any more.
@@ -121,11 +127,11 @@ class CheckpointManager:
         exchange("cannot start", acquire)
 
     def go_back(self, to: Checkpoint) -> None:
-        """Let checkpoints of later steps no longer count from the first save on, if ``to`` is in one of the folders.
+        """Let the run's checkpoints of later steps no longer count from the first save on, if ``to`` is the run's own.
 
         Otherwise the next start would go on from what this one has left. They are renamed to ``*.abandoned``.
         """
-        if parent_of(to.path)[0] in self._storages:
+        if to.committed.run == self.run:
             self._back_to = to.step
 
     def save(
@@ -153,7 +159,7 @@ class CheckpointManager:
         # A snapshot; and what cannot be stored is to fail before the large files are written.
         text = on_main("cannot save", lambda: json.dumps(meta))
 
-        meta = {**json.loads(text), "step": step}
+        meta = {**json.loads(text), "step": step, **({"run": self.run.to_json()} if self.run.id else {})}
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
         in_folders = all(isinstance(self._storages[place], LocalStorage) for place in due)
@@ -327,7 +333,8 @@ class CheckpointManager:
     def _attempt(self, place: str, meta: dict[str, Any]) -> Attempt:
         storage, name = self._storages[place], folder_name(self.model_type, meta["step"])
         what = f"cannot save {os.path.join(storage.location, name)}"
-        return Attempt(what, storage, name, on_main(what, lambda: self._stage(storage, name)))
+        staged = on_main(what, lambda: self._stage(storage, name))
+        return Attempt(what, storage, name, staged, self._newest_commit.get(storage.location, 0.0))
 
     def _commit(
         self, attempt: Attempt, records: Callable[[], dict[str, FileRecord]], meta: dict[str, Any], began: float
@@ -335,11 +342,11 @@ class CheckpointManager:
         """Make what the ranks have written a checkpoint; collective."""
         place = attempt.storage.location
         lock = self._locks.get(place)
-        attempt.commit(records, meta, model_type=self.model_type, lock=lock, on_stage=self.on_stage)
-        return Saved(meta["step"], attempt.path, time.monotonic() - began, place not in self._node_local)
+        path = attempt.commit(records, meta, model_type=self.model_type, lock=lock, on_stage=self.on_stage)
+        return Saved(meta["step"], path, time.monotonic() - began, place not in self._node_local)
 
     def _retain(self, place: str, step: int) -> None:
-        retain(self._storages[place], self._rules[place], self.model_type, step, self.on_stage)
+        retain(self._storages[place], self._rules[place], step, self.on_stage)
 
     def _stage(self, storage: Storage, name: str) -> str:
         if storage.location not in self._swept:
@@ -347,7 +354,8 @@ class CheckpointManager:
             # Under the lock all that is unfinished is a dead job's; without it, what is older than this one.
             sweep(storage, -math.inf if storage.location in self._locks else time.monotonic() - self._started)
             if self._back_to is not None:
-                set_later_aside(storage, self.model_type, self._back_to)
+                set_later_aside(storage, self._back_to)
+            self._newest_commit[storage.location] = max((entry.time for entry in committed(storage)), default=0.0)
         return storage.stage(name)
 
 

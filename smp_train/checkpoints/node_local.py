@@ -14,11 +14,13 @@ from typing import Any
 
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.checkpoints.collective import alone, exchange, rank, world_size
-from smp_train.checkpoints.finding import TORCHS, Checkpoint, committed_steps, find, open_intact
+from smp_train.checkpoints.finding import TORCHS, Checkpoint, find, open_intact
+from smp_train.checkpoints.owner import committed
+from smp_train.checkpoints.record import RunId
 from smp_train.checkpoints.saver import Saver
 from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.state import present
-from smp_train.checkpoints.storage import Storage, open_storage, place_of
+from smp_train.checkpoints.storage import UNKNOWN, Storage, open_storage, place_of
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime.dtensor import local_tensor
 
@@ -33,9 +35,9 @@ def is_node_local(folder: str) -> bool:
     return folder.startswith(PREFIX)
 
 
-def storage_of(folder: str) -> Storage:
+def storage_of(folder: str, run: RunId = UNKNOWN) -> Storage:
     """Return the storage of this rank in a folder ``local:DIR``."""
-    return open_storage(f"{folder.removeprefix(PREFIX)}/rank{rank():05d}")
+    return open_storage(f"{folder.removeprefix(PREFIX)}/rank{rank():05d}", run)
 
 
 def local_part(state: dict[str, Any]) -> dict[str, Any]:
@@ -79,27 +81,31 @@ class NodeLocalCheckpoint(Checkpoint):
 
 
 def find_newest(
-    location: str, folders: Sequence[str], *, model_type: str, mesh: Any, strict: bool
+    location: str, folders: Sequence[str], *, run: RunId, mesh: Any, strict: bool
 ) -> Checkpoint | None:
     """Return what to resume from at ``location``, or on the nodes' own disks where that is newer. Collective.
 
-    ``folders`` are all that the run saves to. The nodes' own are looked at where ``location`` is one of the others.
-    Errors are those of `find`.
+    In a folder only checkpoints of ``run`` count. ``folders`` are all that the run saves to; the nodes' own are looked
+    at where ``location`` is one of the others. Errors are those of `find`.
     """
-    found = find(location, strict=strict)
+    found = find(location, strict=strict, run=run)
     near = [folder for folder in folders if is_node_local(folder)]
     durable = [folder for folder in folders if not is_node_local(folder)]
     if near and place_of(location) in map(place_of, durable):
         step = -1 if found is None else found.step
-        found = _find_near(near, layout(durable, mesh), model_type, step) or found
+        found = _find_near(near, layout(durable, mesh), run, step) or found
     return found
 
 
 def _find_near(
-    folders: Sequence[str], wanted: dict[str, Any], model_type: str, at_least: int
+    folders: Sequence[str], wanted: dict[str, Any], run: RunId, at_least: int
 ) -> NodeLocalCheckpoint | None:
     """Return the newest step, from ``at_least`` on, of which every rank has its part, intact. Collective."""
-    told = exchange("cannot resume", lambda: [committed_steps(storage_of(folder), model_type) for folder in folders])
+
+    def steps_of(folder: str) -> dict[int, str]:
+        return {entry.step: entry.name for entry in reversed(committed(storage_of(folder), run))}
+
+    told = exchange("cannot resume", lambda: list(map(steps_of, folders)))
     mine = told[rank()]
     steps = {(step, number) for part in told for number, names in enumerate(part) for step in names if step >= at_least}
     for step, number in sorted(steps, reverse=True):

@@ -6,13 +6,16 @@ with sizes and CRC-32 checksums. A folder without it is not a checkpoint, whatev
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from smp_train.arguments.values import is_run_name
 from smp_train.errors import CheckpointError
 
 try:  # the same CRC-32, several times faster
@@ -25,14 +28,50 @@ META = "meta.json"
 FORMAT = 1
 CHUNK_BYTES = 4 << 20
 
-_FOLDER = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps")
+_FOLDER = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps(-[0-9a-f]{8})?")
 DAMAGED, ABANDONED = "damaged", "abandoned"
 """Why a checkpoint was set aside: its files are not those written, or a run went back to before it."""
 _ASIDE = re.compile(rf"\.({DAMAGED}|{ABANDONED})(-\d+)?$")
 
 
+@dataclass(frozen=True)
+class RunId:
+    """Which run wrote a checkpoint: its name, and the id drawn at its fresh start. Both are empty where unknown."""
+
+    name: str = ""
+    id: str = ""
+
+    @classmethod
+    def fresh(cls, name: str) -> RunId:
+        """Return the identity of a run that starts afresh."""
+        return cls(name, uuid.uuid4().hex[:8])
+
+    @classmethod
+    def parse(cls, value: Any) -> RunId:
+        """Read what `to_json` returned. Raises ValueError for anything else."""
+        found = cls(**value)
+        if not (is_run_name(found.name) or found.name == "") or not re.fullmatch("[0-9a-f]{8}", found.id):
+            raise ValueError(f"{value!r} does not identify a run")
+        return found
+
+    def to_json(self) -> dict[str, str]:
+        """Return what files say of it."""
+        return {"name": self.name, "id": self.id}
+
+    @property
+    def key(self) -> str:
+        """The name as eight hexadecimal digits, for names of files: jobs of one run have the same; empty if unknown."""
+        return hashlib.sha256(self.name.encode()).hexdigest()[:8] if self.id else ""
+
+    def __str__(self) -> str:
+        return self.name or "(no run)"
+
+
 def folder_name(model_type: str, step: int) -> str:
-    """Return the name of the folder that holds the checkpoint of ``step``."""
+    """Return the name of the folder that holds the checkpoint of ``step``.
+
+    The id of its run follows (``-5f3a9c01``) only where the name was taken by something that is not the run's.
+    """
     return f"{model_type}-{step}steps"
 
 
@@ -87,12 +126,17 @@ def checksum(stream: BinaryIO) -> FileRecord:
 
 @dataclass(frozen=True)
 class Committed:
-    """The contents of COMMITTED. ``root`` is the sub-folder that holds ``files``; empty: they lie beside COMMITTED."""
+    """The contents of COMMITTED. ``root`` is the sub-folder that holds ``files``; empty: they lie beside COMMITTED.
+
+    ``time`` is when it was committed, in seconds since 1970; 0 where that was not recorded.
+    """
 
     step: int
     model_type: str
     files: Mapping[str, FileRecord]
     root: str = ""
+    run: RunId = RunId()
+    time: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse names that lead out of the folder. Raises ValueError."""
@@ -110,6 +154,9 @@ class Committed:
         content = {"format": FORMAT, "step": self.step, "model_type": self.model_type, "files": files}
         if self.root:
             content["root"] = self.root
+        if self.run.id:
+            content["run"] = self.run.to_json()
+        content["time"] = self.time
         content["crc32"] = _crc32_of_json(content)
         return (json.dumps(content, indent=1) + "\n").encode()
 
@@ -128,7 +175,9 @@ class Committed:
                 files = {name: FileRecord(**record) for name, record in content["files"].items()}
                 if META not in files:
                     raise ValueError(f"it does not list {META}")
-                return cls(int(content["step"]), str(content["model_type"]), files, str(content.get("root", "")))
+                root, time = str(content.get("root", "")), float(content.get("time", 0))
+                run = RunId.parse(content["run"]) if "run" in content else RunId()
+                return cls(int(content["step"]), str(content["model_type"]), files, root, run, time)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{COMMITTED} is not readable ({type(error).__name__}: {error})") from None
         raise CheckpointError(

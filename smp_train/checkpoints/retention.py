@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from smp_train.checkpoints.collective import rank
-from smp_train.checkpoints.finding import committed_steps
+from smp_train.checkpoints.owner import committed
 from smp_train.checkpoints.record import ABANDONED
 from smp_train.checkpoints.storage import Storage
 from smp_train.errors import CheckpointError, ConfigError
@@ -53,10 +53,8 @@ def steps_kept(steps: Sequence[int], rules: Sequence[Policy], newest: int) -> se
     return kept & set(steps)
 
 
-def retain(
-    storage: Storage, rules: Sequence[Policy], model_type: str, step: int, on_stage: Callable[[str], None]
-) -> None:
-    """Delete, on rank 0, what no rule keeps now that ``step`` is committed.
+def retain(storage: Storage, rules: Sequence[Policy], step: int, on_stage: Callable[[str], None]) -> None:
+    """Delete, on rank 0, what no rule keeps of the run's checkpoints now that ``step`` is committed.
 
     A failure costs disk space, not the run: it is a warning.
     """
@@ -64,11 +62,14 @@ def retain(
         return
     try:
         on_stage("retain")
-        names = committed_steps(storage, model_type)
-        if step not in names:
+        own = committed(storage, storage.run)
+        steps = {entry.step for entry in own}
+        if step not in steps:
             return
-        for old in sorted(set(names) - steps_kept(list(names), rules, step)):
-            storage.delete(names[old])
+        kept = steps_kept(list(steps), rules, step)
+        for entry in reversed(own):
+            if entry.step not in kept:
+                storage.delete(entry.name)
     except (OSError, CheckpointError) as error:
         logger.warning("checkpoint folder %s: an old checkpoint cannot be deleted: %s", storage.location, error)
 
@@ -82,12 +83,12 @@ def sweep(storage: Storage, idle: float) -> None:
         logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)
 
 
-def set_later_aside(storage: Storage, model_type: str, step: int) -> None:
-    """Rename the checkpoints of steps later than ``step``, to which a run went back: they no longer count."""
-    for later, name in committed_steps(storage, model_type).items():
-        if later > step:
-            aside = storage.set_aside(name, ABANDONED)
+def set_later_aside(storage: Storage, step: int) -> None:
+    """Rename the run's checkpoints of steps later than ``step``, to which it went back: they no longer count."""
+    for entry in committed(storage, storage.run):
+        if entry.step > step:
+            aside = storage.set_aside(entry.name, ABANDONED)
             logger.warning(
                 "%s is of a later step than %d, to which this run went back: kept as %s",
-                os.path.join(storage.location, name), step, aside,
+                os.path.join(storage.location, entry.name), step, aside,
             )  # fmt: skip

@@ -16,16 +16,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from smp_train.checkpoints.record import COMMITTED, DAMAGED, Committed, FileRecord, checksum, name_before
+from smp_train.checkpoints.record import COMMITTED, DAMAGED, Committed, FileRecord, RunId, checksum, name_before
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.runtime import s3
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp import Reader, Writer
 
-# `.llama_v2-100steps.5f3a9c01.staging`: hidden, so that it can be taken neither for a checkpoint nor for
-# another attempt at the same step. Kinds: staging = being written; replaced = the older one of a step that is
-# being saved again; deleting = no longer a checkpoint, on its way out.
+# `.llama_v2-100steps.5f3a9c01-0badcafe.staging`: hidden, so that it can be taken neither for a checkpoint nor for
+# another attempt at the same step; the second number is `RunId.key`, absent where the run is unknown. Kinds:
+# staging = being written; replaced = the older one of a step that is being saved again; deleting = no longer a
+# checkpoint, on its way out.
 VISIBLE_WITHIN_SECONDS = 5.0
 TOUCHED_FOR_SECONDS = 60.0
 """Small files that are made for a moment are nobody's after this."""
@@ -33,13 +34,18 @@ PROBE = "shared"
 """What `CheckpointManager.check_shared` stages, for a moment and without the lock."""
 SMALL_FILE_BYTES = 64 << 20
 """Of COMMITTED and meta.json, which are read whole."""
-_SCRATCH = re.compile(r"\.(?P<name>.+)\.(?P<attempt>[0-9a-f]{8})\.(?P<kind>staging|replaced|deleting)")
+UNKNOWN = RunId()
+_SCRATCH = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}(-(?P<key>[0-9a-f]{8}))?\.(?P<kind>staging|replaced|deleting)")
 
 
 class Storage(Protocol):
-    """One folder of checkpoints. ``name`` is always a direct entry of it, ``file`` a direct entry of that."""
+    """One folder of checkpoints. ``name`` is always a direct entry of it, ``file`` a direct entry of that.
+
+    ``run`` is the run that writes to it: what is there of other runs, or of other programs, is never replaced or swept.
+    """
 
     location: str
+    run: RunId
 
     def check_writable(self) -> None:
         """Create the folder where needed and prove that files can be written to it."""
@@ -83,8 +89,11 @@ class Storage(Protocol):
     def mark(self, staged: str, committed: Committed) -> None:
         """Write into ``staged`` that it is complete, where that comes before the name."""
 
-    def publish(self, staged: str, name: str, committed: Committed) -> None:
-        """Make the complete ``staged`` visible as ``name``, at once; an older one of that name then goes."""
+    def publish(self, staged: str, name: str, committed: Committed) -> str:
+        """Make the complete ``staged`` visible as ``name``, at once; an older one of the run then goes.
+
+        Where the name is taken by anything else, the run's id is added to it. Returns the name that it has.
+        """
 
     def delete(self, name: str) -> None:
         """Remove a folder; what is left when that is cut short does not look like a checkpoint."""
@@ -99,7 +108,7 @@ class Storage(Protocol):
         """Remove one of them; a newer checkpoint of the same step stays."""
 
     def sweep(self, idle: float) -> list[str]:
-        """Finish or remove what interrupted saves left, if nobody has touched it for ``idle`` seconds."""
+        """Finish or remove what interrupted saves of the run left, if untouched for ``idle`` seconds."""
 
     def swap(self, file: str, old: bytes | None, new: bytes) -> bool:
         """Make ``new`` the contents of a file of the folder itself if they are ``old`` (None: if it is not there)."""
@@ -114,14 +123,30 @@ class Storage(Protocol):
         """Remove such a file."""
 
 
-def open_storage(location: str | os.PathLike[str]) -> Storage:
+def open_storage(location: str | os.PathLike[str], run: RunId = UNKNOWN) -> Storage:
     """Return the storage for a folder of checkpoints. Raises `ConfigError` for one that is not supported."""
     place = place_of(location)
     if s3.is_s3(place):
         from smp_train.checkpoints.storage_s3 import S3Storage
 
-        return S3Storage(place)
-    return LocalStorage(place)
+        return S3Storage(place, run)
+    return LocalStorage(place, run)
+
+
+def is_own(storage: Storage, name: str, file: str = COMMITTED) -> bool:
+    """Return whether ``file``, in the form of COMMITTED, is there and says that the storage's run wrote it."""
+    try:
+        return storage.has(name, file) and Committed.from_bytes(storage.read(name, file)).run.id == storage.run.id
+    except (ValueError, FileNotFoundError, CheckpointError):
+        return False
+
+
+def taken(storage: Storage, name: str) -> CheckpointError:
+    """Return what to raise where no name is free for a checkpoint."""
+    return CheckpointError(
+        f"{os.path.join(storage.location, name)} is there already and not a checkpoint of this run: it is left as it "
+        "is; move it away, or give another folder"
+    )
 
 
 def place_of(location: str | os.PathLike[str]) -> str:
@@ -158,8 +183,8 @@ def absent(place: str) -> str | None:
 class LocalStorage:
     """A folder of a local or shared POSIX file system, where a rename is atomic."""
 
-    def __init__(self, location: str) -> None:
-        self.location = location
+    def __init__(self, location: str, run: RunId = UNKNOWN) -> None:
+        self.location, self.run = location, run
         self.root = Path(location)
 
     def check_writable(self) -> None:
@@ -252,7 +277,7 @@ class LocalStorage:
 
     def stage(self, name: str) -> str:
         """Create a folder beside the final one, on the same file system; return its name."""
-        staged = _scratch_name(name, "staging")
+        staged = self._scratch_name(name, "staging")
         (self.root / staged).mkdir(parents=True)
         return staged
 
@@ -260,32 +285,40 @@ class LocalStorage:
         """Write COMMITTED into the staging folder: the last file of a checkpoint."""
         self.put(staged, COMMITTED, committed.to_bytes())
 
-    def publish(self, staged: str, name: str, committed: Committed) -> None:
-        """Make the complete ``staged`` visible as ``name``, at once. An older one of that name goes after
-        that.
+    def publish(self, staged: str, name: str, committed: Committed) -> str:
+        """Make the complete ``staged`` visible as ``name``, at once. An older one of the run goes after that.
 
         Between the two renames neither has the final name; the older one, still complete, then counts under
         its scratch name (see `interrupted`), so no moment exists at which a kill would lose both.
         """
         for folder, _, _ in os.walk(self.root / staged):
             _sync_folder(Path(folder))
-        final = self.root / name
-        older = None
-        if final.is_dir():
-            older = _scratch_name(name, "replaced")
-            final.rename(self.root / older)
-        (self.root / staged).rename(final)
-        _sync_folder(self.root)
-        if older is not None:
-            with contextlib.suppress(OSError):  # a later sweep removes it
-                self.delete(older)
+        for final in [name, f"{name}-{self.run.id}"] if self.run.id else [name]:
+            older = None
+            if is_own(self, final):
+                older = self._scratch_name(final, "replaced")
+                (self.root / final).rename(self.root / older)
+            elif os.path.lexists(self.root / final):
+                continue
+            try:
+                (self.root / staged).rename(self.root / final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                continue  # another run was faster
+            _sync_folder(self.root)
+            if older is not None:
+                with contextlib.suppress(OSError):  # a later sweep removes it
+                    self.delete(older)
+            return final
+        raise taken(self, name)
 
     def delete(self, name: str) -> None:
         """Remove a folder; it loses its name first, so that what is left by a kill is no checkpoint."""
         folder = self.root / name
         with contextlib.suppress(FileNotFoundError):  # another process removes it too, as `smp-train checkpoint prune`
             if _SCRATCH.fullmatch(name) is None:
-                gone = self.root / _scratch_name(name, "deleting")
+                gone = self.root / self._scratch_name(name, "deleting")
                 folder.rename(gone)
                 folder = gone
             shutil.rmtree(folder)
@@ -311,7 +344,7 @@ class LocalStorage:
         self.delete(name)
 
     def sweep(self, idle: float) -> list[str]:
-        """Finish or remove what earlier, interrupted saves left, if untouched for ``idle`` seconds.
+        """Finish or remove what earlier, interrupted saves of the run left, if untouched for ``idle`` seconds.
 
         Returns what was done, one line each. What was touched later may belong to another job that is saving.
         """
@@ -321,7 +354,7 @@ class LocalStorage:
         rescued = interrupted(self)
         left = [match for match in map(_SCRATCH.fullmatch, self.names()) if match is not None]
         now = self._now()
-        for pattern in (".probe-*", ".clock-*", ".lock-*"):
+        for pattern in (".probe-*", ".clock-*", ".lock*-????????"):
             for file in self.root.glob(pattern):
                 with contextlib.suppress(FileNotFoundError):  # its maker is faster
                     if now - file.stat().st_mtime > max(idle, TOUCHED_FOR_SECONDS):
@@ -329,7 +362,10 @@ class LocalStorage:
         for match in left:
             name = match[0]
             with contextlib.suppress(FileNotFoundError):  # its maker is about to rename or to remove it
-                least = max(idle, TOUCHED_FOR_SECONDS) if match["name"] == PROBE else idle
+                probe = match["name"] == PROBE
+                if (match["key"] or "") != self.run.key and not probe:
+                    continue
+                least = max(idle, TOUCHED_FOR_SECONDS) if probe else idle
                 if now - _last_touched(self.root / name) < least:
                     continue
                 if rescued.get(match["name"]) == name:
@@ -339,6 +375,11 @@ class LocalStorage:
                     shutil.rmtree(self.root / name)
                     done.append(f"removed {name}, left by an interrupted {match['kind']}")
         return done
+
+    def _scratch_name(self, name: str, kind: str) -> str:
+        match = _SCRATCH.fullmatch(name)
+        key = f"-{self.run.key}" if self.run.key else ""
+        return f".{match['name'] if match else name}.{uuid.uuid4().hex[:8]}{key}.{kind}"
 
     def swap(self, file: str, old: bytes | None, new: bytes) -> bool:
         """Make ``new`` the contents of a file of the folder itself if they are ``old`` (None: if it is not there)."""
@@ -396,11 +437,6 @@ def interrupted(storage: Storage) -> dict[str, str]:
         if storage.has(name, COMMITTED):
             found[match["name"]] = name
     return found
-
-
-def _scratch_name(name: str, kind: str) -> str:
-    match = _SCRATCH.fullmatch(name)
-    return f".{match['name'] if match else name}.{uuid.uuid4().hex[:8]}.{kind}"
 
 
 def _write_durably(path: Path, data: bytes) -> None:

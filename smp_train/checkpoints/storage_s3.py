@@ -2,12 +2,13 @@
 
 ``<prefix>/<name>/<attempt>/...`` are the files of one attempt at a save, under keys that no other attempt uses;
 ``<prefix>/<name>/COMMITTED`` is put last, in one request, and names the attempt that counts. So a checkpoint of the
-same step is replaced at once, and what a writer uploads that its own job has given up can do no harm.
+same step is replaced at once, and what a writer uploads that its own job has given up can do no harm. An attempt is
+eight random digits and `RunId.key`; its first object says which run's it is.
 """
 
 from __future__ import annotations
 
-import posixpath
+import logging
 import re
 import socket
 import uuid
@@ -16,14 +17,24 @@ from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from smp_train.checkpoints.record import COMMITTED, DAMAGED, Committed, FileRecord, checksum_of, parse_folder_name
-from smp_train.checkpoints.storage import PROBE
+from smp_train.checkpoints.record import (
+    COMMITTED,
+    DAMAGED,
+    Committed,
+    FileRecord,
+    RunId,
+    checksum_of,
+    parse_folder_name,
+)
+from smp_train.checkpoints.storage import PROBE, UNKNOWN, is_own, taken
 from smp_train.errors import CheckpointError
 from smp_train.runtime import s3, s3_folder
 from smp_train.runtime.s3_folder import S3Folder
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp import Reader, Writer
+
+logger = logging.getLogger(__name__)
 
 MOST_PARTS = 9000
 """S3 takes 10,000 parts of one object."""
@@ -33,14 +44,17 @@ STAMPED_TO_SECONDS = 2.0
 """S3 tells times to the second."""
 ASIDE = f"{COMMITTED}."
 """How COMMITTED begins once the checkpoint has been set aside; why comes after it."""
-ATTEMPT = re.compile("[0-9a-f]{8}")
+ATTEMPT = re.compile("[0-9a-f]{8}(-(?P<key>[0-9a-f]{8}))?")
+CLAIM = ".run"
+"""First object of an attempt: two runs that stage the same name at the same time see each other by it."""
 
 
 class S3Storage(S3Folder):
     """A prefix of a bucket. ``name`` may also be ``<name>/<attempt>``, the place of one attempt."""
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, run: RunId = UNKNOWN) -> None:
         super().__init__(location)
+        self.run = run
         self._published: set[str] = set()
         """Attempts whose COMMITTED was sent, answered or not: where it was not, it may still have its effect."""
 
@@ -100,8 +114,23 @@ class S3Storage(S3Folder):
         return S3Reader(self, name, self.sizes(name) if files is None else files)
 
     def stage(self, name: str) -> str:
-        """Return the place of a new attempt; nothing is written for it."""
-        return f"{name}/{uuid.uuid4().hex[:8]}"
+        """Return the place of a new attempt: below ``name``, or where that is taken below the one with the run's id."""
+        if not self.run.id:
+            return f"{name}/{uuid.uuid4().hex[:8]}"
+        attempt = f"{uuid.uuid4().hex[:8]}-{self.run.key}"
+        if name != PROBE:
+            self.put(f"{name}/{attempt}", CLAIM, self.run.id.encode())
+            if not self._is_free(name):
+                self.remove_all(f"{name}/{attempt}")
+                name = f"{name}-{self.run.id}"
+        return f"{name}/{attempt}"
+
+    def _is_free(self, name: str) -> bool:
+        """Return whether ``name`` is that of a checkpoint of the run, or nothing but the run's own lies below it."""
+        if is_own(self, name):
+            return True
+        tops = {file.partition("/")[0] for file in self.entries(name)}
+        return all(self._is_attempt(top) or (top.startswith(ASIDE) and is_own(self, name, top)) for top in tops)
 
     def secure(self, name: str, file: str) -> FileRecord:
         """Return the record of an object that another program wrote: it is durable already."""
@@ -113,20 +142,23 @@ class S3Storage(S3Folder):
     def mark(self, staged: str, committed: Committed) -> None:
         """Do nothing: what lies in the attempt's own place is not looked at before it is published."""
 
-    def publish(self, staged: str, name: str, committed: Committed) -> None:
-        """Make the attempt ``staged`` count as ``name``, in one request; another one's files then go."""
+    def publish(self, staged: str, name: str, committed: Committed) -> str:
+        """Make the attempt ``staged`` count, in one request; an older one's files then go. Returns its name."""
+        name, root = staged.split("/")
+        if self.has(name, COMMITTED) and not is_own(self, name):
+            raise taken(self, name)
         try:
             older = _root_of(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None
         except CheckpointError:
             older = None
-        root = posixpath.relpath(staged, name)
         self._published.add(staged)
         self.put(name, COMMITTED, committed.at(root).to_bytes())
         if older:
             try:
                 self.remove_all(f"{name}/{older}")
-            except CheckpointError:  # a later sweep removes it
-                return
+            except CheckpointError as error:
+                logger.info("%s/%s is left to a later sweep: %s", name, older, error)
+        return name
 
     def delete(self, name: str) -> None:
         """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. What was set aside stays.
@@ -166,7 +198,7 @@ class S3Storage(S3Folder):
             self.remove_all(folder)
 
     def sweep(self, idle: float) -> list[str]:
-        """Remove attempts that no COMMITTED names, and uploads that were begun, if untouched for ``idle`` seconds.
+        """Remove the run's attempts that no COMMITTED names, and its uploads, if untouched for ``idle`` seconds.
 
         But not what was touched within `IN_FLIGHT_SECONDS`. Returns what was done, one line each.
         """
@@ -181,15 +213,21 @@ class S3Storage(S3Folder):
                     done.append(f"removed {attempt}, left by an interrupted save or deletion")
         for page in self._pages("list_multipart_uploads", Prefix=self.key() + "/" if self.prefix else ""):
             for upload in page.get("Uploads", ()):
-                name = upload["Key"][len(self.key()) :].lstrip("/").partition("/")[0]
+                name, _, below = upload["Key"][len(self.key()) :].lstrip("/").partition("/")
                 begun = (now - upload["Initiated"]).total_seconds()
-                if parse_folder_name(name) is not None and begun >= idle + STAMPED_TO_SECONDS:
+                own = parse_folder_name(name) is not None and self._is_attempt(below.partition("/")[0])
+                if own and begun >= idle + STAMPED_TO_SECONDS:
                     self.ask("abort_multipart_upload", key=upload["Key"], UploadId=upload["UploadId"])
                     done.append(f"gave up the unfinished upload of {upload['Key']}")
         return done
 
+    def _is_attempt(self, folder: str) -> bool:
+        """Return whether the folder's name is that of an attempt of the run."""
+        attempt = ATTEMPT.fullmatch(folder)
+        return attempt is not None and (attempt["key"] or "") == self.run.key
+
     def _unclaimed(self, name: str) -> dict[str, datetime]:
-        """Return the attempts at ``name`` that neither COMMITTED nor one set aside names, and when last touched."""
+        """Return the run's attempts at ``name`` that no COMMITTED names, set aside or not, and when last touched."""
         entries = self.entries(name)
         claimed = set()
         for file in entries:
@@ -201,7 +239,7 @@ class S3Storage(S3Folder):
         found: dict[str, datetime] = {}
         for file, entry in entries.items():
             attempt, _, rest = file.partition("/")
-            if rest and ATTEMPT.fullmatch(attempt) and attempt not in claimed:
+            if rest and self._is_attempt(attempt) and attempt not in claimed:
                 place = f"{name}/{attempt}"
                 found[place] = max(entry.modified, found.get(place, entry.modified))
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from smp_train.errors import SmpTrainError
 from smp_train.models.resolve import settled_flags
 from smp_train.runtime.s3 import connect
 
-STEP = re.compile(r"-(\d+)steps$")
+STEP = re.compile(r"-(\d+)steps(-[0-9a-f]{8})?$")
 RESUME = {"resume_from_checkpoint", *(a.name for a in ALIASES if a.ours == ("resume_from_checkpoint",))}
 
 
@@ -53,17 +54,30 @@ def inline_files(words: Sequence[str]) -> list[str]:
     return [*flags, *without(words, {"config", "smp_config"})]
 
 
-def newest_committed(folders: Sequence[str], *, in_s3: bool = False) -> tuple[int, str | None]:
-    """Return (step, folder) of the newest committed checkpoint below ``folders``; (0, None) without one.
+def named(words: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return ``words`` with a name for the run, so that the same launch again goes on with it.
+
+    A run without one is called as its run folder, and without that as the model.
+    """
+    resolved = parse(words, {} if environ is None else environ)
+    if resolved.args.run_name:
+        return list(words)
+    folder = os.path.basename(os.path.normpath(resolved.args.run_dir)) if resolved.given("run_dir") else ""
+    return [*words, f"--run_name={folder or resolved.args.label}"]
+
+
+def newest_committed(folders: Sequence[str], run_name: str = "", *, in_s3: bool = False) -> tuple[int, str | None]:
+    """Return (step, folder) of the newest committed checkpoint of a run below ``folders``; (0, None) without one.
 
     ``in_s3``: ask S3 too, for folders that are there; they are passed over otherwise.
     """
     found: tuple[int, str | None] = (0, None)
     for folder in folders:
         if "://" in folder:
-            names = _committed_in_s3(folder) if in_s3 else []
+            names = _committed_in_s3(folder, run_name) if in_s3 else []
         else:
-            names = [marker.parent.name for marker in Path(folder).glob("*steps/COMMITTED")]
+            markers = [marker for marker in Path(folder).glob("*/COMMITTED") if STEP.search(marker.parent.name)]
+            names = [marker.parent.name for marker in markers if _is_of(_read(marker), run_name)]
         for name in names:
             match = STEP.search(name)
             if match and int(match[1]) > found[0]:
@@ -71,8 +85,24 @@ def newest_committed(folders: Sequence[str], *, in_s3: bool = False) -> tuple[in
     return found
 
 
-def _committed_in_s3(folder: str) -> list[str]:
-    """Return the name of the newest committed checkpoint below ``s3://bucket/prefix``, in a list; or none.
+def _read(marker: Path) -> bytes:
+    try:
+        return marker.read_bytes()
+    except OSError:  # gone since, or of no use to this machine
+        return b""
+
+
+def _is_of(committed: bytes, run_name: str) -> bool:
+    """Return whether COMMITTED is of a run of that name, or says nothing of its run."""
+    try:
+        run = json.loads(committed).get("run", {})
+        return not run_name or run.get("name", run_name) in ("", run_name)
+    except (ValueError, AttributeError):
+        return True
+
+
+def _committed_in_s3(folder: str, run_name: str) -> list[str]:
+    """Return the name of the run's newest committed checkpoint below ``s3://bucket/prefix``, in a list; or none.
 
     Raises `SmpTrainError`, which a later start may not meet again, when S3 cannot be asked.
     """
@@ -90,8 +120,12 @@ def _committed_in_s3(folder: str) -> list[str]:
         newest_first = sorted(((int(found[1]), name) for name in names if (found := STEP.search(name))), reverse=True)
         for _, name in newest_first:
             listed = s3.list_objects_v2(Bucket=bucket, Prefix=f"{start}{name}/COMMITTED", MaxKeys=1)
-            if any(one["Key"].endswith("/COMMITTED") for one in listed.get("Contents", [])):
-                return [name]
+            for one in listed.get("Contents", []):
+                key = one["Key"]
+                if key.endswith("/COMMITTED") and _is_of(
+                    s3.get_object(Bucket=bucket, Key=key)["Body"].read(), run_name
+                ):
+                    return [name]
     except (BotoCoreError, ClientError) as problem:
         raise SmpTrainError(f"{folder}: cannot be looked at: {' '.join(str(problem).split())}") from None
     return []
@@ -102,21 +136,21 @@ def complete(
 ) -> tuple[list[str], Resolved]:
     """Return ``words`` with what makes the run survive being started again, and how they then read.
 
-    Checkpoints go below the run folder unless told otherwise. The run resumes from its own newest checkpoint as
-    soon as there is one, also where the user named another one to start from: that has been used by then. ``in_s3`` is
-    for where the run starts: who only submits it may have no access.
+    The run has a name, and its checkpoints go below the run folder, unless told otherwise. It resumes from its own
+    newest checkpoint as soon as there is one, also where the user named another one to start from: that has been used
+    by then. ``in_s3`` is for where the run starts: who only submits it may have no access.
 
     Raises `ConfigError` as `smp_train.arguments.parse` does.
     """
     environ = {} if environ is None else environ
-    resolved = parse(words, environ)
-    completed = list(words)
-    if resolved.sources["checkpoint_dir"] == "default":
+    completed = named(words, environ)
+    resolved = parse(completed, environ)
+    if not resolved.given("checkpoint_dir") and resolved.sources["checkpoint_dir"] != "SageMaker":
         completed.append(f"--checkpoint_dir={resolved.args.run_dir}/checkpoints")
     # What a node keeps on its own disk is found by the run itself, beside the folder that all share.
     own = [place for place in parse(completed, environ).args.checkpoint_dir if not place.startswith(NODE_LOCAL)]
     ask = in_s3 and resolved.given("resume_from_checkpoint")
-    _, folder = newest_committed(own, in_s3=ask)
+    _, folder = newest_committed(own, resolved.args.run_name, in_s3=ask)
     if own and (folder is not None or not resolved.given("resume_from_checkpoint")):
         completed = without(completed, RESUME)
         completed.append(f"--resume_from_checkpoint={folder or own[0]}")

@@ -13,7 +13,7 @@ from smp_train.arguments import parse
 from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
 from smp_train.launch import timing
-from smp_train.launch.flags import inline_files, without
+from smp_train.launch.flags import inline_files, named, without
 from smp_train.launch.images import check_image
 from smp_train.launch.manifests import GRACE_SECONDS, Target, manifest
 from smp_train.launch.options import COMMON, Option, helped, split
@@ -50,7 +50,7 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
         ConfigError: for everything that the cluster or the training would refuse and that can be seen here.
     """
     claims, host_paths = (_pairs(name, options[name]) for name in ("claims", "host_paths"))
-    words = inline_files([*training, *profile_flags(options["profile"])])
+    words = named(inline_files([*training, *profile_flags(options["profile"])]))
     given = parse(words, {}).args
     if not given.run_dir.startswith("/"):
         if not claims:

@@ -136,6 +136,7 @@ def slurm(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
     dry_run = options["dry_run"] or values.on("DRY_RUN")
     flags = training_flags(training, values)
     launch_flags.check(flags)
+    flags = launch_flags.named(flags)
     resolved = parse(flags, {})
     here = environ.get("PWD") or os.getcwd()
     run_dir = os.path.join(here, resolved.args.run_dir)

@@ -96,7 +96,7 @@ def build(
     """
     instance = find(instance_type) if instance_type else None
     processes = _processes(processes, instance)
-    words = list(words)
+    words = launch_flags.named(words)
     given = parse(words, {})
     if absolute_run_dir:
         # The same folder for batch script, task and training, wherever each of them is started.

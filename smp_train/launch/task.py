@@ -215,7 +215,7 @@ def attempt_name(environ: Mapping[str, str]) -> str:
 
 def guard(
     run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int | None, attempt: str, *,
-    in_s3: bool = True,
+    run_name: str = "", in_s3: bool = True,
 ) -> None:  # fmt: skip
     """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint.
 
@@ -223,7 +223,7 @@ def guard(
     vain.
     """
     job = environ.get("SLURM_JOB_ID")
-    step, _ = launch_flags.newest_committed(folders, in_s3=in_s3)
+    step, _ = launch_flags.newest_committed(folders, run_name, in_s3=in_s3)
     path = run_dir / GUARD
     before: list[dict[str, object]] = []
     if path.exists():
@@ -309,7 +309,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _make(run_dir / "logs" / attempt)
             if node == 0 and NSYS not in os.environ:
                 folders = resolved.args.checkpoint_dir
-                guard(run_dir, folders, os.environ, options.max_attempts, attempt, in_s3=not outside)
+                guard(
+                    run_dir, folders, os.environ, options.max_attempts, attempt,
+                    run_name=resolved.args.run_name, in_s3=not outside,
+                )  # fmt: skip
         if outside:
             raise BadNodeError(
                 f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,12 @@ SHAPES = (
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
     "num_local_experts", "tie_word_embeddings",
 )  # fmt: skip
+
+SETTINGS_OF_A_RUN = re.compile(
+    r"dropout|pdrop|token_id|initializer|max_position|^n_positions|^n_ctx|use_cache|router_aux|output_router|jitter|"
+    r"summary_|pretraining_tp|^rope_parameters|scale_init"
+)
+"""Fields of configurations that do not change what a model computes of given weights, but how it is trained."""
 
 
 def overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, Any]) -> None:
@@ -75,6 +82,35 @@ def _overlay_rope(fields: dict[str, Any], family: Family, given: dict[str, Any])
         fields["rope_scaling"] = base | (fields.get("rope_scaling") or {}) | scaling | {"rope_type": kind}
     else:
         raise ConfigError(f"--rope_scaling_type {kind} is not known; known: default, llama3")
+
+
+def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
+    """Return what makes a checkpoint's model another function than ``config``'s, as "--num_heads 4 there, 8 here".
+
+    ``saved`` is its configuration as a dictionary, of any version of transformers: a field that one version does not
+    know has that version's default. Dropout, lengths, special tokens and precision are settings of a run.
+    """
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    kind = config.model_type
+    if saved.get("model_type") != kind:
+        return [f"--model_type: {saved.get('model_type')} there, {kind} here"]
+    known = next((family for family in FAMILIES.values() if family.hf_model_type == kind), None)
+    flags = {target: flag for flag, target in (known or other_family(kind)).fields.items()}
+    fields = [
+        transformers4_names(type(config).from_dict(transformers4_names(each, kind)).to_dict(), kind)
+        for each in (saved, config.to_dict())
+    ]
+    own = transformers4_names(CONFIG_MAPPING[kind]().to_dict(), kind).keys() - PretrainedConfig().to_dict().keys()
+    own |= {"tie_word_embeddings", "rope_scaling", *flags}
+    different = [
+        (key, *(each.get(key) for each in fields))
+        for key in sorted(own, key=lambda key: (key not in flags, key))
+        if fields[0].get(key) != fields[1].get(key) and not SETTINGS_OF_A_RUN.search(key)
+    ]
+    return [
+        f"{'--' + flags[key] if key in flags else key}: {there} there, {here} here" for key, there, here in different
+    ]
 
 
 def configuration(hf_model_type: str, fields: dict[str, Any], name: str) -> PretrainedConfig:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import smp_train
+from smp_train.arguments.values import is_run_name
 from smp_train.errors import ConfigError, redacted
 
 KEEP_STOP = "SMP_TRAIN_KEEP_STOP"
@@ -97,6 +98,12 @@ class RunFolder:
     def read_run(self) -> dict[str, Any]:
         """Return `run.json`, empty when there is none."""
         return _read(self.run_json)
+
+    def run_name(self) -> str:
+        """Return the name of the run that was started here last, empty where none is known."""
+        run = self.read_run().get("run")
+        name = str(run.get("name", "")) if isinstance(run, dict) else ""
+        return name if is_run_name(name) else ""
 
     def mark_done(self, step: int) -> None:
         """Say that the run has finished, with ``step`` updates done."""

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
+from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
 from smp_train.checkpoints import storage as storage_module
 from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.storage import LocalStorage
@@ -148,7 +148,7 @@ def resume(folder: str, layouts: list[str], sources: list[str]) -> dict[tuple[st
         for layout, source in itertools.product(layouts, sources):
             here = f"{layout}{dist.get_world_size()}"
             model, optimizer = prepare("small", layout, seed=2)
-            checkpoint = find(f"{folder}/{source}", strict=True, model_type="small")
+            checkpoint = find(f"{folder}/{source}", strict=True)
             assert checkpoint is not None
             assert checkpoint.meta == {"of": source, "step": 2}
             checkpoint.load(gather_state(model, optimizer))
@@ -307,13 +307,13 @@ def test_a_folder_that_is_mounted_read_only_is_found_at_start(small_disk):
 
 
 def test_a_second_job_on_the_folder_is_refused_by_name(tmp_path):
-    held = Lock(LocalStorage(str(tmp_path / "checkpoints")))
+    held = Lock(LocalStorage(str(tmp_path / "checkpoints"), RunId.fresh("one")))
     held.acquire()
     with pytest.raises(RankFailed) as refused:
-        run(train_command, 2, flags(tmp_path))
+        run(train_command, 2, flags(tmp_path, run_name="one"))
     said = rf"CheckpointError: cannot start: rank 0 on \S+: .* is in use by a job on \S+ \(process {os.getpid()}, since"
     assert re.search(said, str(refused.value))
-    assert run(train_command, 2, flags(tmp_path, break_checkpoint_lock=1)) == [0, 0]
+    assert run(train_command, 2, flags(tmp_path, run_name="one", break_checkpoint_lock=1)) == [0, 0]
     held.release()
     assert find(tmp_path / "checkpoints").step == 3
 
@@ -327,7 +327,7 @@ def refused(command_line: list[str]) -> str:
 def test_a_run_that_fails_at_its_start_lets_its_folder_go(tmp_path):
     line = flags(tmp_path, use_synthetic_data=None, training_dir=tmp_path / "nowhere")
     assert all("nowhere" in said for said in run(refused, 2, line))
-    assert not (tmp_path / "checkpoints" / ".lock").exists()  # nobody need wait until it is known to be dead
+    assert not list((tmp_path / "checkpoints").glob(".lock*"))  # nobody need wait until it is known to be dead
 
 
 def mismatched(folder: str) -> str:

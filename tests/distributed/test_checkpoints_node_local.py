@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
+from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
 from smp_train.checkpoints.node_local import find_newest
 from smp_train.errors import CheckpointError
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
@@ -28,7 +28,7 @@ def folders(folder: str) -> list[str]:
 
 
 def found(folder: str, mesh: Any = MESH) -> Any:
-    return find_newest(f"{folder}/far", folders(folder), model_type="m", mesh=mesh, strict=False)
+    return find_newest(f"{folder}/far", folders(folder), run=RunId(), mesh=mesh, strict=False)
 
 
 def write(folder: str, layout: str) -> dict[int, dict[str, str]]:

@@ -140,12 +140,12 @@ COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
         "--hf-model meta-llama/Llama-2-7b-hf --batch-size 4 --grad-accum-steps 2 --mixed-precision",
         {
             "hf_pretrained_model_name_or_dir": "meta-llama/Llama-2-7b-hf", "train_batch_size": 4,
-            "gradient_accumulation_steps": 2, "bf16": True, "run_name": "Llama-2-7b-hf",
+            "gradient_accumulation_steps": 2, "bf16": True, "label": "Llama-2-7b-hf",
         },
     ),
     "FSDP2, from scratch": (
         "--from-scratch --model-size 7B --batch-size 4 --grad-accum-steps 2 --mixed-precision",
-        {"model_type": "scratch", "model_size": "7b", "run_name": "scratch-7b"},
+        {"model_type": "scratch", "model_size": "7b", "label": "scratch-7b"},
     ),
     "FSDP2, example 1": (
         "--hf-model meta-llama/Llama-2-7b-hf --batch-size 4 --grad-accum-steps 2 --max-lr 2e-5 "
@@ -411,7 +411,7 @@ SPELLINGS = [
     ("--checkpoint_dir", "checkpoint_dir", '["a", "b"]', ["a", "b"]),
     ("--checkpoint_dir", "checkpoint_dir", "a,b", ["a,b"]),
     ("--tensorboard_dir", "tensorboard_dir", "None", None),
-    ("--checkpoint_dir", "checkpoint_dir", "[]", ["checkpoints"]),
+    ("--checkpoint_dir", "checkpoint_dir", "[]", []),
 ]  # fmt: skip
 
 
@@ -679,13 +679,15 @@ def test_shard_degree_settles_the_strategy() -> None:
     assert Arguments(hybrid_shard_degree=4).sharding_strategy == "hybrid_shard"
 
 
-def test_run_folder_follows_from_the_model_alone() -> None:
-    assert read("").run_dir == "runs/gpt_neox"
-    assert read("--model_size 13B").run_name == "scratch-13b"
-    assert read("--model_name llama2_7b").run_dir == "runs/llama_v2-7b"
-    assert read("--hf-model org/name").run_name == "name"
-    assert read("--run_name x").run_dir == "runs/x"
+def test_folders_follow_from_the_name_and_a_label_from_the_model() -> None:
+    assert (read("").run_name, read("").run_dir, read("").checkpoint_dir) == ("", "", [])
+    assert read("").label == "gpt_neox"
+    assert read("--model_size 13B").label == "scratch-13b"
+    assert read("--model_name llama2_7b").label == "llama_v2-7b"
+    assert read("--hf-model org/name").label == "name"
+    assert (read("--run_name x").run_dir, read("--run_name x").checkpoint_dir) == ("runs/x", ["checkpoints/x"])
     assert read("--run_name x --run_dir y").run_dir == "y"
+    assert read("--run_name x --checkpoint_dir y").checkpoint_dir == ["y"]
 
 
 def test_validation_that_is_never_due_asks_for_no_data() -> None:

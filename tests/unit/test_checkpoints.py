@@ -17,6 +17,7 @@ import torch
 from smp_train.checkpoints import (
     CheckpointManager,
     Policy,
+    RunId,
     find,
     policies,
 )
@@ -152,12 +153,13 @@ def test_what_is_not_a_checkpoint_is_passed_over(tmp_path):
     assert found.step == 3
 
 
-def test_other_model_types_in_the_folder_can_be_left_out(tmp_path):
-    save(tmp_path, 3)
-    CheckpointManager([Policy(str(tmp_path), 1, 1)], model_type="gpt_neox").save(8, state(), {})
+def test_other_runs_in_the_folder_can_be_left_out(tmp_path):
+    first, second = RunId.fresh("first"), RunId.fresh("second")
+    save(tmp_path, 3, run=first)
+    CheckpointManager([Policy(str(tmp_path), 1, 1)], model_type="gpt_neox", run=second).save(8, state(), {})
     assert find(tmp_path).path.endswith("gpt_neox-8steps")
-    assert find(tmp_path, model_type="llama_v2").step == 3
-    assert find(tmp_path, model_type="mixtral") is None
+    assert find(tmp_path, run=first).step == 3
+    assert find(tmp_path, run=RunId.fresh("second")) is None, "another life of that name"
 
 
 def test_an_unfinished_checkpoint_that_is_named_is_refused_with_the_others(tmp_path):
@@ -343,12 +345,17 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert names(tmp_path) == ["llama_v2-3steps"]
 
 
-def test_an_uncommitted_folder_of_the_same_name_is_replaced(tmp_path):
-    (tmp_path / "llama_v2-3steps").mkdir()
-    (tmp_path / "llama_v2-3steps" / "junk.distcp").write_text("half")
-    save(tmp_path, 3)
-    assert find(tmp_path).step == 3
-    assert names(tmp_path) == ["llama_v2-3steps"]
+def test_what_is_there_under_the_name_is_left_alone(tmp_path):
+    (tmp_path / "llama_v2-3steps" / "tp0_ep0").mkdir(parents=True)
+    (tmp_path / "llama_v2-3steps" / "tp0_ep0" / "__0_0.distcp").write_text("another program's")
+    (tmp_path / "llama_v2-4steps").write_text("a file")
+    run = RunId.fresh("mine")
+    save(tmp_path, 3, 4, keep=1, run=run)
+    assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-4steps", f"llama_v2-4steps-{run.id}"]
+    assert names(tmp_path / "llama_v2-3steps" / "tp0_ep0") == ["__0_0.distcp"]
+    assert find(tmp_path).path == f"{tmp_path}/llama_v2-4steps-{run.id}"
+    with pytest.raises(CheckpointError, match="llama_v2-3steps is there already"):
+        save(tmp_path, 3)
 
 
 def test_a_replacement_cut_short_between_its_two_renames_loses_nothing(tmp_path, monkeypatch):
@@ -406,9 +413,10 @@ def test_the_newest_k_stay(tmp_path):
 
 
 def test_unfinished_ones_do_not_count_and_other_models_are_not_touched(tmp_path):
-    CheckpointManager([Policy(str(tmp_path), 1, 1)], model_type="gpt_neox").save(1, state(), {})
+    neox, ours = RunId.fresh("neox"), RunId.fresh("ours")
+    CheckpointManager([Policy(str(tmp_path), 1, 1)], model_type="gpt_neox", run=neox).save(1, state(), {})
     (tmp_path / "llama_v2-90steps").mkdir()
-    save(tmp_path, 1, 2, 3, keep=2)
+    save(tmp_path, 1, 2, 3, keep=2, run=ours)
     assert names(tmp_path) == ["gpt_neox-1steps", "llama_v2-2steps", "llama_v2-3steps", "llama_v2-90steps"]
 
 
@@ -466,9 +474,10 @@ def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(tmp_path, caplog,
 
 
 def test_what_is_gone_back_to_elsewhere_changes_nothing(tmp_path):
-    save(tmp_path / "theirs", 20)
-    save(tmp_path / "ours", 30)
-    saver = manager(tmp_path / "ours")
+    save(tmp_path / "theirs", 20, run=RunId.fresh("theirs"))
+    ours = RunId.fresh("ours")
+    save(tmp_path / "ours", 30, run=ours)
+    saver = manager(tmp_path / "ours", run=ours)
     saver.go_back(find(tmp_path / "theirs" / "llama_v2-20steps"))
     saver.save(21, state(), {})
     assert names(tmp_path / "ours") == ["llama_v2-21steps", "llama_v2-30steps"]

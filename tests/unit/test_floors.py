@@ -17,7 +17,7 @@ FLOORS = [
     {"train_lib"},
     {"saving"},
     {"set_up"},
-    {"train_utils"},
+    {"train_utils", "naming"},
     {"backends", "data", "checkpoints", "telemetry", "stop"},
     {"parallel"},
     {"models", "losses", "learning_rates"},

@@ -232,6 +232,10 @@ def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = Non
         f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in ("train", "test") if values[name]
     }
     resolved = parse(flags, environ)
+    if not resolved.args.run_name:
+        given = {**given, "run_name": resolved.args.label}
+        flags.append(f"--run_name={resolved.args.label}")
+        resolved = parse(flags, environ)
     own, values["checkpoints"] = _where_checkpoints_go(resolved, values, keep_in)
     if own:
         given = {**given, "checkpoint_dir": [own]}

@@ -51,6 +51,7 @@ TRAIN_FLAGS=(
   /fsx/data/train
   --max_steps
   100
+  --run_name=llama_v2-70b
   --run_dir=/runs/llama_v2-70b
   --checkpoint_dir=/runs/llama_v2-70b/checkpoints
   --resume_from_checkpoint=/runs/llama_v2-70b/checkpoints

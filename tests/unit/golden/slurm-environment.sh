@@ -34,6 +34,7 @@ TRAIN_FLAGS=(
   --use_synthetic_data
   1
   --profile_nsys=1
+  --run_name=gpt_neox
   --run_dir=/runs/gpt_neox
   --checkpoint_dir=/runs/gpt_neox/checkpoints
   --resume_from_checkpoint=/runs/gpt_neox/checkpoints

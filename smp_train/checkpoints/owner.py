@@ -1,0 +1,155 @@
+"""Which run a checkpoint is of, and which run a start goes on from. No collectives."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from smp_train.arguments.values import is_run_name
+from smp_train.checkpoints.record import COMMITTED, META, Committed, RunId, parse_folder_name
+from smp_train.checkpoints.storage import UNKNOWN, Storage, absent, interrupted, open_storage, parent_of, place_of
+from smp_train.errors import CheckpointError
+
+
+class Entry(NamedTuple):
+    """A committed checkpoint of a folder; in order of steps, and of the time of the commit where steps are equal."""
+
+    step: int
+    time: float
+    name: str
+    model_type: str
+    run: RunId
+
+
+def committed_names(storage: Storage, model_type: str | None = None) -> list[str]:
+    """Return the names of the committed checkpoints (of ``model_type``, where given), newest step first.
+
+    One that lost its name to a replacement that was cut short is among them, under its scratch name.
+    """
+    found = []
+    rescued = {scratch: name for name, scratch in interrupted(storage).items()}
+    for name in storage.names():
+        parsed = parse_folder_name(rescued.get(name, name))
+        if parsed is None or (model_type is not None and parsed[0] != model_type):
+            continue
+        if storage.has(name, COMMITTED):
+            found.append((parsed[1], name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def committed(storage: Storage, run: RunId | None = None) -> list[Entry]:
+    """Return the committed checkpoints (of ``run``, where given), newest step first."""
+    rescued = {scratch: name for name, scratch in interrupted(storage).items()}
+    found = []
+    for name in committed_names(storage):
+        parsed = parse_folder_name(rescued.get(name, name))
+        assert parsed is not None
+        try:
+            owner, time = run_of(storage, name)
+        except (OSError, CheckpointError):
+            if storage.has(name, COMMITTED):
+                raise
+            continue  # its own run has deleted it since
+        found.append(Entry(parsed[1], time, name, parsed[0], owner))
+    return sorted((entry for entry in found if run in (None, entry.run)), reverse=True)
+
+
+def run_of(storage: Storage, name: str) -> tuple[RunId, float]:
+    """Return the run of a checkpoint, set aside or not, and when it was committed, as far as its files say.
+
+    Versions before wrote the run's name into meta.json alone.
+    """
+    root, time = "", 0.0
+    files = [COMMITTED] if storage.has(name, COMMITTED) else []
+    files = files or [file for file in storage.sizes(name) if file.startswith(COMMITTED)]
+    for file in files[-1:]:
+        try:
+            found = Committed.from_bytes(storage.read(name, file))
+        except ValueError:
+            break
+        if found.run.id:
+            return found.run, found.time
+        root, time = found.root, found.time
+    for file in sorted(storage.sizes(posixpath.join(name, root))):
+        if posixpath.basename(file) == META:
+            meta = _meta(storage, posixpath.join(name, root, posixpath.dirname(file)))
+            try:
+                return RunId.parse(meta["run"]), time
+            except (ValueError, KeyError, TypeError, AttributeError):
+                arguments = meta.get("arguments")
+                named = str(arguments.get("run_name", "")) if isinstance(arguments, dict) else ""
+                return RunId(name=named if is_run_name(named) else ""), time
+    return UNKNOWN, time
+
+
+def _meta(storage: Storage, folder: str) -> dict[str, Any]:
+    try:
+        found = json.loads(storage.read(folder, META))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a start goes on from: the checkpoints of ``run`` at ``place``, a folder or one checkpoint."""
+
+    place: str
+    run: RunId
+
+
+def origin(
+    places: Sequence[str], *, name: str, own: Sequence[str], near: Sequence[Storage], model_type: Callable[[], str]
+) -> Origin | None:
+    """Return whose checkpoints at which of ``places`` a start goes on from; None where there are none for it.
+
+    ``name`` is the run's, or empty; ``own`` are the folders that it saves to, and ``near`` those on this rank's disk,
+    which are looked at with them. A run with a name goes on from the checkpoints of that name; where there are none in
+    a folder of its own, from those of no known run. Else the run that committed last is taken; of several model types,
+    one of ``model_type``.
+    """
+    found: list[tuple[str, Entry]] = []
+    mine = set(map(place_of, own))
+    for place in map(place_of, places):
+        folder, last = parent_of(place)
+        if absent(place) is None and last and open_storage(folder).has(last, COMMITTED):
+            return Origin(place, run_of(open_storage(folder), last)[0])
+        storages = [open_storage(place)] if absent(place) is None else []
+        for storage in [*storages, *(near if place in mine else [])]:
+            found += [(place, entry) for entry in committed(storage)]
+    chosen = [(place, entry) for place, entry in found if name and entry.run.name == name]
+    if not chosen:
+        chosen = [(place, entry) for place, entry in found if not (name and place in mine and entry.run.name)]
+        if len({entry.model_type for _, entry in chosen}) > 1:
+            wanted = model_type()
+            chosen = [(place, entry) for place, entry in chosen if entry.model_type == wanted] or chosen
+    if not chosen:
+        return None
+    run = last_run([entry for _, entry in chosen])
+    return Origin(next(place for place, entry in chosen if entry.run == run), run)
+
+
+def last_run(entries: Sequence[Entry]) -> RunId:
+    """Return the run that committed last."""
+    return max(entries, key=lambda entry: (entry.time, entry.step)).run
+
+
+def summary(location: str, run: RunId) -> str:
+    """Say in a few words whose checkpoints of which steps a folder holds; ``run`` is the one that asks."""
+    storage = open_storage(location, run)
+    steps: dict[RunId, list[int]] = {}
+    for entry in reversed(committed(storage)):
+        steps.setdefault(entry.run, []).append(entry.step)
+    words = [f"{owner} {_shortened(found)}{' (this run)' * (owner == run)}" for owner, found in steps.items()]
+    others = [name for name in storage.names() if parse_folder_name(name) and not storage.has(name, COMMITTED)]
+    others = [name for name in others if not any(file.startswith(COMMITTED) for file in storage.sizes(name))]
+    words += [f"{name} (not committed by this program)" for name in others[:3]]
+    return "; ".join(words) or "nothing yet"
+
+
+def _shortened(steps: Sequence[int]) -> str:
+    shown = [str(step) for step in steps]
+    return f"step{'s' * (len(shown) > 1)} {', '.join(shown if len(shown) < 6 else [*shown[:2], '...', *shown[-2:]])}"

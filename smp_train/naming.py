@@ -1,0 +1,142 @@
+"""Which run this is: its name and id, its folders, and whose checkpoints it goes on from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from smp_train import runtime
+from smp_train.arguments import Arguments, Resolved
+from smp_train.checkpoints import Checkpoint, RunId
+from smp_train.checkpoints.collective import on_main
+from smp_train.checkpoints.node_local import is_node_local, storage_of
+from smp_train.checkpoints.owner import Origin, origin, summary
+from smp_train.checkpoints.storage import open_storage, place_of
+from smp_train.errors import ConfigError, redacted
+from smp_train.models.resolve import resolve
+from smp_train.runtime import Runtime
+from smp_train.telemetry.run_folder import RunFolder
+
+RUNS, CHECKPOINTS = "runs", "checkpoints"
+"""Folders that hold the folders of runs, by default."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run starts."""
+
+    run: RunId
+    origin: Origin | None
+    """What it goes on from; None where it begins afresh."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether it goes on with the run that wrote what it starts from, rather than begin a new one there."""
+        return self.origin is not None and self.origin.run.name == self.run.name
+
+
+def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
+    """Give the run its name, its id and its folders; collective.
+
+    The name is the one given, else that of the run to resume, else that of an explicit run folder's run, else a fresh
+    one. The id is that of the checkpoints to resume, if they are of a run of this name, else it is drawn.
+    """
+    start: Start | None = None
+    with runtime.together("choosing the run's name"):
+        if ranks.is_main:
+            start = _choose(resolved)
+    start = on_main("cannot start", lambda: start)
+    assert start is not None
+    sources = dict(resolved.sources)
+    if not resolved.args.run_name:
+        sources["run_name"] = "a fresh name" if start.origin is None else "the run that is resumed"
+    args = dataclasses.replace(resolved.args, run_name=start.run.name)
+    for name in ("run_dir", "checkpoint_dir"):
+        if getattr(args, name) != getattr(resolved.args, name):
+            sources[name] = "follows from --run_name"
+    if start.origin is not None and place_of(args.resume_from_checkpoint or "") != start.origin.place:
+        args.resume_from_checkpoint = start.origin.place
+    return dataclasses.replace(resolved, args=args, sources=sources), start
+
+
+def _choose(resolved: Resolved) -> Start:
+    args = resolved.args
+    name = args.run_name
+    if not name and args.run_dir:
+        name = RunFolder(args.run_dir).run_name()
+    found = None if args.resume_from_checkpoint is None else _origin(args, args.resume_from_checkpoint, name)
+    if found is not None and not name:
+        name = found.run.name
+    name = name or fresh_name(args)
+    if found is not None and found.run.id and found.run.name == name:
+        return Start(found.run, found)
+    return Start(RunId.fresh(name), found)
+
+
+def _origin(args: Arguments, place: str, name: str) -> Origin | None:
+    durable = [folder for folder in args.checkpoint_dir if not is_node_local(folder)]
+    near = [storage_of(folder) for folder in args.checkpoint_dir if is_node_local(folder)]
+    places, own = [place], durable
+    if not args.checkpoint_dir or args.checkpoint_dir == [f"{CHECKPOINTS}/{name}"]:
+        own = [f"{CHECKPOINTS}/{name}"] if name else []
+        if place_of(place) == place_of(CHECKPOINTS):  # the folder of all runs
+            places = own if name else [f"{CHECKPOINTS}/{each}" for each in open_storage(CHECKPOINTS).names()]
+            places, own = [*places, CHECKPOINTS], [*own, CHECKPOINTS]
+    return origin(places, name=name, own=own, near=near, model_type=lambda: resolve(args).model_type)
+
+
+def fresh_name(args: Arguments) -> str:
+    """Return a name that no other run has, and make its run folder; in an explicit one, the name that goes with it."""
+    label = f"{args.label}-{time.strftime('%Y%m%d')}"
+    if args.run_dir:
+        return f"{label}-{hashlib.sha256(os.path.realpath(args.run_dir).encode()).hexdigest()[:6]}"
+    try:
+        os.makedirs(RUNS, exist_ok=True)
+        for number in itertools.count(1):
+            name = f"{label}-{number}"
+            with contextlib.suppress(FileExistsError):
+                if args.checkpoint_dir or not os.path.exists(os.path.join(CHECKPOINTS, name)):
+                    os.mkdir(os.path.join(RUNS, name))
+                    return name
+    except OSError as failure:
+        raise ConfigError(f"{RUNS}: cannot make the run folder ({failure.strerror}); set --run_dir") from None
+    raise AssertionError("there is always a next number")
+
+
+def described(args: Arguments, start: Start, found: Checkpoint | None) -> str:
+    """Say in one line what the checkpoint folders hold, and what this run will do with them. Not collective."""
+    run = start.run
+    held = [f"{folder} holds {summary(folder, run)}" for folder in args.checkpoint_dir if not is_node_local(folder)]
+    if found is None:
+        does = "begins at step 0"
+    elif start.continues:
+        does = f"goes on from its step {found.step}"
+    else:
+        does = f"begins from step {found.step} of {found.path}"
+    kept = ", ".join(str(keep) if keep > 0 else "all" for keep in args.num_kept_checkpoints)
+    keeps = f"keeps the newest {kept} of its own and leaves all others alone"
+    return f"Checkpoints: {'; '.join(held)}. Run {run.name} ({run.id}) {does}, {keeps}"
+
+
+def how_to_resume(resolved: Resolved, ranks: Runtime) -> str:
+    """Say how to go on with this run: by the same command, or by one with what that lacks."""
+    args = resolved.args
+    folder = next(folder for folder in args.checkpoint_dir if not is_node_local(folder))
+    from_there = place_of(args.resume_from_checkpoint or "") == place_of(folder)
+    if from_there and (resolved.given("run_name") or resolved.given("run_dir")):
+        return "run the same command again to go on"
+    words = list(sys.orig_argv)
+    if ranks.launcher == "torchrun":
+        with contextlib.suppress(OSError):  # torchrun itself
+            words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    words += [] if resolved.given("run_name") else ["--run_name", args.run_name]
+    words += [] if from_there else ["--resume_from_checkpoint", folder]
+    return f"to go on: {redacted(shlex.join(words))}"

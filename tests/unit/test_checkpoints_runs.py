@@ -1,0 +1,242 @@
+"""Several runs in one folder of checkpoints, in a folder and in S3: each replaces, deletes and sweeps its own alone."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("boto3")
+pytest.importorskip("moto.server")
+
+from smp_train.arguments import parse, validate
+from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, storage_s3
+from smp_train.checkpoints.cli import main
+from smp_train.checkpoints.lock import Lock
+from smp_train.checkpoints.owner import committed, origin
+from smp_train.checkpoints.storage import open_storage
+from smp_train.errors import CheckpointError, ConfigError
+from tests.s3_server import bucket, serving
+from tests.unit.test_checkpoints import Stop, state, stop_at
+
+FIRST, SECOND = RunId("first", "11111111"), RunId("second", "22222222")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request, tmp_path, monkeypatch) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "runs")
+    monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", -math.inf)
+    monkeypatch.setattr(storage_s3, "STAMPED_TO_SECONDS", -math.inf)
+    return f"{bucket(request.getfixturevalue('server'), monkeypatch, request.node.nodeid)}/runs"
+
+
+def saver(place: str, run: RunId, keep: int = 2, model_type: str = "m", **more) -> CheckpointManager:
+    return CheckpointManager([Policy(place, 1, keep)], model_type=model_type, run=run, **more)
+
+
+def save(place: str, run: RunId, *steps: int, **more) -> None:
+    writes = saver(place, run, **more)
+    for step in steps:
+        writes.save(step, state(step), {"by": run.name})
+
+
+def steps(place: str, run: RunId) -> list[int]:
+    return [entry.step for entry in committed(open_storage(place), run)]
+
+
+def goes_on_from(place: str, name: str = "", own: bool = True, model_type: str = "m") -> RunId | None:
+    found = origin([place], name=name, own=[place] if own else [], near=[], model_type=lambda: model_type)
+    return None if found is None else found.run
+
+
+def test_each_keeps_its_newest_whatever_the_other_does(place):
+    one, two = saver(place, FIRST), saver(place, SECOND)
+    for step in range(1, 5):
+        one.save(step, state(step), {"by": "first"})
+        two.save(2 * step, state(10 * step), {"by": "second"})
+    assert steps(place, FIRST) == [4, 3]
+    assert steps(place, SECOND) == [8, 6]
+    for run, step, value in ((FIRST, 4, 4), (SECOND, 8, 40)):
+        found = find(place, run=run)
+        assert (found.step, found.meta["by"], found.meta["run"]) == (step, run.name, run.to_json())
+        target = state(-1)
+        found.load(target)
+        assert target["model"]["w"][0, 0] == value
+
+
+def test_the_same_step_of_another_run_is_not_replaced(place):
+    save(place, FIRST, 3)
+    save(place, SECOND, 3, 3)
+    names = {entry.name: entry.run for entry in committed(open_storage(place))}
+    assert names == {"m-3steps": FIRST, f"m-3steps-{SECOND.id}": SECOND}
+    assert find(place, run=FIRST).meta["by"] == "first"
+    assert find(f"{place}/m-3steps-{SECOND.id}").meta["by"] == "second"
+    assert find(place, run=FIRST).verify() == find(place, run=SECOND).verify() == []
+
+
+@pytest.mark.parametrize("stage", ["write", "publish"])
+def test_two_that_save_a_step_at_the_same_time_both_have_it(place, stage):
+    """The second one begins and ends its save while the first one is in the midst of its own."""
+
+    def meanwhile(reached: str) -> None:
+        if reached == stage:
+            save(place, SECOND, 4)
+
+    saver(place, FIRST, on_stage=meanwhile).save(4, state(), {"by": "first"})
+    for run in (FIRST, SECOND):
+        found = find(place, run=run)
+        assert (found.step, found.meta["by"], found.verify()) == (4, run.name, [])
+
+
+def test_what_another_program_wrote_stays(place, tmp_path):
+    """AWS's sample names its folders alike, and its trees have no COMMITTED."""
+    storage = open_storage(place)
+    if place.startswith("s3://"):
+        storage.put("m-2steps/tp0_ep0", "__0_0.distcp", b"theirs")
+    else:
+        (Path(place) / "m-2steps" / "tp0_ep0").mkdir(parents=True)
+        (Path(place) / "m-2steps" / "tp0_ep0" / "__0_0.distcp").write_bytes(b"theirs")
+    save(place, FIRST, 1, 2, 3, keep=1)
+    save(place, FIRST, 2, keep=9)
+    assert storage.read("m-2steps/tp0_ep0", "__0_0.distcp") == b"theirs"
+    assert list(storage.sizes("m-2steps")) == ["tp0_ep0/__0_0.distcp"]
+    assert {entry.name for entry in committed(storage)} == {"m-3steps", f"m-2steps-{FIRST.id}"}
+
+
+@pytest.mark.parametrize("stage", ["write", "publish"])
+def test_only_leftovers_of_the_run_itself_are_swept(place, stage):
+    def left(run: RunId) -> bool:
+        storage = open_storage(place)
+        names = storage.entries("") if place.startswith("s3://") else storage.names()
+        return any(f"-{run.key}" in name for name in names)
+
+    for run in (FIRST, SECOND):
+        killed = saver(place, run, on_stage=stop_at(stage))
+        next(iter(killed._storages.values())).delete = lambda name: None  # as if it had been killed
+        with pytest.raises((Stop, CheckpointError)):
+            killed.save(5 if run == FIRST else 6, state(), {})
+    assert left(FIRST)
+    assert left(SECOND)
+    again = saver(place, RunId.fresh("first"))
+    again.lock()
+    again.save(1, state(), {})
+    assert not any("m-5steps" in name for name in open_storage(place).names())
+    assert left(SECOND)
+    again.close()
+
+
+def test_two_jobs_of_one_run_are_refused_and_of_two_runs_not(place):
+    first, second = (Lock(open_storage(place, run)) for run in (FIRST, SECOND))
+    first.acquire()
+    second.acquire()
+    with pytest.raises(CheckpointError, match="first is in use by"):
+        Lock(open_storage(place, RunId.fresh("first"))).acquire()
+    first.release()
+    Lock(open_storage(place, RunId.fresh("first"))).acquire()
+    second.release()
+
+
+def test_whose_checkpoints_a_start_goes_on_from(place):
+    save(place, FIRST, 58, 60)
+    again = RunId.fresh("first")
+    save(place, again, 12)
+    save(place, SECOND, 4)
+    assert goes_on_from(place, "first") == again, "a fresh start is not overtaken by what it left behind"
+    assert goes_on_from(place, "second") == SECOND
+    assert goes_on_from(place) == SECOND, "it committed last"
+    assert goes_on_from(place, "third") is None
+    assert goes_on_from(place, "third", own=False) == SECOND
+    assert goes_on_from(f"{place}/m-58steps", "third") == FIRST
+    save(place, FIRST, 61)
+    assert goes_on_from(place, "first") == goes_on_from(place) == FIRST
+    save(place, RunId.fresh("neox"), 99, model_type="gpt_neox")
+    assert goes_on_from(place) == FIRST, "of the model type that is trained"
+
+
+def test_a_clock_that_went_back_changes_nothing(place, monkeypatch):
+    save(place, FIRST, 60)
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    again = RunId.fresh("first")
+    save(place, again, 12)
+    assert goes_on_from(place, "first") == again
+
+
+def test_checkpoints_of_no_known_run_are_resumed_and_never_deleted(place):
+    save(place, RunId(), 10, 20)
+    assert goes_on_from(place) == RunId()
+    assert goes_on_from(place, "first") == RunId()
+    save(place, FIRST, 21, 22, 20, 23, keep=1)
+    assert steps(place, RunId()) == [20, 10]
+    assert steps(place, FIRST) == [23]
+    assert goes_on_from(place) == FIRST
+
+
+def test_what_a_version_without_runs_wrote_goes_by_the_name_in_its_meta(place):
+    CheckpointManager([Policy(place, 1, 9)], model_type="m").save(5, state(), {"arguments": {"run_name": "old"}})
+    CheckpointManager([Policy(place, 1, 9)], model_type="m").save(6, state(), {"arguments": {"run_name": "../old"}})
+    assert goes_on_from(place, "old") == RunId("old")
+    assert find(place, run=RunId("old")).step == 5
+    assert goes_on_from(place, "first") == RunId(), "a name that leads out of the folder is none"
+
+
+@pytest.mark.parametrize("name", ["../up", "/abs", "a/../../b", "line\nbreak"])
+def test_a_name_that_leads_elsewhere_is_not_believed(name):
+    with pytest.raises(ValueError, match="does not identify a run"):
+        RunId.parse({"name": name, "id": "11111111"})
+    with pytest.raises(ConfigError, match="--run_name"):
+        validate(parse(["--use_synthetic_data=1", f"--run_name={name}"], {}).args, 1)
+
+
+def test_going_back_sets_only_the_runs_own_aside(place):
+    save(place, FIRST, 10, 20, keep=9)
+    save(place, SECOND, 30)
+    back = saver(place, FIRST, keep=9)
+    back.go_back(find(f"{place}/m-10steps"))
+    back.save(11, state(), {})
+    assert steps(place, FIRST) == [11, 10]
+    assert steps(place, SECOND) == [30]
+
+
+def test_the_command_line_knows_the_runs(place, capsys):
+    save(place, FIRST, 1, 2, keep=9)
+    save(place, SECOND, 2, 3, 4, keep=9)
+    assert main(["ls", place]) == 0
+    listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "first" in listed["m-1steps"]
+    assert "second" in listed[f"m-2steps-{SECOND.id}"]
+    with pytest.raises(ConfigError, match=r"first \(11111111\), second \(22222222\)"):
+        main(["prune", place, "--keep", "1"])
+    main(["prune", place, "--keep", "1", "--run_name", "second"])
+    assert (steps(place, FIRST), steps(place, SECOND)) == ([2, 1], [4])
+    main(["prune", place, "--keep", "1", "--run_name", FIRST.id])
+    assert (steps(place, FIRST), steps(place, SECOND)) == ([2], [4])
+    assert main(["verify", place]) == 0
+    capsys.readouterr()
+    assert main(["show", place]) == 0
+    assert "m-4steps" in capsys.readouterr().out
+
+
+def test_another_runs_checkpoint_that_goes_while_it_is_looked_at_is_passed_over(tmp_path, monkeypatch):
+    place = str(tmp_path)
+    save(place, FIRST, 1)
+    save(place, SECOND, 2)
+    storage = open_storage(place)
+    read = storage.read
+
+    def late(name: str, file: str) -> bytes:
+        if name == "m-1steps":
+            open_storage(place, FIRST).delete(name)
+        return read(name, file)
+
+    monkeypatch.setattr(storage, "read", late)
+    assert [entry.run for entry in committed(storage)] == [SECOND]
+    assert not os.path.exists(tmp_path / "m-1steps")
