@@ -45,15 +45,11 @@ def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
         SmpTrainError: a parameter whose initial values are not known, or that cannot be drawn in parts.
     """
     programs, names = programs_of(model), hub_names(model)
-    drawn, done, told = 0, 0, time.monotonic()
-    total = sum(local_tensor(param).numel() for param in model.parameters())
+    drawn, progress = 0, _Progress(sum(local_tensor(param).numel() for param in model.parameters()))
     with torch.no_grad():
         for name, param in model.named_parameters():
             drawn += _initialise(canonical_name(name), param, programs, names, seed, chunk)
-            done += local_tensor(param).numel()
-            if time.monotonic() - told >= PROGRESS_SECONDS:
-                logger.info("Initial weights: %.0f %% of this rank's are drawn", 100 * done / total)
-                told = time.monotonic()
+            progress.add(local_tensor(param).numel())
     return drawn
 
 
@@ -66,6 +62,7 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
     programs, names = programs_of(model), hub_names(model)
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     first = {name for name, _ in model.named_parameters()}
+    progress = _Progress(sum(param.numel() for param in model.parameters()))
 
     @torch.no_grad()
     def initialise_module(module: nn.Module) -> None:
@@ -73,8 +70,22 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
             name = prefixes[id(module)] + key
             if name in first:
                 _initialise(name, param, programs, names, seed, None)
+                progress.add(param.numel())
 
     return initialise_module
+
+
+class _Progress:
+    """Logs every `PROGRESS_SECONDS` which share of this rank's weights is drawn."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.told = total, 0, time.monotonic()
+
+    def add(self, count: int) -> None:
+        self.done += count
+        if time.monotonic() - self.told >= PROGRESS_SECONDS:
+            logger.info("Initial weights: %.0f %% of this rank's are drawn", 100 * self.done / self.total)
+            self.told = time.monotonic()
 
 
 def programs_of(model: nn.Module) -> dict[str, Program]:
