@@ -368,7 +368,7 @@ def count_steps(resolved: Resolved, training: Dealing, found: Checkpoint | None)
     ends = {"--epochs": steps}
     if args.steps_per_epoch is not None:
         ends["--steps_per_epoch"] = args.epochs * args.steps_per_epoch
-    if resolved.given("max_steps"):
+    if resolved.given("max_steps") or args.use_synthetic_data:  # of random rows there are as many as one wants
         ends["--max_steps"] = args.max_steps
     first = min(ends, key=lambda flag: ends[flag])
     log.info("%d epochs of %s samples take %d steps", args.epochs, training.rows_in_epoch, steps)
