@@ -145,7 +145,7 @@ class Layout(Source):
             return empty_pieces(self._joined(gaps), self._starts[-1:], self.seq_len)[1]
         rows, pieces = empty_pieces(gaps, self._sizes, self.seq_len)
         found = self._starts[rows] + pieces
-        if self._short == "pad":
+        if self._short == "pad" or not found.size:
             return found
         empty = set(found.tolist())
         return np.array([number for number, items in enumerate(self._bins) if empty.issuperset(items)], dtype=np.int64)

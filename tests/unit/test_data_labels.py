@@ -345,6 +345,13 @@ def test_every_sample_has_its_rows_labels_and_something_to_learn(tmp_path, kind,
     assert (kept.fingerprint == whole.fingerprint) == (len(kept) == len(whole))
 
 
+def test_a_set_with_nothing_to_learn_is_refused(tmp_path):
+    source = opened(write(tmp_path, [{"input_ids": [1, 2, 3, 4], "labels": [-100, -100, -100, 4]}] * 4))
+    for max_bad in (None, 1.0):
+        with pytest.raises(DataError, match=r"0\.json:1: "):
+            leave_out_unlearnable(source, 3, long="truncate", max_bad=max_bad)
+
+
 def test_windows_know_what_has_nothing_to_learn(tmp_path):
     """The order of windows is fixed before their rows are at hand."""
     rows = dialogue(60)
