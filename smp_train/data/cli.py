@@ -311,10 +311,10 @@ def audit(run: Path, rows: int | None = None) -> int:
         problems += _repeats(place, seen, (rows if not place else None) or sizes.get(place))
     size = rows or sizes.get("")
     if size and "" in streams and not weights and min(steps) == 1:
-        wanted = _wanted_epochs(run, max(steps))
-        left_over, consumed_as = _left_over(Counter(name for _, _, name in streams[""]), size, wanted)
-        # An end before the last epoch is no fault where a flag has set it, or where the run is not at its end.
-        (problems if wanted is not None else said).extend(left_over)
+        times = Counter(name for _, _, name in streams[""])
+        left_over, consumed_as = _left_over(times, size, config.get("epochs"))
+        # No fault where a flag has ended the run before, or where it is not at its end.
+        (problems if _used_all_epochs(run, max(steps)) else said).extend(left_over)
     if weights:
         # Not of a last step that only some ranks wrote down: its samples are no beginning of the order.
         whole = max(steps) - _absent(steps[max(steps)])
@@ -340,32 +340,35 @@ def _config(run: Path, part: str) -> dict[str, Any]:
     return dict(_run_json(run).get(part) or {})
 
 
-def _wanted_epochs(run: Path, last_step: int) -> int | None:
-    """Return how many epochs a run had to make up to its last step; None where it could end anywhere."""
-    written, config = _run_json(run), _config(run, "config")
-    epochs, total = config.get("epochs"), written.get("total_steps")
+def _used_all_epochs(run: Path, last_step: int) -> bool:
+    """Tell whether a run says that it is at the end of its --epochs, and no other flag has ended it."""
+    config, total = _config(run, "config"), _run_json(run).get("total_steps")
+    epochs = config.get("epochs")
     ended_by = [config["max_steps"]] if _config(run, "sources").get("max_steps", "default") != "default" else []
     if epochs and config.get("steps_per_epoch"):
         ended_by.append(epochs * config["steps_per_epoch"])
-    return epochs if epochs and total and last_step >= total and total not in ended_by else None
+    return bool(epochs and total and last_step >= total and total not in ended_by)
 
 
 def _left_over(times: Counter[str], size: int, epochs: int | None) -> tuple[list[str], str]:
-    """Return what is to be said of samples that were not used as often as others, and how often all were.
+    """Return which samples were not used as often as others, and how often all were, in words.
 
     Args:
         times: how often each sample was used.
         size: samples of an epoch.
-        epochs: how many there should have been; None for whatever there are.
+        epochs: how many there were to be; None for whatever there are.
     """
-    begun = epochs or -(-times.total() // size)
+    begun = -(-times.total() // size)
     short = begun * size - times.total()
-    if not short:
-        return [], f"each {begun} times" if begun > 1 else "each once"
-    # Of samples that were never used, the names are not known.
-    names = sorted(name for name, number in times.items() if number < begun) if len(times) == size else []
-    which = f": {', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''}" if names else ""
-    return [f"epoch {begun} is not whole: {short} of {size} samples were not used in it{which}"], "each once per epoch"
+    found = []
+    if short:
+        # Of samples that were never used, the names are not known.
+        names = sorted(name for name, number in times.items() if number < begun) if len(times) == size else []
+        which = f": {', '.join(names[:SHOWN_NAMES])}{', ...' if len(names) > SHOWN_NAMES else ''}" if names else ""
+        found.append(f"epoch {begun} is not whole: {short} of {size} samples were not used in it{which}")
+    if epochs and epochs > begun:
+        found.append(f"{epochs - begun} of {epochs} epochs were not begun")
+    return found, "each once per epoch" if short else f"each {begun} times" if begun > 1 else "each once"
 
 
 def _repeats(place: str, seen: list[tuple[int, int, str]], rows: int | None) -> list[str]:

@@ -154,6 +154,8 @@ def test_audit_of_epochs(tmp_path, capsys):
         code, said = verdict(**excuse)
         assert code == 0, excuse
         assert f"{2 * ROWS - 16} of {ROWS} samples" in said
+    code, said = verdict(config={"epochs": 4}, total_steps=4)
+    assert (code, "2 of 4 epochs" in said) == (3, True)
     for file in tmp_path.glob("*.jsonl"):
         file.unlink()
     write_run(tmp_path, sequence(5)[2:], start=3)
