@@ -31,9 +31,9 @@ fi
 # --- the step ----------------------------------------------------------------------------------------------
 command=("$PYTHON" -m smp_train.launch.task)
 step=(--kill-on-bad-exit=1 --ntasks-per-node=1 --label)
-# HyperPod's plugin swaps a bad node and runs the same srun again. Stock Slurm does not know the option.
 # An allocation of salloc may be for more tasks.
 [ -z "${SLURM_JOB_NUM_NODES:-}" ] || step+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES")
+# HyperPod's plugin swaps a bad node and runs the same srun again. Stock Slurm does not know the option.
 if srun --help 2>&1 | grep -q -- --auto-resume; then step+=(--auto-resume=1); fi
 task=(--nproc "${NPROC:-auto}" --max_attempts "${MAX_ATTEMPTS:-3}" --failures "$RUN_DIR/logs")
 [ -z "${INSTANCE_TYPE:-}" ] || task+=(--instance_type "$INSTANCE_TYPE")

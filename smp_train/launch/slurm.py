@@ -82,7 +82,8 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
     ):
         lines.append(f"{name}={shlex.quote(value)}")
     mounts, folders = _mounts(spec, options) if options["image"] else ([], [])
-    written = [place for place in map(str, _written(spec)) if not place.startswith(spec.run_dir + "/")]
+    own = (f"{spec.run_dir}/logs", f"{spec.run_dir}/checkpoints")  # which the script makes, or looks into, by itself
+    written = [place for place in map(str, _written(spec)) if place not in own]
     lines += [_array("MOUNTS", mounts), _array("FOLDERS", folders), _array("WRITTEN", written)]
     lines.append(_array("TRAIN_FLAGS", spec.train_flags))
     return "\n".join(lines) + "\n\n" + BODY.read_text(encoding="utf-8").partition("\n")[2]

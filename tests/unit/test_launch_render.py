@@ -402,6 +402,15 @@ def test_run_names_that_slurm_reads_otherwise(capsys: pytest.CaptureFixture[str]
     assert '#SBATCH --output="/runs/my run/logs/slurm-%j.out"\n' in header
 
 
+def test_the_script_looks_for_checkpoints_where_the_run_writes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """A start that saved nothing counts as one in vain."""
+    words = ["slurm", "--nproc=2", "--use_synthetic_data=1", "--run_dir=/r"]
+    for folder in ("/r/mine", "/other"):
+        text = dry_run(capsys, *words, "--checkpoint_dir", folder)
+        assert f"\nWRITTEN=(\n  {folder}\n)\n" in text
+    assert "\nUNSEEN=s3://bucket/x\n" in dry_run(capsys, *words, "--checkpoint_dir", "s3://bucket/x")
+
+
 def test_options_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
     header = dry_run(
         capsys, "slurm", "--nproc=2", "--sbatch", "--comment=x y", "--sbatch=--mem=0", "--use_synthetic_data=1"
