@@ -17,7 +17,7 @@ from smp_train.checkpoints.collective import alone, exchange, rank, world_size
 from smp_train.checkpoints.finding import TORCHS, Checkpoint, find, open_intact
 from smp_train.checkpoints.owner import committed
 from smp_train.checkpoints.record import RunId
-from smp_train.checkpoints.saver import Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.state import present
 from smp_train.checkpoints.storage import UNKNOWN, Storage, open_storage, place_of
@@ -59,7 +59,7 @@ def check_saver(saver: Saver) -> None:
 def layout(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
     """Return what must be the same for a rank's part to be of use: who saves how, and for which durable folders."""
     ours = {"world_size": world_size(), "rank": rank(), "mesh": mesh, "durable": sorted(map(place_of, durable))}
-    return {**ours, "names": "hub"}
+    return {**ours, "names": HUGGING_FACE}
 
 
 class NodeLocalCheckpoint(Checkpoint):

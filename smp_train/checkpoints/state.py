@@ -116,13 +116,14 @@ def _elsewhere(shape: Sequence[int], value: torch.Tensor) -> torch.Tensor:
 
 def present(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested dictionaries without the tensors that other ranks hold, and without what is empty then."""
-    found = {key: present(value) if isinstance(value, dict) else value for key, value in tree.items()}
-    # Those are plain tensors; a ShardedTensor without a part on this rank cannot be asked for its device.
-    return {
-        key: value
-        for key, value in found.items()
-        if not (value == {} if isinstance(value, dict) else type(value) is torch.Tensor and value.is_meta)
-    }
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            rest = present(value)
+            found |= {key: rest} if rest else {}
+        elif not (type(value) is torch.Tensor and value.is_meta):  # a ShardedTensor without a part here has no device
+            found[key] = value
+    return found
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, dict[str, Any]]:
