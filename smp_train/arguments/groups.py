@@ -302,7 +302,7 @@ class CheckpointArguments:
         shown="checkpoints/<run_name>; on SageMaker /opt/ml/checkpoints",
     )
     checkpoint_freq: list[int] = flag([1000], "Steps between checkpoints, per folder", unit="steps")
-    num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints of the run kept, per folder")
+    num_kept_checkpoints: list[int] = flag([2], "Newest checkpoints of the run kept, per folder; 0: all")
     checkpoint_type: str | None = flag(
         None,
         "How checkpoints are written: in the background from a copy in host memory (where there is no room for one, as "

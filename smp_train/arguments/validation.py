@@ -33,7 +33,7 @@ AT_LEAST_ONE = (
     "sliding_window", "num_local_experts", "num_experts_per_tok",
     "rope_scaling_original_max_position_embeddings",
     "activation_loading_horizon", "fp8_amax_history_len", "tensor_parallel_degree", "context_parallel_degree",
-    "expert_parallel_degree", "checkpoint_freq", "num_kept_checkpoints", "num_tokens",
+    "expert_parallel_degree", "checkpoint_freq", "num_tokens",
 )  # fmt: skip
 AT_LEAST_ZERO = (
     "lr", "min_lr", "warmup", "plateau", "weight_decay", "grad_clip", "seed", "data_num_workers",

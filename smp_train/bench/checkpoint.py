@@ -129,6 +129,7 @@ def measure(bench: Bench, folder: Path, rounds: int) -> list[str]:
     costs: dict[str, list[Cost]] = {kind: [] for kind in kinds}
     for step in range(1, rounds + 2):
         for kind, save in kinds.items():
+            say(f"round {step} of {rounds + 1}: {kind}")
             cost = save(bench, managers, folder, step)
             if step > 1:  # the first pays for buffers and for imports
                 costs[kind].append(cost)
@@ -141,6 +142,12 @@ def measure(bench: Bench, folder: Path, rounds: int) -> list[str]:
             f"{one.blocked / base.blocked:>17.3f}{one.lost / base.lost:>14.3f}"
         )
     return lines
+
+
+def say(what: str) -> None:
+    """Print on rank 0 what is measured now: it may take minutes."""
+    if dist.get_rank() == 0:
+        print(f"bench checkpoint: {what}", file=sys.stderr, flush=True)
 
 
 def median(costs: list[Cost]) -> Cost:
@@ -201,6 +208,7 @@ def loading(folder: Path, options: argparse.Namespace) -> list[str]:
     """
     lines = [f"{'':<30}{'load s':>10}{'verify s':>10}{'holds MiB':>11}{'more MiB':>10}"]
     for way in LOADED:
+        say(f"load: {way}")
         dist.barrier()
         told = [free_store(folder) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(told)

@@ -57,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
         return made
 
     either = "a checkpoint, or a folder of them (the newest one of the run that saved last)"
-    verb("ls", "list the checkpoints of a folder", "folder of checkpoints")
+    made = verb("ls", "list the checkpoints of a folder", "folder of checkpoints, or one checkpoint")
+    made.add_argument("--json", action="store_true", help="as JSON")
     verb("show", "tell what a checkpoint holds", either)
     verb("verify", "recompute checksums", "a checkpoint, or a folder: all of its committed ones")
     for name, help, source in (
@@ -96,31 +97,58 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ls(options: argparse.Namespace) -> int:
-    """Print one line per checkpoint, finished or not, oldest step first."""
+    """Print one line per checkpoint, finished or not, oldest step first; or a list of objects as JSON."""
     from smp_train.checkpoints import foreign
 
-    storage = _folder(options.source)
+    place = place_of(options.source)
+    folder, only = parent_of(place) if is_one_checkpoint(place, other_programs=False) else (place, "")
+    storage = _folder(folder)
     others = {name: kind for kind in (ABANDONED, DAMAGED) for name in storage.aside(kind)}
-    others |= dict.fromkeys(foreign.names_in(options.source), "SMP sample")
-    rows = []
-    for name in storage.names():
+    others |= dict.fromkeys(foreign.names_in(folder), "SMP sample")
+    rows: list[dict[str, Any]] = []
+    for name in [only] if only else storage.names():
         sizes = storage.sizes(name)
         before = name_before(name)
-        parsed = parse_folder_name(before)
-        complete = COMMITTED in sizes and name == before
-        if parsed is None and not name.endswith((".staging", ".deleting", ".replaced")):
+        model_type, step = parse_folder_name(before) or ("", -1)
+        if not (only or model_type or name.endswith((".staging", ".deleting", ".replaced"))):
             continue
-        state = "committed" if complete else "incomplete"
-        state = state if complete else others.get(name, state)
-        run = run_of(storage, name)[0]
-        rows.append((parsed[1] if parsed else -1, name, state, in_bytes(sum(sizes.values())), len(sizes), run))
-    width = max((len(row[1]) for row in rows), default=0)
-    for _, name, state, size, files, run in sorted(rows):
-        of = f"  run {run} ({run.id})" if run.id else ""
-        print(f"{name:<{width}}  {state:<10}  {size:>10}  {files} files{of}")
+        complete = COMMITTED in sizes and name == before
+        state = "committed" if complete else others.get(name, "incomplete")
+        run, saved = run_of(storage, name)
+        rows.append(
+            {
+                "name": name, "path": os.path.join(storage.location, name), "step": step if model_type else None,
+                "model_type": model_type or None, "state": state, "bytes": sum(sizes.values()), "files": len(sizes),
+                "run": run.to_json() if run.id else None, "saved": _at(saved),
+            }
+        )  # fmt: skip
+    rows.sort(key=lambda row: (-1 if row["step"] is None else row["step"], row["name"]))
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    width = max((len(row["name"]) for row in rows), default=0)
+    for row in rows:
+        of = f"  {row['saved'] or '':<20}  run {row['run']['name']} ({row['run']['id']})" if row["run"] else ""
+        size = f"{in_bytes(row['bytes']):>10}  {row['files']} files"
+        print(f"{row['name']:<{width}}  {row['state']:<10}  {size}{of}")
     if not rows:
         print(f"no checkpoints in {storage.location}")
     return 0
+
+
+def _at(seconds: float) -> str | None:
+    """Return a time as people and programs read it, in UTC; None where it is not known."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds)) if 0 < seconds < 1e11 else None
+
+
+def _of_model(found: Checkpoint) -> str:
+    """Return the model of a checkpoint in a few words: our type and size, where it is from, transformers' type."""
+    config, arguments = (found.meta.get(key) for key in ("model_config", "arguments"))
+    config, arguments = (value if isinstance(value, dict) else {} for value in (config, arguments))
+    size = arguments.get("model_size")
+    pretrained = arguments.get("hf_pretrained_model_name_or_dir") or arguments.get("pretrained_model_name")
+    named = f"{found.committed.model_type}-{size}" if size else found.committed.model_type
+    return f"{named}{f' of {pretrained}' if pretrained else ''} ({config.get('model_type', 'unknown')} of transformers)"
 
 
 def show(options: argparse.Namespace) -> int:
@@ -136,10 +164,14 @@ def show(options: argparse.Namespace) -> int:
     else:
         found = newest(options.source)
         readers = [found.reader(part) for part in found.parts]
-        facts = {"path": found.path, "step": found.step, "bytes": sum(r.size for r in found.committed.files.values())}
-        config = found.meta.get("model_config") or {}
-        facts |= {"model": config.get("model_type", "unknown")}
-        facts |= {key: value for key, value in found.meta.items() if key not in ("model_config", "arguments", "step")}
+        run, saved = run_of(open_storage(parent_of(found.path)[0]), parent_of(found.path)[1])
+        facts = {
+            "path": found.path, "model": _of_model(found), "run": f"{run} ({run.id})" if run.id else f"{run}",
+            "saved": _at(saved) or "unknown", "step": found.step,
+            "bytes": sum(record.size for record in found.committed.files.values()),
+        }  # fmt: skip
+        left_out = ("model_config", "arguments", "step", "run", "model_type")
+        facts |= {key: value for key, value in found.meta.items() if key not in left_out}
     kinds: dict[str, list[int]] = {}
     for reader in readers:
         for key, entry in saved_entries(reader).items():
@@ -147,7 +179,7 @@ def show(options: argparse.Namespace) -> int:
                 kinds.setdefault(key.split(".")[0], []).append(entry.size.numel())
     among = f" in {len(readers)} parts" if len(readers) > 1 else ""
     for kind, counts in kinds.items():
-        facts[kind] = f"{len(counts)} tensors, {sum(counts):,} numbers{among}"
+        facts[f"{kind}.*"] = f"{len(counts)} tensors, {sum(counts):,} numbers{among}"
     for key, value in facts.items():
         print(f"{key + ':':<12} {value if isinstance(value, str) else json.dumps(value)}")
     return 0

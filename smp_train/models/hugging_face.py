@@ -127,8 +127,10 @@ def _load_config(path: Place) -> PretrainedConfig:
         if not isinstance(path, S3Path):
             # By its folder, in which its code lies too, if it has the name that transformers looks for.
             where = path.parent if path.name == CONFIG_FILE else path
-            config = AutoConfig.from_pretrained(str(where), trust_remote_code=_trusted)
-            return _without_code(type(config).from_dict(readable(fields)), fields, path)
+            found = AutoConfig.from_pretrained(str(where), trust_remote_code=_trusted)
+            config = type(found).from_dict(readable(fields))
+            config.name_or_path = found.name_or_path  # where transformers looks for code that is trusted
+            return _without_code(config, fields, path)
         with tempfile.TemporaryDirectory() as folder:  # transformers reads files
             copy = Path(folder) / CONFIG_FILE
             copy.write_text(json.dumps(readable(fields)), encoding="utf-8")

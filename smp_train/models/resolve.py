@@ -138,7 +138,7 @@ def _beside(weights: Place) -> str:
     if (folder / OUR_MARK).is_file():
         try:
             return str(folder / str(json.loads((folder / OUR_MARK).read_text(encoding="utf-8"))["root"]) / OUR_META)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
             raise ConfigError(f"{folder / OUR_MARK} cannot be read; {weights} is no checkpoint to start from") from None
     raise ConfigError(
         f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
@@ -210,7 +210,7 @@ def _described(location: Path) -> dict[str, tuple[Any, str]]:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         family = next(family for family in FAMILIES.values() if family.hf_model_type == fields["model_type"])
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, StopIteration):
         return {}  # not here, or damaged, which `resolve` says, or a family without an entry
     found = {flag: fields[key] for flag, key in family.fields.items() if isinstance(fields.get(key), int | float)}
     found["max_context_width"] = min(DEFAULT_CONTEXT, found.get("max_context_width", DEFAULT_CONTEXT))

@@ -398,6 +398,21 @@ def configuration_is_nested_very_deep(folder: Path) -> list[str]:
     return train_on(folder, there)
 
 
+@hostile(CONFIG)
+def configuration_has_no_heads(folder: Path) -> list[str]:
+    return train_on(folder, model(folder, **LLAMA | {"num_attention_heads": 0}))
+
+
+@hostile(CONFIG)
+def configuration_is_of_an_enormous_model(folder: Path) -> list[str]:
+    return train_on(folder, model(folder, **LLAMA | {"vocab_size": 10**12}))
+
+
+@hostile(CONFIG)
+def configuration_has_text_for_a_width(folder: Path) -> list[str]:
+    return train_on(folder, model(folder, **LLAMA | {"hidden_size": "wide"}))
+
+
 def tokenizer(folder: Path, **settings: Any) -> Path:
     there = model(folder, **LLAMA)
     (there / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | settings))
