@@ -17,7 +17,8 @@ from tests import harness, smp_trees
 from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, OF_THE_MODEL, alike, numbers, refusal_of, smp, train_on_smp
 from tests.training import flags, read_checkpoint, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")]
+pytestmark = pytest.mark.slow
+needs_native = pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
 
 SHARED: dict[str, Any] = {"lr_decay_iters": 4, "max_steps": 2, "train_batch_size": 2}
 TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2, "train_batch_size": 4}
@@ -57,6 +58,7 @@ def same(one: smp_trees.State, two: smp_trees.State) -> None:
     assert any(value.abs().max() > 0 for name, value in two.items() if name.startswith("exp_avg."))
 
 
+@needs_native
 @pytest.mark.parametrize("name", WRITTEN)
 def test_resumes_natively_on_another_mesh(name: str, tmp_path: Path) -> None:
     world, changes, _, _ = WRITTEN[name]
@@ -78,7 +80,7 @@ def test_resumes_natively_on_another_mesh(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
 
 
-@pytest.mark.parametrize("name", ["tp2 llama", "hybrid llama"])
+@pytest.mark.parametrize("name", ["tp2 llama", "hybrid llama", "rank files, gpt-neox"])
 def test_resumes_on_smp(name: str, tmp_path: Path) -> None:
     world, changes, _, _ = WRITTEN[name]
     folder, _ = written(tmp_path, name)
@@ -89,6 +91,7 @@ def test_resumes_on_smp(name: str, tmp_path: Path) -> None:
     assert numbers(tmp_path / "theirs" / "on") == numbers(tmp_path / "ours" / "on")
 
 
+@needs_native
 def test_full_model_is_taken_up_without_moments(tmp_path: Path) -> None:
     folder = tmp_path / "aws" / "llama_v2-2steps"
     saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder), "full")[0]
@@ -99,6 +102,7 @@ def test_full_model_is_taken_up_without_moments(tmp_path: Path) -> None:
     assert all(not value.any() for name, value in found.items() if name.startswith("exp_avg"))
 
 
+@needs_native
 def test_incomplete_ones_are_passed_over_or_refused(tmp_path: Path) -> None:
     changes = {**SHARED, "tensor_parallel_degree": 2}
     older, newer = (tmp_path / "aws" / f"llama_v2-{step}steps" for step in (2, 4))
@@ -124,6 +128,7 @@ def test_incomplete_ones_are_passed_over_or_refused(tmp_path: Path) -> None:
                                          if name.startswith(newer.name)}  # fmt: skip
 
 
+@needs_native
 def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "aws" / "llama_v2-2steps"
     saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder))[0]
@@ -137,6 +142,7 @@ def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
     same(saved, found)
 
 
+@needs_native
 def test_a_start_beside_them_leaves_them_alone(tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     folder = place / "llama_v2-2steps"
@@ -148,6 +154,7 @@ def test_a_start_beside_them_leaves_them_alone(tmp_path: Path) -> None:
     assert str(folder.name) in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
+@needs_native
 @pytest.mark.parametrize("form", ["app", "top"])
 def test_trees_of_other_programs_with_optimizer_state(form: str, tmp_path: Path) -> None:
     harness.run(train, 1, flags(tmp_path / "ours", **{**SHARED, "lr": 1e-3}))
