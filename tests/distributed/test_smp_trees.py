@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from smp_train.checkpoints import cli
 from tests import harness, smp_trees
 from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, OF_THE_MODEL, alike, numbers, refusal_of, smp, train_on_smp
-from tests.training import flags, read_checkpoint, train
+from tests.training import flags, read_checkpoint, records, train
 
 pytestmark = pytest.mark.slow
 needs_native = pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
@@ -152,6 +152,22 @@ def test_a_start_beside_them_leaves_them_alone(tmp_path: Path) -> None:
     harness.run(train, 1, train_line)
     assert smp_trees.contents(folder) == before
     assert str(folder.name) in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+
+
+@needs_native
+def test_a_run_goes_on_in_their_folder_and_then_from_its_own(tmp_path: Path) -> None:
+    place = tmp_path / "aws"
+    folder = place / "llama_v2-2steps"
+    harness.run(smp_trees.write, 2, smp(tmp_path / "theirs", **SHARED), str(folder), "sharded", "")
+    before = smp_trees.contents(folder)
+    more = {"run_name": "on", "checkpoint_dir": place, "resume_from_checkpoint": place, "num_kept_checkpoints": 1}
+    for steps in (2, 3, 4):  # nothing left to do: its own checkpoint of the same step; then two starts
+        harness.run(train, 1, flags(tmp_path, **DATA, **{**SHARED, **more, "max_steps": steps}))
+        assert smp_trees.contents(folder) == before
+    resumed = [record["checkpoint"] for record in records(tmp_path) if record.get("event") == "resume"]
+    assert [Path(each) == folder for each in resumed] == [True, False, False]
+    steps_of = [record["step"] for record in records(tmp_path) if "loss" in record and "event" not in record]
+    assert steps_of == [3, 4]
 
 
 @needs_native
