@@ -97,12 +97,13 @@ def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
         return [f"--model_type: {saved.get('model_type')} there, {kind} here"]
     known = next((family for family in FAMILIES.values() if family.hf_model_type == kind), None)
     flags = {target: flag for flag, target in (known or other_family(kind)).fields.items()}
+    flags["rope_scaling"] = "rope_scaling_type"
     fields = [
         transformers4_names(type(config).from_dict(transformers4_names(each, kind)).to_dict(), kind)
         for each in (saved, config.to_dict())
     ]
     own = transformers4_names(CONFIG_MAPPING[kind]().to_dict(), kind).keys() - PretrainedConfig().to_dict().keys()
-    own |= {"tie_word_embeddings", "rope_scaling", *flags}
+    own |= {"tie_word_embeddings", *flags}
     different = [
         (key, *(each.get(key) for each in fields))
         for key in sorted(own, key=lambda key: (key not in flags, key))

@@ -1,0 +1,67 @@
+"""Which configurations compute the same of the same weights, in whatever version of transformers they were saved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from smp_train.models.configuration import changes
+from smp_train.models.resolve import resolve
+
+WIDTHS = {
+    "model_type": "llama_v2", "hidden_width": 64, "num_layers": 2, "num_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 512, "max_context_width": 64,
+}  # fmt: skip
+AS_VERSION_4 = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False, "mlp_bias": False,
+    "attention_dropout": 0.0, "tie_word_embeddings": False, "torch_dtype": "float32", "max_length": 20, "top_k": 50,
+    "transformers_version": "4.44.2", "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def config(**flags: Any) -> Any:
+    return resolve(SimpleNamespace(**WIDTHS | flags)).config
+
+
+@pytest.mark.parametrize("kind", ["llama_v2", "mistral", "mixtral", "gpt_neox", "gpt2", "falcon", "phi"])
+def test_a_model_is_the_same_as_itself(kind: str) -> None:
+    heads = {"falcon": 1, "gpt_neox": 4, "gpt2": 4}.get(kind, 2)
+    made = config(model_type=kind, num_key_value_heads=heads)
+    assert changes(made.to_dict(), made) == []
+
+
+def test_versions_of_transformers_spell_one_model_differently() -> None:
+    assert changes(AS_VERSION_4, config()) == []
+    assert "--rotary_emb_base" in changes({**AS_VERSION_4, "rope_theta": 5e5}, config())[0]
+    scaled = {**AS_VERSION_4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert "--rope_scaling_type" in changes(scaled, config())[0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "named"),
+    [
+        ({}, {"num_heads": 8, "num_key_value_heads": 4}, "--num_heads: 4 there, 8 here"),
+        ({}, {"num_key_value_heads": 4}, "--num_key_value_heads: 2 there, 4 here"),
+        ({}, {"rotary_emb_base": 500000}, "--rotary_emb_base"),
+        ({}, {"tie_word_embeddings": 1}, "--tie_word_embeddings"),
+        ({}, {"model_type": "mistral"}, "--model_type: llama there, mistral here"),
+        ({"model_type": "mistral"}, {"model_type": "mistral", "sliding_window": 32}, "--sliding_window"),
+    ],
+)
+def test_what_changes_the_function_is_named_by_its_flag(saved: dict, now: dict, named: str) -> None:
+    found = changes(config(**saved).to_dict(), config(**now))
+    assert any(named in line for line in found), found
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_act", "gelu"), ("rms_norm_eps", 1e-6), ("attention_bias", True)])
+def test_what_has_no_flag_is_named_as_it_is(field: str, value: Any) -> None:
+    assert [line.partition(":")[0] for line in changes({**config().to_dict(), field: value}, config())] == [field]
+
+
+@pytest.mark.parametrize("flags", [{"attn_pdrop": 0.1}, {"max_context_width": 32}, {"initializer_range": 0.01}])
+def test_settings_of_a_run_are_no_other_model(flags: dict) -> None:
+    assert changes(config().to_dict(), config(**flags)) == []
