@@ -19,6 +19,7 @@ from smp_train.checkpoints import Checkpoint, RunId
 from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.node_local import is_node_local, storage_of
 from smp_train.checkpoints.owner import Origin, origin, summary
+from smp_train.checkpoints.record import parse_folder_name
 from smp_train.checkpoints.storage import open_storage, place_of
 from smp_train.errors import ConfigError, redacted
 from smp_train.models.resolve import resolve
@@ -73,8 +74,9 @@ def _choose(resolved: Resolved) -> Start:
     if not name and args.run_dir:
         name = RunFolder(args.run_dir).run_name()
     found = None if args.resume_from_checkpoint is None else _origin(args, args.resume_from_checkpoint, name)
-    if found is not None and not name:
+    if found is not None and found.run.name and not name:
         name = found.run.name
+        found = _origin(args, args.resume_from_checkpoint or "", name)  # its own folder may hold a later one
     name = name or fresh_name(args)
     if found is not None and found.run.id and found.run.name == name:
         return Start(found.run, found)
@@ -88,8 +90,9 @@ def _origin(args: Arguments, place: str, name: str) -> Origin | None:
     if not args.checkpoint_dir or args.checkpoint_dir == [f"{CHECKPOINTS}/{name}"]:
         own = [f"{CHECKPOINTS}/{name}"] if name else []
         if place_of(place) == place_of(CHECKPOINTS):  # the folder of all runs
-            places = own if name else [f"{CHECKPOINTS}/{each}" for each in open_storage(CHECKPOINTS).names()]
-            places, own = [*places, CHECKPOINTS], [*own, CHECKPOINTS]
+            inside = [each for each in open_storage(CHECKPOINTS).names() if parse_folder_name(each) is None]
+            places += own if name else [f"{CHECKPOINTS}/{each}" for each in inside]
+            own = [*own, CHECKPOINTS]
     return origin(places, name=name, own=own, near=near, model_type=lambda: resolve(args).model_type)
 
 

@@ -107,29 +107,33 @@ def origin(
     """Return whose checkpoints at which of ``places`` a start goes on from; None where there are none for it.
 
     ``name`` is the run's, or empty; ``own`` are the folders that it saves to, and ``near`` those on this rank's disk,
-    which are looked at with them. A run with a name goes on from the checkpoints of that name; where there are none in
-    a folder of its own, from those of no known run. Else the run that committed last is taken; of several model types,
-    one of ``model_type``.
+    which are looked at with them. A run with a name goes on from the checkpoints of that name; from those in its own
+    folders too, where ``places`` are others: what it began from has been used by then. Where there are none, and
+    ``places`` are its own, it goes on from those of no known run; else from the run that committed last, of several
+    model types from one of ``model_type``.
     """
+    first = place_of(places[0])
+    folder, last = parent_of(first)
+    if absent(first) is None and last and open_storage(folder).has(last, COMMITTED):
+        return Origin(first, run_of(open_storage(folder), last)[0])
     found: list[tuple[str, Entry]] = []
     mine = set(map(place_of, own))
-    for place in map(place_of, places):
-        folder, last = parent_of(place)
-        if absent(place) is None and last and open_storage(folder).has(last, COMMITTED):
-            return Origin(place, run_of(open_storage(folder), last)[0])
+    there = list(map(place_of, places))
+    for place in dict.fromkeys([*there, *([] if first in mine or not name else mine)]):
         storages = [open_storage(place)] if absent(place) is None else []
         for storage in [*storages, *(near if place in mine else [])]:
             found += [(place, entry) for entry in committed(storage)]
     chosen = [(place, entry) for place, entry in found if name and entry.run.name == name]
     if not chosen:
-        chosen = [(place, entry) for place, entry in found if not (name and place in mine and entry.run.name)]
+        chosen = [(place, entry) for place, entry in found if place in there]
+        chosen = [(place, entry) for place, entry in chosen if not (name and place in mine and entry.run.name)]
         if len({entry.model_type for _, entry in chosen}) > 1:
             wanted = model_type()
             chosen = [(place, entry) for place, entry in chosen if entry.model_type == wanted] or chosen
     if not chosen:
         return None
     run = last_run([entry for _, entry in chosen])
-    return Origin(next(place for place, entry in chosen if entry.run == run), run)
+    return Origin(max((entry, place) for place, entry in chosen if entry.run == run)[1], run)
 
 
 def last_run(entries: Sequence[Entry]) -> RunId:

@@ -129,6 +129,16 @@ def test_without_a_name_the_run_that_saved_last_goes_on(tmp_path: Path) -> None:
     assert held(tmp_path) == {"long": [6, 8], "short": [last, last + 2]}
 
 
+def test_the_folder_of_all_runs_can_be_named(tmp_path: Path) -> None:
+    trained(tmp_path, max_steps=4, run_name="first")
+    trained(tmp_path, max_steps=2, run_name="second")
+    (tmp_path / "checkpoints" / "first" / "llama_v2-2steps").rename(tmp_path / "checkpoints" / "llama_v2-2steps")
+    last = trained(tmp_path, max_steps=4, resume_from_checkpoint="checkpoints")
+    first = trained(tmp_path, max_steps=6, resume_from_checkpoint="checkpoints", run_name="first")
+    assert (resumed_at(last), resumed_at(first)) == ([2], [4])
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "second"]
+
+
 def test_another_model_type_in_the_folder_is_no_hindrance(tmp_path: Path) -> None:
     gpt2 = {"model_type": "gpt2", "num_key_value_heads": None}
     trained(tmp_path, max_steps=4, checkpoint_dir="all", run_name="llama")
@@ -143,6 +153,9 @@ def test_another_name_begins_a_new_run_from_the_old_ones_checkpoint(tmp_path: Pa
     command = trained(tmp_path, max_steps=6, run_name="new", resume_from_checkpoint="checkpoints/old")
     assert resumed_at(command) == [4]
     assert held(tmp_path) == {"old": [2, 4], "new": [6]}
+    again = trained(tmp_path, max_steps=8, run_name="new", resume_from_checkpoint="checkpoints/old")
+    assert resumed_at(again) == [6]
+    assert held(tmp_path) == {"old": [2, 4], "new": [6, 8]}
 
 
 def test_the_start_says_what_the_folder_holds(tmp_path: Path) -> None:

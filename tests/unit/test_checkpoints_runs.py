@@ -162,6 +162,24 @@ def test_whose_checkpoints_a_start_goes_on_from(place):
     assert goes_on_from(place) == FIRST, "of the model type that is trained"
 
 
+def test_a_run_that_began_elsewhere_goes_on_from_its_own(tmp_path):
+    there, here = str(tmp_path / "there"), str(tmp_path / "here")
+
+    def goes_on(name: str) -> tuple[str, RunId]:
+        found = origin([there], name=name, own=[here], near=[], model_type=str)
+        return found.place, found.run
+
+    save(there, FIRST, 60)
+    assert goes_on("second") == (there, FIRST), "a new run begins there"
+    save(here, SECOND, 62)
+    assert goes_on("second") == (here, SECOND)
+    assert goes_on("first") == (there, FIRST)
+    save(here, FIRST, 61)
+    assert goes_on("first") == (here, FIRST)
+    save(there, FIRST, 63)
+    assert goes_on("first") == (there, FIRST)
+
+
 def test_a_clock_that_went_back_changes_nothing(place, monkeypatch):
     save(place, FIRST, 60)
     monkeypatch.setattr("time.time", lambda: 1e9)
