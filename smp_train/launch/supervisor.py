@@ -158,7 +158,7 @@ class _Supervisor:
             _drain(pumps)
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if self.interrupted and failure is None:
+        if self.interrupted and failure is None and any(worker.returncode for worker in self.workers):
             return INTERRUPTED, None
         return (failure.code if failure else 0), failure
 
@@ -240,7 +240,8 @@ class _Supervisor:
         self.asked.append(signal.Signals(number))
         if again:
             self.interrupted = True
-            self.say("ended at once, as asked: what was not saved yet is lost")
+            if any(worker.poll() is None for worker in self.workers):
+                self.say("ended at once, as asked: what was not saved yet is lost")
             self._send(signal.SIGKILL)
         elif number == signal.SIGINT:
             self.say("asked to stop: saving after this step; ^C again ends everything at once")

@@ -189,6 +189,40 @@ def test_the_second_interrupt_ends_everything(tmp_path: Path) -> None:
     assert "LAUNCH-FAIL" not in err  # nobody has failed
 
 
+def test_a_second_interrupt_after_all_have_saved_is_no_failure(tmp_path: Path) -> None:
+    """The workers have ended; the supervisor is still copying what they said."""
+    command = program(
+        tmp_path,
+        """
+        asked = []
+        signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+        say("ready")
+        while not asked:
+            time.sleep(0.01)
+        say("saved")
+        """,
+    )
+    outer = (
+        "import sys; from pathlib import Path; from smp_train.launch import supervisor; "
+        "supervisor._drain = lambda pumps: (print('drains', flush=True), sys.stdin.readline()); "
+        f"sys.exit(supervisor.supervise({command!r}, supervisor.Place(1), log_dir=Path({str(tmp_path)!r}))[0])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", outer], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        lines = iter(process.stdout.readline, "")
+        assert next(lines) == "ready\n"
+        process.send_signal(signal.SIGINT)
+        while next(lines) != "drains\n":
+            continue
+        process.send_signal(signal.SIGINT)
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.wait(120) == 0
+
+
 def test_workers_do_not_outlive_their_supervisor(tmp_path: Path) -> None:
     process = start(tmp_path, "say('ready')\ntime.sleep(600)")
     process.kill()
