@@ -294,9 +294,7 @@ def look_for_checkpoint(
         return None
     found = None
     whose = start.run if start.origin is None else start.origin.run
-    with runtime.together("looking for a checkpoint"):
-        named = foreign.is_one(location)
-    if not named:
+    if not foreign.is_named(location):
         found = find_newest(location, args.checkpoint_dir, run=whose, mesh=mesh, strict=args.strict_resume)
     if found is None:
         found = foreign.find(location, spec.config, strict=args.strict_resume)

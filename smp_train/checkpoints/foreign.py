@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from smp_train.checkpoints import rank_files
-from smp_train.checkpoints.collective import on_main
+from smp_train.checkpoints.collective import exchange, on_main
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
 from smp_train.checkpoints.record import COMMITTED, META, Committed
@@ -85,10 +85,12 @@ class Foreign(Checkpoint):
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """See `Checkpoint.load`. Without moments there, the optimizer's state is left as it is."""
         self.check_names(saver.names)
+        what = f"cannot load {self.path}"
+        trees: list[Tree] = []
         with ExitStack() as opened:
-            trees = self._trees(state, saver, opened)
+            exchange(what, lambda: trees.extend(self._trees(state, saver, opened)))
             if isinstance(state, State):  # a DCP tree of another program may have the names of today's transformers
-                saved = on_main(f"cannot load {self.path}", lambda: list(saved_entries(trees[0].reader)))
+                saved = on_main(what, lambda: list(saved_entries(trees[0].reader)))
                 named = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
                 state = next((each for each in named if each is not state), state)
             shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
@@ -136,8 +138,13 @@ def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
     return None
 
 
+def is_named(location: str) -> bool:
+    """Tell whether ``location`` is itself a checkpoint of the sample's, whole or not. Collective."""
+    return on_main("cannot resume", lambda: is_one(location))
+
+
 def is_one(location: str) -> bool:
-    """Tell whether ``location`` is itself a checkpoint of the sample's, whole or not."""
+    """See `is_named`; not collective."""
     folder, name = parent_of(place_of(location))
     return bool(name) and absent(place_of(location)) is None and _is_foreign(open_storage(folder), name)
 
@@ -251,7 +258,11 @@ def _missing(storage: Storage, name: str, folders: list[str], files: Mapping[str
             return f"{folder} is of no tensor and expert rank"
         if posixpath.join(folder, METADATA) not in files:
             return f"{posixpath.join(folder, METADATA)} is missing"
-        for info in _reader(storage, name, folder, files).read_metadata().storage_data.values():
+        try:
+            metadata = _reader(storage, name, folder, files).read_metadata()
+        except CheckpointError as failure:
+            return str(failure)
+        for info in metadata.storage_data.values():
             file = posixpath.join(folder, info.relative_path)
             if files.get(file, 0) < info.offset + info.length:
                 return f"{file} is missing or cut short"

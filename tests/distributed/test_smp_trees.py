@@ -118,6 +118,9 @@ def test_incomplete_ones_are_passed_over_or_refused(tmp_path: Path) -> None:
     for place, more in ((tmp_path / "aws", {"strict_resume": 1}), (newer, {})):
         refused = harness.run(refusal_of, 2, line(resume_from_checkpoint=place, **more), False)
         assert all("tp0_ep0/.metadata" in message for message in refused)
+    (newer / "tp0_ep0" / ".metadata").write_bytes(b"cut short")
+    assert harness.run(smp_trees.take_up, 2, line(resume_from_checkpoint=tmp_path / "aws"))[0][0] == 2
+    (newer / "tp0_ep0" / ".metadata").unlink()
     shutil.rmtree(older / "tp1_ep0")
     refused = harness.run(refusal_of, 2, line(resume_from_checkpoint=older), False)
     assert all("trees of some ranks are missing" in message for message in refused)
