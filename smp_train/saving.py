@@ -37,6 +37,7 @@ def save(run: Run, *, force: bool) -> None:
         "tokens": progress.tokens,
         "lr": run.schedule(progress.step - 1),
         "data": run.train_data.state(progress.consumed),
+        "model_type": run.spec.model_type,
         "model_config": run.spec.config.to_dict(),
         "arguments": json.loads(redacted(json.dumps(asdict(run.args)))),
         "mesh": run.backend.topology.mesh,

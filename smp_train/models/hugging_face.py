@@ -129,7 +129,8 @@ def _load_config(path: Place) -> PretrainedConfig:
             where = path.parent if path.name == CONFIG_FILE else path
             found = AutoConfig.from_pretrained(str(where), trust_remote_code=_trusted)
             config = type(found).from_dict(readable(fields))
-            config.name_or_path = found.name_or_path  # where transformers looks for code that is trusted
+            if _trusted:
+                config.name_or_path = found.name_or_path  # where transformers looks for the code
             return _without_code(config, fields, path)
         with tempfile.TemporaryDirectory() as folder:  # transformers reads files
             copy = Path(folder) / CONFIG_FILE

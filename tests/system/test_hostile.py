@@ -175,6 +175,12 @@ def committed_says_another_step_than_meta(folder: Path) -> list[str]:
 
 
 @hostile(CHECKPOINT)
+def committed_says_another_model_type_than_meta(folder: Path) -> list[str]:
+    commit(folder, model_type="llama_v3")
+    return verify(folder)
+
+
+@hostile(CHECKPOINT)
 def committed_says_an_endless_step(folder: Path) -> list[str]:
     commit(folder, step=float("inf"))
     return verify(folder)
