@@ -170,10 +170,9 @@ def _grouped_as_theirs(model: Any, optimizer: Any) -> dict[str, Any]:
 KINDS: dict[str, Callable[..., None]] = {"sharded": _sharded, "local": _local, "full": _full, "files": _files}
 
 
-def take_up(command_line: list[str], smp: bool = False) -> tuple[int, int, State]:
+def take_up(command_line: list[str], **environ: str) -> tuple[int, int, State]:
     """Resume on this rank and return (step, samples read, weights and moments as transformers has them)."""
-    if smp:
-        install()
+    os.environ.update(environ)
     run = run_of(command_line)
     found: State = {}
     for name, parameter in run.model.named_parameters():

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from smp_train.checkpoints import cli
 from tests import harness, smp_trees
+from tests.s3_server import bucket, environment, serving, upload
 from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, OF_THE_MODEL, alike, numbers, refusal_of, smp, train_on_smp
 from tests.training import flags, read_checkpoint, records, train
 
@@ -198,3 +199,17 @@ def test_trees_of_other_programs_with_optimizer_state(form: str, tmp_path: Path)
     config.write_text(json.dumps(smp_trees.config_of(own)))
     model = dict.fromkeys((*OF_THE_MODEL, "max_context_width")) | {"finetune": 1, "pretrained_model_name": tmp_path}
     harness.run(train, 1, flags(tmp_path / "tuned", **{**SHARED, **model, "pretrained_checkpoint_file": theirs}))
+
+
+@needs_native
+def test_resumes_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("moto.server")
+    folder = tmp_path / "aws" / "llama_v2-2steps"
+    saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder))[0]
+    with serving() as server:
+        place = bucket(server, monkeypatch, "trees")
+        upload(f"{place}/aws", folder.parent)
+        line = flags(tmp_path / "native", **DATA, **{**SHARED, "resume_from_checkpoint": f"{place}/aws"})
+        step, _, found = harness.run(smp_trees.take_up, 2, line, **environment(server.url))[0]
+        assert step == 2
+        same(saved, found)
