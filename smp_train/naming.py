@@ -17,6 +17,7 @@ from smp_train import runtime
 from smp_train.arguments import Arguments, Resolved
 from smp_train.checkpoints import Checkpoint, RunId
 from smp_train.checkpoints.collective import on_main
+from smp_train.checkpoints.finding import is_one_checkpoint
 from smp_train.checkpoints.node_local import is_node_local, storage_of
 from smp_train.checkpoints.owner import Origin, origin, summary
 from smp_train.checkpoints.record import parse_folder_name
@@ -93,6 +94,8 @@ def _origin(args: Arguments, place: str, name: str) -> Origin | None:
             inside = [each for each in open_storage(CHECKPOINTS).names() if parse_folder_name(each) is None]
             places += own if name else [f"{CHECKPOINTS}/{each}" for each in inside]
             own = [*own, CHECKPOINTS]
+    if is_one_checkpoint(place_of(place)):  # that one, and no other
+        own = []
     return origin(places, name=name, own=own, near=near, model_type=lambda: resolve(args).model_type)
 
 
