@@ -217,7 +217,7 @@ def _by_head(name: str, part: str, shape: Sequence[int], ranks: Ranks, model: Hu
 def _offset(name: str, size: Sequence[int], ranks: Ranks, model: HubModel) -> tuple[int, ...]:
     """Return where a rank's part begins: of the whole, or of one dimension that tensor ranks have cut evenly."""
     if name not in model.shapes:
-        raise CheckpointError(f"{name} is no tensor of its own on this mesh; take --tensor_parallel_degree 1")
+        raise CheckpointError(f"{name} is no tensor of this model (another --num_layers or --model_type?)")
     whole = tuple(model.shapes[name])
     differ = [dim for dim in range(len(size)) if len(size) == len(whole) and size[dim] != whole[dim]]
     if len(size) == len(whole) and not differ:

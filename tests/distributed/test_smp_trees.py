@@ -39,6 +39,7 @@ WRITTEN: dict[str, tuple[int, dict[str, Any], str, str]] = {
 }
 
 
+MIXTRAL_NATIVE = {key: value for key, value in MIXTRAL.items() if key != "moe"}
 FOR_BOTH = {*MIXTRAL, *NEOX, "tie_word_embeddings"} - {"moe"}
 
 
@@ -213,3 +214,13 @@ def test_resumes_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         step, _, found = harness.run(smp_trees.take_up, 2, line, **environment(server.url))[0]
         assert step == 2
         same(saved, found)
+
+
+@needs_native
+@pytest.mark.parametrize(("name", "world"), [("tp2 mixtral", 4), ("ep2 mixtral", 2)])
+def test_experts_resume_under_native_tensor_parallelism(name: str, world: int, tmp_path: Path) -> None:
+    folder, saved = written(tmp_path, name)
+    changes = {**SHARED, **MIXTRAL_NATIVE, "tensor_parallel_degree": 2, "resume_from_checkpoint": folder.parent}
+    step, _, found = harness.run(smp_trees.take_up, world, flags(tmp_path / "native", **DATA, **changes))[0]
+    assert step == 2
+    same(saved, found)
