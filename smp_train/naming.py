@@ -49,7 +49,8 @@ def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     """Give the run its name, its id and its folders; collective.
 
     The name is the one given, else that of the run to resume, else that of an explicit run folder's run, else a fresh
-    one. The id is that of the checkpoints to resume, if they are of a run of this name, else it is drawn.
+    one. The id is that of the checkpoints to resume, if they are of a run of this name, else it is drawn. An evaluation
+    takes no name over: its run folder would be that of a run that may be training.
     """
     start: Start | None = None
     with runtime.together("choosing the run's name"):
@@ -59,7 +60,7 @@ def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     assert start is not None
     sources = dict(resolved.sources)
     if not resolved.args.run_name:
-        sources["run_name"] = "a fresh name" if start.origin is None else "the run that is resumed"
+        sources["run_name"] = "the run that is resumed" if start.continues else "a fresh name"
     args = dataclasses.replace(resolved.args, run_name=start.run.name)
     for name in ("run_dir", "checkpoint_dir"):
         if getattr(args, name) != getattr(resolved.args, name):
@@ -75,7 +76,7 @@ def _choose(resolved: Resolved) -> Start:
     if not name and args.run_dir:
         name = RunFolder(args.run_dir).run_name()
     found = None if args.resume_from_checkpoint is None else _origin(args, args.resume_from_checkpoint, name)
-    if found is not None and found.run.name and not name:
+    if found is not None and found.run.name and not name and not args.evaluate_only:
         name = found.run.name
         found = _origin(args, args.resume_from_checkpoint or "", name)  # its own folder may hold a later one
     name = name or fresh_name(args)
@@ -121,6 +122,9 @@ def described(args: Arguments, start: Start, found: Checkpoint | None) -> str:
     """Say in one line what the checkpoint folders hold, and what this run will do with them. Not collective."""
     run = start.run
     held = [f"{folder} holds {summary(folder, run)}" for folder in args.checkpoint_dir if not is_node_local(folder)]
+    if args.evaluate_only:
+        of = "the initial weights" if found is None else f"step {found.step} of {found.path}"
+        return f"Checkpoints: {'; '.join(held)}. Run {run.name} ({run.id}) evaluates {of} and saves nothing"
     if found is None:
         does = "begins at step 0"
     elif start.continues:

@@ -124,7 +124,8 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
     with runtime.together("looking at the checkpoint folders"):
         if ranks.is_main:
             log.info(described(args, start, found))
-            log.info("Should this run be cut short, %s", how_to_resume(resolved, ranks))
+            if not args.evaluate_only:
+                log.info("Should this run be cut short, %s", how_to_resume(resolved, ranks))
     total_steps = count_steps(resolved, train_data, found)
     if found is not None:
         with runtime.together("comparing the models"):

@@ -158,6 +158,18 @@ def test_another_name_begins_a_new_run_from_the_old_ones_checkpoint(tmp_path: Pa
     assert held(tmp_path) == {"old": [2, 4], "new": [6, 8]}
 
 
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/first", "checkpoints/first/llama_v2-4steps"])
+def test_an_evaluation_is_no_start_of_the_run_that_it_evaluates(tmp_path: Path, place: str) -> None:
+    trained(tmp_path, max_steps=4, run_name="first")
+    files = [path for path in (tmp_path / "runs" / "first").rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    command = trained(tmp_path, evaluate_only=1, use_synthetic_data=1, training_dir=None, resume_from_checkpoint=place)
+    assert resumed_at(command) == [4]
+    assert {path: path.read_bytes() for path in files} == before
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+    assert held(tmp_path) == {"first": [2, 4]}
+
+
 def test_the_start_says_what_the_folder_holds(tmp_path: Path) -> None:
     trained(tmp_path, max_steps=4, checkpoint_dir="all", run_name="first")
     (tmp_path / "all" / "llama_v2-6steps" / "tp0_ep0").mkdir(parents=True)
