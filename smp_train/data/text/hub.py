@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,10 @@ def open_split(name: str, config: str | None, split: str, flag: str) -> Split:
         ) from None
     datasets.disable_progress_bars()
     try:
-        builder = datasets.load_dataset_builder(name, config, trust_remote_code=False)
+        # From datasets 4 on no code of a data set is run, and the option is refused.
+        runs_code = "trust_remote_code" in inspect.signature(datasets.load_dataset_builder).parameters
+        options = {"trust_remote_code": False} if runs_code else {}
+        builder = datasets.load_dataset_builder(name, config, **options)
         splits = builder.as_streaming_dataset()
     except Exception as error:
         raise DataError(
