@@ -23,6 +23,7 @@ from smp_train.launch import k8s, local, preflight
 from smp_train.launch.options import COMMON, split
 from smp_train.launch.slurm import unseen
 from smp_train.launch.spec import CODE_DIR
+from smp_train.models.resolve import settled_flags
 
 Table = dict[str, tuple[str, str]]
 """Default and help by the name of a variable."""
@@ -138,6 +139,7 @@ def slurm(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
     launch_flags.check(flags)
     flags = launch_flags.named(flags)
     resolved = parse(flags, {})
+    preflight.divides(resolved, settled_flags(resolved.args))
     here = environ.get("PWD") or os.getcwd()
     run_dir = os.path.join(here, resolved.args.run_dir)
     image = "" if kind == "conda" else values["IMAGE"]

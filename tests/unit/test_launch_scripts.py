@@ -74,6 +74,16 @@ def test_mistakes_are_known_before_a_job_is_submitted(script: str, tmp_path: Pat
     assert "--max_steps" in done.stderr
 
 
+@pytest.mark.parametrize("script", SLURM)
+def test_a_degree_that_does_not_divide_the_model_is_refused_before_a_job_is_submitted(
+    script: str, tmp_path: Path
+) -> None:
+    words = ["--dry_run", "--vocab_size", "50257", "--tensor_parallel_degree", "2"]
+    done = run(ROOT / "launchers/hyperpod_slurm" / script, *words, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "50257" in done.stderr
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout below a folder with a space in its name."""
