@@ -31,7 +31,7 @@ from smp_train.errors import (
     redacted,
 )
 from smp_train.runtime import failures, start_attempted, world_size
-from smp_train.stop import wait_for_request
+from smp_train.stop import ignore_repeats, wait_for_request
 
 if TYPE_CHECKING:
     from smp_train.runtime import Runtime
@@ -147,7 +147,9 @@ def _train(words: list[str], failing: Failing) -> int:
     from smp_train.models.resolve import settled_flags
 
     settled_flags(resolved.args)  # an unknown preset is known to be one before any rank waits for another
-    return int(_import("train").main(resolved, failing.runtime))
+    code = int(_import("train").main(resolved, failing.runtime))
+    ignore_repeats()
+    return code
 
 
 def _import(name: str) -> ModuleType:

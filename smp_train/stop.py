@@ -75,6 +75,13 @@ class StopRequest:
         os.close(self._incoming)
 
 
+def ignore_repeats() -> None:
+    """Ignore signals from here on if one asked to stop: all is saved, and the interpreter only has to shut down."""
+    if _requested.is_set():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def wait_for_request(seconds: float) -> None:
     """Wait until a launcher asks this process to stop, at most ``seconds``; main thread only."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

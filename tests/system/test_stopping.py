@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -213,6 +215,28 @@ def test_a_second_signal_ends_a_rank_at_once_and_commits_nothing_half(tmp_path: 
     assert {path.name for path in tmp_path.glob("checkpoints/*")} == {
         f"llama_v2-{step}steps" for step in [*committed, committed[-1] + 1]
     }
+
+
+IMPATIENT = """
+import sys
+from smp_train import cli, stop
+stop.REPEAT_SECONDS = 600.0  # all signals are one request, however slow the machine
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_interrupted_until_the_process_has_ended_it_still_ends_well(tmp_path: Path) -> None:
+    """A second ^C may come when all is saved and the interpreter shuts down: that is no failure."""
+    with subprocess.Popen([sys.executable, "-c", IMPATIENT, *command_line(tmp_path)], stdout=subprocess.DEVNULL) as run:
+        deadline = time.monotonic() + 300
+        while last_step(tmp_path) < 1 and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while run.poll() is None and time.monotonic() < deadline:
+            run.send_signal(signal.SIGINT)
+            time.sleep(0.005)
+        run.kill()
+    assert run.returncode == 0
+    assert (tmp_path / f"checkpoints/llama_v2-{stopped_step(tmp_path)}steps/COMMITTED").exists()
 
 
 def test_interrupted_under_torchrun_it_saves(tmp_path: Path) -> None:
