@@ -253,8 +253,24 @@ ALIASES: tuple[Alias, ...] = (
           read=_only(("steps",), "give --logging_steps N")),
     Alias("load_best_model_at_end", TRAINER, (), "0: the newest are kept", switch=True, read=_only(
         OFF, "the newest checkpoints are kept; metrics.jsonl says which validated best")),
-    Alias("dataloader_num_workers", TRAINER, (), "batches are read ahead by themselves",
-          read=_ignored_count),
+    *(Alias(name, TRAINER, (), "batches are read ahead by themselves", read=_ignored_count)
+      for name in ("dataloader_num_workers", "dataloader_prefetch_factor", "preprocessing_num_workers")),
+    *(Alias(name, TRAINER, (), note, switch=True, read=_only((*ON, *OFF), "give 0 or 1")) for name, note in (
+        ("dataloader_pin_memory", "batches are read ahead by themselves"),
+        ("dataloader_persistent_workers", "batches are read ahead by themselves"),
+        ("remove_unused_columns", "columns that are not trained on are not read"),
+        ("overwrite_cache", "a cache that does not fit the data is made again"),
+        ("use_fast_tokenizer", "tokenizers are the fast ones"),
+        ("logging_first_step", "--logging_steps says when"),
+        ("disable_tqdm", "there is no bar"),
+    )),
+    *(Alias(name, TRAINER, (), f"1: {note}", switch=True, read=_only(ON, note)) for name, note in (
+        ("streaming", "text is always tokenised as it is read"),
+        ("keep_linebreaks", "text is read as it is"),
+        ("save_safetensors", "a final model is always in safetensors"),
+        ("prediction_loss_only", "validation always measures the loss alone"),
+    )),
+    Alias("ddp_bucket_cap_mb", TRAINER, (), "gradients are reduced layer by layer", read=_ignored_count),
     Alias("low_cpu_mem_usage", TRAINER, (), "weights are streamed into each rank's part", switch=True,
           read=_only((*ON, *OFF), "give 0 or 1")),
     Alias("ddp_find_unused_parameters", TRAINER, (), "0: there are none", switch=True,

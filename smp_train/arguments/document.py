@@ -99,11 +99,13 @@ def help_text(width: int = 100) -> str:
         header = textwrap.fill(_sentence(group), width)
         if group is LegacyArguments:
             known = [name for flag in members for name in (flag.name, *_aliases(flag.name))]
-            known += [alias.name for alias in ALIASES if not alias.ours]
+            known += [alias.name for alias in ALIASES if not alias.ours and alias.help != REFUSED_NAME]
             names = " ".join(f"--{name}" for name in known)
             body = textwrap.fill(
                 names, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
             )
+            refused = ", ".join(f"--{alias.name}" for alias in ALIASES if alias.help == REFUSED_NAME)
+            body += f"\n\nRefused, with what to give instead: {refused}"
         else:
             body = "\n".join(_entry(flag, width) for flag in members)
         parts.append(f"{header}\n{body}")

@@ -242,7 +242,7 @@ def _check_checkpoints(args: Arguments) -> None:
     if (args.resume_from_checkpoint or "").lower() in ("true", "1", "false", "0"):
         raise ConfigError(
             f"--resume_from_checkpoint {args.resume_from_checkpoint}: give the folder to resume from, here "
-            f"{args.checkpoint_dir[0]}; leave it out to begin anew"
+            f"{(args.checkpoint_dir or ['checkpoints'])[0]}; leave it out to begin anew"
         )
     if args.save_final_model and not args.model_dir:
         raise ConfigError("--save_final_model 1 needs --model_dir (or SM_MODEL_DIR), the folder to write it to")

@@ -284,6 +284,20 @@ ALIAS_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp_find_unused_parameters": ("False", {}),
     "torch_dtype": ("auto", {}),
     "push_to_hub": ("False", {}),
+    "preprocessing_num_workers": ("4", {}),
+    "overwrite_cache": ("True", {}),
+    "use_fast_tokenizer": ("True", {}),
+    "streaming": ("True", {}),
+    "remove_unused_columns": ("False", {}),
+    "dataloader_pin_memory": ("True", {}),
+    "dataloader_persistent_workers": ("True", {}),
+    "dataloader_prefetch_factor": ("2", {}),
+    "ddp_bucket_cap_mb": ("25", {}),
+    "disable_tqdm": ("True", {}),
+    "logging_first_step": ("True", {}),
+    "save_safetensors": ("True", {}),
+    "prediction_loss_only": ("True", {}),
+    "keep_linebreaks": ("True", {}),
 }
 REFUSED_ALIASES = {"config_name": "d", "deepspeed": "ds.json", "fsdp_config": "f.json"}
 
@@ -307,7 +321,7 @@ def test_what_has_no_counterpart_is_answered(name: str) -> None:
         ("save_steps", "0.1"), ("save_strategy", "epoch"), ("eval_strategy", "epoch"), ("num_train_epochs", "1.5"),
         ("do_train", "False"), ("load_best_model_at_end", "True"), ("fsdp", "full_shard nonsense"),
         ("torch_dtype", "bfloat16"), ("push_to_hub", "True"), ("output_dir", "s3://bucket/out"),
-        ("dataloader_num_workers", "many"),
+        ("dataloader_num_workers", "many"), ("keep_linebreaks", "False"), ("prediction_loss_only", "False"),
     ],
 )  # fmt: skip
 def test_values_of_the_trainer_without_counterpart_are_refused_by_name(name: str, value: str) -> None:

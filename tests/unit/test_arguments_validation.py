@@ -53,6 +53,8 @@ def test_allowed(line: str) -> None:
 
 
 COMBINATIONS = {
+    "--resume_from_checkpoint True": "--resume_from_checkpoint True: give the folder to resume from, here checkpoints;",
+    "--resume_from_checkpoint 1 --output_dir o": "here o/checkpoints;",
     "--hybrid_shard_degree 3": "does not divide the 8 processes of this run; 1, 2, 4, 8 would",
     "--shard_degree 16": "1, 2, 4, 8 would",
     "--train_batch_size 0": "--train_batch_size 0: must be at least 1",
