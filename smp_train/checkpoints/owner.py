@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from smp_train.arguments.values import is_run_name
-from smp_train.checkpoints.record import COMMITTED, META, Committed, RunId, parse_folder_name
+from smp_train.checkpoints.record import COMMITTED, META, Committed, RunId, name_before, parse_folder_name
 from smp_train.checkpoints.storage import UNKNOWN, Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError
 
@@ -43,10 +43,22 @@ def committed_names(storage: Storage, model_type: str | None = None) -> list[str
 def committed(storage: Storage, run: RunId | None = None) -> list[Entry]:
     """Return the committed checkpoints (of ``run``, where given), newest step first."""
     rescued = {scratch: name for name, scratch in interrupted(storage).items()}
+    found = _entries(storage, {name: rescued.get(name, name) for name in committed_names(storage)})
+    return [entry for entry in found if run in (None, entry.run)]
+
+
+def damaged(storage: Storage) -> list[Entry]:
+    """Return the checkpoints that were set aside as damaged, newest step first."""
+    return _entries(storage, {name: name_before(name) for name in storage.aside()})
+
+
+def _entries(storage: Storage, names: Mapping[str, str]) -> list[Entry]:
+    """Return what is known of checkpoints; ``names`` has what each is called when nothing has happened to it."""
     found = []
-    for name in committed_names(storage):
-        parsed = parse_folder_name(rescued.get(name, name))
-        assert parsed is not None
+    for name, before in names.items():
+        parsed = parse_folder_name(before)
+        if parsed is None:
+            continue
         try:
             owner, time = run_of(storage, name)
         except (OSError, CheckpointError):
@@ -54,7 +66,7 @@ def committed(storage: Storage, run: RunId | None = None) -> list[Entry]:
                 raise
             continue  # its own run has deleted it since
         found.append(Entry(parsed[1], time, name, parsed[0], owner))
-    return sorted((entry for entry in found if run in (None, entry.run)), reverse=True)
+    return sorted(found, reverse=True)
 
 
 def run_of(storage: Storage, name: str) -> tuple[RunId, float]:
@@ -110,26 +122,32 @@ def origin(
     which are looked at with them. A run with a name goes on from the checkpoints of that name; from those in its own
     folders too, where ``places`` are others: what it began from has been used by then. Where there are none, and
     ``places`` are its own, it goes on from those of no known run; else from the run that committed last, of several
-    model types from one of ``model_type``.
+    model types from one of ``model_type``. Where there are none but damaged ones, their run counts: to begin afresh
+    would hide the loss.
     """
     first = place_of(places[0])
     folder, last = parent_of(first)
     if absent(first) is None and last and open_storage(folder).has(last, COMMITTED):
         return Origin(first, run_of(open_storage(folder), last)[0])
-    found: list[tuple[str, Entry]] = []
     mine = set(map(place_of, own))
     there = list(map(place_of, places))
-    for place in dict.fromkeys([*there, *([] if first in mine or not name else mine)]):
-        storages = [open_storage(place)] if absent(place) is None else []
-        for storage in [*storages, *(near if place in mine else [])]:
-            found += [(place, entry) for entry in committed(storage)]
-    chosen = [(place, entry) for place, entry in found if name and entry.run.name == name]
-    if not chosen:
-        chosen = [(place, entry) for place, entry in found if place in there]
-        chosen = [(place, entry) for place, entry in chosen if not (name and place in mine and entry.run.name)]
-        if len({entry.model_type for _, entry in chosen}) > 1:
-            wanted = model_type()
-            chosen = [(place, entry) for place, entry in chosen if entry.model_type == wanted] or chosen
+
+    def listed(of: Callable[[Storage], list[Entry]], near: Sequence[Storage]) -> list[tuple[str, Entry]]:
+        found: list[tuple[str, Entry]] = []
+        for place in dict.fromkeys([*there, *([] if first in mine or not name else mine)]):
+            storages = [open_storage(place)] if absent(place) is None else []
+            for storage in [*storages, *(near if place in mine else [])]:
+                found += [(place, entry) for entry in of(storage)]
+        named = [(place, entry) for place, entry in found if name and entry.run.name == name]
+        if named:
+            return named
+        found = [(place, entry) for place, entry in found if place in there]
+        return [(place, entry) for place, entry in found if not (name and place in mine and entry.run.name)]
+
+    chosen = listed(committed, near) or listed(damaged, ())
+    if len({entry.model_type for _, entry in chosen if not name or entry.run.name != name}) > 1:
+        wanted = model_type()
+        chosen = [(place, entry) for place, entry in chosen if entry.model_type == wanted] or chosen
     if not chosen:
         return None
     run = last_run([entry for _, entry in chosen])

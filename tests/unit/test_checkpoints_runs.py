@@ -162,6 +162,20 @@ def test_whose_checkpoints_a_start_goes_on_from(place):
     assert goes_on_from(place) == FIRST, "of the model type that is trained"
 
 
+def test_a_run_with_damaged_checkpoints_only_does_not_begin_afresh(place):
+    save(place, FIRST, 58, 60)
+    storage = open_storage(place)
+    for entry in committed(storage):
+        storage.set_aside(entry.name)
+    assert goes_on_from(place, "first") == goes_on_from(place) == FIRST
+    with pytest.raises(CheckpointError, match="only damaged"):
+        find(place, run=FIRST)
+    assert goes_on_from(place, "second") is None
+    save(place, SECOND, 4)
+    assert goes_on_from(place, "first") == FIRST
+    assert goes_on_from(place) == goes_on_from(place, "second") == SECOND
+
+
 def test_a_run_that_began_elsewhere_goes_on_from_its_own(tmp_path):
     there, here = str(tmp_path / "there"), str(tmp_path / "here")
 
