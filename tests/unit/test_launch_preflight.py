@@ -47,6 +47,7 @@ def test_refused(words: list[str], instance: str, nodes: int, complaint: str) ->
         # On SMP, which this may come to, tensor parallelism shards over all nodes.
         ([*LLAMA_70B, "--sharding_strategy", "hybrid_shard", "--tensor_parallel_degree=8"], "p5.48xlarge", 8),
         ([*LLAMA_70B, "--cpu_offload", "1"], "p4d.24xlarge", 1),
+        ([*LLAMA_70B, "--memory_check", "0"], "p4d.24xlarge", 1),
         ([*LLAMA_70B, "--num_layers", "2"], "p4d.24xlarge", 1),
         (["--hf_model", "some/model"], "p4d.24xlarge", 1),
         (["--fp8", "1"], "p5.48xlarge", 1),
