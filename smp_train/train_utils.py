@@ -146,6 +146,9 @@ def train_step(
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
     grad_norm = backend.clip_grad_norm(model, max_grad_norm)
+    if held is not None:
+        # With --cpu_offload 1 the optimizer is on the host. Its own copy of this would not be waited for.
+        held = held.to(optimizer.param_groups[0]["params"][0].device)
     # What `torch.amp.GradScaler` sets: the fused kernel reads it on the device, and does nothing where it is 1.
     optimizer.found_inf = held  # type: ignore[attr-defined]
     optimizer.step()
