@@ -293,7 +293,7 @@ def audit(run: Path, rows: int | None = None) -> int:
             problems.append(f"step {step}: {who} read other samples than the ranks they share a model with")
     streams: dict[str, list[tuple[int, int, str]]] = {}
     said: list[str] = []
-    consumed = 0
+    consumed, different = 0, set()
     places, weights = read_weights(config.get("training_dir") or [""])
     for step in sorted(steps):
         samples = _of_step(steps[step])
@@ -301,6 +301,7 @@ def audit(run: Path, rows: int | None = None) -> int:
             name = sample.rpartition("[")[0] or sample if config.get("long") == "crop" else sample
             place = max((p for p in places if name.startswith(p + "/")), key=len, default="") if weights else ""
             streams.setdefault(place, []).append((step, consumed, name))
+            different.add(name)
         consumed += len(samples)
     if config.get("dataset"):
         problems += torn({step: _of_step(ranks) for step, ranks in steps.items()})
@@ -323,9 +324,8 @@ def audit(run: Path, rows: int | None = None) -> int:
         print(f"{run}: drawn from " + ", ".join(f"{place}: {number}" for place, number in drawn.items()))
     for line in said + problems[:SHOWN]:
         print(line)
-    distinct = len({name for ranks in steps.values() for one in ranks for name in one.samples})
     verdict = f"{len(problems)} problems" if problems else f"{consumed_as}, no step left out"
-    print(f"{run}: steps {min(steps)} to {max(steps)}, {consumed} samples, {distinct} different: {verdict}")
+    print(f"{run}: steps {min(steps)} to {max(steps)}, {consumed} samples, {len(different)} different: {verdict}")
     return DataError.exit_code if problems else 0
 
 

@@ -123,6 +123,16 @@ def test_audit_of_a_good_run(tmp_path, capsys):
     assert "step 1: rank 1 read other samples than the ranks they share a model with" in capsys.readouterr().out
 
 
+def test_audit_counts_rows_where_windows_of_them_are_drawn(tmp_path, capsys):
+    audit = DataAudit(tmp_path, 0, attempt=1, dp_rank=0, dp_size=1)
+    audit.step(1, ["a:1[0:4]", "a:2[3:7]"])
+    audit.step(2, ["a:1[2:6]", "a:2[0:4]"])
+    audit.close()
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"long": "crop"}}))
+    assert cli.audit(tmp_path) == 0
+    assert "4 samples, 2 different" in capsys.readouterr().out
+
+
 def test_audit_finds_samples_that_are_never_used(tmp_path, capsys):
     write_run(tmp_path, sequence(8))
     assert cli.audit(tmp_path) == 0
