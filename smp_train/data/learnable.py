@@ -55,21 +55,24 @@ class Kept(Source):
         return self.source.name(self._number(index))
 
 
-def leave_out_unlearnable(source: Source, seq_len: int, *, long: str, max_bad: float | None) -> Source:
+def leave_out_unlearnable(
+    source: Source, seq_len: int, *, long: str, max_bad: float | None, place: str = ""
+) -> Source:
     """Return the source without the samples of which a cut to ``seq_len`` tokens leaves no target.
 
     Masks, labels and lengths decide, which the source knows without reading rows; a source that does not know them is
     returned as it is. ``max_bad`` is the fraction of samples that may be left out (--bad_rows skip), never all; None
-    tolerates none. Raises DataError.
+    tolerates none. ``place`` is where messages say that the samples are. Raises DataError.
     """
     left_out = source.unlearnable() if isinstance(source, Layout) else _rows_without_target(source, seq_len, long)
     if not left_out.size:
         return source
     cut = not isinstance(source, Layout) and long == "truncate"
     what = f"none of its first {seq_len} tokens" if cut else "no token of this sample"
-    first = f" {what} is counted: nothing to learn; raise --max_context_width, or leave it out by --bad_rows skip"
+    then = "raise --max_context_width" + (", or leave it out by --bad_rows skip" if max_bad is None else "")
+    name = source.name(int(left_out[0]))
     bad_rows.judge(
-        [(source.name(int(left_out[0])), left_out.size, first)],
+        [(f"{place}: {name}" if place else name, left_out.size, f" {what} is counted: nothing to learn; {then}")],
         len(source) - left_out.size,
         None if left_out.size == len(source) else max_bad,
         what=("samples", "have nothing to learn"),

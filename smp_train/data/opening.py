@@ -69,7 +69,7 @@ def open_data(
             say(place, source)
             source = lay_out(source, seq_len, long=long_rows(args), short=args.short)
             max_bad = args.max_bad if args.bad_rows == "skip" else None
-            source = leave_out_unlearnable(source, seq_len, long=long_rows(args), max_bad=max_bad)
+            source = leave_out_unlearnable(source, seq_len, long=long_rows(args), max_bad=max_bad, place=place)
         _refuse_different(place, source.fingerprint)
         return source
 

@@ -338,8 +338,8 @@ def test_every_sample_has_its_rows_labels_and_something_to_learn(tmp_path, kind,
             _, labels = expected(reference, name, long, short, seq_len)
             assert all(label == -100 for label in labels[1:]), name
         if lost:
-            with pytest.raises(DataError, match=re.escape(lost[0])):
-                leave_out_unlearnable(whole, seq_len, long=long, max_bad=None)
+            with pytest.raises(DataError, match=re.escape(f"/data/chats: {lost[0]}")):
+                leave_out_unlearnable(whole, seq_len, long=long, max_bad=None, place="/data/chats")
     assert len(names) == len(kept) == len(set(names))
     assert [index for shard in kept.shards for index in shard] == list(range(len(kept)))
     assert (kept.fingerprint == whole.fingerprint) == (len(kept) == len(whole))
