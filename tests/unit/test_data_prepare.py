@@ -443,6 +443,26 @@ def test_the_standard_library_of_python(tmp_path):
     assert 5 < manifest["unigram_entropy_nats"]["test_under_train"] < 8, sys.version
 
 
+def test_goes_on_behind_a_malformed_document(made, tmp_path, monkeypatch):
+    """With --bad_rows skip, a preparation that one has stopped keeps its shards, and ends like a new one."""
+    monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 2000)
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": document(number)}) for number in range(60)]
+    text.write_text("\n".join([*lines[:50], "broken", *lines[50:]]))
+    words = ["--input", str(text), "--tokenizer", str(made / "tokenizer.json"), "--eos_token", "<|endoftext|>",
+             "--seq_len", "16", "--rows_per_shard", "8"]  # fmt: skip
+    assert cli(["prepare", *words, "--output", str(tmp_path / "out")]) == 3
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "train").iterdir()}
+    assert made
+    assert main([*words, "--output", str(tmp_path / "out"), "--bad_rows", "skip"]) == 0
+    done = [path for path, at in made.items() if path.stat().st_mtime_ns == at]
+    assert done, "shards that were finished are kept"
+    assert main([*words, "--output", str(tmp_path / "new"), "--bad_rows", "skip"]) == 0
+    for split in ("train", "test"):
+        assert (read_split(tmp_path / "out" / split) == read_split(tmp_path / "new" / split)).all()
+
+
 def test_malformed_documents_are_left_out_when_asked(tmp_path, capsys):
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -266,7 +266,9 @@ def _clear(output: Path, request: dict[str, Any]) -> None:
         before = {}
     try:
         output.mkdir(parents=True, exist_ok=True)
-        if before.get("request") != request or before.get("complete"):
+        # What is done without a malformed document is the same whether such ones stop the work or are left out.
+        stopped = {**request, "bad_rows": "stop"}
+        if before.get("request") not in (request, stopped) or before.get("complete"):
             for name in (PROGRESS, "tokenizer.json"):
                 (output / name).unlink(missing_ok=True)
         _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
