@@ -131,8 +131,8 @@ def described(args: Arguments, start: Start, found: Checkpoint | None) -> str:
         does = f"goes on from its step {found.step}"
     else:
         does = f"begins from step {found.step} of {found.path}"
-    kept = ", ".join(str(keep) if keep > 0 else "all" for keep in args.num_kept_checkpoints)
-    keeps = f"keeps the newest {kept} of its own and leaves all others alone"
+    kept = ", ".join(f"the newest {keep}" if keep > 0 else "all" for keep in args.num_kept_checkpoints)
+    keeps = f"keeps {kept} of its own and leaves all others alone"
     return f"Checkpoints: {'; '.join(held)}. Run {run.name} ({run.id}) {does}, {keeps}"
 
 

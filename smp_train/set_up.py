@@ -325,6 +325,11 @@ def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
     """Raise `CheckpointError` where a checkpoint's model computes something else than the run's. Not collective."""
     saved = found.meta.get("model_config")
     different = changes(saved, spec.config) if isinstance(saved, dict) else []
+    # SMP's sample stores a configuration that is not read here, and its flags: heads alone change no shape.
+    theirs, heads = found.meta.get("imported", {}), getattr(spec.config, "num_attention_heads", None)
+    there = None if "cli_args.hf_pretrained_model_name_or_dir" in theirs else theirs.get("cli_args.num_heads")
+    if there not in (None, heads):
+        different.append(f"--num_heads: {there} there, {heads} here")
     if different and not args.allow_model_change:
         raise CheckpointError(
             f"{found.path} is of another model ({'; '.join(different)}); give the checkpoint's flags, or "

@@ -61,7 +61,8 @@ def content(run: Any) -> dict[str, Any]:
     return {
         "scheduler": {"start_lr": args.lr, "warmup_iter": 0, "num_iters": run.progress.step, "decay_style": "cosine",
                       "end_iter": 4, "min_lr": 0.0},
-        "cli_args": {"train_batch_size": args.train_batch_size, "lr": args.lr, "model_type": args.model_type},
+        "cli_args": {"train_batch_size": args.train_batch_size, "lr": args.lr, "model_type": args.model_type,
+                     "num_heads": args.num_heads},
         "model_config": run.spec.config,
         "num_params": 1,
         "total_steps": run.progress.step,

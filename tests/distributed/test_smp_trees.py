@@ -134,6 +134,17 @@ def test_incomplete_ones_are_passed_over_or_refused(tmp_path: Path) -> None:
 
 
 @needs_native
+def test_other_heads_of_the_same_shapes_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "aws" / "llama_v2-2steps"
+    harness.run(smp_trees.write, 1, smp(tmp_path, **SHARED), str(folder), "sharded", "")
+    other = {**SHARED, "num_heads": 8, "num_key_value_heads": 4, "resume_from_checkpoint": folder.parent}
+    refused = harness.run(refusal_of, 1, flags(tmp_path / "native", **DATA, **other), False)[0]
+    assert "--num_heads: 4 there, 8 here" in refused
+    allowed = flags(tmp_path / "native", **DATA, **other, allow_model_change=1)
+    assert harness.run(smp_trees.take_up, 1, allowed)[0][0] == 2
+
+
+@needs_native
 def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "aws" / "llama_v2-2steps"
     saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder))[0]
