@@ -296,7 +296,10 @@ def look_for_checkpoint(
     found = None
     whose = start.run if start.origin is None else start.origin.run
     if not foreign.is_named(location):
-        found = find_newest(location, args.checkpoint_dir, run=whose, mesh=mesh, strict=args.strict_resume)
+        found = find_newest(
+            location, args.checkpoint_dir, run=whose, mesh=mesh, strict=args.strict_resume,
+            rename=start.continues and not args.evaluate_only,
+        )  # fmt: skip
     if found is None:
         found = foreign.find(location, spec.config, strict=args.strict_resume)
         if found is not None and found.step < 1:

@@ -134,6 +134,7 @@ def find(
     strict: bool = False,
     checksums: bool = True,
     run: RunId | None = None,
+    rename: bool = True,
 ) -> Checkpoint | None:
     """Find what to resume from. Collective: every rank calls it and gets the same answer.
 
@@ -141,11 +142,11 @@ def find(
     is not given, of the run that committed last), or one checkpoint. None means that there is nothing to resume from:
     the folder holds no such checkpoint, or it does not exist and ``missing_ok`` is set.
 
-    Sizes are always compared with those recorded; ``checksums`` too, each rank reading its share. A damaged
-    one in a folder of checkpoints is renamed to ``*.damaged`` and the next older one is taken, with a
-    warning; with ``strict`` it is an error. Raises `CheckpointError` on every rank: nothing at ``location``;
-    the one checkpoint asked for is not committed or is damaged; every committed one is damaged (starting
-    afresh would hide the loss). Raises `ConfigError` for a location of a kind that is not supported.
+    Sizes are always compared with those recorded; ``checksums`` too, each rank reading its share. A damaged one in a
+    folder of checkpoints is renamed to ``*.damaged`` (without ``rename``, for another run's, left as it is) and the
+    next older one is taken, with a warning; with ``strict`` it is an error. Raises `CheckpointError` on every rank:
+    nothing at ``location``; the one checkpoint asked for is not committed or is damaged; every committed one is damaged
+    (starting afresh would hide the loss). Raises `ConfigError` for a location of a kind that is not supported.
     """
     place = place_of(location)
     names = on_main("cannot resume", lambda: _candidates(place, missing_ok, run))
@@ -160,10 +161,13 @@ def find(
             if strict or single:
                 others = committed_names(storage) if single else candidates[position + 1 :]
                 raise CheckpointError(f"{damage}{_others([o for o in others if o != name], folder)}") from None
-            on_main("cannot resume", partial(_set_aside, storage, name, str(damage)))
+            if rename:
+                on_main("cannot resume", partial(_set_aside, storage, name, str(damage)))
+            elif rank() == 0:
+                logger.warning("%s; it is left as it is, trying the next older one", damage)
     if candidates:
         raise CheckpointError(
-            f"cannot resume: every checkpoint in {folder} is damaged; they are kept there as *.damaged. "
+            f"cannot resume: every checkpoint in {folder} is damaged; they are kept there{' as *.damaged' * rename}. "
             "To start afresh, give another --checkpoint_dir or move them away"
         )
     return None

@@ -81,14 +81,14 @@ class NodeLocalCheckpoint(Checkpoint):
 
 
 def find_newest(
-    location: str, folders: Sequence[str], *, run: RunId, mesh: Any, strict: bool
+    location: str, folders: Sequence[str], *, run: RunId, mesh: Any, strict: bool, rename: bool = True
 ) -> Checkpoint | None:
     """Return what to resume from at ``location``, or on the nodes' own disks where that is newer. Collective.
 
     In a folder only checkpoints of ``run`` count. ``folders`` are all that the run saves to; the nodes' own are looked
     at where ``location`` is one of the others. Errors are those of `find`.
     """
-    found = find(location, strict=strict, run=run)
+    found = find(location, strict=strict, run=run, rename=rename)
     near = [folder for folder in folders if is_node_local(folder)]
     durable = [folder for folder in folders if not is_node_local(folder)]
     if near and place_of(location) in map(place_of, durable):

@@ -170,6 +170,21 @@ def test_an_evaluation_is_no_start_of_the_run_that_it_evaluates(tmp_path: Path, 
     assert held(tmp_path) == {"first": [2, 4]}
 
 
+def test_another_runs_damaged_checkpoint_is_passed_over_and_left_as_it_is(tmp_path: Path) -> None:
+    trained(tmp_path, max_steps=4, run_name="first")
+    folder = tmp_path / "checkpoints" / "first"
+    shard = folder / "llama_v2-4steps" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    begun = trained(tmp_path, max_steps=6, run_name="second", resume_from_checkpoint="checkpoints/first")
+    assert resumed_at(begun) == [2]
+    evaluation = {"evaluate_only": 1, "use_synthetic_data": 1, "training_dir": None}
+    evaluated = trained(tmp_path, **evaluation, resume_from_checkpoint=folder)
+    assert resumed_at(evaluated) == [2]
+    assert sorted(path.name for path in folder.iterdir()) == ["llama_v2-2steps", "llama_v2-4steps"]
+    assert resumed_at(trained(tmp_path, max_steps=4, run_name="first", resume_from_checkpoint=folder)) == [2]
+    assert (folder / "llama_v2-4steps.damaged").is_dir()
+
+
 def test_the_start_says_what_the_folder_holds(tmp_path: Path) -> None:
     trained(tmp_path, max_steps=4, checkpoint_dir="all", run_name="first")
     (tmp_path / "all" / "llama_v2-6steps" / "tp0_ep0").mkdir(parents=True)
