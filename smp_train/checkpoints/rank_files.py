@@ -18,6 +18,7 @@ import torch
 
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
+from smp_train.models.weight_files import refuse_compressed
 
 _FLAT = re.compile(r"(?:^|\.)_flat_param$")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -95,6 +96,8 @@ class _Pickle:
 def read(path: Any) -> dict[str, Any]:
     """Return what is in a file of ``torch.save``, tensors mapped from it. Raises `CheckpointError`."""
     try:
+        with open(path, "rb") as file:
+            refuse_compressed(file)
         with zipfile.ZipFile(path) as members:
             if any(name.endswith("constants.pkl") for name in members.namelist()):
                 raise ValueError("it is TorchScript")  # which torch.load would open as such

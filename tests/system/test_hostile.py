@@ -573,12 +573,12 @@ def saved(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def compressed(archive: bytes) -> bytes:
-    """Return a file of torch.save with its entries compressed."""
+def compressed(archive: bytes, only: str = "") -> bytes:
+    """Return a file of torch.save with its entries compressed, or those whose names end with ``only``."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as new:
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(stream, "w") as new:
         for name in old.namelist():
-            new.writestr(name, old.read(name))
+            new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED if name.endswith(only) else zipfile.ZIP_STORED)
     return stream.getvalue()
 
 
@@ -625,6 +625,29 @@ def pickled_weights_are_compressed(folder: Path) -> list[str]:
     import torch
 
     return weights(folder, "pytorch_model.bin", compressed(saved({"w": torch.zeros(10**6)})))
+
+
+@hostile(CHECKPOINT)
+def a_file_of_a_rank_is_compressed(folder: Path) -> list[str]:
+    """A local checkpoint of the SMP sample, whose pickle is 100 KB on disk and 100 MB in memory."""
+    import torch
+
+    found = indexed(folder).state_dict_metadata
+    model = {
+        name.removeprefix("model."): torch.zeros(info.size.numel())
+        for name, info in found.items()
+        if name.startswith("model.")
+    }
+    state = {
+        number: {"exp_avg": one, "exp_avg_sq": one, "step": torch.tensor(1.0)}
+        for number, one in enumerate(model.values())
+    }
+    optimizer = {"state": state, "param_groups": [{"params": list(state)}]}
+    path = folder / "sample/llama_v2-1steps"
+    path.mkdir(parents=True)
+    archive = saved({"model": model, "optimizer": optimizer, "total_steps": 1, "other": bytes(10**8)})
+    (path / "0.pt").write_bytes(compressed(archive, only="/data.pkl"))
+    return ["train", *flags(folder, max_steps=2, resume_from_checkpoint=path)]
 
 
 @hostile(CHECKPOINT)
