@@ -75,8 +75,7 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def scratch_of(ranks: runtime.Runtime) -> Iterator[Path]:
     """Yield one folder for all ranks of this node, which have one parent; several nodes need a --checkpoint_dir."""
-    folder = Path(private_folder("smp-train-bench"), str(os.getppid()))
-    folder.mkdir(exist_ok=True)
+    folder = Path(private_folder(f"smp-train-bench-{os.getppid()}"))
     try:
         yield folder
     finally:

@@ -57,7 +57,7 @@ def hand_on(folder: str, source: str) -> None:
             spec = resolve(args)
             model = backend.build(spec, seed=2, seq_len=16)
             state = gather_state(model, torch.optim.AdamW(model.parameters()))
-            found = find(f"{folder}/{source}", strict=True)
+            found = find(f"{folder}/{source}/{family}-1steps", strict=True)
             assert found is not None
             found.load(state)
             manager = CheckpointManager([Policy(f"{folder}/{mesh}", 1, 0)], model_type=family)

@@ -144,7 +144,8 @@ def rows_of(step: int, dp_rank: int, count: int) -> tuple[Any, int]:
     """
     import torch
 
-    from smp_train.data.pipelines.data_pipeline import IGNORED, Batch
+    from smp_train.data.pipelines.data_pipeline import Batch
+    from smp_train.data.source import IGNORED
 
     tokens = torch.randint(64, (ROWS, WIDTH), generator=torch.Generator().manual_seed(step))
     lengths = torch.tensor([[WIDTH], [WIDTH // 3], [WIDTH - 1], [WIDTH // 2]])

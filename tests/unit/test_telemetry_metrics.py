@@ -124,7 +124,7 @@ def test_a_disk_that_fails_costs_one_warning_and_not_the_run(tmp_path, caplog, m
 @pytest.mark.parametrize("is_main", [True, False])
 def test_tensorboard_that_is_not_installed_is_refused_on_every_rank(tmp_path, monkeypatch, is_main):
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"smp-train\[tracking\]"):
+    with pytest.raises(ConfigError, match=r"\[tracking\]"):
         MetricsWriter(tmp_path, is_main=is_main, tensorboard_dir=[str(tmp_path)])
     assert not (tmp_path / "metrics.jsonl").exists()
 
