@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 # How long ranks may take to find each other; a container being unpacked on a slow node counts.
 RENDEZVOUS_SECONDS = 600.0
+ROUND = "smp_train"
+"""Key in the store under which rank 0 names the round in which the ranks of this start meet."""
+MET = "met"
+"""Key in a round: all ranks are there, and it is closed."""
 
 _attempted = False
 
@@ -102,6 +108,10 @@ def _meet(runtime: Runtime, seconds: float) -> Any:
 
     Under torchrun the agent already serves the store; otherwise rank 0 does. The wait in which every rank
     reports happens here, with the short time-out, so that a rank that never started is found in minutes.
+
+    An agent's store outlives a restart of its workers, with the keys of the former start. TORCHELASTIC_RESTART_COUNT
+    does not tell starts apart: an agent whose own worker failed counts the restart, one that only saw another node come
+    back does not. So rank 0 names a round, and a rank that still reads the name of the former one finds it closed.
     """
     import torch.distributed as dist
 
@@ -116,13 +126,10 @@ def _meet(runtime: Runtime, seconds: float) -> Any:
         timeout=limit,
         wait_for_workers=False,
     )
-    prefix = f"smp_train/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store = dist.PrefixStore(prefix, store)
-    _same_world(store, runtime)
-    store.set(f"here/{runtime.rank}", runtime.hostname)
-    absent = _absent(store, runtime.world_size, limit)
-    if store.check(["odd"]):
-        raise RuntimeError(store.get("odd").decode())
+    prefix, absent = (_call if runtime.is_main else _join)(store, runtime, limit)
+    joined = dist.PrefixStore(prefix, store)
+    if joined.check(["odd"]):
+        raise RuntimeError(joined.get("odd").decode())
     if absent:
         raise RuntimeError(
             f"no word from rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:8]))}"
@@ -130,7 +137,45 @@ def _meet(runtime: Runtime, seconds: float) -> Any:
     _meeting = Meeting(
         runtime.rank, runtime.world_size, runtime.hostname, runtime.master_addr, runtime.master_port, prefix
     )
-    return store
+    return joined
+
+
+def _call(store: Any, runtime: Runtime, limit: timedelta) -> tuple[str, list[int]]:
+    """Name a round and wait for the others in it; return its prefix, and which ranks did not come."""
+    import torch.distributed as dist
+
+    prefix = f"{ROUND}/{uuid.uuid4().hex}"
+    joined = dist.PrefixStore(prefix, store)
+    _report(joined, runtime)
+    store.set(ROUND, prefix)
+    absent = _absent(joined, runtime.world_size, limit)
+    if not absent:
+        joined.set(MET, "")
+    return prefix, absent
+
+
+def _join(store: Any, runtime: Runtime, limit: timedelta) -> tuple[str, list[int]]:
+    """Report in the round that rank 0 names and wait until all have; returns as `_call` does."""
+    import torch.distributed as dist
+
+    deadline, pause, prefix = time.monotonic() + limit.total_seconds(), 0.01, ""
+    while time.monotonic() < deadline:
+        newest = store.get(ROUND).decode() if store.check([ROUND]) else ""
+        joined = dist.PrefixStore(newest, store)
+        if newest == prefix != "" and joined.check([MET]):
+            return prefix, []
+        if newest != prefix and not joined.check([MET]):
+            prefix = newest
+            _report(joined, runtime)
+        time.sleep(pause)
+        pause = min(0.5, 1.5 * pause)
+    joined = dist.PrefixStore(prefix, store)
+    return prefix, [rank for rank in range(runtime.world_size) if not joined.check([f"here/{rank}"])] or [0]
+
+
+def _report(joined: Any, runtime: Runtime) -> None:
+    _same_world(joined, runtime)
+    joined.set(f"here/{runtime.rank}", runtime.hostname)
 
 
 def _same_world(store: Any, runtime: Runtime) -> None:
@@ -146,7 +191,7 @@ def _same_world(store: Any, runtime: Runtime) -> None:
     raise RuntimeError(odd)
 
 
-def _absent(store: Any, world_size: int, limit: Any) -> list[int]:
+def _absent(store: Any, world_size: int, limit: timedelta) -> list[int]:
     """Wait until every rank has reported; return those that have not when the time is up."""
     keys = [f"here/{rank}" for rank in range(world_size)]
     try:

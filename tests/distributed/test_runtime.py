@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,36 @@ def test_ranks_that_never_start_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert "no word from ranks 1, 2" in message
     assert f"{place.master_addr}:{place.master_port}" in message
     assert "\n" not in message
+
+
+def test_restarted_ranks_meet_each_other_however_their_agents_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of torchrun's agent outlives the workers; only an agent whose own worker failed counts the restart."""
+    from concurrent.futures import ThreadPoolExecutor
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from smp_train.runtime import detect, group
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    port = free_port()
+    agent = dist.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False)
+    place = replace(detect({}), master_addr="127.0.0.1", master_port=port)
+
+    def meet_as(rank: int, world: int) -> None:
+        started = uuid.uuid4().hex
+        store = group._meet(replace(place, rank=rank, world_size=world), 60)
+        store.append("those who met", started)
+        while len(store.get("those who met")) < world * len(started):  # all of this start, and nobody of another
+            pass
+        assert len(store.get("those who met")) == world * len(started)
+
+    for world in (3, 3, 2):  # the last: a node is gone
+        with ThreadPoolExecutor(world) as pool:
+            late = [pool.submit(meet_as, rank, world) for rank in range(1, world)]  # these find the former round
+            main = pool.submit(meet_as, 0, world)
+            [future.result() for future in (main, *late)]
+    del agent
 
 
 def test_nodes_that_start_different_numbers_of_processes_are_told_at_once() -> None:
