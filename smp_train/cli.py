@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``smp-train`` with ``argv`` (default: the process's own) and return the exit code."""
     # Where the umask lets everybody write (0 on some clusters), what is read again later could be anybody's.
     os.umask(os.umask(0o022) | 0o002)
+    # Before torch is loaded: what its sockets warn of when a peer leaves is a page of C++ frames beside our one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if argv is None else argv)
     failing = Failing(debug=_debug_asked(words))
     try:

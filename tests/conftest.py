@@ -25,6 +25,9 @@ for name in list(os.environ):
     }:
         del os.environ[name]
 
+# As smp_train.cli sets it: the servers that fork ranks load torch before that.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest kinds first: pytest-xdist deals the files out in this order, and short ones even it out."""
