@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from smp_train import __version__
+from smp_train.distributed import failures, start_attempted, world_size
 from smp_train.errors import (
     CAUSE_VARIABLE,
     LOST_PEER,
@@ -30,11 +31,10 @@ from smp_train.errors import (
     install,
     redacted,
 )
-from smp_train.runtime import failures, start_attempted, world_size
 from smp_train.stop import ignore_repeats, wait_for_request
 
 if TYPE_CHECKING:
-    from smp_train.runtime import Runtime
+    from smp_train.distributed import Runtime
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,14 @@ def _run(words: list[str], failing: Failing) -> int:
 
 
 def _train(words: list[str], failing: Failing) -> int:
-    from smp_train import runtime as runtimes
+    from smp_train import distributed
     from smp_train.arguments import help_text, parse, print_config, validate
     from smp_train.arguments.validation import ineffective
 
     if HELP_FLAGS & set(words):
         print(help_text(), end="")
         return 0
-    failing.runtime = runtimes.detect()
+    failing.runtime = distributed.detect()
     resolved = parse(words)
     failing.debug = failing.debug or resolved.args.debug
     if resolved.args.print_config:

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from smp_train import runtime
+from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
 from smp_train.checkpoints import Checkpoint, RunId
 from smp_train.checkpoints.collective import on_main
@@ -22,9 +22,9 @@ from smp_train.checkpoints.node_local import is_node_local, storage_of
 from smp_train.checkpoints.owner import Origin, origin, summary
 from smp_train.checkpoints.record import parse_folder_name
 from smp_train.checkpoints.storage import open_storage, place_of
+from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, redacted
 from smp_train.models.resolve import resolve
-from smp_train.runtime import Runtime
 from smp_train.telemetry.run_folder import RunFolder
 
 RUNS, CHECKPOINTS = "runs", "checkpoints"
@@ -53,7 +53,7 @@ def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     takes no name over: its run folder would be that of a run that may be training.
     """
     start: Start | None = None
-    with runtime.together("choosing the run's name"):
+    with distributed.together("choosing the run's name"):
         if ranks.is_main:
             start = _choose(resolved)
     start = on_main("cannot start", lambda: start)

@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 
-from smp_train import runtime, train_utils
+from smp_train import distributed, train_utils
 from smp_train.checkpoints import RunId, open_checkpoint
 from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.export import export, export_weights
@@ -114,7 +114,7 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     other names, it writes what the backend gathers.
     """
     weights = run.backend.full_weights(run.model)
-    with runtime.together(f"writing the model to {folder}"):
+    with distributed.together(f"writing the model to {folder}"):
         if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
             tokenizer = tokenizer_of(run.args, run.spec)

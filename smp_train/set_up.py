@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 import smp_train
-from smp_train import arguments, backends, runtime, train_utils
+from smp_train import arguments, backends, distributed, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.degrees import of_run
 from smp_train.backends.base import Backend, Topology
@@ -21,13 +21,13 @@ from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
+from smp_train.distributed import Runtime
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.configuration import changes
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.naming import Start, described, how_to_resume, settle
-from smp_train.runtime import Runtime
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
@@ -90,7 +90,7 @@ class Run:
         if self.audit is not None:
             self.audit.close()
         self.checkpoints.close()
-        runtime.stop()
+        distributed.stop()
         self.stop.close()  # last: until then a late request to stop must not kill a run that has ended well
 
 
@@ -121,14 +121,14 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
     )
 
     found = look_for_checkpoint(args, spec, start, topology.mesh)
-    with runtime.together("looking at the checkpoint folders"):
+    with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main:
             log.info(described(args, start, found))
             if not args.evaluate_only:
                 log.info("Should this run be cut short, %s", how_to_resume(resolved, ranks))
     total_steps = count_steps(resolved, train_data, found)
     if found is not None:
-        with runtime.together("comparing the models"):
+        with distributed.together("comparing the models"):
             check_model(args, spec, found)
         backend.check_checkpoint(found)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
@@ -162,7 +162,7 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
         audit=audit,
         found=found,
     )
-    with runtime.together("writing run.json"):
+    with distributed.together("writing run.json"):
         if ranks.is_main:
             write_run(run, parameters)
     if args.enable_memory_profiling:
@@ -173,10 +173,10 @@ def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: Exi
 def open_run_folder(args: Arguments, ranks: Runtime) -> tuple[RunFolder, MetricsWriter]:
     """Create the run folder on rank 0, and open the log and the metrics in it; collective."""
     folder = RunFolder(args.run_dir)
-    with runtime.together("opening the run folder"):
+    with distributed.together("opening the run folder"):
         if ranks.is_main:
             folder.create()
-    with runtime.together("opening the log"):
+    with distributed.together("opening the log"):
         setup_logging(ranks.rank, log_dir=folder.logs, level="DEBUG" if args.debug else "INFO")
         boards = [board.replace("{run_dir}", str(folder.path)) for board in args.tensorboard_dir or ()]
         metrics = MetricsWriter(folder.path, is_main=ranks.is_main, tensorboard_dir=boards)
@@ -194,7 +194,7 @@ def choose_backend(resolved: Resolved, ranks: Runtime, device: torch.device) -> 
 
 def choose_model(args: Arguments, backend: Backend) -> tuple[ModelSpec, int]:
     """Return the model, once the backend has accepted it, and the length of its sequences in tokens; collective."""
-    with runtime.together("choosing the model"):
+    with distributed.together("choosing the model"):
         spec = resolve(args)
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
@@ -214,7 +214,7 @@ def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runt
     else:
         there = torch.cuda.get_device_properties(device).total_memory
         where = f"on each GPU, which has on {ranks.hostname}"
-    with runtime.together("comparing the model with the memory"):
+    with distributed.together("comparing the model with the memory"):
         if there is None or needed <= there:
             return
         what = "weights" if args.evaluate_only else "weights, gradients and optimizer"
@@ -240,7 +240,7 @@ def open_checkpoints(
         run=run,
         asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
     )
-    with runtime.together("looking at the checkpoint folders"):
+    with distributed.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
         if args.save_final_model and ranks.is_main and args.model_dir is not None:
             check_writable(args.model_dir, "model_dir")
@@ -272,11 +272,11 @@ def build_optimizer(
 
 def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAudit:
     """Open this rank's audit of the data; collective."""
-    with runtime.together("opening the audit"):
+    with distributed.together("opening the audit"):
         earlier = folder.earlier_attempts()
     # On another file system a rank sees fewer attempts.
-    attempt = runtime.largest([earlier])[0] + 1
-    with runtime.together("opening the audit"):
+    attempt = distributed.largest([earlier])[0] + 1
+    with distributed.together("opening the audit"):
         return DataAudit(
             folder.path, ranks.rank, attempt=attempt, dp_rank=topology.dp_rank, dp_size=topology.dp_size
         )
@@ -314,7 +314,7 @@ def look_for_checkpoint(
 
 def name_foreign(args: Arguments) -> None:
     """Say which of SMP's sample's checkpoints lie where this run, which resumes from none, writes its own."""
-    with runtime.together("looking into the checkpoint folders"):
+    with distributed.together("looking into the checkpoint folders"):
         for folder in args.checkpoint_dir:
             names = [] if is_node_local(folder) else foreign.names_in(folder)
             if names:

@@ -8,14 +8,14 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from itertools import islice
 
-from smp_train import runtime, train_utils
+from smp_train import distributed, train_utils
 from smp_train.arguments import Resolved
 from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.storage import place_of
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
+from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.naming import how_to_resume
-from smp_train.runtime import Runtime
 from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model, save_last
 from smp_train.set_up import Progress, Run, imported_position, layout, set_up
 from smp_train.telemetry.logging_utils import batch_line, get_logger, validation_line
@@ -30,7 +30,7 @@ READ_TOGETHER = 16
 
 def main(resolved: Resolved, ranks: Runtime) -> int:
     """Train as the arguments say and return the exit code; raises `SmpTrainError` for what the user can mend."""
-    device = runtime.start(
+    device = distributed.start(
         ranks,
         distributed_backend=resolved.args.distributed_backend,
         timeout_seconds=60 * resolved.args.distributed_timeout_minutes,
@@ -60,7 +60,7 @@ def resume(run: Run) -> None:
         return
     saver = run.backend.saver
     run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
-    with runtime.together(f"resuming from {found.path}"):
+    with distributed.together(f"resuming from {found.path}"):
         consumed = data_position(run, found)
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
@@ -167,7 +167,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     if failed or tokens == 0:
         save_last(run)
     if failed:
-        with runtime.together("reading the training data"):
+        with distributed.together("reading the training data"):
             if failure is not None:
                 raise failure
     if tokens == 0:
@@ -241,9 +241,9 @@ def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
     """Yield the batches, read a few at a time so that all ranks learn of a failure or a stop before they go on."""
     batches = data.batches()
     for _ in range(0, len(data), READ_TOGETHER):
-        if runtime.any_rank(run.stop.is_requested(look_for_file=run.runtime.is_main)):
+        if distributed.any_rank(run.stop.is_requested(look_for_file=run.runtime.is_main)):
             raise AskedToStop
-        with runtime.together("reading the validation data"):
+        with distributed.together("reading the validation data"):
             some = list(islice(batches, READ_TOGETHER))
             for batch in some:
                 run.backend.check_rows(batch.attention_mask, batch.samples)

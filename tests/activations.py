@@ -13,14 +13,14 @@ DEEP = {"num_layers": 4, "max_context_width": 24, "train_batch_size": 2}
 
 def run_variants(variants: dict[str, dict[str, Any]], watch: Any = None) -> dict[str, list[tuple[float, float]]]:
     """Return, on every rank, (this rank's loss, gradient norm) of each step of each variant."""
-    from smp_train import runtime
+    from smp_train import distributed
 
-    ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
     try:
         return {name: train(ranks, device, changes, name, watch) for name, changes in variants.items()}
     finally:
-        runtime.stop()
+        distributed.stop()
 
 
 def train(

@@ -164,7 +164,7 @@ PATIENCE_SECONDS = 300.0
 def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
     """Point this process at the server, without faults, and return a new bucket of the test's own, ``s3://...``."""
     from smp_train.data import s3
-    from smp_train.runtime import s3_folder
+    from smp_train.storage import s3_folder
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
@@ -184,7 +184,7 @@ def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
 
 def upload(location: str, files: Path | dict[str, bytes]) -> None:
     """Put files, or those of a folder, below a prefix."""
-    from smp_train.runtime.s3_folder import S3Folder
+    from smp_train.storage.s3_folder import S3Folder
 
     if isinstance(files, Path):
         files = {path.relative_to(files).as_posix(): path.read_bytes() for path in files.rglob("*") if path.is_file()}
@@ -195,7 +195,7 @@ def upload(location: str, files: Path | dict[str, bytes]) -> None:
 
 def download(location: str, folder: Path) -> Path:
     """Write what lies below a prefix to a folder, and return that."""
-    from smp_train.runtime.s3_folder import S3Folder
+    from smp_train.storage.s3_folder import S3Folder
 
     for name in S3Folder(location).entries(""):
         path = folder / name

@@ -20,13 +20,13 @@ def run_of(command_line: list[str]) -> Any:
     """Set a run up on this rank, resume, train, and return it; nothing is closed."""
     from contextlib import ExitStack
 
-    from smp_train import arguments, runtime, train_lib
+    from smp_train import arguments, distributed, train_lib
     from smp_train.set_up import set_up
 
-    ranks = runtime.detect()
+    ranks = distributed.detect()
     resolved = arguments.parse(command_line)
     arguments.validate(resolved.args, ranks.world_size)
-    device = runtime.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
+    device = distributed.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
     run = set_up(resolved, ranks, device, ExitStack())
     train_lib.resume(run)
     return run

@@ -34,9 +34,9 @@ def flags(folder: Path, **changes: Any) -> list[str]:
 
 def train(command_line: list[str]) -> int:
     """Run the training program on this rank and return its exit code; failures are raised, not printed."""
-    from smp_train import arguments, runtime, train_lib
+    from smp_train import arguments, distributed, train_lib
 
-    ranks = runtime.detect()
+    ranks = distributed.detect()
     resolved = arguments.parse(command_line)
     arguments.validate(resolved.args, ranks.world_size)
     return train_lib.main(resolved, ranks)

@@ -28,14 +28,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def hand_over(families: list[str], options: dict[str, Any], source: str | None, target: str) -> None:
     """Per family, on this rank: load what is in ``source``, or draw weights and moments, and save it to ``target``."""
-    from smp_train import arguments, backends, runtime
+    from smp_train import arguments, backends, distributed
     from smp_train.checkpoints import CheckpointManager, Policy, find
     from smp_train.models.resolve import resolve
 
     if not NATIVE:
         install()
-    ranks = runtime.detect()
-    device = runtime.start(ranks, timeout_seconds=300)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, timeout_seconds=300)
     for family in families:
         values = {**dict.fromkeys(TINY), **SMALL, **FAMILIES[family], **options, "model_type": family}
         values |= {"bf16": 0, "use_synthetic_data": 1, "backend": "native" if NATIVE else "smp"}
@@ -52,7 +52,7 @@ def hand_over(families: list[str], options: dict[str, Any], source: str | None, 
         backend.load_state(model, optimizer, read)
         manager = CheckpointManager([Policy(f"{target}/{family}", 1, 0)], model_type=family)
         manager.save(1, backend.state_dict(model, optimizer), {}, saver=backend.saver)
-    runtime.stop()
+    distributed.stop()
 
 
 def draw_moments(state: dict[str, Any], *, rank: int) -> None:

@@ -20,8 +20,8 @@ from smp_train.arguments import aliases
 from smp_train.arguments.flag import show
 from smp_train.arguments.groups import Arguments, flags
 from smp_train.arguments.values import NOT_GIVEN, convert, is_bool, nearest
+from smp_train.distributed import is_sagemaker
 from smp_train.errors import ConfigError
-from smp_train.runtime import is_sagemaker
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"

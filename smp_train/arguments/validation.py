@@ -22,8 +22,8 @@ from smp_train.arguments.flag import show
 from smp_train.arguments.groups import STRATEGIES, Arguments, flags
 from smp_train.arguments.parse import Resolved
 from smp_train.arguments.values import is_run_name
+from smp_train.distributed import smp_installed
 from smp_train.errors import ConfigError
-from smp_train.runtime import smp_installed
 
 AT_LEAST_ONE = (
     "train_batch_size", "gradient_accumulation_steps", "max_steps", "epochs", "steps_per_epoch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from smp_train import arguments, runtime
+from smp_train import arguments, distributed
 from smp_train.backends import smp_library
 from smp_train.errors import ConfigError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from smp_train.arguments import Arguments
     from smp_train.backends.base import Backend
-    from smp_train.runtime import Runtime
+    from smp_train.distributed import Runtime
 
 OLDEST_TORCH = (2, 6)
 """Of the native backend."""
@@ -32,18 +32,18 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
     if args.backend == "native":
         return _native(args, ranks, device), "--backend native"
     if args.backend == "smp":
-        with runtime.together("reading SMP's configuration"):
+        with distributed.together("reading SMP's configuration"):
             smp_library.check_launcher(args, ranks.world_size)
         library, cause = smp_library.load()
         if library is None:
             raise ConfigError(cause)
-        with runtime.together("starting SMP"):
+        with distributed.together("starting SMP"):
             smp_library.start(library, args, ranks.world_size)
         return _smp(args, ranks, device, library), "--backend smp"
-    if not runtime.any_rank(runtime.smp_installed()):
+    if not distributed.any_rank(distributed.smp_installed()):
         return _native(args, ranks, device), "this torch has no torch.sagemaker"
     # Not a reason to do without SMP: one of the two is a mistake.
-    with runtime.together("reading SMP's configuration"):
+    with distributed.together("reading SMP's configuration"):
         smp_library.check_launcher(args, ranks.world_size)
     library, cause = smp_library.load()
     if library is not None:
@@ -51,7 +51,7 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
             smp_library.start(library, args, ranks.world_size)
         except ConfigError as failure:
             library, cause = None, str(failure)
-    if runtime.any_rank(library is None):
+    if distributed.any_rank(library is None):
         said = f"SMP is here but cannot be used: {cause or 'the message of another rank says why'}"
         logger.warning("%s", said)
         try:

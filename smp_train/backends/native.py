@@ -36,8 +36,8 @@ from smp_train.parallel import (
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
+    from smp_train.distributed import Runtime
     from smp_train.models.resolve import ModelSpec
-    from smp_train.runtime import Runtime
 
 logger = logging.getLogger("smp_train.native")
 

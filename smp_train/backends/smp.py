@@ -31,13 +31,13 @@ from smp_train.models.hub_names import canonical_name
 from smp_train.models.initialization import module_initialiser
 from smp_train.models.mixtures import split_sizes
 from smp_train.models.packing import packed_inputs
-from smp_train.runtime.s3 import is_s3
+from smp_train.storage.s3 import is_s3
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
     from smp_train.checkpoints.finding import Checkpoint
+    from smp_train.distributed import Runtime
     from smp_train.models.resolve import ModelSpec
-    from smp_train.runtime import Runtime
 
 logger = logging.getLogger("smp_train.smp")
 

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_train import runtime
+from smp_train import distributed
 from smp_train.arguments.degrees import of_run
 from smp_train.arguments.parse import launched_by_smp
 from smp_train.errors import ConfigError, one_line
@@ -35,7 +35,7 @@ def load() -> tuple[Any, str]:
         library = _imported()
     except ConfigError as failure:
         cause = str(failure)
-    told = [json.loads(each) for each in runtime.exchange(json.dumps([socket.gethostname(), cause]).encode())]
+    told = [json.loads(each) for each in distributed.exchange(json.dumps([socket.gethostname(), cause]).encode())]
     without: dict[str, list[int]] = {}
     for rank, (host, failed) in enumerate(told):
         if failed:
@@ -52,7 +52,7 @@ def load() -> tuple[Any, str]:
 
 
 def _imported() -> Any:
-    if not runtime.smp_installed():
+    if not distributed.smp_installed():
         raise ConfigError(
             "this torch has no torch.sagemaker, which only SMP's own container brings; run in that container, or use "
             "--backend native"
@@ -110,7 +110,7 @@ def check_state(library: Any, config: dict[str, Any]) -> None:
 def _refused(failure: Exception) -> str:
     """Return why SMP does not start: what it says, and the one thing about its container that is often the cause."""
     # What is wrong with the configuration has nothing to do with where it runs.
-    if isinstance(failure, ValueError | TypeError) or CLUSTERS.is_dir() or runtime.is_sagemaker(os.environ):
+    if isinstance(failure, ValueError | TypeError) or CLUSTERS.is_dir() or distributed.is_sagemaker(os.environ):
         return one_line(failure)
     hint = f"on HyperPod, SMP needs {CLUSTERS} of the host mounted into its container; it is not here"
     return f"{one_line(failure)} ({hint})"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_train import losses, runtime
+from smp_train import distributed, losses
 from smp_train.arguments import checkpointing
 from smp_train.backends import smp_library
 from smp_train.backends.smp_fp8 import Fp8
@@ -40,7 +40,7 @@ def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: 
     """
     reads = weights is not None and dist.get_rank() == 0
     real = not delayed or reads
-    with runtime.together("loading the weights"):
+    with distributed.together("loading the weights"):
         if real:
             build.materialise(model, "cpu")
             if weights is None:
@@ -59,7 +59,7 @@ def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bo
     Raises `ConfigError` where SMP refuses the model, or this release lacks what is asked for.
     """
     options: dict[str, Any] = {"config": None, "load_state_dict_from_rank0": from_rank0}
-    with runtime.together("transforming the model"):
+    with distributed.together("transforming the model"):
         if args.moe:
             options["config"] = smp_library.moe_config(args, reads_weights=from_rank0 and dist.get_rank() == 0)
         if args.context_parallel_degree > 1:

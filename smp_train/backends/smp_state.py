@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from smp_train.checkpoints.state import State, arranged, create_optimizer_state
+from smp_train.distributed.dtensor import DTensor, Shard
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name, hub_names
-from smp_train.runtime.dtensor import DTensor, Shard
 
 
 class Tree:

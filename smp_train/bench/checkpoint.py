@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from smp_train import runtime
+from smp_train import distributed
 from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
 from smp_train.checkpoints.staging import leaves
 
@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind, alternating (default 3)")
     parser.add_argument("--rows", type=int, default=64, help="rows of a batch: how long a step takes (default 64)")
     options = parser.parse_args(argv)
-    ranks = runtime.detect()
-    runtime.start(ranks, distributed_backend="gloo", timeout_seconds=600)
+    ranks = distributed.detect()
+    distributed.start(ranks, distributed_backend="gloo", timeout_seconds=600)
     shared = [tempfile.mkdtemp(dir=options.folder) if ranks.is_main else None]
     dist.broadcast_object_list(shared)
     folder = Path(str(shared[0]))
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     if ranks.is_main:
         print(f"bench checkpoint: {ranks.world_size} ranks, {options.gigabytes:g} GB, torch {torch.__version__}")
         print("\n".join(lines))
-    runtime.stop()
+    distributed.stop()
     return 0
 
 

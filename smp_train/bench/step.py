@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from smp_train import arguments, runtime, train_lib
+from smp_train import arguments, distributed, train_lib
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.initialization import initialise
-from smp_train.runtime.places import private_folder
 from smp_train.set_up import Run, set_up
+from smp_train.storage.places import private_folder
 from smp_train.telemetry.logging_utils import get_logger
 
 log = get_logger()
@@ -40,11 +40,11 @@ def main(argv: Sequence[str]) -> int:
     )
     options, flags = parser.parse_known_args(argv)
 
-    ranks = runtime.detect()
+    ranks = distributed.detect()
     with scratch_of(ranks) as scratch:
         resolved = arguments.parse([*defaults(scratch), *flags])
         arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)
-        device = runtime.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
+        device = distributed.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
         run = set_up(resolved, ranks, device, ExitStack())
         ours = our_steps(run)
         bare = bare_steps(run)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def scratch_of(ranks: runtime.Runtime) -> Iterator[Path]:
+def scratch_of(ranks: distributed.Runtime) -> Iterator[Path]:
     """Yield one folder for all ranks of this node, which have one parent; several nodes need a --checkpoint_dir."""
     folder = Path(private_folder(f"smp-train-bench-{os.getppid()}"))
     try:

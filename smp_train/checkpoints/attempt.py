@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from smp_train import runtime
+from smp_train import distributed
 from smp_train.checkpoints.collective import exchange, here, on_main, rank
 from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.record import META, Committed, FileRecord
@@ -106,7 +106,7 @@ class Elsewhere:
     def ended_everywhere(self) -> bool:
         """Return whether every rank that writes is done; collective."""
         self._ask(wait=False)
-        return not runtime.any_rank(not self._ended)
+        return not distributed.any_rank(not self._ended)
 
     def _ask(self, *, wait: bool) -> None:
         if self._ended:

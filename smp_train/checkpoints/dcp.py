@@ -42,7 +42,7 @@ from smp_train.checkpoints.state import State, present
 from smp_train.checkpoints.storage import wait_for
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
-from smp_train.runtime.ranges import Ranges
+from smp_train.storage.ranges import Ranges
 
 logger = logging.getLogger(__name__)
 

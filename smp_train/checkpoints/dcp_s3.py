@@ -24,7 +24,7 @@ from smp_train.checkpoints.dcp import DCP_METADATA, LocalReader, Writer
 from smp_train.checkpoints.record import Checksum, FileRecord
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
-from smp_train.runtime import s3_folder
+from smp_train.storage import s3_folder
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.storage_s3 import S3Storage

@@ -21,8 +21,8 @@ from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.state import present
 from smp_train.checkpoints.storage import UNKNOWN, Storage, open_storage, place_of
+from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.runtime.dtensor import local_tensor
 
 logger = logging.getLogger(__name__)
 

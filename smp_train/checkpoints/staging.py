@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smp_train.runtime.dtensor import DTensor, local_tensor
+from smp_train.distributed.dtensor import DTensor, local_tensor
 
 MEMORY_SHARE = 0.6
 """Share of the free host memory that copies may take; beyond it saves are synchronous."""

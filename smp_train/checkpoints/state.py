@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_train.distributed.dtensor import local_tensor
 from smp_train.models.hub_names import HubNames, canonical_name, hub_names, is_split
 from smp_train.models.parts import part_of
-from smp_train.runtime.dtensor import local_tensor
 
 
 class State(dict[str, Any]):

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_train import runtime
+from smp_train import distributed
 from smp_train.data import manifest
 from smp_train.data.blend import BlendOrder, Joined, read_weights
 from smp_train.data.conversion import processes_for
@@ -25,7 +25,7 @@ from smp_train.errors import DataError
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
-    from smp_train.runtime import Runtime
+    from smp_train.distributed import Runtime
 
 logger = logging.getLogger("smp_train.data")
 
@@ -60,12 +60,12 @@ def open_data(
     """
 
     def opened(place: str, shuffle: str = "none") -> Source:
-        with runtime.together(f"reading {place}"):
+        with distributed.together(f"reading {place}"):
             manifest.check(place)
         source = _open_windows(args, place, vocab_size, ranks, read_shuffle(shuffle))
         if source is None:
             source = _open_place(args, place, vocab_size, ranks)
-        with runtime.together(f"laying out {place}"):
+        with distributed.together(f"laying out {place}"):
             say(place, source)
             source = lay_out(source, seq_len, long=long_rows(args), short=args.short)
             max_bad = args.max_bad if args.bad_rows == "skip" else None
@@ -98,7 +98,7 @@ def open_data(
             order = BlendOrder(source, weights, args.seed, args.shuffle)
         if args.test_dir is not None and (args.validation_freq or args.evaluate_only):
             held_out = opened(args.test_dir)
-    with runtime.together("preparing the data"):
+    with distributed.together("preparing the data"):
         training = TrainingData(
             source,
             order or Order(len(source), args.seed, args.shuffle, shards(source)),
@@ -136,7 +136,7 @@ def _open_windows(args: Arguments, place: str, vocab_size: int, ranks: Runtime, 
     windows: Windows | None = None
     if window < 1:
         return None
-    with runtime.together(f"reading {place}"):
+    with distributed.together(f"reading {place}"):
         windows = look(
             place, args.dataset_type, window=window, vocab_size=vocab_size, cache_dir=args.data_cache_dir,
             zipped=args.zipped_data, max_bad=args.max_bad if args.bad_rows == "skip" else None,
@@ -156,23 +156,23 @@ def _open_windows(args: Arguments, place: str, vocab_size: int, ranks: Runtime, 
         "local_world": ranks.local_world_size,
         "processes": processes_for(args.data_num_workers, ranks.local_world_size),
     }
-    with runtime.together(counting):
+    with distributed.together(counting):
         windows.count(ranks.rank, ranks.world_size, **options)
-    if runtime.any_rank(not all(map(windows.known, windows.shards))):
+    if distributed.any_rank(not all(map(windows.known, windows.shards))):
         _exchange_indexes(windows, ranks, counting)
-    with runtime.together(counting):
+    with distributed.together(counting):
         windows.count(ranks.local_rank, ranks.local_world_size, **options)
     whole = _agreed(windows.whole(), disk, 1 if shared else ranks.num_nodes)
-    with runtime.together(f"opening {place}"):
+    with distributed.together(f"opening {place}"):
         return windows.open(rank, world, whole)
 
 
 def _refuse_different(place: str, seen: str) -> None:
     """Raise DataError on all ranks where they have not all ``seen`` the same; collective, of two integers."""
     number = int.from_bytes(hashlib.blake2b(seen.encode(), digest_size=7).digest(), "big")
-    highest, lowest = runtime.largest([number, -number])
+    highest, lowest = distributed.largest([number, -number])
     if highest != -lowest:
-        with runtime.together(f"comparing {place}"):
+        with distributed.together(f"comparing {place}"):
             raise DataError(
                 f"{place}: the data changed while ranks listed it, or is not the same on every node; start again, "
                 "with the same data on all"
@@ -182,11 +182,11 @@ def _refuse_different(place: str, seen: str) -> None:
 def _enter_slot(windows: Windows, disk: int, rank: int) -> None:
     """Let the first of the ranks that share a disk take a folder for this job, and tell the others; collective."""
     mine = ""
-    with runtime.together("taking a folder to stage shards in"):
+    with distributed.together("taking a folder to stage shards in"):
         if rank == 0:
             mine = f"{disk} {windows.claim()}"
-    told = dict(text.decode().split(" ", 1) for text in runtime.exchange(mine.encode()))
-    with runtime.together("taking a folder to stage shards in"):
+    told = dict(text.decode().split(" ", 1) for text in distributed.exchange(mine.encode()))
+    with distributed.together("taking a folder to stage shards in"):
         windows.enter(told[str(disk)])
 
 
@@ -194,22 +194,22 @@ def _agreed(mine: list[bool], disk: int, disks: int) -> list[bool]:
     """Return which of this rank's ``mine`` are true on all ranks of its disk; collective."""
     lacking = [0] * (len(mine) * disks)
     lacking[disk * len(mine) : (disk + 1) * len(mine)] = [int(not one) for one in mine]
-    return [not one for one in runtime.largest(lacking)[disk * len(mine) : (disk + 1) * len(mine)]]
+    return [not one for one in distributed.largest(lacking)[disk * len(mine) : (disk + 1) * len(mine)]]
 
 
 def _exchange_indexes(windows: Windows, ranks: Runtime, counting: str) -> None:
     """Give every node the indexes of what the others have counted; collective."""
-    with runtime.together(counting):
+    with distributed.together(counting):
         mine = windows.indexes(ranks.rank, ranks.world_size)
     failure: DataError | None = None
-    for indexes in runtime.exchange(mine):
+    for indexes in distributed.exchange(mine):
         if ranks.local_rank == 0 and failure is None:
             try:
                 windows.take(indexes)
             except DataError as error:
                 # The others are in the exchange: to its end first.
                 failure = error
-    with runtime.together(counting):
+    with distributed.together(counting):
         if failure is not None:
             raise failure
 
@@ -217,12 +217,12 @@ def _exchange_indexes(windows: Windows, ranks: Runtime, counting: str) -> None:
 def _is_shared(folder: str, ranks: Runtime) -> bool:
     """Tell whether all nodes see one folder; collective."""
     mine = f".shared-{uuid.uuid4().hex}.tmp" if ranks.is_main else ""
-    (name,) = runtime.exchange(mine.encode())
+    (name,) = distributed.exchange(mine.encode())
     probe = Path(folder, name.decode())
-    with runtime.together(f"looking at {folder}"):
+    with distributed.together(f"looking at {folder}"):
         if ranks.is_main:
             probe.touch()
-    shared = not runtime.any_rank(not probe.exists())
+    shared = not distributed.any_rank(not probe.exists())
     if ranks.is_main:
         probe.unlink(missing_ok=True)
     return shared
@@ -238,12 +238,12 @@ def _open_place(args: Arguments, place: str, vocab_size: int, ranks: Runtime) ->
         "max_bad": args.max_bad if args.bad_rows == "skip" else None,
     }
     here: dict[str, Any] = {"rank": ranks.local_rank, "world": ranks.local_world_size, **options}
-    with runtime.together(f"reading {place}"):
+    with distributed.together(f"reading {place}"):
         convert_place(place, rank=ranks.rank, world=ranks.world_size, **options)
     # Where nodes keep files of their own, the ranks of each do what the other nodes have done for themselves.
-    with runtime.together(f"reading {place}"):
+    with distributed.together(f"reading {place}"):
         convert_place(place, **here)
-    with runtime.together(f"checking {place}"):
+    with distributed.together(f"checking {place}"):
         check_place(place, **here)
-    with runtime.together(f"opening {place}"):
+    with distributed.together(f"opening {place}"):
         return open_place(place, **here)

@@ -14,9 +14,9 @@ from typing import Any
 
 from smp_train.data.utils import Shard
 from smp_train.errors import DataError
-from smp_train.runtime import s3
-from smp_train.runtime.ranges import Ranges
-from smp_train.runtime.s3 import SCHEME, is_s3, one_line
+from smp_train.storage import s3
+from smp_train.storage.ranges import Ranges
+from smp_train.storage.s3 import SCHEME, is_s3, one_line
 
 __all__ = ["connect", "explain", "fetch", "is_s3", "list_folder", "split", "staged"]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved
+from smp_train.distributed import expand_hostlist
 from smp_train.launch import preflight, timing
 from smp_train.launch.environment import lint
 from smp_train.launch.instances import Instance
 from smp_train.launch.meet import BAD_NODE, HOSTS, UNREACHABLE
 from smp_train.launch.supervisor import Failure, Place, supervise
-from smp_train.runtime import expand_hostlist
 
 USR1_SECONDS = 300
 """How long before the time limit the batch scripts have Slurm say so."""

@@ -14,7 +14,7 @@ from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
 from smp_train.errors import SmpTrainError
 from smp_train.models.resolve import settled_flags
-from smp_train.runtime.s3 import connect
+from smp_train.storage.s3 import connect
 
 STEP = re.compile(r"-(\d+)steps(-[0-9a-f]{8})?$")
 RESUME = {"resume_from_checkpoint", *(a.name for a in ALIASES if a.ours == ("resume_from_checkpoint",))}

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from smp_train.runtime import Runtime, detect
+from smp_train.distributed import Runtime, detect
 
 BAD_NODE = 75
 UNREACHABLE = 74

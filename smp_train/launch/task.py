@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from smp_train.arguments.capabilities import NODE_LOCAL
+from smp_train.distributed import expand_hostlist
+from smp_train.distributed.group import RENDEZVOUS_SECONDS
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import before as before_training
 from smp_train.launch import environment, instances, nodes, preflight, timing
@@ -30,8 +32,6 @@ from smp_train.launch.instances import Instance
 from smp_train.launch.meet import BAD_NODE
 from smp_train.launch.nsys import recording
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
-from smp_train.runtime import expand_hostlist
-from smp_train.runtime.group import RENDEZVOUS_SECONDS
 
 INSIDE = "/.smp-train-inside"
 """Launchers mount something here; where it is missing, the container was not entered."""

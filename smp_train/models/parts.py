@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from smp_train.distributed.dtensor import DTensor
 from smp_train.errors import SmpTrainError
-from smp_train.runtime.dtensor import DTensor
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import Mapped
-from smp_train.runtime import s3_folder
-from smp_train.runtime.places import S3Path
+from smp_train.storage import s3_folder
+from smp_train.storage.places import S3Path
 
 logger = logging.getLogger("smp_train.models")
 

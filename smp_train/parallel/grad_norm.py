@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_train.runtime.dtensor import DTensor, local_tensor
+from smp_train.distributed.dtensor import DTensor, local_tensor
 
 CPU_RUN = 1024
 

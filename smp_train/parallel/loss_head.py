@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from smp_train import losses
+from smp_train.distributed.dtensor import local_tensor
 from smp_train.parallel.sequence import gather_hidden
-from smp_train.runtime.dtensor import local_tensor
 
 
 def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from smp_train.runtime.dtensor import local_tensor
+from smp_train.distributed.dtensor import local_tensor
 
 
 class ShardedAdamW(torch.optim.AdamW):

@@ -192,12 +192,12 @@ def test_parameters_in_host_memory(world: int, tmp_path: Path) -> None:
 
 def host_parameters(folder: str) -> tuple[list, list, list]:
     """Train without and with CPUOffloadPolicy (on a CPU a detour, with clipping), saving and loading in the latter."""
-    from smp_train import runtime
+    from smp_train import distributed
     from smp_train.backends.native import NativeBackend
     from smp_train.checkpoints import CheckpointManager, find, policies
 
-    ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
     init = NativeBackend.__init__
 
     def offloading(self: Any, *args: Any) -> None:
@@ -222,5 +222,5 @@ def host_parameters(folder: str) -> tuple[list, list, list]:
     resumed = [train(ranks, device, changes, watch=load, first=1)]
     NativeBackend.__init__ = init  # type: ignore[method-assign]
     resumed.append(train(ranks, device, changes, watch=load, first=1))
-    runtime.stop()
+    distributed.stop()
     return plain, offloaded, resumed

@@ -44,11 +44,11 @@ DEGREES = {"one": {}, "tensor": {"tensor_parallel_degree": 2}, "context": {"cont
 
 def train_all(cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     """Return, per (model, what splits it), (global loss, gradient norm) of each step, or what the refusal says."""
-    from smp_train import runtime
+    from smp_train import distributed
     from smp_train.errors import ConfigError
 
-    ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
     found: dict[tuple[str, str], Any] = {}
     try:
         for family, mesh in cells:
@@ -58,7 +58,7 @@ def train_all(cells: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
                 found[family, mesh] = str(error)
         return found
     finally:
-        runtime.stop()
+        distributed.stop()
 
 
 def train_one(family: str, mesh: str, ranks: Any, device: Any) -> list[tuple[float, float]]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from smp_train import runtime
+from smp_train import distributed
 from smp_train.data import conversion, token_cache, utils
 from smp_train.data.index import BESIDE, TokenShards, convert, open_source
 from smp_train.data.opening import open_data
@@ -29,15 +29,15 @@ def put_shards(folder: Path, shards: int, rows: int) -> None:
 
 
 def converted_together(folder: str, cache: str | None):
-    ranks = runtime.detect()
-    runtime.start(ranks, timeout_seconds=250)
+    ranks = distributed.detect()
+    distributed.start(ranks, timeout_seconds=250)
     rank, world = ranks.rank, ranks.world_size
     own = None if cache is None else f"{cache}/{rank // 2}"
     try:
-        with runtime.together("reading"):
+        with distributed.together("reading"):
             made = convert(folder, vocab_size=99, cache_dir=own, rank=rank, world=world)
     except DataError as failure:
-        runtime.stop()
+        distributed.stop()
         return str(failure)
     source = open_source(folder, vocab_size=99, cache_dir=own, rank=rank, world=world)
     order = Order(len(source), seed=7)
@@ -49,7 +49,7 @@ def converted_together(folder: str, cache: str | None):
     stream.close()
     held = ValidationData(source, seq_len=3, micro_batch=2, dp_rank=rank, dp_size=world, fast=True)
     validated = [name for batch in held.batches() for name in batch.samples if name]
-    runtime.stop()
+    distributed.stop()
     return made, source.fingerprint, samples, validated, len(held)
 
 
@@ -85,8 +85,8 @@ def slow_and_bad(folder: str):
     """Rank 0 meets a bad line, rank 1 is in the middle of a shard; return the error, and how far that shard came."""
     conversion.LOOK_SECONDS = 0.0
     in_the_middle = Path(folder, ".in-the-middle")
-    ranks = runtime.detect()
-    runtime.start(ranks, timeout_seconds=250)
+    ranks = distributed.detect()
+    distributed.start(ranks, timeout_seconds=250)
     read, reached = utils.read_lines, []
 
     def endless(path, tick=lambda done: None, **options):
@@ -104,12 +104,12 @@ def slow_and_bad(folder: str):
 
     token_cache.read_lines = endless
     try:
-        with runtime.together("reading"):
+        with distributed.together("reading"):
             convert(folder, vocab_size=99, rank=ranks.rank, world=2)
     except DataError as failure:
         return str(failure), reached
     finally:
-        runtime.stop()
+        distributed.stop()
     return "not stopped", reached
 
 
@@ -133,8 +133,8 @@ def opening_args(folder: str, **changed) -> SimpleNamespace:
 
 def opened_on_a_damaged_node(folder: str):
     """Open data to be packed, whose index only the second rank cannot read."""
-    ranks = runtime.detect()
-    runtime.start(ranks, timeout_seconds=250)
+    ranks = distributed.detect()
+    distributed.start(ranks, timeout_seconds=250)
     if ranks.rank == 1:
 
         def damaged(self, shard):
@@ -147,7 +147,7 @@ def opened_on_a_damaged_node(folder: str):
     except DataError as failure:
         return str(failure)
     finally:
-        runtime.stop()
+        distributed.stop()
 
 
 def test_rows_that_one_rank_cannot_lay_out_stop_every_rank(tmp_path):
@@ -158,8 +158,8 @@ def test_rows_that_one_rank_cannot_lay_out_stop_every_rank(tmp_path):
 
 def opened_on_nodes_that_differ(folder: Path):
     """Open on two nodes what each has a folder of its own of; return how each time ended."""
-    ranks = runtime.detect()
-    runtime.start(ranks, timeout_seconds=250)
+    ranks = distributed.detect()
+    distributed.start(ranks, timeout_seconds=250)
     ranks = replace(ranks, local_rank=0, local_world_size=1, node_rank=ranks.rank, num_nodes=2)
     found = []
     for case, shuffle, cache in (
@@ -180,7 +180,7 @@ def opened_on_nodes_that_differ(folder: Path):
             found.append((0, str(len(data.source))))
         except DataError as failure:
             found.append((failure.exit_code, str(failure)))
-    runtime.stop()
+    distributed.stop()
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train import runtime
+from smp_train import distributed
 from smp_train.data import s3, staging, token_cache
 from smp_train.data.index import open_source
 from smp_train.data.opening import open_data
@@ -42,7 +42,7 @@ def train_on_windows(ranks, place, cache, shared):
     names, batches = [], data.batches(0)
     try:
         for _ in range(20):
-            with runtime.together("reading the training data"):
+            with distributed.together("reading the training data"):
                 names += next(batches)[0].samples
     except DataError as error:
         return opened, str(error)
@@ -54,7 +54,7 @@ def train_on_windows(ranks, place, cache, shared):
 def one_sees_less(ranks, cache):
     """Train on a set of which a part is whole in the cache; of that, one rank does not see all."""
     source = open_on(ranks, "lopsided", cache, shared=True).source
-    with runtime.together("removing a part"):
+    with distributed.together("removing a part"):
         if ranks.is_main:
             for number in (0, 1, 2, 3, 4):
                 os.unlink(source._bases[number] + ".tok")
@@ -70,8 +70,8 @@ def on_two_nodes(variables, cache):
     # server that was is to be waited for.
     staging.CHECK_SECONDS = 1000.0
     s3.READ_TIMEOUT_SECONDS = PATIENCE_SECONDS
-    ranks = runtime.detect()
-    runtime.start(ranks, timeout_seconds=250)
+    ranks = distributed.detect()
+    distributed.start(ranks, timeout_seconds=250)
     ranks = replace(
         ranks, local_rank=ranks.rank % 2, local_world_size=2, node_rank=ranks.rank // 2, num_nodes=2
     )
@@ -82,7 +82,7 @@ def on_two_nodes(variables, cache):
     windows = train_on_windows(ranks, "windows", cache, shared=False)
     failing = train_on_windows(ranks, "failing", cache, shared=True)
     lopsided = one_sees_less(ranks, cache + "/lopsided")
-    runtime.stop()
+    distributed.stop()
     return whole, windows, failing, lopsided
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from smp_train import arguments, backends, runtime
+from smp_train import arguments, backends, distributed
 from smp_train.backends.smp_model import give_weights
 from smp_train.checkpoints import CheckpointManager, Policy, canonical_name, open_checkpoint
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
@@ -87,15 +87,15 @@ def in_s3(models: str) -> dict[str, dict[str, Any]]:
 def start_from(cases: dict[str, dict[str, Any]], url: str = "") -> dict[str, dict[str, torch.Tensor]]:
     """Build the model of each command line as a run would, on this rank, and return its whole parameters."""
     os.environ.update(environment(url))
-    ranks = runtime.detect()
-    device = runtime.start(ranks, timeout_seconds=300)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, timeout_seconds=300)
     found = {}
     for name, changes in cases.items():
         args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
         backend, _ = backends.select(args, ranks, device)
         model = backend.build(resolve(args), seed=1, seq_len=16)
         found[name] = {canonical_name(n): p.full_tensor() for n, p in model.named_parameters()}
-    runtime.stop()
+    distributed.stop()
     return found
 
 
@@ -109,15 +109,15 @@ def test_every_form_of_weights_gives_the_same_model(model: Path) -> None:
 
 def given_to_rank_0(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
     """Give rank 0 the weights of each command line as the SMP backend does, and return what it has then."""
-    ranks = runtime.detect()
-    runtime.start(ranks, timeout_seconds=300)
+    ranks = distributed.detect()
+    distributed.start(ranks, timeout_seconds=300)
     found = {}
     for name, changes in cases.items():
         spec = resolve(arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args)
         model = build_meta(spec)
         assert give_weights(model, spec.pretrained, delayed=True, seed=1) == ranks.is_main
         found[name] = dict(model.named_parameters()) if ranks.is_main else {}
-    runtime.stop()
+    distributed.stop()
     return {name: {key: p.detach() for key, p in parameters.items()} for name, parameters in found.items()}
 
 
@@ -190,8 +190,8 @@ REFUSED = {
 
 def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Return what this rank raised in each case."""
-    ranks = runtime.detect()
-    device = runtime.start(ranks, timeout_seconds=300)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, timeout_seconds=300)
     said = {}
     for name, changes in cases.items():
         args = arguments.parse(flags(Path("unused"), **{**COMMON, **changes})).args
@@ -199,7 +199,7 @@ def refusals(cases: dict[str, dict[str, Any]]) -> dict[str, str]:
         with pytest.raises(SmpTrainError) as refused:
             backend.build(resolve(args), seed=1, seq_len=16)
         said[name] = f"{type(refused.value).__name__}: {refused.value}"
-    runtime.stop()
+    distributed.stop()
     return said
 
 

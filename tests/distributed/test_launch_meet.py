@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from smp_train.distributed import Runtime
 from smp_train.launch import meet, supervisor
-from smp_train.runtime import Runtime
 from tests.harness import free_port, run
 
 NAMES = ["n0", "n1", "n2", "n3", "n4"]

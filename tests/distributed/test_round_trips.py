@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from smp_train import arguments, backends, runtime
+from smp_train import arguments, backends, distributed
 from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state, open_checkpoint
 from smp_train.checkpoints.export import export
 from smp_train.checkpoints.state import State
@@ -48,8 +48,8 @@ def command(family: str, **options: Any) -> Any:
 
 def hand_on(folder: str, source: str) -> None:
     """Per mesh and family: fill a model of other weights with what the mesh before saved, and save that."""
-    ranks = runtime.detect()
-    device = runtime.start(ranks, timeout_seconds=300)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, timeout_seconds=300)
     for mesh, options in MESHES.items():
         for family in FAMILIES:
             args = command(family, **({} if family in NOT_SPLIT and mesh.startswith("tp") else options))
@@ -63,7 +63,7 @@ def hand_on(folder: str, source: str) -> None:
             manager = CheckpointManager([Policy(f"{folder}/{mesh}", 1, 0)], model_type=family)
             manager.save(1, state, {"model_config": spec.config.to_dict()})
         source = mesh
-    runtime.stop()
+    distributed.stop()
 
 
 def alone(family: str, seed: int) -> tuple[Any, State]:

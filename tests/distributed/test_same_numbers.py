@@ -102,14 +102,14 @@ def train_here(
 
 def train_families(mesh: str, modes: list[tuple[str, int, int]]) -> dict[str, dict[Any, Any]]:
     """Return `train_here` of every family: one group of processes, as these take longer to start than to train."""
-    from smp_train import runtime
+    from smp_train import distributed
 
-    ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=120)
     try:
         return {family: train_here(family, mesh, modes, ranks, device) for family in FAMILIES}
     finally:
-        runtime.stop()
+        distributed.stop()
 
 
 def train_cell(command_line: list[str], ranks: Any, device: Any) -> list[tuple[float, float]]:
@@ -204,10 +204,10 @@ def train_compiled(mesh: str) -> dict[str, tuple[list[Any], int, dict[str, int]]
     import torch
     from torch._dynamo.utils import counters
 
-    from smp_train import runtime
+    from smp_train import distributed
 
-    ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=120)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=120)
     compiled = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
     results = {}
     for family, mode in COMPILED[mesh]:
@@ -215,7 +215,7 @@ def train_compiled(mesh: str) -> dict[str, tuple[list[Any], int, dict[str, int]]
         torch.compiler.reset()
         found = train_here(family, mesh, [mode], ranks, device, **compiled)[mode]
         results[family] = found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    runtime.stop()
+    distributed.stop()
     return results
 
 

@@ -34,16 +34,16 @@ def look_at_all() -> dict[str, dict[str, Any]]:
     """Return, per variant, what is to be seen of it on this rank."""
     import logging
 
-    from smp_train import losses, runtime
+    from smp_train import distributed, losses
 
     logging.getLogger("smp_train.native").setLevel(logging.INFO)
     losses.CHUNK_ELEMENTS = 1  # so few tokens at a time as there may be
-    ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
     try:
         return {name: look_at(name, ranks, device) for name in VARIANTS}
     finally:
-        runtime.stop()
+        distributed.stop()
 
 
 def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
@@ -219,14 +219,14 @@ def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
     """Return how many layers compute in FP8, whether names and weights are what they are without, and if it trains."""
     import torch
 
-    from smp_train import arguments, runtime
+    from smp_train import arguments, distributed
     from smp_train.backends.native import NativeBackend
     from smp_train.models.resolve import resolve
     from smp_train.parallel import float8
 
     float8.check = lambda device: None  # which asks for a GPU; torch has the product for CPUs too
-    ranks = runtime.detect()
-    device = runtime.start(ranks, distributed_backend="auto", timeout_seconds=300)
+    ranks = distributed.detect()
+    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
     models: list[Any] = []
     try:
         for fp8 in (0, 1):
@@ -242,7 +242,7 @@ def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
         finite = all(bool(p.grad.to_local().isfinite().all()) for p in models[1].parameters())
         return count, list(converted) == list(plain), same, bool(loss.isfinite()) and finite
     finally:
-        runtime.stop()
+        distributed.stop()
 
 
 def test_fp8_changes_the_products_and_not_the_weights() -> None:

@@ -24,8 +24,8 @@ from smp_train.checkpoints.lock import LOCK, Lock
 from smp_train.checkpoints.model_folder import writing
 from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
-from smp_train.runtime import s3, s3_folder
-from smp_train.runtime.s3_folder import S3Folder
+from smp_train.storage import s3, s3_folder
+from smp_train.storage.s3_folder import S3Folder
 from tests.harness import free_port
 from tests.s3_server import bucket, serving
 from tests.unit.test_checkpoints_model_folder import AFTER, OLD, OTHERS, write

@@ -20,9 +20,9 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.resolve import resolve
-from smp_train.runtime import s3_folder
-from smp_train.runtime.places import S3Path
-from smp_train.runtime.s3 import is_s3
+from smp_train.storage import s3_folder
+from smp_train.storage.places import S3Path
+from smp_train.storage.s3 import is_s3
 from tests.harness import run
 from tests.s3_server import bucket, environment, serving, upload
 

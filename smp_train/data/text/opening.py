@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from smp_train import runtime
+from smp_train import distributed
 from smp_train.data import arrow, formats
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.pipelines.data_pipeline import ValidationData
@@ -21,11 +21,11 @@ from smp_train.data.text.read import open_bytes
 from smp_train.data.text.stream import Reading, spread_tokenizing
 from smp_train.data.utils import lines_of
 from smp_train.errors import ConfigError, DataError
-from smp_train.runtime.places import on_this_machine
+from smp_train.storage.places import on_this_machine
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
-    from smp_train.runtime import Runtime
+    from smp_train.distributed import Runtime
 
 logger = logging.getLogger("smp_train.data")
 
@@ -51,18 +51,18 @@ def open_text(
     assert args.dataset is not None
     share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
     spread_tokenizing(ranks.local_world_size)
-    with runtime.together(f"opening {args.dataset}"):
+    with distributed.together(f"opening {args.dataset}"):
         reading, identity = _reading(args, vocab_size, seq_len)
         files = find_files([args.dataset], config=args.dataset_config_name, column=args.text_column, flag="--dataset")
         training = TextData(
-            files, reading, identity=identity, merge=runtime.largest, micro_batch=args.train_batch_size,
+            files, reading, identity=identity, merge=distributed.largest, micro_batch=args.train_batch_size,
             accumulation=args.gradient_accumulation_steps, **share,
         )  # fmt: skip
         _say(training)
     held_out = _held_out(args, reading, args.validation_batches * args.val_batch_size * dp_size, shards)
     if held_out is None:
         return training, None
-    with runtime.together("preparing the validation data"):
+    with distributed.together("preparing the validation data"):
         return training, ValidationData(
             held_out, micro_batch=args.val_batch_size, max_batches=args.validation_batches, fast=args.fast_validation,
             **share,
@@ -108,7 +108,7 @@ def _held_out(args: Arguments, reading: Reading, most: int, shards: Callable[[st
     if not (args.validation_freq or args.evaluate_only):
         return None
     files: list[TextFile] = []
-    with runtime.together("looking at the validation data"):
+    with distributed.together("looking at the validation data"):
         if args.test_dir is None:
             assert args.dataset is not None
             files = _split_of_hub(args.dataset, args.dataset_config_name)
@@ -117,7 +117,7 @@ def _held_out(args: Arguments, reading: Reading, most: int, shards: Callable[[st
     if not files:
         assert args.test_dir is not None
         return shards(args.test_dir)
-    with runtime.together("reading the validation data"):
+    with distributed.together("reading the validation data"):
         rows = TextRows(files, replace(reading, shuffled=False), most)
         if not len(rows):
             raise DataError(f"{files[0].path}: has no text to validate on")

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from packaging.version import Version
 
 from smp_train import __version__
+from smp_train.distributed import smp_installed
 from smp_train.errors import install
 from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
 from smp_train.launch.images import SMP_TORCH
 from smp_train.launch.spec import CODE_DIR
-from smp_train.runtime import smp_installed
 
 OLDEST_PYTHON = (3, 10)
 NATIVE_TORCH, NATIVE_TRANSFORMERS = "2.6", "4.50"

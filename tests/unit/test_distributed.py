@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from smp_train.distributed import Runtime, detect, expand_hostlist
 from smp_train.errors import ConfigError
-from smp_train.runtime import Runtime, detect, expand_hostlist
 
 TORCHRUN = {
     "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",

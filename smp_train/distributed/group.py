@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from smp_train.distributed.environment import Runtime
 from smp_train.errors import EXIT_CODES, ConfigError, LostPeerError, SmpTrainError, explained
-from smp_train.runtime.place import Runtime
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from smp_train.errors import CheckpointError
-from smp_train.runtime import s3
+from smp_train.storage import s3
 
 AT_ONCE = 8
 """Requests in flight per rank: one connection of S3 brings some 80 MB/s."""

@@ -4,7 +4,8 @@
 `together` turns a failure of one rank into the same failure of all, and `any_rank` asks all of them one question.
 """
 
-from smp_train.runtime.group import (
+from smp_train.distributed.environment import Runtime, detect, expand_hostlist, is_sagemaker, smp_installed
+from smp_train.distributed.group import (
     any_rank,
     exchange,
     is_main,
@@ -16,7 +17,6 @@ from smp_train.runtime.group import (
     together,
     world_size,
 )
-from smp_train.runtime.place import Runtime, detect, expand_hostlist, is_sagemaker, smp_installed
 
 __all__ = [
     "Runtime",

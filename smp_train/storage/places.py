@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.runtime import s3_folder
-from smp_train.runtime.ranges import Ranges
-from smp_train.runtime.s3 import SCHEME, is_s3, split
-from smp_train.runtime.s3_folder import S3Folder
+from smp_train.storage import s3_folder
+from smp_train.storage.ranges import Ranges
+from smp_train.storage.s3 import SCHEME, is_s3, split
+from smp_train.storage.s3_folder import S3Folder
 
 READ_AHEAD = 1 << 18
 """Bytes of one request of an object that is read as a file."""

@@ -20,31 +20,31 @@ ROOT = Path(__file__).parents[2]
 
 
 def begin() -> Any:
-    from smp_train import runtime
+    from smp_train import distributed
 
-    place = runtime.detect()
-    device = runtime.start(place, timeout_seconds=240)
-    return runtime, place, device
+    place = distributed.detect()
+    device = distributed.start(place, timeout_seconds=240)
+    return distributed, place, device
 
 
 def meet() -> tuple:
-    runtime, place, device = begin()
+    distributed, place, device = begin()
     import torch
     import torch.distributed as dist
 
     total = torch.tensor([place.rank + 1])
     dist.all_reduce(total)
     seen = (
-        runtime.rank(),
-        runtime.world_size(),
-        runtime.is_main(),
+        distributed.rank(),
+        distributed.world_size(),
+        distributed.is_main(),
         device.type,
         dist.get_backend(),
         int(total),
     )
-    runtime.stop()
-    runtime.stop()  # twice is harmless
-    return (*seen, runtime.rank(), runtime.world_size())
+    distributed.stop()
+    distributed.stop()  # twice is harmless
+    return (*seen, distributed.rank(), distributed.world_size())
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -57,13 +57,13 @@ def test_start_and_stop(world: int) -> None:
 
 def agree(failing: dict[int, Exception]) -> Any:
     """Fail on some ranks inside `together`; return what this rank got, once the group has worked on."""
-    runtime, place, _ = begin()
+    distributed, place, _ = begin()
     import torch
     import torch.distributed as dist
 
     outcome: Any = "nothing"
     try:
-        with runtime.together("reading the shards"):
+        with distributed.together("reading the shards"):
             if place.rank in failing:
                 raise failing[place.rank]
     except SmpTrainError as error:
@@ -111,7 +111,7 @@ def test_together_turns_a_defect_into_a_clean_stop() -> None:
 
 
 def test_together_alone_lets_the_error_through() -> None:
-    from smp_train.runtime import together
+    from smp_train.distributed import together
 
     error = DataError("x")
     with pytest.raises(DataError) as caught, together("reading"):
@@ -122,16 +122,16 @@ def test_together_alone_lets_the_error_through() -> None:
 TRAIN = """
 import sys, types
 from pathlib import Path
-from smp_train import cli, runtime, stop
+from smp_train import cli, distributed, stop
 from smp_train.errors import DataError
 
 def main(resolved, place):
     stop.StopRequest(Path("nowhere"))  # as training does: a launcher that ends the peers of a rank lets them speak
-    runtime.start(place, timeout_seconds=240)
+    distributed.start(place, timeout_seconds=240)
     import torch, torch.distributed as dist
     dist.barrier()  # all have met: what comes then is no failure to meet
     if resolved.args.run_name == "together":
-        with runtime.together("reading"):
+        with distributed.together("reading"):
             if place.rank == 1:
                 raise DataError("shard.json:3: broken")
     elif resolved.args.run_name == "alone":
@@ -140,7 +140,7 @@ def main(resolved, place):
         dist.all_reduce(torch.ones(1))  # rank 1 never comes
     else:
         dist.all_reduce(torch.ones(1))  # who leaves sooner is lost to those that are still connecting
-    runtime.stop()
+    distributed.stop()
     return 0
 
 module = types.ModuleType("stand_in")
@@ -221,7 +221,7 @@ def test_a_failing_rank_ends_at_once_and_alone(tmp_path: Path) -> None:
 def test_ranks_that_never_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import timedelta
 
-    from smp_train.runtime import detect, group, start
+    from smp_train.distributed import detect, group, start
 
     absent = group._absent
     monkeypatch.setattr(group, "_absent", lambda store, world, _: absent(store, world, timedelta(seconds=0.3)))
@@ -248,7 +248,7 @@ def test_restarted_ranks_meet_each_other_however_their_agents_count(monkeypatch:
 
     import torch.distributed as dist
 
-    from smp_train.runtime import detect, group
+    from smp_train.distributed import detect, group
 
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     port = free_port()
@@ -274,7 +274,7 @@ def test_restarted_ranks_meet_each_other_however_their_agents_count(monkeypatch:
 def test_nodes_that_start_different_numbers_of_processes_are_told_at_once() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    from smp_train.runtime import detect, group
+    from smp_train.distributed import detect, group
 
     place = replace(detect({}), master_addr="127.0.0.1", master_port=free_port())
     places = [replace(place, rank=0, world_size=3), replace(place, rank=1, world_size=2)]
@@ -285,7 +285,7 @@ def test_nodes_that_start_different_numbers_of_processes_are_told_at_once() -> N
 
 
 def test_a_master_that_is_not_there_is_named() -> None:
-    from smp_train.runtime import detect, start
+    from smp_train.distributed import detect, start
 
     port = free_port()
     place = detect(
@@ -301,7 +301,7 @@ def test_a_master_that_is_not_there_is_named() -> None:
 def test_a_gpu_backend_without_a_gpu_is_refused() -> None:
     import torch
 
-    from smp_train.runtime import detect, start
+    from smp_train.distributed import detect, start
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -315,8 +315,8 @@ def devices(count: int, launcher: str, local_rank: int, local_world: int) -> str
 
     import torch
 
-    from smp_train.runtime import detect
-    from smp_train.runtime.group import _device
+    from smp_train.distributed import detect
+    from smp_train.distributed.group import _device
 
     place = dataclasses.replace(
         detect({}),
@@ -396,7 +396,7 @@ def past_the_mesh() -> bool:
     from smp_train.arguments.degrees import Degrees
     from smp_train.parallel.mesh import Mesh
 
-    runtime, place, _ = begin()
+    distributed, place, _ = begin()
     store = dist.distributed_c10d._get_default_store()
     make, seen = device_mesh.init_device_mesh, False
 
@@ -416,7 +416,7 @@ def past_the_mesh() -> bool:
     if place.rank == 0:
         store.set("past", "1")
     dist.barrier()
-    runtime.stop()
+    distributed.stop()
     return seen
 
 

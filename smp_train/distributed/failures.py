@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from smp_train.runtime import group
+from smp_train.distributed import group
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FIRST = "failed"
