@@ -17,7 +17,7 @@ def measure(scratch: str) -> str:
     import io
     from contextlib import redirect_stdout
 
-    from smp_train.bench import step
+    from benchmarks import step
 
     tempfile.tempdir = scratch
     with redirect_stdout(io.StringIO()) as out:

@@ -1,9 +1,11 @@
-"""`smp-train bench`: what this package costs or saves, measured beside its alternative in one run."""
+"""`smp-train bench`: runs the measurements of the checkout's ``benchmarks/``, which are not installed."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from smp_train.errors import ConfigError
 
@@ -23,5 +25,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if argv[0] not in BENCHMARKS:
         raise ConfigError(f"bench {argv[0]}: no such benchmark; choose from {', '.join(BENCHMARKS)}")
-    module = importlib.import_module(f"smp_train.bench.{argv[0]}")
+    checkout = Path(__file__).parents[1]
+    if not (checkout / "benchmarks" / f"{argv[0]}.py").is_file():
+        raise ConfigError(f"bench {argv[0]}: the benchmarks are not installed: use a checkout (pip install -e .)")
+    sys.path.insert(0, str(checkout))
+    module = importlib.import_module(f"benchmarks.{argv[0]}")
     return int(module.main(argv[1:]))

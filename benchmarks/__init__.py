@@ -1,0 +1,1 @@
+"""Measurements of this package beside its alternatives; `smp-train bench NAME` runs them."""
