@@ -1,8 +1,8 @@
 """`smp-train launch`: from one command to a run on a Slurm cluster or this machine. Imports no torch.
 
-A run is described once and rendered for the place it goes to (`slurm`, `sagemaker`, `k8s`, `local`). `task` is what
-each node of a Slurm job executes, and of a run started by hand; `supervisor` starts the node's processes. `entry` is
-what each process executes where the platform has a launcher of its own.
+A run is described once and rendered for its platform (`slurm`, `sagemaker`, `k8s`, `local`). `node_agent` runs on each
+node of a Slurm job or of a run started by hand; `supervisor` starts the node's processes. `entry` is what each process
+executes where the platform has a launcher of its own.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ say() { printf 'smp-train: %s\n' "$*" >&2; }
 refuse() { say "error: $*"; exit 2; }
 
 [ -n "${SLURM_JOB_ID:-}" ] || [ -n "${DRY_RUN:-}" ] || refuse "this is a batch script: submit it with sbatch"
-[ -e "$CODE_DIR/smp_train/launch/task.py" ] || refuse "no smp_train in $CODE_DIR on $(hostname); the checkout (HYPERPOD_PATH) must be on a file system that all nodes mount"
+[ -e "$CODE_DIR/smp_train/launch/node_agent.py" ] || refuse "no smp_train in $CODE_DIR on $(hostname); the checkout (HYPERPOD_PATH) must be on a file system that all nodes mount"
 FOLDERS=(${FOLDERS[@]+"${FOLDERS[@]}"} "$PWD" "$CODE_DIR" "$RUN_DIR")
 for folder in ${WRITTEN[@]+"${WRITTEN[@]}"}; do
   [ -n "${DRY_RUN:-}" ] || mkdir -p "$folder" || refuse "cannot write $folder on $(hostname), which CHECKPOINT_DIR or a flag names"
@@ -29,7 +29,7 @@ if [ -n "${CUDA_VISIBLE_DEVICES+set}" ] && [ "${NPROC:-auto}" = auto ] && [ -z "
 fi
 
 # --- the step ----------------------------------------------------------------------------------------------
-command=("$PYTHON" -m smp_train.launch.task)
+command=("$PYTHON" -m smp_train.launch.node_agent)
 step=(--kill-on-bad-exit=1 --ntasks-per-node=1 --label)
 # An allocation of salloc may be for more tasks.
 [ -z "${SLURM_JOB_NUM_NODES:-}" ] || step+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES")

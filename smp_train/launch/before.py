@@ -15,7 +15,7 @@ from smp_train.distributed import expand_hostlist
 from smp_train.launch import preflight, timing
 from smp_train.launch.environment import lint
 from smp_train.launch.instances import Instance
-from smp_train.launch.meet import BAD_NODE, HOSTS, UNREACHABLE
+from smp_train.launch.network_check import BAD_NODE, HOSTS, UNREACHABLE
 from smp_train.launch.supervisor import Failure, Place, supervise
 
 USR1_SECONDS = 300
@@ -43,7 +43,15 @@ def meet(
     Rank 0 speaks for all: on the other nodes there is a failure only when it could not be reached.
     """
     file = logs / "preflight.json"
-    command = [sys.executable, "-m", "smp_train.launch.meet", "--seconds", str(seconds), "--verdict", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "smp_train.launch.network_check",
+        "--seconds",
+        str(seconds),
+        "--verdict",
+        str(file),
+    ]
     command += ["--backend", resolved.args.distributed_backend, "--efa", str(instance.efa if instance else 0)]
     hosts = environ.get("SLURM_STEP_NODELIST")
     known = {HOSTS: ",".join(expand_hostlist(hosts))} if hosts else {}

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smp_train.launch import preflight, task
+from smp_train.launch import node_agent, preflight
 from smp_train.launch.options import COMMON, Option, helped, split
 from smp_train.launch.spec import build, profile_flags, tell
 
@@ -36,8 +36,10 @@ def main(words: Sequence[str]) -> int:
         for name in ("nnodes", "node_rank", "master_addr", "master_port")
         if options[name] is not None
     }
-    processes = options["nproc"] or task.count_gpus() or 1
-    place = task.find_place({k: v for k, v in (os.environ | given).items() if not k.startswith("SLURM_")}, processes)
+    processes = options["nproc"] or node_agent.count_gpus() or 1
+    place = node_agent.find_place(
+        {k: v for k, v in (os.environ | given).items() if not k.startswith("SLURM_")}, processes
+    )
     spec = build(
         [*training, *profile_flags(options["profile"])],
         nodes=place.nodes,
@@ -46,7 +48,7 @@ def main(words: Sequence[str]) -> int:
         env=options["env"],
     )
     command = [
-        sys.executable, "-m", "smp_train.launch.task", "--nproc", str(processes),
+        sys.executable, "-m", "smp_train.launch.node_agent", "--nproc", str(processes),
         *(["--preflight", str(options["preflight"])] if options["preflight"] else []),
         *(["--nsys"] if options["profile"] == "nsys" else []), "--", *spec.train_flags,
     ]  # fmt: skip
@@ -58,11 +60,11 @@ def main(words: Sequence[str]) -> int:
         return 0
     preflight.check_data(spec.resolved.args)
     if options["profile"] == "nsys":
-        task.nsys_command(Path(spec.run_dir) / "profile", [])  # refuses where there is none
+        node_agent.nsys_command(Path(spec.run_dir) / "profile", [])  # refuses where there is none
     tell(spec)
     if options["check"]:
         return 0
     os.environ.update(given | {name: spec.environment[name] for name in spec.added})
     for name, value in spec.environment.items():
         os.environ.setdefault(name, value)
-    return task.main(command[3:])
+    return node_agent.main(command[3:])

@@ -16,7 +16,8 @@ import pytest
 
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import before, container, environment, flags, instances, local, nodes, supervisor, task, timing
+from smp_train.launch import before, container, environment, flags, instances, local, nodes, supervisor, timing
+from smp_train.launch import node_agent as agent
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
@@ -244,15 +245,15 @@ STEP = {
 
 
 def test_place_comes_from_the_step_not_from_the_job() -> None:
-    assert task.find_place(STEP, 8) == Place(8, nodes=2, node_rank=1, master_addr="n1", master_port=20087)
-    again = task.find_place({**STEP, "SLURM_STEP_ID": "4"}, 8)
+    assert agent.find_place(STEP, 8) == Place(8, nodes=2, node_rank=1, master_addr="n1", master_port=20087)
+    again = agent.find_place({**STEP, "SLURM_STEP_ID": "4"}, 8)
     assert again.master_port != 20087, "the port of the step before may still be in use"
 
 
 def test_place_by_hand() -> None:
     environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
-    assert task.find_place(environ, 4) == Place(4, 2, 1, "a", 1234)
-    assert task.find_place({}, 4).nodes == 1
+    assert agent.find_place(environ, 4) == Place(4, 2, 1, "a", 1234)
+    assert agent.find_place({}, 4).nodes == 1
 
 
 @pytest.mark.parametrize(
@@ -266,55 +267,55 @@ def test_place_by_hand() -> None:
 )
 def test_impossible_places_are_refused(environ: dict[str, str], complaint: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        task.find_place(environ, 1)
+        agent.find_place(environ, 1)
     assert complaint in str(refused.value)
 
 
 def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     p5 = find("p5.48xlarge")
-    monkeypatch.setattr(task.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(task, "count_efa", lambda: 32)
-    assert task.check_node(p5, "auto", 8) == 8
-    assert task.check_node(p5, "2", 8) == 2
-    assert (task.check_node(None, "auto", 0), task.check_node(None, "auto", 4), task.check_node(None, "3", 0)) == (
+    monkeypatch.setattr(agent.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(agent, "count_efa", lambda: 32)
+    assert agent.check_node(p5, "auto", 8) == 8
+    assert agent.check_node(p5, "2", 8) == 2
+    assert (agent.check_node(None, "auto", 0), agent.check_node(None, "auto", 4), agent.check_node(None, "3", 0)) == (
         1,
         4,
         3,
     )
     with pytest.raises(ConfigError, match=r"has x86_64 processors, and a p6e-gb200\.36xlarge has aarch64"):
-        task.check_node(find("p6e-gb200.36xlarge"), "auto", 4)
-    with pytest.raises(task.BadNodeError, match="7 of 8 GPUs are visible"):
-        task.check_node(p5, "auto", 7)
-    monkeypatch.setattr(task, "count_efa", lambda: 31)
-    with pytest.raises(task.BadNodeError, match="31 of 32 EFA adapters"):
-        task.check_node(p5, "auto", 8)
-    monkeypatch.setattr(task, "count_efa", lambda: 0)
-    assert task.check_node(p5, "auto", 8, nodes=1) == 8
-    with pytest.raises(task.BadNodeError, match=r"0 of 32 EFA adapters are there; .* to do without EFA"):
-        task.check_node(p5, "auto", 8, nodes=2)
+        agent.check_node(find("p6e-gb200.36xlarge"), "auto", 4)
+    with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs are visible"):
+        agent.check_node(p5, "auto", 7)
+    monkeypatch.setattr(agent, "count_efa", lambda: 31)
+    with pytest.raises(agent.BadNodeError, match="31 of 32 EFA adapters"):
+        agent.check_node(p5, "auto", 8)
+    monkeypatch.setattr(agent, "count_efa", lambda: 0)
+    assert agent.check_node(p5, "auto", 8, nodes=1) == 8
+    with pytest.raises(agent.BadNodeError, match=r"0 of 32 EFA adapters are there; .* to do without EFA"):
+        agent.check_node(p5, "auto", 8, nodes=2)
 
 
 def test_what_a_node_says_of_itself_does_not_overrule_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     p5 = find("p5.48xlarge")
-    monkeypatch.setattr(task, "count_efa", lambda: 0)
+    monkeypatch.setattr(agent, "count_efa", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert task.check_node(p5, "2", 0, nodes=2, told=False) == 2, "on the CPU, say"
-    with pytest.raises(task.BadNodeError, match="7 of 8 GPUs are visible"):
-        task.check_node(p5, "auto", 7, told=False)
+    assert agent.check_node(p5, "2", 0, nodes=2, told=False) == 2, "on the CPU, say"
+    with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs are visible"):
+        agent.check_node(p5, "auto", 7, told=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert task.check_node(p5, "auto", 2, told=False) == 2
+    assert agent.check_node(p5, "auto", 2, told=False) == 2
     # Chosen by the environment: no fault of a node, which would be left out of the next start.
     for nproc in ("auto", "8"):
-        with pytest.raises(task.ConfigError, match=r"2 of 8 GPUs .*\(CUDA_VISIBLE_DEVICES=0,1\).* otherwise unset it"):
-            task.check_node(p5, nproc, 2)
+        with pytest.raises(agent.ConfigError, match=r"2 of 8 GPUs .*\(CUDA_VISIBLE_DEVICES=0,1\).* otherwise unset it"):
+            agent.check_node(p5, nproc, 2)
 
 
 def test_efa_adapters_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "ADAPTERS", tmp_path)
-    assert task.count_efa() == 0
+    monkeypatch.setattr(agent, "ADAPTERS", tmp_path)
+    assert agent.count_efa() == 0
     for name in ("rdmap0s0", "rdmap1s0"):
         (tmp_path / name).mkdir()
-    assert task.count_efa() == 2
+    assert agent.count_efa() == 2
 
 
 def test_the_machine_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,39 +345,39 @@ def test_the_node_that_is_not_as_the_others_is_named_by_all(
     for number, node in enumerate(found):
         place = Place(node.processes, len(found), number)
         if not odd:
-            task.compare(tmp_path, place, node)
+            agent.compare(tmp_path, place, node)
             continue
-        with pytest.raises(task.BadNodeError, match=f"{odd[0]}: . GPUs and .* other nodes have 8 and 32") as refused:
-            task.compare(tmp_path, place, node)
+        with pytest.raises(agent.BadNodeError, match=f"{odd[0]}: . GPUs and .* other nodes have 8 and 32") as refused:
+            agent.compare(tmp_path, place, node)
         assert (refused.value.node, refused.value.exit_code) == (odd[0], 75)
 
 
 def test_a_node_that_never_starts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-3]")
     nodes.tell(tmp_path, 2, nodes.Node("n3", 8))
-    with pytest.raises(task.BadNodeError, match="no word from n2 within 0 s") as refused:
-        task.compare(tmp_path, Place(8, 3, 0), nodes.Node("n1", 8), seconds=0)
+    with pytest.raises(agent.BadNodeError, match="no word from n2 within 0 s") as refused:
+        agent.compare(tmp_path, Place(8, 3, 0), nodes.Node("n1", 8), seconds=0)
     assert refused.value.node == "n2"
 
 
 def test_a_task_starts_nothing_where_nodes_differ_or_checkpoints_would_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(task, "supervise", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(agent, "supervise", lambda *_, **__: pytest.fail("started"))
     for name, value in {**STEP, "SLURMD_NODENAME": "n3"}.items():
         monkeypatch.setenv(name, value)
     run = ["--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
     logs = tmp_path / "run/logs/12.0.3"
     logs.mkdir(parents=True)
     nodes.tell(logs, 0, nodes.Node("n1", 2))
-    assert task.main(["--nproc", "1", "--", *run]) == 75
+    assert agent.main(["--nproc", "1", "--", *run]) == 75
     assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
     between = meet(tmp_path, monkeypatch, 0, 75, ["n1", "n3"])[1][1]
     assert (between.node, between.cause) == ("n1,n3", "network"), "the link, for which no node is left out"
-    monkeypatch.setattr(task, "INSIDE", str(tmp_path))
+    monkeypatch.setattr(agent, "INSIDE", str(tmp_path))
     monkeypatch.setattr(container, "MOUNTS", tmp_path / "mountinfo")
     (tmp_path / "mountinfo").write_text("1 0 0:1 / / rw - overlay overlay rw\n")
-    assert task.main(["--nproc", "1", "--inside", "--", *run, "--checkpoint_dir", "/lost"]) == 2
+    assert agent.main(["--nproc", "1", "--inside", "--", *run, "--checkpoint_dir", "/lost"]) == 2
     assert "--checkpoint_dir /lost is in the container alone" in capsys.readouterr().err
 
 
@@ -385,7 +386,7 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
 ) -> None:
     (tmp_path / "product_name").write_text("p5.48xlarge\n")
     monkeypatch.setattr(instances, "PRODUCT", tmp_path / "product_name")
-    monkeypatch.setattr(task, "INSIDE", str(tmp_path))
+    monkeypatch.setattr(agent, "INSIDE", str(tmp_path))
     monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
     for name in ("NCCL_DEBUG", "HF_HOME", "HF_HUB_CACHE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -393,9 +394,9 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("FI_PROVIDER", "efa")
     given: dict[str, str] = {}
-    monkeypatch.setattr(task, "supervise", lambda *_, environ, **__: (given.update(environ), (0, None))[1])
+    monkeypatch.setattr(agent, "supervise", lambda *_, environ, **__: (given.update(environ), (0, None))[1])
     run = tmp_path / "run"
-    assert task.main(["--nproc", "1", "--inside", "--", "--use_synthetic_data", "1", "--run_dir", str(run)]) == 0
+    assert agent.main(["--nproc", "1", "--inside", "--", "--use_synthetic_data", "1", "--run_dir", str(run)]) == 0
     assert (given["FI_EFA_USE_HUGE_PAGE"], given["PYTORCH_CUDA_ALLOC_CONF"]) == ("0", "expandable_segments:True")
     assert given["NCCL_DEBUG"] == "INFO", "the user's own"
     assert given["HF_HOME"] == f"{run}/huggingface"
@@ -408,27 +409,27 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
 def test_a_task_refuses_a_model_that_its_gpus_cannot_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(task, "count_gpus", lambda: 8)
-    monkeypatch.setattr(task, "count_efa", lambda: 32)
-    monkeypatch.setattr(task, "supervise", lambda *_, **__: (0, None))
+    monkeypatch.setattr(agent, "count_gpus", lambda: 8)
+    monkeypatch.setattr(agent, "count_efa", lambda: 32)
+    monkeypatch.setattr(agent, "supervise", lambda *_, **__: (0, None))
     words = ["--instance_type", "p5.48xlarge", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
-    assert task.main([*words, "--model_type", "llama_v2", "--model_size", "70b"]) == 2
+    assert agent.main([*words, "--model_type", "llama_v2", "--model_size", "70b"]) == 2
     assert "weights, gradients and optimizer of this model" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_as_the_job_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for visible, count in (("0,1,2", 3), ("", 0), ("NoDevFiles", 0), ("GPU-1,GPU-2", 2)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert task.count_gpus() == count
+        assert agent.count_gpus() == count
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\nprintf 'GPU 0: H100\\nGPU 1: H100\\n'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert task.count_gpus() == 2
+    assert agent.count_gpus() == 2
     fake.write_text("#!/bin/sh\necho 'Unable to determine the device handle' >&2; exit 9\n")
-    with pytest.raises(task.BadNodeError, match="Unable to determine"):
-        task.count_gpus()
+    with pytest.raises(agent.BadNodeError, match="Unable to determine"):
+        agent.count_gpus()
 
 
 def committed(folder: Path, step: int) -> None:
@@ -496,11 +497,11 @@ def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path)
     folder = tmp_path / "checkpoints"
     for job in ("1", "2"):
         for number in "12":
-            task.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": job}, 2, f"{job}.{number}")
-    with pytest.raises(task.CrashLoopError, match="2 starts of job 2 brought no checkpoint beyond step 0"):
-        task.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
+            agent.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": job}, 2, f"{job}.{number}")
+    with pytest.raises(agent.CrashLoopError, match="2 starts of job 2 brought no checkpoint beyond step 0"):
+        agent.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
     committed(folder, 5)
-    task.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
+    agent.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
     lines = (tmp_path / "launches.jsonl").read_text().splitlines()
     assert [json.loads(line)["attempt"] for line in lines] == ["1.1", "1.2", "2.1", "2.2", "2.3"]
 
@@ -509,25 +510,25 @@ def test_guard_does_not_count_what_slurm_ended(tmp_path: Path) -> None:
     (lost := tmp_path / "logs/3.0.0").mkdir(parents=True)
     (lost / "ended-by-slurm").touch()
     for number in range(3):
-        task.guard(tmp_path, [], {"SLURM_JOB_ID": "3"}, 2, f"3.{number}.0")
-    with pytest.raises(task.CrashLoopError, match="2 starts of job 3"):
-        task.guard(tmp_path, [], {"SLURM_JOB_ID": "3"}, 2, "3.3.0")
+        agent.guard(tmp_path, [], {"SLURM_JOB_ID": "3"}, 2, f"3.{number}.0")
+    with pytest.raises(agent.CrashLoopError, match="2 starts of job 3"):
+        agent.guard(tmp_path, [], {"SLURM_JOB_ID": "3"}, 2, "3.3.0")
 
 
 def test_guard_lets_people_try_again_and_does_not_count_what_ended_well(tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "1"}
     for number in range(5):
-        task.guard(tmp_path, [], job, None, f"1.0.{number}")
-    with pytest.raises(task.CrashLoopError, match="5 starts of job 1"):
-        task.guard(tmp_path, [], job, 3, "1.0.5")
+        agent.guard(tmp_path, [], job, None, f"1.0.{number}")
+    with pytest.raises(agent.CrashLoopError, match="5 starts of job 1"):
+        agent.guard(tmp_path, [], job, 3, "1.0.5")
     (tmp_path / "STOPPED").write_text(json.dumps({"step": 0, "time": 4e9}))
-    task.guard(tmp_path, [], job, 3, "1.0.5")
+    agent.guard(tmp_path, [], job, 3, "1.0.5")
 
 
 def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an interactive allocation every try is one of the same job."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setattr(task, "supervise", lambda *words, **options: (0, None))
+    monkeypatch.setattr(agent, "supervise", lambda *words, **options: (0, None))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     words = ["--nproc", "1", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
     assert [local.main(words) for _ in "12345"] == [0] * 5
@@ -539,7 +540,7 @@ def test_launch_local_passes_on_where_this_machine_stands(tmp_path: Path, monkey
         monkeypatch.delenv(name, raising=False)
     words = [word for name, value in place.items() for word in (f"--{name.lower()}", value)]
     seen: dict[str, str] = {}
-    monkeypatch.setattr(task, "main", lambda _: (seen.update(os.environ), 0)[1])
+    monkeypatch.setattr(agent, "main", lambda _: (seen.update(os.environ), 0)[1])
     run = ["--nproc", "1", "--env", "GREETING=hello", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert local.main([*words, *run]) == 0
@@ -548,14 +549,14 @@ def test_launch_local_passes_on_where_this_machine_stands(tmp_path: Path, monkey
 
 def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    code = task.main(["--inside", "--failures", str(run), "--", "--use_synthetic_data", "1", "--run_dir", str(run)])
+    code = agent.main(["--inside", "--failures", str(run), "--", "--use_synthetic_data", "1", "--run_dir", str(run)])
     assert code == 75
     err = capsys.readouterr().err
     assert "this is not a container; pyxis is not installed on this compute node" in err
     (left,) = run.glob("*/failed-*-node-0")
     assert left.read_text().strip() == err.splitlines()[1].removeprefix("smp-train: ")
     assert (run / "launches.jsonl").exists(), "a start that counts: pyxis will be missing the next time too"
-    assert task.main(["--failures", str(run), "--", "--max_stepz", "1"]) == 2
+    assert agent.main(["--failures", str(run), "--", "--max_stepz", "1"]) == 2
     assert "cause=configuration" in capsys.readouterr().err
 
 
@@ -568,7 +569,7 @@ def test_a_node_that_cannot_write_what_the_first_can_is_bad(
         monkeypatch.setenv(name, value)
     for node, code, cause in (("1", 75, "node"), ("0", 2, "configuration")):
         monkeypatch.setenv("SLURM_NODEID", node)
-        assert task.main(["--failures", str(tmp_path / "fsx"), *run]) == code
+        assert agent.main(["--failures", str(tmp_path / "fsx"), *run]) == code
         assert f"LAUNCH-FAIL node=n3 rank=-1 rc={code} cause={cause}" in capsys.readouterr().err
 
 
@@ -593,7 +594,7 @@ def test_preflight_names_the_node_at_fault(
     started, ended = meet(tmp_path, monkeypatch, 0, 0, [])
     assert ended == (0, None)
     ((command, place, environ),) = started
-    assert command[1:3] == ["-m", "smp_train.launch.meet"]
+    assert command[1:3] == ["-m", "smp_train.launch.network_check"]
     assert command[-2:] == ["--efa", "32"]
     assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20086, "n1,n3")
     _, (code, failure) = meet(tmp_path, monkeypatch, 0, 75, ["n3"])
@@ -622,7 +623,7 @@ def test_task_warns_on_the_first_node(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_task_without_torch_or_anything_installed() -> None:
     code = (
-        "import sys; import smp_train.launch.task, smp_train.launch.slurm, smp_train.launch.sagemaker, "
+        "import sys; import smp_train.launch.node_agent, smp_train.launch.slurm, smp_train.launch.sagemaker, "
         "smp_train.launch.local; print(*{'torch', 'yaml', 'numpy', 'transformers', 'boto3'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -636,21 +637,21 @@ def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypa
         "3 1 0:2 /x /runs rw - lustre /x rw\n"
     )
     monkeypatch.setattr(container, "MOUNTS", mounts)
-    task.refuse_lost(["/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck"])
+    agent.refuse_lost(["/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck"])
     for lost in ("/fsx/ck", "/runs2", "/lustre/ck"):
         with pytest.raises(ConfigError, match=f"--checkpoint_dir {lost} is in the container alone"):
-            task.refuse_lost(["/runs", lost])
+            agent.refuse_lost(["/runs", lost])
     monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
-    task.refuse_lost(["/anywhere"])
+    agent.refuse_lost(["/anywhere"])
 
 
 def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no nsys"):
-        task.nsys_command(tmp_path, ["x"])
+        agent.nsys_command(tmp_path, ["x"])
     (tmp_path / "nsys").write_text("#!/bin/sh\n")
     (tmp_path / "nsys").chmod(0o755)
-    command = task.nsys_command(tmp_path / "run/report", ["python", "-m", "x"])
+    command = agent.nsys_command(tmp_path / "run/report", ["python", "-m", "x"])
     assert command[:2] == [str(tmp_path / "nsys"), "profile"]
     assert command[-3:] == ["python", "-m", "x"]
     assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
@@ -659,7 +660,7 @@ def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "own").mkdir()
     (tmp_path / "elsewhere").rename(tmp_path / "own/nsys")
     monkeypatch.setenv("NSYS_DIR", str(tmp_path / "own"))
-    assert task.nsys_command(tmp_path, ["x"])[0] == str(tmp_path / "own/nsys")
+    assert agent.nsys_command(tmp_path, ["x"])[0] == str(tmp_path / "own/nsys")
 
 
 def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -670,7 +671,9 @@ def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "run/logs/12.2.3").mkdir(parents=True)
     nodes.tell(tmp_path / "run/logs/12.2.3", 0, nodes.Node("n1", 1))
     environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run([sys.executable, "-m", "smp_train.launch.task", *words], cwd=ROOT, env=environ, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "smp_train.launch.node_agent", *words], cwd=ROOT, env=environ, check=False
+    )
     assert done.returncode == 0
     assert f"--output {tmp_path}/run/profile/12.2.3_node1_{socket.gethostname()} " in (tmp_path / "called").read_text()
     assert (tmp_path / "run/profile").is_dir(), "nsys does not make folders"
@@ -686,7 +689,7 @@ def test_a_broken_image_is_a_cause_that_is_not_tried_again(tmp_path: Path) -> No
     (tmp_path / "site/torch/__init__.py").write_text('raise ImportError("libcudnn.so.9: cannot open")')
     done = subprocess.run(
         [
-            sys.executable, "-m", "smp_train.launch.task", "--nproc", "2", "--", "--use_synthetic_data=1",
+            sys.executable, "-m", "smp_train.launch.node_agent", "--nproc", "2", "--", "--use_synthetic_data=1",
             f"--run_dir={tmp_path}/run",
         ],
         capture_output=True, text=True, check=False, timeout=240,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from smp_train.launch import instances
 from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
+from smp_train.launch.node_agent import count_efa
 from smp_train.launch.preflight import LOCAL_DISKS, PLUGIN_PLACES, file_system, nccl_plugin
-from smp_train.launch.task import count_efa
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_LEAST = 1 << 30

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from smp_train.distributed import Runtime
-from smp_train.launch import meet, supervisor
+from smp_train.launch import network_check as net
+from smp_train.launch import supervisor
 from tests.harness import free_port, run
 
 NAMES = ["n0", "n1", "n2", "n3", "n4"]
@@ -32,14 +33,14 @@ NAMES = ["n0", "n1", "n2", "n3", "n4"]
 def test_verdicts(
     absent: list[int], alone: list[int], broken: list[tuple[int, int]], named: list[str], said: str
 ) -> None:
-    verdict = meet.judge(NAMES, absent, alone, broken)
+    verdict = net.judge(NAMES, absent, alone, broken)
     assert verdict.nodes == named
     assert verdict.message.startswith(said)
 
 
 @pytest.mark.parametrize("nodes", range(1, 10))
 def test_each_node_meets_its_two_neighbours(nodes: int) -> None:
-    rounds = meet.links(nodes)
+    rounds = net.links(nodes)
     pairs = [frozenset(pair) for one in rounds for pair in one]
     assert len(set(pairs)) == len(pairs) == {1: 0, 2: 1}.get(nodes, nodes)
     for one in rounds:
@@ -50,16 +51,16 @@ def test_each_node_meets_its_two_neighbours(nodes: int) -> None:
 def test_what_nccl_goes_through() -> None:
     efa = "ip-1:7:7 [0] NCCL INFO NET/OFI Selected provider is efa, fabric is efa (found 32 nics)\n"
     sockets = "NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\nNCCL INFO Using network Socket\n"
-    assert (meet.network(efa), meet.network(sockets), meet.network("")) == ("efa", "sockets", "")
+    assert (net.network(efa), net.network(sockets), net.network("")) == ("efa", "sockets", "")
     place = Runtime("torchrun", 0, 16, 0, 8, 0, 2, "n1", 1, "n1", False)
-    fine = meet.Verdict([], "", 181.257)
-    assert meet.describe(fine, place, "cuda", efa, 32) == [
+    fine = net.Verdict([], "", 181.257)
+    assert net.describe(fine, place, "cuda", efa, 32) == [
         "preflight: 16 ranks on 2 nodes reach each other: all-reduce of 256 MiB at 181.26 GB/s through efa"
     ]
-    assert "warning: preflight: NCCL goes through sockets" in meet.describe(fine, place, "cuda", sockets, 32)[1]
+    assert "warning: preflight: NCCL goes through sockets" in net.describe(fine, place, "cuda", sockets, 32)[1]
 
 
-class Broken(meet.Meeting):
+class Broken(net.Meeting):
     """A meeting in which one node's network carries nothing, as both ends notice at once."""
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
@@ -68,7 +69,7 @@ class Broken(meet.Meeting):
         return super().reduce(name, ranks, seconds)
 
 
-class Impatient(meet.Meeting):
+class Impatient(net.Meeting):
     """A meeting that does not wait for those who do not come."""
 
     def _missing(self, keys: list[str], seconds: float) -> list[int]:
@@ -78,7 +79,7 @@ class Impatient(meet.Meeting):
 class Slow(Broken):
     """A meeting whose last rank is slow to hear the verdict, while a launcher already ends those of rank 0's node."""
 
-    def _told(self) -> meet.Verdict:
+    def _told(self) -> net.Verdict:
         self._hear("verdict", self.seconds)
         folder = Path(os.environ["FOLDER"])
         assert (folder / "verdict.json").exists(), "a launcher may end rank 0 from now on"
@@ -92,7 +93,7 @@ class Slow(Broken):
         super().leave(seconds)
 
 
-class Silent(meet.Meeting):
+class Silent(net.Meeting):
     """A meeting in which one node's network swallows everything; its steps are short, to be waited for."""
 
     def _step(self, name: str, ranks: list[int] | None, seconds: float) -> None:
@@ -105,10 +106,10 @@ class Silent(meet.Meeting):
 
 
 def body(
-    folder: str, port: int, local_world: int, seconds: float, kind: type[meet.Meeting], absent: int | None
+    folder: str, port: int, local_world: int, seconds: float, kind: type[net.Meeting], absent: int | None
 ) -> int | None:
-    meet.LEAVING_SECONDS = 60.0 if kind is not Slow else 0.1  # nobody is late who is only slow
-    meet.HEARING_SECONDS, meet.FAULT_SECONDS = 60.0, 59.0
+    net.LEAVING_SECONDS = 60.0 if kind is not Slow else 0.1  # nobody is late who is only slow
+    net.HEARING_SECONDS, net.FAULT_SECONDS = 60.0, 59.0
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == absent:
         return None
@@ -118,30 +119,30 @@ def body(
         "LOCAL_RANK": str(rank % local_world), "LOCAL_WORLD_SIZE": str(local_world),
         "GROUP_RANK": str(rank // local_world), "GROUP_WORLD_SIZE": str(world // local_world),
         "MASTER_PORT": str(port),  # where rank 0 serves
-        meet.HOSTS: ",".join(f"host{node}" for node in range(world // local_world)),
+        net.HOSTS: ",".join(f"host{node}" for node in range(world // local_world)),
     }  # fmt: skip
     words = ["--seconds", str(seconds), "--verdict", f"{folder}/verdict.json"]
     with open(f"{folder}/said-{rank}", "w") as said, contextlib.redirect_stderr(said):
-        return meet.main(words, kind)
+        return net.main(words, kind)
 
 
-def verdict(folder: Path) -> meet.Verdict:
-    return meet.Verdict(**json.loads((folder / "verdict.json").read_text()))
+def verdict(folder: Path) -> net.Verdict:
+    return net.Verdict(**json.loads((folder / "verdict.json").read_text()))
 
 
 def test_all_reach_each_other(tmp_path: Path) -> None:
-    assert run(body, 4, str(tmp_path), free_port(), 2, 240.0, meet.Meeting, None) == [0, 0, 0, 0]
+    assert run(body, 4, str(tmp_path), free_port(), 2, 240.0, net.Meeting, None) == [0, 0, 0, 0]
     assert verdict(tmp_path).message == ""
     assert verdict(tmp_path).rate > 0
 
 
 def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), free_port(), 1, 240.0, Impatient, 1) == [meet.BAD_NODE, None]
+    assert run(body, 2, str(tmp_path), free_port(), 1, 240.0, Impatient, 1) == [net.BAD_NODE, None]
     assert verdict(tmp_path).nodes == ["host1"]
 
 
 def test_a_node_that_reaches_nobody_is_named(tmp_path: Path) -> None:
-    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Broken, None) == [meet.BAD_NODE] * 3
+    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Broken, None) == [net.BAD_NODE] * 3
     found = verdict(tmp_path)
     assert len(found.nodes) == 1, found
     assert "does not finish an all-reduce with either of its neighbours" in found.message
@@ -149,17 +150,17 @@ def test_a_node_that_reaches_nobody_is_named(tmp_path: Path) -> None:
 
 
 def test_all_hear_the_verdict_whoever_leaves_first(tmp_path: Path) -> None:
-    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Slow, None) == [meet.BAD_NODE] * 3
+    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Slow, None) == [net.BAD_NODE] * 3
     assert len(verdict(tmp_path).nodes) == 1
     assert (tmp_path / "waits").read_text() == "59.0"
-    assert meet.FAULT_SECONDS <= supervisor.GRACE_SECONDS, "else a launcher ends it before, in the middle"
+    assert net.FAULT_SECONDS <= supervisor.GRACE_SECONDS, "else a launcher ends it before, in the middle"
 
 
 def test_a_silent_network_is_not_waited_for(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), free_port(), 1, 240.0, Silent, None) == [meet.BAD_NODE] * 2
+    assert run(body, 2, str(tmp_path), free_port(), 1, 240.0, Silent, None) == [net.BAD_NODE] * 2
     assert "do not finish an all-reduce with each other" in verdict(tmp_path).message
 
 
 def test_rank_0_that_is_not_there(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), free_port(), 1, 0.5, meet.Meeting, 0) == [None, meet.UNREACHABLE]
+    assert run(body, 2, str(tmp_path), free_port(), 1, 0.5, net.Meeting, 0) == [None, net.UNREACHABLE]
     assert "does not reach 127.0.0.1:" in (tmp_path / "said-1").read_text()

@@ -1,4 +1,4 @@
-"""``python -m smp_train.launch.task [options] -- <training flags>``: what each node of a run executes, once.
+"""``python -m smp_train.launch.node_agent [options] -- <training flags>``: what each node of a run executes, once.
 
 Standard library only. Everything that depends on where the node stands is found out here, at the last moment: a
 cluster may have swapped a node since the job was submitted, or since its batch script started.
@@ -29,7 +29,7 @@ from smp_train.launch import environment, instances, nodes, preflight, timing
 from smp_train.launch import flags as launch_flags
 from smp_train.launch.container import kept_by_nobody
 from smp_train.launch.instances import Instance
-from smp_train.launch.meet import BAD_NODE
+from smp_train.launch.network_check import BAD_NODE
 from smp_train.launch.nsys import recording
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 
@@ -52,7 +52,7 @@ class BadNodeError(SmpTrainError):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options before ``--``."""
-    options = argparse.ArgumentParser(prog="python -m smp_train.launch.task", allow_abbrev=False)
+    options = argparse.ArgumentParser(prog="python -m smp_train.launch.node_agent", allow_abbrev=False)
     options.add_argument("--nproc", default="auto", help="processes on each node; auto: one per GPU, or one")
     options.add_argument("--instance_type", help="check this node against the table of instance types")
     options.add_argument("--failures", type=Path, help="folder for what failed where (default: logs of the run folder)")
@@ -337,7 +337,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.nsys and NSYS not in os.environ:
             _make(run_dir / "profile")
             report = run_dir / "profile" / f"{attempt}_node{node}_{socket.gethostname()}"
-            again = nsys_command(report, [sys.executable, "-m", "smp_train.launch.task", *before, "--", *training])
+            again = nsys_command(
+                report, [sys.executable, "-m", "smp_train.launch.node_agent", *before, "--", *training]
+            )
             os.execve(again[0], again, {**os.environ, NSYS: "1"})
         environ = {
             **environment.variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1),

@@ -1,4 +1,4 @@
-"""``python -m smp_train.launch.meet``: do the nodes of a run reach each other, and how fast? Every rank runs it once.
+"""``python -m smp_train.launch.network_check``: do the nodes reach each other, and how fast? Every rank runs it once.
 
 In order: all ranks report; each node reduces among its own GPUs; each node reduces with the next one, around the ring;
 all reduce together. Every reduction is a process group of its own and has its own time, so that one that hangs stops
@@ -315,7 +315,7 @@ def describe(verdict: Verdict, place: Runtime, device: str, log: str, efa: int) 
 
 def main(argv: Sequence[str] | None = None, make: Callable[..., Meeting] = Meeting) -> int:
     """Run this rank's part; 0: all reach each other, 75: rank 0 named a fault, 74: rank 0 was not reached."""
-    options = argparse.ArgumentParser(prog="python -m smp_train.launch.meet", allow_abbrev=False)
+    options = argparse.ArgumentParser(prog="python -m smp_train.launch.network_check", allow_abbrev=False)
     options.add_argument("--seconds", type=float, required=True, help="how long all of it may take")
     options.add_argument("--verdict", type=Path, required=True, help="file that rank 0 writes what it found to")
     options.add_argument("--backend", default="auto", help="gloo: on the CPU; else NCCL where there are GPUs")
