@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from smp_train.data import arrow, formats, manifest, s3
+from smp_train.data import formats, hf_dataset, manifest, s3
 from smp_train.data.blend import BLOCK, apportion, read_weights, sources_of
 from smp_train.data.index import own_folder, refuse_mixed
 from smp_train.data.rows import RowParser
@@ -151,7 +151,7 @@ def look(path: str, vocab_size: int, cache_dir: str | None = None, seq_len: int 
         return survey
     here = formats.bring(path, cache_dir)[0] if s3.is_s3(path) else path
     if survey.kind == formats.ARROW:
-        source: Source | None = _check_arrow(survey, here, vocab_size)
+        source: Source | None = _check_hf_dataset(survey, here, vocab_size)
     else:
         source = prepared = formats.open_prepared(here, vocab_size, max_bad=1)
         survey.shards = len(prepared.files)
@@ -166,9 +166,9 @@ def look(path: str, vocab_size: int, cache_dir: str | None = None, seq_len: int 
     return survey
 
 
-def _check_arrow(survey: Survey, folder: str, vocab_size: int) -> Source | None:
+def _check_hf_dataset(survey: Survey, folder: str, vocab_size: int) -> Source | None:
     """Look for problems in a Hugging Face data set; return its good rows, or None when it cannot be opened."""
-    files, indices = arrow.files_of(folder)
+    files, indices = hf_dataset.files_of(folder)
     checked = []
     for shard in files:
         survey.shards += 1
@@ -177,10 +177,10 @@ def _check_arrow(survey: Survey, folder: str, vocab_size: int) -> Source | None:
             survey.problems.append(f"{path}: row {row}: {why}")
 
         try:
-            checked.append(arrow.check(shard.path, vocab_size, bad))
+            checked.append(hf_dataset.check(shard.path, vocab_size, bad))
         except DataError as error:
             survey.problems.append(str(error))
-    return arrow.ArrowRows(files, checked, indices) if len(checked) == len(files) else None
+    return hf_dataset.HfRows(files, checked, indices) if len(checked) == len(files) else None
 
 
 def _look_at_shards(survey: Survey, path: str, vocab_size: int, cache_dir: str | None) -> None:

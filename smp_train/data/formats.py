@@ -7,7 +7,7 @@ import os
 from itertools import pairwise
 from typing import Any
 
-from smp_train.data import arrow, bad_rows, index, s3, token_cache
+from smp_train.data import bad_rows, hf_dataset, index, s3, token_cache
 from smp_train.data.copies import bring
 from smp_train.data.index import Caches, TokenShards
 from smp_train.data.source import Source
@@ -24,12 +24,12 @@ LEFT_OUT = "; such lines were left out when this was made: make it again, or acc
 def kind_of(location: str, dataset_type: str = "gpt_jsonl") -> str:
     """Return `SHARDS`, `PREPARED` (.tok and .idx) or `ARROW`. Raises DataError for a mix, or another than asked for."""
     names = _names(location)
-    kinds = {SHARDS: any(is_shard_name(name) and name not in (arrow.STATE, arrow.INFO) for name in names)}
+    kinds = {SHARDS: any(is_shard_name(name) and name not in (hf_dataset.STATE, hf_dataset.INFO) for name in names)}
     kinds[PREPARED] = any(name.endswith(".idx") and name[0] not in "._" for name in names)
-    kinds[ARROW] = arrow.is_arrow(names)
+    kinds[ARROW] = hf_dataset.is_hf_dataset(names)
     found = [kind for kind, there in kinds.items() if there]
     if not s3.is_s3(location):
-        arrow.refuse_dict(location, names)
+        hf_dataset.refuse_dict(location, names)
     if len(found) > 1:
         raise DataError(f"{location}: holds {' and '.join(found)}; keep one kind in a folder")
     if dataset_type == "hf" and found != [ARROW]:
@@ -79,7 +79,7 @@ def convert_place(
             logger.info("--data_cache_dir %s has no effect on %s: it is prepared already", cache_dir, location)
         return 0
     caches = Caches(location, vocab_size, cache_dir, skip_bad=max_bad is not None)
-    return arrow.check_share(caches, location, rank, world, processes)
+    return hf_dataset.check_share(caches, location, rank, world, processes)
 
 
 def check_place(
@@ -94,7 +94,7 @@ def check_place(
         return 0
     here, _fetched = bring(location, cache_dir, rank, world)
     caches = Caches(here, vocab_size, cache_dir, skip_bad=max_bad is not None)
-    return arrow.check_share(caches, here, rank, world, processes)
+    return hf_dataset.check_share(caches, here, rank, world, processes)
 
 
 def open_place(
@@ -125,7 +125,7 @@ def open_place(
     if kind == PREPARED:
         cure = "copy or make it again" if here == location else "start again, and it is fetched"
         return open_prepared(here, vocab_size, max_bad, cure)
-    return arrow.open_arrow(Caches(here, vocab_size, cache_dir, skip_bad=max_bad is not None), here, max_bad)
+    return hf_dataset.open_hf_dataset(Caches(here, vocab_size, cache_dir, skip_bad=max_bad is not None), here, max_bad)
 
 
 def open_prepared(

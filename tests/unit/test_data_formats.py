@@ -12,12 +12,10 @@ pytest.importorskip("datasets")
 
 from datasets import Dataset, DatasetDict, Features, Sequence, Value
 
-from smp_train.data import cli
-from smp_train.data.arrow import ArrowRows
+from smp_train.data import cli, hf_dataset
 from smp_train.data.formats import ARROW, PREPARED, SHARDS, convert_place, kind_of, open_place
 from smp_train.data.index import BESIDE, open_source
 from smp_train.data.layout import lay_out
-from smp_train.data.mounts import is_local
 from smp_train.data.opening import say
 from smp_train.data.source import lengths
 from smp_train.errors import ConfigError, DataError
@@ -39,13 +37,7 @@ def opened(folder, vocab_size=100, **options):
     return open_place(str(folder), vocab_size=vocab_size, **options)
 
 
-@pytest.fixture(params=["local", "shared"])
-def storage(request, monkeypatch):
-    monkeypatch.setattr("smp_train.data.arrow.is_local", lambda path: request.param == "local")
-    return request.param
-
-
-def test_rows_of_a_data_set(tmp_path, storage):
+def test_rows_of_a_data_set(tmp_path):
     masks = [[1] * len(row) for row in ROWS]
     masks[3] = [0, 1, 1] + [1] * (len(ROWS[3]) - 3)
     masks[9] = [1, 1, 0] + [0] * (len(ROWS[9]) - 3)
@@ -60,10 +52,8 @@ def test_rows_of_a_data_set(tmp_path, storage):
     assert source.name(26).endswith(".arrow:2")
     assert source.report()["longest"] == 6
     assert source.report()["counted_tokens"] == sum(map(sum, masks))
-    base = source.row(30).input_ids
-    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
-        base = base.base
-    assert isinstance(base, np.memmap) == (storage == "local"), "a view of the file where it is safe, else a copy"
+    assert not source.row(30).input_ids.flags.owndata
+    assert str(tmp_path) in Path("/proc/self/maps").read_text(), "a row is a view of the file"
     into = np.zeros((2, 3), dtype=np.int64)
     assert source.fill([4, 8], into)
     assert into.tolist() == [ROWS[4], ROWS[8]]
@@ -72,7 +62,7 @@ def test_rows_of_a_data_set(tmp_path, storage):
 
 
 @pytest.mark.parametrize("kind", ["int32", "uint16", "int64"])
-def test_integer_types_and_fixed_lengths(tmp_path, kind, storage):
+def test_integer_types_and_fixed_lengths(tmp_path, kind):
     features = Features({"input_ids": Sequence(Value(kind), length=3)})
     Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]]}, features=features).save_to_disk(str(tmp_path))
     assert opened(tmp_path).row(1).input_ids.tolist() == [4, 5, 6]
@@ -170,46 +160,16 @@ def test_prepared_files_alone(tmp_path):
         opened(tmp_path / "tokens")
 
 
-def test_shared_storage_is_not_mapped(tmp_path, monkeypatch):
-    """A file that another machine cuts short is a message, not the end of the process."""
-    monkeypatch.setattr("smp_train.data.arrow.is_local", lambda path: False)
-    monkeypatch.setattr("smp_train.data.arrow.OPEN_FILES", 2)
-    save(tmp_path, shards=5)
-    source = opened(tmp_path)
-    for i in (0, 10, 20, 30, 40, 1, 49):
-        assert source.row(i).input_ids.tolist() == ROWS[i]
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    os.truncate(source.files[2].path, 400)
-    with pytest.raises(DataError, match=r"data-00002-of-00005\.arrow: is shorter than when it was opened"):
-        source.row(29)
-
-
-def test_what_storage_a_file_is_on(tmp_path, monkeypatch):
-    table = tmp_path / "mountinfo"
-    table.write_text(
-        "22 1 8:1 / / rw - ext4 /dev/root rw\n"
-        "23 22 0:40 / /fsx rw shared:1 - lustre 10.0.0.1@tcp:/fsx rw\n"
-        "24 23 8:2 / /fsx/my\\040disk rw - xfs /dev/nvme rw\n"
-        "25 22 0:41 / /home rw - ext4 /dev/b rw\n"
-        "26 22 0:42 / /home rw - nfs4 server:/home rw\n"
-    )
-    monkeypatch.setattr("smp_train.data.mounts.MOUNTS", str(table))
-    places = {"/data/x": True, "/fsx/x": False, "/fsxx": True, "/fsx/my disk/x": True, "/home/me": False}
-    assert {place: is_local(place) for place in places} == places
-    monkeypatch.setattr("smp_train.data.mounts.MOUNTS", str(tmp_path / "none"))
-    assert not is_local("/data/x")
-
-
 def test_lengths_are_of_one_file_at_a_time(tmp_path, monkeypatch):
     """All lengths are one pass over the data, however many files there are."""
     masks = [[0] + [1] * (len(row) - 1) for row in ROWS]
     save(tmp_path, masks=masks, shards=10)
     source = opened(tmp_path)
     seen = []
-    real = ArrowRows._column_lengths
-    monkeypatch.setattr(ArrowRows, "_column_lengths", lambda self, n: seen.append(n) or real(self, n))
+    real = hf_dataset.attended_spans
+    monkeypatch.setattr(hf_dataset, "attended_spans", lambda mask, starts: seen.append(len(mask)) or real(mask, starts))
     assert lengths(source).tolist() == [len(row) - 1 for row in ROWS]
-    assert seen == list(range(10))
+    assert seen == [sum(map(len, ROWS[n : n + 5])) for n in range(0, 50, 5)]
 
 
 def test_bad_rows_are_left_out_and_said(tmp_path, caplog):
@@ -235,15 +195,6 @@ def test_bad_rows_are_left_out_and_said(tmp_path, caplog):
     save(tmp_path / "none", [[1], [2]], shards=1)
     with pytest.raises(DataError, match="the data set has no row"):
         opened(tmp_path / "none", max_bad=1)
-
-
-def test_a_bad_file_stops_the_peers(tmp_path):
-    save(tmp_path, [[1, 2]] * 3 + [[1, 200]] + [[1, 2]] * 6, shards=5)
-    with pytest.raises(DataError, match="row 2: token id 200") as first:
-        convert_place(str(tmp_path), vocab_size=100, rank=1, world=5)
-    with pytest.raises(DataError) as peers:
-        convert_place(str(tmp_path), vocab_size=100, rank=0, world=5)
-    assert str(peers.value) == str(first.value)
 
 
 def test_what_another_version_kept_is_checked_again(tmp_path):
@@ -292,6 +243,29 @@ def test_a_file_that_was_cut_between_two_batches(tmp_path):
     ends = [n for n in range(8, len(whole)) if whole[n : n + 4] == b"\xff\xff\xff\xff"]
     path.write_bytes(whole[: ends[-2]])
     with pytest.raises(DataError, match="not a whole Arrow file"):
+        opened(tmp_path)
+
+
+def test_nothing_is_read_outside_of_a_data_set(tmp_path):
+    save(tmp_path / "set", shards=1)
+    (path,) = (tmp_path / "set").glob("*.arrow")
+    state = json.loads((tmp_path / "set/state.json").read_text())
+    shutil.move(path, tmp_path)
+    for name in (f"../{path.name}", str(tmp_path / path.name)):
+        (tmp_path / "set/state.json").write_text(json.dumps({**state, "_data_files": [{"filename": name}]}))
+        with pytest.raises(DataError, match="outside of the folder"):
+            opened(tmp_path / "set")
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 1 << 30], [0, 30000, 4], [0, 4, 2], [-8, 2, 4]])
+def test_offsets_that_lead_out_of_a_file(tmp_path, offsets):
+    save(tmp_path, [[1, 2], [3, 4]], shards=1)
+    (path,) = tmp_path.glob("*.arrow")
+    content = path.read_bytes()
+    written, forged = (np.array(numbers, dtype="<i4").tobytes() for numbers in ([0, 2, 4], offsets))
+    assert written in content
+    path.write_bytes(content.replace(written, forged))
+    with pytest.raises(DataError, match=r"\.arrow: "):
         opened(tmp_path)
 
 

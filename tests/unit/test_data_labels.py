@@ -185,11 +185,9 @@ def test_labels_come_back_from_shards(tmp_path, suffix, masked):
     assert main(["data", "verify", str(tmp_path / BESIDE)]) == 0
 
 
-@pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("kind", ["int32", "int64"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_labels_come_back_from_arrow(tmp_path, kind, masked, local, monkeypatch):
-    monkeypatch.setattr("smp_train.data.arrow.is_local", lambda path: local)
+def test_labels_come_back_from_arrow(tmp_path, kind, masked):
     rows = dialogue(40, masked=masked)
     checked(opened(save(tmp_path, rows, kind=kind)), rows)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from smp_train.data import s3
-from smp_train.data.arrow import refuse_dict
+from smp_train.data.hf_dataset import refuse_dict
 from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile, say_left_out
 from smp_train.errors import DataError
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
-from smp_train.data import arrow, formats
+from smp_train.data import formats, hf_dataset
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.pipelines.text_data import TextData, TextRows
@@ -139,7 +139,7 @@ def holds_text(location: str, column: str = "text") -> bool:
     """Tell whether a place holds text, and not token shards, by its first record. Raises DataError."""
     try:
         kind = formats.kind_of(location)
-        if kind == formats.PREPARED or (kind == formats.ARROW and "input_ids" in arrow.columns(location)):
+        if kind == formats.PREPARED or (kind == formats.ARROW and "input_ids" in hf_dataset.columns(location)):
             return False
         files = find_files([location], column=column, flag="--test_dir")
     except DataError:

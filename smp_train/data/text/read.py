@@ -10,8 +10,8 @@ from functools import partial
 from typing import IO, Any
 
 from smp_train.data import s3
-from smp_train.data.arrow_file import END_MARKS
 from smp_train.data.bad_rows import LeftOut
+from smp_train.data.hf_dataset_check import END_MARK
 from smp_train.data.text.files import PARQUET_SUFFIXES, TABLE_SUFFIXES, TextFile
 from smp_train.data.utils import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
 from smp_train.errors import ConfigError, DataError, install
@@ -177,7 +177,7 @@ def _arrow_batches(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Rows
 
     # A file that was cut between two batches reads like a whole one, but for its end.
     raw.seek(-8, os.SEEK_END)
-    if raw.read() != END_MARKS[0]:
+    if raw.read() != END_MARK:
         raise DataError(f"{file.path}: not a whole file of Arrow batches (it has no end mark); copy it again")
     raw.seek(0)
     opened: Any = pa.ipc.open_stream(raw)
