@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from smp_train import arguments, distributed, train_lib
+from smp_train.build_run import Run, build_run
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.initialization import initialise
-from smp_train.set_up import Run, set_up
 from smp_train.storage.places import private_folder
 from smp_train.telemetry.logging_utils import get_logger
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         resolved = arguments.parse([*defaults(scratch), *flags])
         arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)
         device = distributed.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
-        run = set_up(resolved, ranks, device, ExitStack())
+        run = build_run(resolved, ranks, device, ExitStack())
         ours = our_steps(run)
         bare = bare_steps(run)
         ratios, seconds = [], []

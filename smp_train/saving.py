@@ -10,6 +10,7 @@ from dataclasses import asdict
 from functools import partial
 
 from smp_train import distributed, train_utils
+from smp_train.build_run import Run, tokenizer_of
 from smp_train.checkpoints import RunId, open_checkpoint
 from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.export import export, export_weights
@@ -18,7 +19,6 @@ from smp_train.checkpoints.owner import committed
 from smp_train.checkpoints.storage import Storage, open_storage
 from smp_train.errors import CheckpointError, redacted
 from smp_train.models.hugging_face import CONFIG_FILE
-from smp_train.set_up import Run, tokenizer_of
 from smp_train.telemetry.logging_utils import get_logger
 from smp_train.telemetry.run_folder import versions
 

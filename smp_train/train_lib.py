@@ -10,6 +10,7 @@ from itertools import islice
 
 from smp_train import distributed, train_utils
 from smp_train.arguments import Resolved
+from smp_train.build_run import Progress, Run, build_run, imported_position, layout
 from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.storage import place_of
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
@@ -17,7 +18,6 @@ from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.naming import how_to_resume
 from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model, save_last
-from smp_train.set_up import Progress, Run, imported_position, layout, set_up
 from smp_train.telemetry.logging_utils import batch_line, get_logger, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.profiling import Profiler
@@ -36,7 +36,7 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
         timeout_seconds=60 * resolved.args.distributed_timeout_minutes,
     )
     with ExitStack() as opened:
-        run = set_up(resolved, ranks, device, opened)
+        run = build_run(resolved, ranks, device, opened)
         opened.pop_all()
     try:
         resume(run)

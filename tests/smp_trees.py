@@ -21,13 +21,13 @@ def run_of(command_line: list[str]) -> Any:
     from contextlib import ExitStack
 
     from smp_train import arguments, distributed, train_lib
-    from smp_train.set_up import set_up
+    from smp_train.build_run import build_run
 
     ranks = distributed.detect()
     resolved = arguments.parse(command_line)
     arguments.validate(resolved.args, ranks.world_size)
     device = distributed.start(ranks, distributed_backend=resolved.args.distributed_backend, timeout_seconds=600)
-    run = set_up(resolved, ranks, device, ExitStack())
+    run = build_run(resolved, ranks, device, ExitStack())
     train_lib.resume(run)
     return run
 

@@ -17,20 +17,20 @@ from smp_train.arguments.degrees import of_run
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
-from smp_train.models import build, mixtures
+from smp_train.models import build, moe
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import initialise
 from smp_train.models.packing import packed_inputs
 from smp_train.parallel import (
-    activations,
+    activation_checkpointing,
+    activation_offloading,
     compile,
-    context,
+    context_parallel,
     float8,
+    fsdp,
     grad_norm,
     loss_head,
     mesh,
-    offload,
-    sharding,
     tensor_parallel,
 )
 
@@ -58,10 +58,10 @@ class NativeBackend(Backend):
         self.cpu_offload = args.cpu_offload and device.type != "cpu"
         if args.cpu_offload != self.cpu_offload:
             logger.info("--cpu_offload 1 has no effect: on a CPU everything is in host memory")
-        self.offload: offload.Offload | None = None
+        self.offload: activation_offloading.Offload | None = None
         degrees = of_run(args, ranks.world_size, ranks.local_world_size, smp=False)
         self.mesh = mesh.Mesh(degrees, device.type)
-        self.context: context.ContextSplit | None = None
+        self.context: context_parallel.ContextSplit | None = None
         self._loss_group = self.mesh.loss_group()
         self.topology = Topology(
             device=device,
@@ -78,10 +78,12 @@ class NativeBackend(Backend):
         """See `Backend.check`."""
         super().check(spec, seq_len=seq_len)
         args, degrees, config = self.args, self.mesh.degrees, spec.config
-        mixtures.check(config)
-        context.check(degrees.context, seq_len, args.attn_implementation, config)
+        moe.check(config)
+        context_parallel.check(degrees.context, seq_len, args.attn_implementation, config)
         tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
-        activations.check(args.activation_checkpointing, config.model_type, compiled=args.use_torch_compile)
+        activation_checkpointing.check(
+            args.activation_checkpointing, config.model_type, compiled=args.use_torch_compile
+        )
         if degrees.tensor > 1:
             # Whether there is a rule for every part is known from splitting a model without memory.
             model = build.build_meta(spec, attn_implementation=args.attn_implementation)
@@ -101,7 +103,7 @@ class NativeBackend(Backend):
         named = build.decoder_layers(model)
         layers = [layer for _, layer in named]
         if degrees.context > 1:
-            self.context = context.ContextSplit(self.mesh.context, seq_len)
+            self.context = context_parallel.ContextSplit(self.mesh.context, seq_len)
             self.context.apply(model)
         if degrees.tensor > 1:
             tensor_parallel.apply(model, named, self.mesh.tensor)
@@ -116,10 +118,10 @@ class NativeBackend(Backend):
             )  # fmt: skip
         if args.sm_activation_offloading:
             horizon = args.activation_loading_horizon
-            self.offload = offload.apply(layers, device=device, horizon=horizon)
+            self.offload = activation_offloading.apply(layers, device=device, horizon=horizon)
             if horizon >= len(layers):
                 logger.info("--activation_loading_horizon %d covers all layers: none is offloaded", horizon)
-        sharding.shard(
+        fsdp.shard(
             model,
             layers,
             self.mesh.parameters,
@@ -152,7 +154,7 @@ class NativeBackend(Backend):
         outside = self.mesh.degrees.tensor > 1 and not checkpointing.read(args.activation_checkpointing)[1]
         if outside and args.use_torch_compile:
             compile.apply(layers, backend=args.torch_compile_backend)
-        count = activations.apply(layers, args.activation_checkpointing)
+        count = activation_checkpointing.apply(layers, args.activation_checkpointing)
         if not count and args.activation_checkpointing != checkpointing.NONE:
             logger.info(
                 "--activation_checkpointing %s chooses none of %d layers: none is checkpointed",
@@ -183,7 +185,7 @@ class NativeBackend(Backend):
     @contextmanager
     def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:
         """See `Backend.accumulation`."""
-        sharding.accumulate(model, last=last)
+        fsdp.accumulate(model, last=last)
         yield
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:

@@ -29,7 +29,7 @@ from smp_train.models import build
 from smp_train.models.heads import can_chunk
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.initialization import module_initialiser
-from smp_train.models.mixtures import split_sizes
+from smp_train.models.moe import split_sizes
 from smp_train.models.packing import packed_inputs
 from smp_train.storage.s3 import is_s3
 

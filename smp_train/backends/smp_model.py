@@ -24,7 +24,7 @@ from smp_train.checkpoints.pretrained import load_weights
 from smp_train.errors import ConfigError, one_line
 from smp_train.models import build
 from smp_train.models.initialization import initialise
-from smp_train.parallel.spread import chosen
+from smp_train.parallel.layer_selection import chosen
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments

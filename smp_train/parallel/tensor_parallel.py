@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 
 from smp_train.arguments.degrees import check_model
 from smp_train.errors import ConfigError
-from smp_train.models.mixtures import split_sizes
-from smp_train.parallel import experts, local_parameters
+from smp_train.models.moe import split_sizes
+from smp_train.parallel import expert_parallel, local_parameters
 from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole
 
 STYLES = frozenset({"colwise", "rowwise", "moe_tp_experts", "replicated_with_grad_allreduce"})
@@ -126,7 +126,7 @@ def _split_layer(layer: nn.Module, name: str, plan: dict[str, str], mesh: Device
     blocks = {child_name.rpartition(".")[0] for child_name in styles}
     for moe, stacked in mixtures.items():
         try:
-            experts.deal_out(layer.get_submodule(moe), stacked, mesh)
+            expert_parallel.distribute_experts(layer.get_submodule(moe), stacked, mesh)
         except ValueError as cause:
             raise UnknownSplit(moe, str(cause)) from cause
     for block in blocks:

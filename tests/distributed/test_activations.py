@@ -71,7 +71,7 @@ def test_falcon_changes_a_kept_result_in_place() -> None:
 
 
 def run_as_if_unknown(variants: dict[str, Any]) -> Any:
-    from smp_train.parallel import activations
+    from smp_train.parallel import activation_checkpointing as activations
 
     activations.CHANGE_IN_PLACE = frozenset()
     return run_variants(variants)
@@ -148,7 +148,7 @@ def test_parameters_of_sharded_layers_are_never_sent() -> None:
 
 def packed_parameters() -> int:
     """Return how many saved tensors went to the host that lie in the memory of a gathered parameter."""
-    from smp_train.parallel import offload
+    from smp_train.parallel import activation_offloading as offload
 
     found = 0
     pack = offload.LayerPass.pack

@@ -255,10 +255,10 @@ def train_with_little_memory(command_line: list[str], node: int) -> int:
     """Train on a host with a thousand bytes, as far as rank ``node`` is told."""
     import os
 
-    from smp_train import set_up
+    from smp_train import build_run
 
     if int(os.environ["RANK"]) == node:
-        set_up.free_host_bytes = lambda: 1000
+        build_run.free_host_bytes = lambda: 1000
     return train(command_line)
 
 

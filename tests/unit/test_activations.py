@@ -23,7 +23,9 @@ from smp_train.arguments import checkpointing, parse, validate
 from smp_train.arguments.validation import ineffective
 from smp_train.errors import ConfigError
 from smp_train.models import build
-from smp_train.parallel import activations, compile, float8, offload
+from smp_train.parallel import activation_checkpointing as activations
+from smp_train.parallel import activation_offloading as offload
+from smp_train.parallel import compile, float8
 
 WIDTH = 32
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ FLOORS = [
     {"cli", "__main__", "launch", "bench"},
     {"train_lib"},
     {"saving"},
-    {"set_up"},
+    {"build_run"},
     {"train_utils", "naming"},
     {"backends", "data", "checkpoints", "telemetry", "stop"},
     {"parallel"},

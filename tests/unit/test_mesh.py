@@ -12,8 +12,8 @@ from transformers import AutoConfig, LlamaConfig
 from smp_train.arguments import Arguments, validate
 from smp_train.arguments.degrees import Degrees, of_run, plan
 from smp_train.errors import ConfigError
-from smp_train.models import heads, mixtures
-from smp_train.parallel import context, tensor_parallel
+from smp_train.models import heads, moe
+from smp_train.parallel import context_parallel, tensor_parallel
 
 TWO_OF_EACH = Degrees(2, 2, 2, 2)
 
@@ -127,10 +127,10 @@ def test_families_without_a_plan_are_refused_by_name(family: str) -> None:
 
 def test_context_needs_pieces_and_sdpa() -> None:
     with pytest.raises(ConfigError, match=r"30 does not split into the 4 pieces .* make it a multiple of 4"):
-        context.check(2, 30, "sdpa", LLAMA)
+        context_parallel.check(2, 30, "sdpa", LLAMA)
     with pytest.raises(ConfigError, match="flash_attention_2 cannot be used"):
-        context.check(2, 32, "flash_attention_2", LLAMA)
-    context.check(1, 31, "flash_attention_2", LLAMA)
+        context_parallel.check(2, 32, "flash_attention_2", LLAMA)
+    context_parallel.check(1, 31, "flash_attention_2", LLAMA)
 
 
 OWN_WAYS = ["doge", "falcon", "gpt_oss", "lfm2", "llama4_text", "minimax", "phimoe", "qwen2_moe"]
@@ -140,8 +140,8 @@ OWN_WAYS = ["doge", "falcon", "gpt_oss", "lfm2", "llama4_text", "minimax", "phim
 def test_models_that_look_along_the_sequence_in_ways_of_their_own_are_refused_by_name(family: str) -> None:
     config = AutoConfig.for_model(family)
     with pytest.raises(ConfigError, match=f"--context_parallel_degree 2: a {family} is not known to be right"):
-        context.check(2, 32, "sdpa", config)
-    context.check(1, 32, "sdpa", config)
+        context_parallel.check(2, 32, "sdpa", config)
+    context_parallel.check(1, 32, "sdpa", config)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_rotary_embeddings_that_look_at_the_length_are_refused(rope: dict) -> No
     config = LlamaConfig(**LLAMA.to_dict())
     config.rope_parameters = rope
     with pytest.raises(ConfigError, match=r"rotary embedding of this llama \((longrope|dynamic)\) depends"):
-        context.check(2, 32, "sdpa", config)
+        context_parallel.check(2, 32, "sdpa", config)
 
 
 def test_attention_both_ways_is_refused() -> None:
     config = AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True)
     with pytest.raises(ConfigError, match="gemma3_text"):
-        context.check(2, 32, "sdpa", config)
+        context_parallel.check(2, 32, "sdpa", config)
 
 
 class OneOf:
@@ -181,7 +181,7 @@ class OneOf:
 def test_ranks_share_the_work_of_a_causal_sequence(degree: int) -> None:
     work = []
     for rank in range(degree):
-        split = context.ContextSplit(OneOf(rank, degree), 8 * degree)  # type: ignore[arg-type]
+        split = context_parallel.ContextSplit(OneOf(rank, degree), 8 * degree)  # type: ignore[arg-type]
         assert split.pieces == (rank, 2 * degree - 1 - rank)
         positions = split.positions(torch.device("cpu"))
         assert positions.shape == (1, 8)
@@ -191,7 +191,7 @@ def test_ranks_share_the_work_of_a_causal_sequence(degree: int) -> None:
 
 @pytest.mark.parametrize("given", [{"s_aux": torch.zeros(4)}, {"attention_mask": torch.ones(1, 1, 8, 8)}])
 def test_attention_with_more_than_queries_keys_and_values_is_refused(given: dict) -> None:
-    split = context.ContextSplit(OneOf(0, 2), 16)  # type: ignore[arg-type]
+    split = context_parallel.ContextSplit(OneOf(0, 2), 16)  # type: ignore[arg-type]
     one = torch.zeros(1, 2, 8, 4)
     with pytest.raises(ConfigError, match=r"computes attention with (s_aux|a mask of its own), which cannot be split"):
         split.attend(nn.Identity(), one, one, one, **{"attention_mask": None, **given})
@@ -210,11 +210,11 @@ def test_experts_count_as_the_model_calls_them() -> None:
 
 
 def test_mixtures_need_a_transformers_that_stacks_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixtures.check(AutoConfig.for_model("mixtral"))
+    moe.check(AutoConfig.for_model("mixtral"))
     monkeypatch.setattr("transformers.__version__", "4.57.3")
-    mixtures.check(LLAMA)
+    moe.check(LLAMA)
     with pytest.raises(ConfigError, match=r"mixture of experts \(mixtral\) needs transformers 5 or newer"):
-        mixtures.check(AutoConfig.for_model("mixtral"))
+        moe.check(AutoConfig.for_model("mixtral"))
 
 
 def test_a_loss_beside_the_cross_entropy_is_refused() -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from smp_train.arguments import checkpointing
 from smp_train.errors import ConfigError
-from smp_train.parallel.spread import chosen
+from smp_train.parallel.layer_selection import chosen
 
 # Costly to compute again: products of matrices, and attention kernels, which save what their backward pass needs.
 _KEPT_NAMES = (

@@ -51,7 +51,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """Everything a run consists of, put together once by `set_up`."""
+    """Everything a run consists of, put together once by `build_run`."""
 
     resolved: Resolved
     start: Start
@@ -94,7 +94,7 @@ class Run:
         self.stop.close()  # last: until then a late request to stop must not kill a run that has ended well
 
 
-def set_up(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
+def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
     """Open the run folder and the data, build the model, and put the run together; collective.
 
     What others must not find locked when this fails goes to ``opened``.

@@ -13,8 +13,8 @@ from smp_train.parallel import local_parameters
 from smp_train.parallel.sequence import SEQUENCE, gather_hidden, on_hidden_states
 
 
-def deal_out(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
-    """Deal a mixture's experts out over the ranks: each rank routes every token, and computes those of its experts.
+def distribute_experts(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
+    """Distribute a mixture's experts over the ranks: each rank routes every token, and computes those of its experts.
 
     Splitting whole experts rather than each expert's matrices keeps the fused gate-and-up matrix in one piece. What
     the block gives is the sum over ranks, so there may be nothing in it that every rank computes alike.
