@@ -1,7 +1,4 @@
-"""What can go wrong by the user's or the machine's doing, and the exit code each kind ends in.
-
-Anything else that is raised is a defect of ours and ends in exit code 1.
-"""
+"""Expected failures, of input or machine, and their exit codes. Any other exception is a defect and ends in code 1."""
 
 import re
 
@@ -15,7 +12,7 @@ class SmpTrainError(Exception):
 
 
 class LostPeerError(SmpTrainError):
-    """Another rank is gone or cannot be reached: why, this one cannot tell."""
+    """Another rank is gone or cannot be reached, for a reason this rank does not know."""
 
 
 class ConfigError(SmpTrainError):
@@ -25,7 +22,7 @@ class ConfigError(SmpTrainError):
 
 
 class DataError(SmpTrainError):
-    """Data that is missing, unreadable, or not what it must be; names file and line."""
+    """Data that is missing, unreadable or malformed; the message names file and line."""
 
     exit_code = 3
 
@@ -46,28 +43,28 @@ EXIT_CODES: dict[int, type[SmpTrainError]] = {
 
 
 def one_line(failure: BaseException) -> str:
-    """Return what a failure of another library says, in one line; its type where it says nothing.
+    """Return the message of another library's exception in one line, or its type where the message is empty.
 
-    Where the failure only reports that something could not be imported, the import's own error is returned.
+    Where the exception wraps a failed import, the message of that import is returned.
     """
     failure = _broken_import(failure) or failure
     return " ".join(str(failure).split()) or type(failure).__name__
 
 
 def install(extras: str) -> str:
-    """Return how the extras of this package are had, which is on no package index."""
+    """Return the command that installs extras of this package, which is on no package index."""
     return f"pip install '.[{extras}]' in smp-train's checkout"
 
 
 def redacted(text: str) -> str:
-    """Return ``text`` with the user names, passwords and queries of URLs, which may be signatures, taken out."""
+    """Return ``text`` without user names, passwords and queries (which may be signatures) in URLs."""
     return _URL_SECRETS.sub(lambda url: f"{url[1]}{'...@' if url[2] else ''}{url[3]}{'?...' if url[4] else ''}", text)
 
 
 def explained(failure: Exception) -> Exception:
     """Return `ConfigError` where an installed package cannot be imported, else ``failure`` itself.
 
-    The next start of the same image or environment would fail alike, so that launchers must not try again.
+    A retry of the same image or environment would fail again, so launchers must not retry.
     """
     broken = None if isinstance(failure, SmpTrainError) else _broken_import(failure)
     if broken is None or (getattr(broken, "name", None) or "").startswith("smp_train"):

@@ -1,7 +1,7 @@
 """Next-token cross entropy as a sum over counted tokens.
 
-The sum, not the mean: the mean is taken once, over the counted tokens of the whole global batch, so that the
-loss and its gradient do not depend on how that batch is split over ranks and micro-batches.
+A sum, because the mean is taken once over the counted tokens of the global batch: loss and gradient then do not depend
+on how that batch is split over ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""Label of a token that is not counted, as everywhere in the field."""
+"""Label of a token without loss; the default of `torch.nn.functional.cross_entropy`."""
 
 
 def count_targets(labels: Tensor) -> Tensor:
     """Return how many tokens of ``labels`` are counted as targets.
 
     Args:
-        labels: int64 ``[batch, seq]``, not shifted. The first token of a row has nothing before it that could
-            predict it, so it is never a target.
+        labels: int64 ``[batch, seq]``, not shifted. The first token of a row is never a target.
 
     Returns:
         A scalar int64 tensor.
@@ -31,7 +30,7 @@ def count_targets(labels: Tensor) -> Tensor:
 
 
 def shift(labels: Tensor) -> Tensor:
-    """Return the targets of ``labels``: what position ``t`` is to predict, token ``t + 1``; the last predicts nothing.
+    """Return the targets of ``labels``: position ``t`` predicts token ``t + 1``; the last position predicts nothing.
 
     Labels are shifted rather than logits: slicing the logits would copy the largest tensor of the step.
     """
@@ -70,8 +69,8 @@ def linear_cross_entropy_sum(
 ) -> Tensor:
     """Return what `cross_entropy_sum` returns for ``hidden @ weight.T + bias``, without ever holding all logits.
 
-    Tokens go through the head in chunks, and the gradients of a chunk are taken while its logits are at hand: no logits
-    are kept for the backward pass, and none is computed twice. Extra memory is one chunk of logits and one gradient of
+    Tokens pass through the head in chunks. A chunk's gradients are computed while its logits are in memory: none are
+    kept for the backward pass, and none is recomputed. Extra memory is one chunk of logits and one gradient of
     the weight in float32.
 
     Args:
@@ -142,7 +141,7 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("a chunked loss has one backward pass: its gradients are scaled where they lie")
+            raise RuntimeError("a chunked loss has one backward pass: its gradients are scaled in place")
         scaled = [
             None if value is None else value.mul_(grad).to(dtype)
             for value, dtype in zip(ctx.gradients, ctx.types, strict=True)
@@ -152,7 +151,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _normalize(logits: Tensor, scores: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Return each token's log-sum-exp over the whole vocabulary, and the score of its target, wherever that is."""
+    """Return each token's log-sum-exp over the whole vocabulary, and the logit of its target."""
     if group is None:
         return logits.logsumexp(dim=1), scores
     highest = logits.max(dim=1).values

@@ -1,4 +1,4 @@
-"""Being asked to stop: by a signal, or by a file in the run folder."""
+"""Stop requests: a signal, or a file in the run folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 REPEAT_SECONDS = 5.0
-"""A launcher may deliver one request twice, itself and through its children: not yet an order to drop everything."""
+"""A launcher may deliver one request twice, directly and through its children; within this time it counts once."""
 
 logger = logging.getLogger("smp_train.stop")
 
@@ -22,10 +22,10 @@ class StopRequest:
     """Remembers that this process was asked to stop, so that the loop can finish its step, save, and leave.
 
     A signal that comes more than `REPEAT_SECONDS` after the first ends the process at once, with the exit
-    code of that signal: whoever sends it does not want to wait. What was being saved stays uncommitted.
+    code of that signal. A save under way stays uncommitted.
 
-    Signals are read by a thread: Python runs handlers in the main thread only, and not while that waits inside
-    a collective for a rank that hangs, which is when they are needed most.
+    Signals are read by a thread: Python runs handlers in the main thread only, and not while it waits inside a
+    collective, for example for a rank that hangs.
     """
 
     def __init__(self, stop_file: Path) -> None:
@@ -36,7 +36,7 @@ class StopRequest:
         self._incoming, self._outgoing = os.pipe()
         os.set_blocking(self._outgoing, False)
         self._previous_fd = signal.set_wakeup_fd(self._outgoing, warn_on_full_buffer=False)
-        # A handler must be there for the signal's number to be written to the pipe; it has nothing to do.
+        # Without a handler the signal's number is not written to the pipe; the handler itself does nothing.
         self._previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self._thread = threading.Thread(target=self._watch, name="smp-train-stop", daemon=True)
         self._thread.start()
@@ -60,13 +60,13 @@ class StopRequest:
             os._exit(128 + number)
 
     def is_requested(self, *, look_for_file: bool) -> bool:
-        """Tell whether to stop after this step; ``look_for_file`` on one rank only, to spare a shared file system."""
+        """Return whether to stop after this step; ``look_for_file`` on one rank only, to spare a shared file system."""
         if self.reason is None and look_for_file and self._stop_file.exists():
             self.reason = f"the file {self._stop_file}"
         return self.reason is not None
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
@@ -76,7 +76,7 @@ class StopRequest:
 
 
 def ignore_repeats() -> None:
-    """Ignore signals from here on if one asked to stop: all is saved, and the interpreter only has to shut down."""
+    """Ignore further signals after a stop request: everything is saved and the interpreter is shutting down."""
     if _requested.is_set():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

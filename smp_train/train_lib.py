@@ -1,4 +1,4 @@
-"""The story of a training run: set up, build, resume, loop, finish."""
+"""A training run from start to end: build, resume, fit, finish."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from smp_train.telemetry.profiling import Profiler
 log = get_logger()
 
 READ_TOGETHER = 16
-"""Validation batches that are read before the ranks ask each other whether all could."""
+"""Validation batches read between two checks that no rank has failed or was asked to stop."""
 
 
 def main(resolved: Resolved, ranks: Runtime) -> int:
-    """Train as the arguments say and return the exit code; raises `SmpTrainError` for what the user can mend."""
+    """Train as the arguments say and return the exit code; raises `SmpTrainError` for what the user can fix."""
     device = distributed.start(
         ranks,
         distributed_backend=resolved.args.distributed_backend,
@@ -44,7 +44,7 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
         finish(run, stopped=stopped)
     except BaseException:
         run.checkpoints.close()
-        # Leaving the group in order would wait for peers, and the message with it: the process is to end as it is.
+        # Destroying the process group waits for the peers, which may never come: the process ends without it.
         if ranks.world_size == 1:
             run.close()
         raise
@@ -65,7 +65,7 @@ def resume(run: Run) -> None:
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
-    if place_of(run.args.resume_from_checkpoint or "") == found.path:  # this very one, not the newest of a folder
+    if place_of(run.args.resume_from_checkpoint or "") == found.path:  # the checkpoint itself was named, not its folder
         run.checkpoints.go_back(found)
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
     then, here = (layout(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))
@@ -80,7 +80,7 @@ def resume(run: Run) -> None:
 
 
 def data_position(run: Run, found: Checkpoint) -> int:
-    """Return how many samples of this run's order count as read; not collective."""
+    """Return how many samples of this run's order are consumed at the checkpoint; not collective."""
     if "data" in found.meta:
         return run.train_data.check_state(found.meta["data"], allow_data_change=run.args.allow_data_change)
     consumed, by = imported_position(found, run.train_data)
@@ -92,11 +92,11 @@ def data_position(run: Run, found: Checkpoint) -> int:
 
 
 def fit(run: Run) -> bool:
-    """Train to the last step, or until asked to stop; return whether it was the latter; collective."""
+    """Train to the last step or until asked to stop; return whether the run was stopped; collective."""
     args, progress = run.args, run.progress
     if progress.step >= run.total_steps:
         log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
-        save(run, force=True)  # if that is known to the nodes' own disks alone
+        save(run, force=True)  # it may be on the nodes' own disks only
         return False
     if run.runtime.is_main:
         run.folder.reopen()
@@ -111,7 +111,7 @@ def fit(run: Run) -> bool:
     profiler = Profiler(args, run.folder.path, run.runtime.rank)
     while progress.step < run.total_steps and not stopped:
         with profiler.step(progress.step + 1):
-            # Asked to stop in the last step: there is nothing to stop any more.
+            # A request during the last step changes nothing: the run is finished.
             stopped = step(run, batches) and progress.step < run.total_steps
         last = stopped or progress.step == run.total_steps
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
@@ -140,7 +140,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             for batch in micro_batches:
                 run.backend.check_rows(batch.attention_mask, batch.samples)
         except Exception as error:
-            # The others are about to enter this step's collectives: take part with nothing, then stop together.
+            # The other ranks enter this step's collectives: take part with an empty batch, then stop together.
             failure = error
             micro_batches = [Batch.blank(args.train_batch_size, run.train_data.seq_len)]
             micro_batches *= args.gradient_accumulation_steps
@@ -150,7 +150,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
         failed=failure is not None,
     )
-    # Tensor peers draw alike, as they work on the same tokens; context peers do not.
+    # Tensor ranks share tokens and must draw the same dropout; context ranks hold different tokens.
     stream = topology.dp_rank * topology.cp_size + topology.cp_rank
     train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else stream)
     result = train_utils.train_step(
@@ -181,14 +181,14 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     if run.audit is not None:
         run.audit.step(progress.step, [name for batch in micro_batches for name in batch.samples if name])
     last = stopped or progress.step == run.total_steps
-    # Before a save too: weights that are not numbers must not push good ones out.
+    # Also before a save: non-finite weights must not replace good checkpoints.
     if last or progress.step % args.logging_freq == 0 or run.checkpoints.due(progress.step):
         log_step(run, result)
     return stopped
 
 
 def log_step(run: Run, result: train_utils.StepResult) -> None:
-    """Bring the step's numbers to the host, write them, and refuse to go on from a loss that is not a number."""
+    """Copy the step's numbers to the host, log them, and raise where the loss or the gradient norm is not finite."""
     progress = run.progress
     loss, grad_norm = train_utils.read(run.backend, result)
     record = {
@@ -216,13 +216,13 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
 
 
 class AskedToStop(Exception):
-    """Raised on every rank alike, out of a validation that a stop cuts short."""
+    """Raised on every rank when a stop request interrupts a validation."""
 
 
 def validate(run: Run) -> bool:
     """Measure the loss on the validation data and write it; collective.
 
-    Returns False when any rank was asked to stop meanwhile: what was measured by then is given up.
+    Returns False when any rank was asked to stop meanwhile; the partial result is discarded.
     """
     if run.validation is None:
         raise ConfigError("there is no validation data; give --test_dir")
@@ -238,7 +238,7 @@ def validate(run: Run) -> bool:
 
 
 def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
-    """Yield the batches, read a few at a time so that all ranks learn of a failure or a stop before they go on."""
+    """Yield the batches; every `READ_TOGETHER` of them, ranks agree that none has failed or was asked to stop."""
     batches = data.batches()
     for _ in range(0, len(data), READ_TOGETHER):
         if distributed.any_rank(run.stop.is_requested(look_for_file=run.runtime.is_main)):
@@ -251,7 +251,7 @@ def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
 
 
 def finish(run: Run, *, stopped: bool) -> None:
-    """Leave the marker that tells a launcher how the run ended."""
+    """Write the final model if asked for, and the marker that tells a launcher how the run ended."""
     at = run.progress.step
     if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)

@@ -1,6 +1,6 @@
-"""The pieces of the loop: optimizer groups, the seed of a step, one training step, one evaluation.
+"""Parts of the training loop: optimizer groups, the seed of a step, one training step, one evaluation.
 
-Nothing here waits for the device except where its docstring says so.
+Nothing synchronizes with the device unless its docstring says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def build_optimizer(
     weight_decay: float,
     decays: Callable[[str, Tensor], bool] = lambda name, parameter: parameter.ndim >= 2,
 ) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on what ``decays`` says: by default on matrices, not on norms and biases.
+    """Return AdamW with weight decay on what ``decays`` selects: by default matrices, not norms and biases.
 
     The kernel is fused: one per group instead of thousands.
     """
@@ -49,8 +49,7 @@ def build_optimizer(
 def seed_step(seed: int, step: int, stream: int) -> None:
     """Seed every generator as a pure function of the run's seed, the step, and the rank's ``stream``.
 
-    What is drawn in a step (dropout) hence needs no saved state to be the same after a resume. ``stream`` is the
-    data-parallel rank: peers that share rows must draw the same numbers.
+    A resume draws the same dropout without saved generator state. Ranks with the same ``stream`` draw alike.
     """
     mixed = _mix(_mix(_mix(seed) ^ step) ^ stream)
     random.seed(mixed)
@@ -58,7 +57,7 @@ def seed_step(seed: int, step: int, stream: int) -> None:
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea and Flood, 2014): near inputs give unrelated seeds."""
+    """Return SplitMix64's finaliser (Steele, Lea and Flood, 2014): nearby inputs give unrelated seeds."""
     mask = 2**64 - 1
     value = (value + 0x9E3779B97F4A7C15) & mask
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -67,17 +66,17 @@ def _mix(value: int) -> int:
 
 
 class Vote:
-    """One small sum over all ranks per step: how many tokens count, who was asked to stop, who has failed.
+    """One all-reduce per step of three sums: counted tokens, ranks asked to stop, ranks that failed.
 
-    A stop or a failure on one rank thus reaches every rank within the step, and none is left behind in a collective.
-    The tokens stay on the device; the rest is copied to the host behind the work already queued, and read when the
-    whole step is queued, so that the device never runs dry.
+    A stop or a failure on one rank so reaches every rank within the step, and no rank waits in a collective alone. The
+    token count stays on the device. The rest is copied to the host asynchronously and read after the whole step is
+    queued, so that the device is never idle.
     """
 
     def __init__(self, backend: Backend, *, tokens: int, stop: bool, failed: bool) -> None:
         """Cast this rank's vote; collective."""
         device = backend.topology.device
-        counted = tokens if _speaks_for_its_rows(backend) else 0
+        counted = tokens if _counts_its_rows(backend) else 0
         values = torch.tensor([counted, int(stop), int(failed)], dtype=torch.int64)
         if device.type == "cuda":
             values = values.pin_memory().to(device, non_blocking=True)
@@ -92,7 +91,7 @@ class Vote:
             self.tokens = values[0]
             self._copied = None
         self.held = ((values[2] > 0) | (values[0] == 0)).float()
-        """1 where the step must leave the weights as they are: a rank failed, or no token counts. On the device."""
+        """float32 scalar on the device: 1 where a rank failed or no token counts, and the update is skipped."""
 
     def outcome(self) -> tuple[int, bool, bool]:
         """Return (counted tokens of the global batch, stop, failed); waits for the sum, not for the step."""
@@ -104,10 +103,10 @@ class Vote:
 
 @dataclass
 class StepResult:
-    """What a step leaves on the device, to be read only when it is logged."""
+    """Results of a step, on the device until they are logged."""
 
     loss: Tensor
-    """This rank's share of the global mean loss, in nats per token: the shares of all ranks add up to the loss."""
+    """This rank's share of the global mean loss, in nats per token; summed over ranks it is the loss."""
     grad_norm: Tensor
     """Global 2-norm of the gradient before clipping."""
 
@@ -147,24 +146,24 @@ def train_step(
     assert total is not None, "a step has at least one micro-batch"
     grad_norm = backend.clip_grad_norm(model, max_grad_norm)
     if held is not None:
-        # With --cpu_offload 1 the optimizer is on the host. Its own copy of this would not be waited for.
+        # With --cpu_offload 1 the optimizer runs on the host; copying here waits for the value, its own copy would not.
         held = held.to(optimizer.param_groups[0]["params"][0].device)
-    # What `torch.amp.GradScaler` sets: the fused kernel reads it on the device, and does nothing where it is 1.
+    # The attribute that `torch.amp.GradScaler` sets: the fused kernel reads it on the device and skips the update at 1.
     optimizer.found_inf = held  # type: ignore[attr-defined]
     optimizer.step()
     return StepResult(loss=total, grad_norm=grad_norm)
 
 
 def read(backend: Backend, result: StepResult) -> tuple[float, float]:
-    """Return loss and gradient norm of a step as numbers of the host; collective, waits."""
+    """Return (loss, gradient norm) of a step as Python numbers; collective, synchronizes."""
     return float(backend.sum_over_data(result.loss.clone()).item()), float(result.grad_norm.item())
 
 
 @torch.no_grad()
 def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> float:
-    """Return the mean loss, in nats per counted token, over the batches of all ranks; collective, waits.
+    """Return the mean loss, in nats per counted token, over the batches of all ranks; collective, synchronizes.
 
-    Every rank must bring the same number of batches; those with nothing counted add nothing.
+    Every rank must pass the same number of batches; batches without counted tokens add nothing.
     """
     was_training = model.training
     model.eval()
@@ -173,7 +172,7 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> fl
     try:
         for batch in batches:
             sums[0] += _loss_sum(backend, model, batch).double()
-            sums[1] += batch.counted_tokens() * _speaks_for_its_rows(backend, among_tensor_peers=False)
+            sums[1] += batch.counted_tokens() * _counts_its_rows(backend, among_tensor_ranks=False)
     finally:
         model.train(was_training)
     loss, tokens = backend.sum_over_data(sums).tolist()
@@ -182,13 +181,13 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> fl
     return float(loss / tokens)
 
 
-def _speaks_for_its_rows(backend: Backend, *, among_tensor_peers: bool = True) -> bool:
-    """Tell whether this rank is the one of those that read the same rows whose count of their tokens is taken.
+def _counts_its_rows(backend: Backend, *, among_tensor_ranks: bool = True) -> bool:
+    """Return True on one rank of each group that reads the same rows, so that tokens are counted once.
 
-    `Backend.sum_over_data` leaves tensor peers out of the sum, so there each of them speaks.
+    `Backend.sum_over_data` leaves tensor ranks out of its sum; there every tensor rank counts.
     """
     topology = backend.topology
-    return topology.cp_rank == 0 and (topology.tp_rank == 0 or not among_tensor_peers)
+    return topology.cp_rank == 0 and (topology.tp_rank == 0 or not among_tensor_ranks)
 
 
 def _loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:

@@ -1,1 +1,1 @@
-"""How a model is spread over devices on stock PyTorch: the mesh, and what is applied to the model on it."""
+"""Parallelism on stock PyTorch: the mesh and the transformations applied to a model on it."""

@@ -1,7 +1,7 @@
-"""Activation checkpointing: what of a layer's forward pass is computed again in the backward pass.
+"""Activation checkpointing: recomputation of parts of a layer's forward pass in the backward pass.
 
-A layer's ``forward`` is replaced, not the layer wrapped: names stay as they are, and what other code hangs on the
-layer's call (FSDP2's gathering of parameters) stays outside and runs once.
+A layer's ``forward`` is replaced; the layer is not wrapped. Parameter names stay as they are, and hooks on the layer's
+call (FSDP2's all-gather) stay outside and run once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smp_train.arguments import checkpointing
 from smp_train.errors import ConfigError
 from smp_train.parallel.layer_selection import chosen
 
-# Costly to compute again: products of matrices, and attention kernels, which save what their backward pass needs.
+# Costly to recompute: matrix products and attention kernels.
 _KEPT_NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
@@ -30,12 +30,12 @@ _KEPT_NAMES = (
 _KEPT = {getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)}
 _KEPT_NAMESPACES = ("_c10d_functional", "flash_attn", "flash_attn_3")
 _KEPT.add(torch.ops.higher_order.flex_attention)
-# Waiting again for a collective that has finished costs nothing, and its result is the collective's own.
+# Waiting again for a finished collective costs nothing, and its result is the collective's own.
 _NOT_KEPT = {torch.ops._c10d_functional.wait_tensor.default}
 
 
 CHANGE_IN_PLACE = frozenset({"falcon"})
-"""Types of transformers whose layers change a kept result in place; others are found out at the first forward pass."""
+"""Model types whose layers modify a kept result in place; others are detected in the first forward pass."""
 
 
 def check(setting: str, model_type: str, *, compiled: bool) -> None:
@@ -86,9 +86,9 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def _watched_once(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch the first pass: torch's own check misses a change through the view that every 3-D product returns.
+    """Check the first pass: torch's own check misses a write through the view that every 3-D product returns.
 
-    Compiled code needs no watching: there, nothing is changed in place before it is traced.
+    Compiled code needs no check, because tracing removes in-place writes.
     """
     seen = False
 
@@ -104,7 +104,7 @@ def _watched_once(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ChangesOfKept(TorchDispatchMode):
-    """Refuses a change in place of a kept result: computing again would start from the changed value."""
+    """Raises for an in-place write to a kept result: recomputation would start from the modified value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _ChangesOfKept(TorchDispatchMode):
         if _keeps(operation):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
-                    # With the tensor itself, so that no other comes to lie at its address.
+                    # The tensor is kept too, so that no other can reuse its address.
                     self.kept[_storage(tensor)] = (operation, tensor)
         return result
 

@@ -1,13 +1,13 @@
-"""Activations wait in host memory between a layer's forward and its backward pass.
+"""Activation offloading: host memory holds activations between a layer's forward and backward pass.
 
 What autograd saves inside a decoder layer (its input alone, where the layer is checkpointed) is copied to the host
-while the layers after it compute, and comes back ``horizon`` layers ahead of the backward pass. The unit is the
-*storage* behind saved tensors: tensors that share one before share one after, with the same strides, which compiled
-code relies on; it is one flat copy; and no more is moved than the device would have held.
+while the layers after it compute, and is loaded ``horizon`` layers ahead of the backward pass. The unit is the
+*storage* behind saved tensors, moved in one flat copy: tensors that shared a storage share one again, with the same
+strides, as compiled code requires.
 
 Stays on the device: parameters and buffers (FSDP2 owns the memory behind the first), inputs without a gradient, which
 all layers share (masks, rotary tables), storages below `MIN_BYTES`, and everything of the last ``horizon`` layers,
-which the backward pass wants first.
+which the backward pass needs first.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 MIN_BYTES = 1024
-"""A smaller storage stays: its copies would cost more than its memory is worth."""
+"""A smaller storage stays: copying it costs more than its memory saves."""
 
 PACKABLE = (Tensor, nn.Parameter)
-"""Types whose memory is what it seems: DTensors, fake tensors and other subclasses stay on the device."""
+"""Tensor types that own plain memory; DTensors, fake tensors and other subclasses stay on the device."""
 
 
 class Lane:
-    """Where copies between device and host run: a stream of its own on CUDA, in line on a CPU.
+    """The stream of copies between device and host: a side stream on CUDA; on a CPU, copies run in line.
 
-    One stream for both directions: forward passes only copy out and backward passes only copy in, and order within
-    one stream is all that the reuse of host buffers needs.
+    One stream serves both directions: forward passes only copy out, backward passes only copy in, and the order within
+    the stream makes the reuse of host buffers safe.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class Lane:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
-        """Start copying, after all that the device has been given to compute so far; return what `wait` takes."""
+        """Start a copy after all work queued on the device so far; return an event for `wait`."""
         if self.stream is None:
             target.copy_(source)
             return None
@@ -50,16 +50,16 @@ class Lane:
             return self.stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """Let what the device is given to compute from here on wait for a copy; the host does not wait."""
+        """Make work queued from here on wait for a copy; the host does not wait."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
 
 class HostPool:
-    """Host buffers, page-locked for CUDA, that are used again from step to step.
+    """Host buffers, page-locked for CUDA, reused from step to step.
 
-    It never holds more than the most that was in use at any one time: before it takes new memory beyond that, it gives
-    up free buffers of other sizes.
+    The pool never holds more bytes than were in use at its peak: before it allocates beyond that, it frees unused
+    buffers of other sizes.
     """
 
     def __init__(self, *, pin_memory: bool) -> None:
@@ -67,7 +67,7 @@ class HostPool:
         self.held = 0
         """Bytes of all its buffers."""
         self.in_use = 0
-        """Bytes of the buffers that are out."""
+        """Bytes of the buffers in use."""
         self.most = 0
         """The largest `in_use` so far."""
         self._free: dict[int, list[Tensor]] = {}
@@ -89,7 +89,7 @@ class HostPool:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.pin_memory)
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
+        """Return a buffer to the pool."""
         self.in_use -= buffer.numel()
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
@@ -98,7 +98,7 @@ class Stored:
     """One storage of the device with its copy in host memory; lives as long as autograd holds a tensor on it."""
 
     def __init__(self, source: Tensor, lane: Lane, pool: HostPool) -> None:
-        """Take note of ``source``, all bytes of a storage."""
+        """Register ``source``, all bytes of a storage (uint8)."""
         self.lane, self.pool = lane, pool
         self.size = source.numel()
         self.on_device: Tensor | None = source
@@ -112,7 +112,7 @@ class Stored:
         self.mark = self.lane.copy(self.buffer[: self.size], self.on_device)
 
     def leave(self) -> None:
-        """Give up the device copy once the copy out is done."""
+        """Release the device memory once the copy to the host is done."""
         self._wait()
         self.on_device = None
 
@@ -124,7 +124,7 @@ class Stored:
             self.mark = self.lane.copy(self.on_device, self.buffer[: self.size])
 
     def get(self) -> Tensor:
-        """Return the bytes on the device, fit to compute with."""
+        """Return the bytes on the device, ready for computation."""
         self.load()
         self._wait()
         assert self.on_device is not None
@@ -135,14 +135,14 @@ class Stored:
         self.mark = None
 
     def __del__(self) -> None:
-        # A copy may be under way still (the graph was dropped): the device memory must not be given away before it.
+        # A copy may still be running (the graph was dropped): device memory must not be released before it ends.
         self._wait()
         if self.buffer is not None:
             self.pool.give(self.buffer)
 
 
 class Packed:
-    """What autograd holds in place of a tensor: where it lies in a storage."""
+    """Autograd's stand-in for a saved tensor: its storage and its place in it."""
 
     def __init__(self, stored: Stored, tensor: Tensor) -> None:
         self.stored = stored
@@ -161,13 +161,13 @@ class LayerPass:
     def __init__(self, offload: Offload, previous: LayerPass | None, *, away: bool, staying: Iterable[Tensor]) -> None:
         self.offload, self.previous, self.away = offload, previous, away
         self.staying = {_storage_id(plain) for plain in map(_plain, staying) if plain is not None}
-        # Strong during the forward pass, so that no other storage can come to lie at the same address.
+        # Strong references during the forward pass, so that no other storage can reuse an address.
         self.fresh: dict[int, Stored] = {}
         self.stored: list[weakref.ref[Stored]] = []
         self.announced = False
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
-        """Autograd saves ``tensor``: note it for the way out, or hand it back to be held as it is."""
+        """Hook for a tensor that autograd saves: register it for offloading, or return it to stay on the device."""
         if isinstance(tensor, DTensor):  # between the blocks of a tensor group; autograd wants its mesh back with it
             return tensor
         plain = _plain(tensor)
@@ -183,7 +183,7 @@ class LayerPass:
         return Packed(self.fresh[key], plain)
 
     def unpack(self, packed: Tensor | Packed) -> Tensor:
-        """The backward pass wants a tensor: call for the layers it comes to next, and return this one."""
+        """Hook for a tensor the backward pass needs: start loading the next ``horizon`` layers; return this one."""
         if not self.announced:
             self.announced = True
             layer: LayerPass | None = self
@@ -194,9 +194,9 @@ class LayerPass:
         return packed.tensor() if isinstance(packed, Packed) else packed
 
     def close(self) -> None:
-        """The layer's forward pass is over: send what it saved, which from here on autograd alone keeps.
+        """Start the copies to the host at the end of the layer's forward pass; from here on only autograd holds them.
 
-        Not earlier: a storage may still have been written to, beside the tensors that were saved.
+        Not earlier, because the layer may still write to a storage after one of its tensors was saved.
         """
         for stored in self.fresh.values():
             stored.send()
@@ -204,12 +204,12 @@ class LayerPass:
         self.fresh = {}
 
     def leave(self) -> None:
-        """Free the device of what has been copied out."""
+        """Release the device memory of everything copied to the host."""
         for stored in self._alive():
             stored.leave()
 
     def load(self) -> None:
-        """Start bringing everything back."""
+        """Start loading everything back."""
         for stored in self._alive():
             stored.load()
 
@@ -225,7 +225,7 @@ class Offload:
         self._latest: LayerPass | None = None
 
     def around(self, layer: nn.Module, *, first: bool, away: bool) -> Callable[..., Any]:
-        """Return the layer's forward with what it saves going through here; ``away``: and going to the host."""
+        """Return the layer's forward with saved tensors intercepted, and with ``away`` sent to the host."""
         forward = layer.forward
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +241,7 @@ class Offload:
             with torch.autograd.graph.saved_tensors_hooks(this.pack, this.unpack):
                 output = forward(*args, **kwargs)
             this.close()
-            # The layer before has had this layer's time for its way out. What it held may now be used again.
+            # The previous layer's device-to-host copy overlapped this forward; release its device memory.
             if self._latest is not None:
                 self._latest.leave()
             self._latest = this
@@ -273,7 +273,7 @@ def apply(
 
 
 def _plain(tensor: Tensor) -> Tensor | None:
-    """Return the tensor whose memory holds the values, or None where that is not known."""
+    """Return the tensor whose memory holds the values, or None for unknown tensor types."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     return tensor if type(tensor) in PACKABLE and tensor.layout == torch.strided else None

@@ -19,9 +19,9 @@ def check(backend: str) -> None:
 def apply(layers: list[nn.Module], *, backend: str) -> None:
     """Compile the ``forward`` of every decoder layer in place; parameter names stay as they are.
 
-    Not the whole model: the layers are alike, so one compilation, some seconds long, serves them all, and FSDP2's
-    communication stays between them. Layers of two kinds, such as every second one checkpointed, make two compilations.
-    Code that cannot be traced splits a layer in parts rather than stopping the run.
+    Layers, not the whole model: equal layers share one compilation of some seconds, and FSDP2 communicates between
+    them. Two kinds of layer, such as every second one checkpointed, take two compilations. Code that cannot be traced
+    breaks a layer's graph; it does not stop the run.
 
     Args:
         layers: The decoder layers, checkpointed or not.

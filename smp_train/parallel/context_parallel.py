@@ -2,7 +2,7 @@
 
 The sequence is cut into twice as many pieces as there are ranks; rank r takes pieces r and 2 * degree - 1 - r. Early
 pieces attend to little and late ones to much, so every rank has the same work. Keys and values of the whole sequence
-are gathered in each layer, and their gradients added up and scattered: the all-gather form of Llama 3 (The Llama 3 Herd
+are gathered in each layer, and their gradients are reduce-scattered: the all-gather form of Llama 3 (The Llama 3 Herd
 of Models, 2024, section 3.3.2), exact on any device, in place of a ring, which torch has for CUDA kernels only.
 """
 
@@ -29,15 +29,15 @@ KNOWN = frozenset(
         "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
     }
 )  # fmt: skip
-"""Types of transformers in which nothing but attention looks from one token at another, and attention is causal, with
-at most a sliding window that is told to the kernel. Others have sinks, masks of their own, convolutions or states along
-the sequence: split, they would train and learn something else."""
+"""Model types of transformers in which only causal attention, with at most a sliding window passed to the kernel, mixes
+tokens. Others have attention sinks, masks of their own, convolutions or recurrent states: with split sequences they
+would compute another function without an error."""
 
 BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
-"""Kinds of rotary embedding of transformers that look at the largest position in the batch."""
+"""Rotary embeddings of transformers that depend on the largest position in the batch."""
 
 WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "position_embeddings"})
-"""Tensors that transformers hands to every kernel and sdpa does not look at either."""
+"""Tensors that transformers passes to every kernel and sdpa ignores."""
 
 
 def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> None:
@@ -71,7 +71,7 @@ def _rope_types(config: Any) -> set[str]:
 
 
 class ContextSplit:
-    """What one rank of the context mesh keeps of each sequence, and the attention that makes up for the rest."""
+    """One context rank's pieces of each sequence, and attention from them to the whole sequence."""
 
     def __init__(self, mesh: DeviceMesh, seq_len: int) -> None:
         self.mesh = mesh

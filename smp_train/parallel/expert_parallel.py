@@ -1,4 +1,4 @@
-"""Mixtures of experts in a tensor group: whole experts are dealt out, and the router is on every rank."""
+"""Mixtures of experts under tensor parallelism: each rank holds whole experts, and the router is replicated."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from smp_train.parallel.sequence import SEQUENCE, gather_hidden, on_hidden_state
 def distribute_experts(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
     """Distribute a mixture's experts over the ranks: each rank routes every token, and computes those of its experts.
 
-    Splitting whole experts rather than each expert's matrices keeps the fused gate-and-up matrix in one piece. What
-    the block gives is the sum over ranks, so there may be nothing in it that every rank computes alike.
+    Distributing whole experts, not slices of their matrices, keeps the fused gate-and-up matrix in one piece. The
+    block's output is the sum over ranks, so no part of the block may be computed by every rank.
 
     Args:
         moe: The block: a router and its experts.
@@ -36,7 +36,7 @@ def distribute_experts(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
     local_parameters.place(experts, mesh, Shard(0))
     local_parameters.place(gate, mesh, Replicate())
     experts.num_experts = share
-    # transformers' own mark: its grouped products then zero what they leave unset for experts of other ranks.
+    # transformers' own flag: its grouped products then zero the outputs of experts on other ranks.
     experts._is_expert_parallel = True
     # The router's weight is whole on every rank, but each rank sees the gradient of its own experts only.
     local_parameters.compute_on_local(gate, [Partial()])
@@ -45,7 +45,7 @@ def distribute_experts(moe: nn.Module, experts: Any, mesh: DeviceMesh) -> None:
     def keep_own(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden, index, weights = args
         own = (index >= first) & (index < first + share)
-        # `share` is one past the last expert: the number that transformers passes over.
+        # `share` is one past the last expert: the index that transformers skips.
         return hidden, torch.where(own, index - first, share), torch.where(own, weights, 0.0)
 
     experts.register_forward_pre_hook(keep_own)

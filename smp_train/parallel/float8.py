@@ -12,11 +12,11 @@ from smp_train.errors import ConfigError
 OLDEST_CAPABILITY = (9, 0)
 """Hopper."""
 MULTIPLE = 16
-"""What the FP8 matrix product wants both dimensions of a weight to be a multiple of (torchao, float8 training)."""
+"""Both dimensions of a weight must be a multiple of this in an FP8 matrix product (torchao, float8 training)."""
 
 
 def check(device: torch.device) -> None:
-    """Raise `ConfigError` where ``--fp8 1`` cannot run: on this device, or for want of torchao."""
+    """Raise `ConfigError` where ``--fp8 1`` cannot run: wrong device, or torchao missing."""
     if device.type != "cuda":
         raise ConfigError("--fp8 1 needs a GPU of the Hopper generation (H100) or newer, and this run is on the CPU")
     capability = torch.cuda.get_device_capability(device)
@@ -30,7 +30,7 @@ def check(device: torch.device) -> None:
 
 
 def convertible(module: nn.Module) -> bool:
-    """Say whether a module is a linear layer whose dimensions FP8 products can take."""
+    """Return whether a module is a linear layer whose dimensions FP8 products accept."""
     return isinstance(module, nn.Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
 
 

@@ -1,4 +1,4 @@
-"""FSDP2: each decoder layer is a unit of communication, the rest belongs to the root."""
+"""FSDP2: each decoder layer is one unit of communication; the remaining parameters belong to the root."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def shard(
         param_dtype: Type of the parameters in computation; None computes in the type they are stored in.
         reshard_after_forward: Free a layer's gathered parameters after its forward pass, and gather again for its
             backward pass (ZeRO-3); False keeps them between the two (ZeRO-2).
-        forward_prefetch: Ask for the next layer's parameters before this layer computes, not after: the gathering
-            starts earlier where the host is slow, and one more layer is in memory. (In the backward pass FSDP2 always
-            gathers one layer ahead.)
+        forward_prefetch: Request the next layer's parameters before this layer computes: the all-gather starts earlier
+            where the host is slow, and one more layer is in memory. (The backward pass always gathers one layer ahead.)
         cpu_offload: Keep parameters, gradients and so the optimizer's state in host memory, in page-locked memory for
             CUDA; only gathered parameters are on the device.
     """
@@ -46,7 +45,7 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     last = layers[-1]
     for layer in layers:
-        # The last layer's backward pass follows its forward pass at once: freeing it would only buy a second gather.
+        # The last layer's backward pass follows its forward pass at once: freeing it would cost a second all-gather.
         fully_shard(
             layer,
             mesh=mesh,
@@ -77,7 +76,7 @@ def _sum_gradients(module: FSDPModule) -> None:
 def accumulate(model: nn.Module, *, last: bool) -> None:
     """Prepare the backward pass of one micro-batch.
 
-    Every micro-batch reduces its gradient to this rank's shard, so that no rank ever holds a whole one; the sum over
+    Every micro-batch reduces its gradient to this rank's shard, so that no rank holds a whole gradient; the sum over
     replicas waits for the last micro-batch.
     """
     assert isinstance(model, FSDPModule)

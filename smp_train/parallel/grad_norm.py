@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, whatever mesh each part of it is laid out on."""
+"""Norm and clipping of the whole gradient over any mixture of meshes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients of the model, a float32 scalar on their device; collective.
 
     Args:
-        gradients: Plain tensors, which every rank must hold alike, and DTensors, each sharded or replicated over
-            the dimensions of its own mesh. The squares of a part are summed over the ranks that hold the other parts.
+        gradients: Plain tensors, replicated on every rank, and DTensors, each sharded or replicated over the
+            dimensions of its own mesh. Squares are summed over the dimensions that shard.
     """
     by_ranks: dict[tuple[object, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:

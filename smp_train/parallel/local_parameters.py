@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 
 def place(module: nn.Module, mesh: DeviceMesh, placement: Replicate | Shard) -> None:
-    """Lay the module's own parameters, on the meta device, out over ``mesh``."""
+    """Distribute the module's own parameters, on the meta device, over ``mesh``."""
     for key, parameter in list(module.named_parameters(recurse=False)):
         module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, mesh, [placement])))
 
 
 class _Stand:
-    """A module as its own forward sees it: some attributes are given, the rest are the module's."""
+    """A module with some attributes overridden, passed to its own forward."""
 
     def __init__(self, module: nn.Module, given: dict[str, Any]) -> None:
         self.__dict__.update(given)
@@ -27,9 +27,9 @@ class _Stand:
 
 
 def compute_on_local(module: nn.Module, grad_placements: list[Any] | None) -> None:
-    """Let the module's own forward see plain tensors, this rank's part, where its parameters are DTensors.
+    """Let the module's own forward compute on this rank's local tensors where its parameters are DTensors.
 
-    Nothing of the module changes meanwhile: the compiler does not follow that into a checkpoint.
+    The module itself is not modified: the compiler cannot trace such a change inside a checkpoint.
 
     Args:
         module: A module with parameters of its own.

@@ -16,7 +16,7 @@ from smp_train.parallel.sequence import gather_hidden
 def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:
     """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
 
-    It is a forward method of the root: only there are the root's parameters, the head's weight among them, gathered.
+    It is a forward method of the root: only inside one are the root's parameters, such as the head's weight, gathered.
 
     Args:
         model: A sharded causal LM.

@@ -1,7 +1,7 @@
-"""The one object that knows how ranks are laid out.
+"""The device mesh of a run.
 
-Dimensions, outermost first: ``replicate`` x ``shard`` x ``context`` x ``tensor``. Neighbouring ranks sit on the same
-node, so the innermost dimensions, which talk most, stay on the fastest links.
+Dimensions, outermost first: ``replicate`` x ``shard`` x ``context`` x ``tensor``. Neighbouring ranks share a node, so
+the innermost dimensions, which communicate most, use the fastest links.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Mesh:
             self._shard = self.root["shard", "context"]._flatten("shard_context")
         else:
             self._shard = self.root["shard"]
-        # Groups connect through the store, which rank 0 may serve: if it went on alone to a refusal and left, its
-        # peers would die of a lost connection in place of that line.
+        # Groups connect through the store, which rank 0 may serve. Without the barrier rank 0 could refuse the
+        # configuration and exit first, and its peers would report a lost connection instead of that message.
         dist.barrier()
 
     @property

@@ -1,4 +1,4 @@
-"""AdamW on a mesh: each rank updates the part of every parameter that it holds."""
+"""AdamW over DTensors: each rank updates its local part of every parameter."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from smp_train.distributed.dtensor import local_tensor
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, whose update goes element by element and so needs nothing of other ranks.
+    """`torch.optim.AdamW` on local tensors; its update is elementwise and needs no communication.
 
-    The states are laid out as their parameters are. The kernel is given this rank's part of both: over DTensors torch
-    works out a layout for the lists of all of them, which on a mesh of three dimensions is most of a first step.
+    States are laid out as their parameters. The fused kernel gets local tensors: with DTensors, torch propagates
+    layouts for the lists of all of them, most of a first step's time on a three-dimensional mesh.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        # No public call hands out these lists; this one has been there since torch 2.0.
+        # There is no public access to these lists; this method has existed since torch 2.0.
         found = super()._init_group(group, *lists)
         for tensors in lists:
             if isinstance(tensors, list):

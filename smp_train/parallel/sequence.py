@@ -1,4 +1,4 @@
-"""Hidden states split along the sequence, as they are between the blocks of a tensor group, and whole inside them."""
+"""Sequence parallelism: hidden states are split along the sequence between the blocks and whole inside them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, .
 
 
 def on_hidden_states(change: Callable[[Tensor], Tensor]) -> Hook:
-    """Make a hook that changes a module's hidden states, which some models pass by position and some by name."""
+    """Return a hook that changes a module's hidden states, passed by position or by name."""
 
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -29,7 +29,7 @@ def on_hidden_states(change: Callable[[Tensor], Tensor]) -> Hook:
 
 
 def scatter_whole(mesh: DeviceMesh) -> Hook:
-    """Keep this rank's part of the sequence; the embedding's output is whole, for masks and positions to be right."""
+    """Keep this rank's part of the sequence; the embedding's output is whole, so that masks and positions are right."""
 
     def scatter(hidden: Tensor) -> Tensor:
         whole = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
@@ -39,7 +39,7 @@ def scatter_whole(mesh: DeviceMesh) -> Hook:
 
 
 def gather_whole(mesh: DeviceMesh) -> Hook:
-    """Give a block the whole sequence, as a DTensor: its projections' gradients are added up and scattered once."""
+    """Give a block the whole sequence, as a DTensor: its projections' gradients are reduce-scattered once."""
 
     def gather(hidden: Tensor) -> Tensor:
         part = DTensor.from_local(hidden, mesh, [Shard(SEQUENCE)], run_check=False)
@@ -49,9 +49,9 @@ def gather_whole(mesh: DeviceMesh) -> Hook:
 
 
 def gather_hidden(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the whole sequence of hidden states split along it, as a plain tensor for work that is split over ranks.
+    """Return the whole sequence of hidden states that are split along it, as a plain tensor.
 
-    The gradient that comes back is taken as one summand of the true one: it is added up and scattered.
+    Each rank's gradient is one summand of the true gradient: the backward pass reduce-scatters it.
     """
     part = DTensor.from_local(hidden, mesh, [Shard(SEQUENCE)], run_check=False)
     return part.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

@@ -30,7 +30,7 @@ from smp_train.parallel import expert_parallel, local_parameters
 from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole
 
 STYLES = frozenset({"colwise", "rowwise", "moe_tp_experts", "replicated_with_grad_allreduce"})
-"""Of a plan's styles for modules, those that are carried out here."""
+"""Styles of a tensor-parallel plan that are implemented here."""
 
 
 def check(config: Any, degree: int, seq_len: int) -> None:
@@ -71,7 +71,7 @@ def apply(model: Any, layers: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> 
 
 
 class UnknownSplit(Exception):
-    """A part of a model, by its name, and why there is no rule to split it by."""
+    """A module or parameter that cannot be split: its name and the reason."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(name)
