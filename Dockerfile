@@ -13,7 +13,7 @@ RUN id trainer >/dev/null 2>&1 || useradd --create-home --uid 10001 trainer; cho
 FROM common AS smp
 ARG EXTRA_PACKAGES=
 RUN python -m pip install --no-cache-dir --no-deps . && \
-    python -m pip install --no-cache-dir 'pyyaml>=6' packaging tqdm 'orjson>=3.9' 'isal>=1.5' safetensors ${EXTRA_PACKAGES}
+    python -m pip install --no-cache-dir 'pyyaml>=6' packaging tqdm 'orjson>=3.9' 'pysimdjson>=6' 'isal>=1.5' safetensors ${EXTRA_PACKAGES}
 ARG IMAGE_USER=trainer
 USER ${IMAGE_USER}
 
