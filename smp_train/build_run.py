@@ -12,7 +12,6 @@ import torch
 import smp_train
 from smp_train import arguments, backends, distributed, train_utils
 from smp_train.arguments import Arguments, Resolved
-from smp_train.arguments.degrees import of_run
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints import Checkpoint, CheckpointManager, RunId, foreign, policies
 from smp_train.checkpoints.export import check_tokenizer, tokenizer_beside
@@ -22,6 +21,7 @@ from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_l
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
 from smp_train.distributed import Runtime
+from smp_train.distributed.degrees import of_run
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.configuration import changes
@@ -272,10 +272,8 @@ def build_optimizer(
 
 def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAudit:
     """Open this rank's audit of the data; collective."""
-    with distributed.together("opening the audit"):
-        earlier = folder.earlier_attempts()
     # On another file system a rank sees fewer attempts.
-    attempt = distributed.largest([earlier])[0] + 1
+    attempt = max(distributed.gather("opening the audit", folder.earlier_attempts)) + 1
     with distributed.together("opening the audit"):
         return DataAudit(
             folder.path, ranks.rank, attempt=attempt, dp_rank=topology.dp_rank, dp_size=topology.dp_size

@@ -211,7 +211,7 @@ def _internal(error: Exception) -> str:
     text = " ".join(str(error).split())
     if _lost_peer(error):
         reason = re.sub(r"^\[\S+:\d+\] ", "", text).partition(". ")[0]
-        first = failures.who_was_first() or "its own message, or the launcher's, says why"
+        first = failures.first_failure() or "its own message, or the launcher's, says why"
         return f"error: lost touch with another rank; {first} ({reason[:200]})"
     return f"internal error: {type(error).__name__}: {text} (run again with --debug 1 for the traceback)"
 

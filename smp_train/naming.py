@@ -16,7 +16,6 @@ from pathlib import Path
 from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
 from smp_train.checkpoints import Checkpoint, RunId
-from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.finding import is_one_checkpoint
 from smp_train.checkpoints.node_local import is_node_local, storage_of
 from smp_train.checkpoints.owner import Origin, origin, summary
@@ -52,12 +51,7 @@ def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     one. The id is that of the checkpoints to resume, if they are of a run of this name, else it is drawn. An evaluation
     takes no name over: its run folder would be that of a run that may be training.
     """
-    start: Start | None = None
-    with distributed.together("choosing the run's name"):
-        if ranks.is_main:
-            start = _choose(resolved)
-    start = on_main("cannot start", lambda: start)
-    assert start is not None
+    start = distributed.on_main("choosing the run's name", lambda: _choose(resolved))
     sources = dict(resolved.sources)
     if not resolved.args.run_name:
         sources["run_name"] = "the run that is resumed" if start.continues else "a fresh name"

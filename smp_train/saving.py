@@ -12,7 +12,6 @@ from functools import partial
 from smp_train import distributed, train_utils
 from smp_train.build_run import Run, tokenizer_of
 from smp_train.checkpoints import RunId, open_checkpoint
-from smp_train.checkpoints.collective import on_main
 from smp_train.checkpoints.export import export, export_weights
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.owner import committed
@@ -90,7 +89,7 @@ def complete_models(run: Run, step: int) -> None:
         if is_node_local(folder):
             continue
         storage = open_storage(folder)
-        lacking = on_main(f"cannot look into {folder}", partial(_without_model, storage, run.start.run, step))
+        lacking = distributed.on_main(f"looking into {folder}", partial(_without_model, storage, run.start.run, step))
         for name in lacking:
             path = os.path.join(storage.location, name)
             write_model(run, path, os.path.join(path, MODEL_FOLDER))

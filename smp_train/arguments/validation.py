@@ -17,12 +17,12 @@ from smp_train.arguments.capabilities import (
     REFUSED,
     REFUSED_NATIVELY,
 )
-from smp_train.arguments.degrees import divisors, of_run
 from smp_train.arguments.flag import show
 from smp_train.arguments.groups import STRATEGIES, Arguments, flags
 from smp_train.arguments.parse import Resolved
 from smp_train.arguments.values import is_run_name
 from smp_train.distributed import smp_installed
+from smp_train.distributed.degrees import divisors, of_run
 from smp_train.errors import ConfigError
 
 AT_LEAST_ONE = (

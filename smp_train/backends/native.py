@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
-from smp_train.arguments.degrees import of_run
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
+from smp_train.distributed.degrees import of_run
 from smp_train.models import build, moe
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import initialise

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
-from smp_train.arguments.degrees import check_model, of_run
 from smp_train.backends import smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
 from smp_train.checkpoints.saver import Saver
+from smp_train.distributed.degrees import check_model, of_run
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.models import build
 from smp_train.models.heads import can_chunk

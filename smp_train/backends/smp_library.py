@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
-from smp_train.arguments.degrees import of_run
 from smp_train.arguments.parse import launched_by_smp
+from smp_train.distributed.degrees import of_run
 from smp_train.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -35,13 +34,13 @@ def load() -> tuple[Any, str]:
         library = _imported()
     except ConfigError as failure:
         cause = str(failure)
-    told = [json.loads(each) for each in distributed.exchange(json.dumps([socket.gethostname(), cause]).encode())]
+    causes = distributed.gather("importing torch.sagemaker", lambda: (socket.gethostname(), cause))
     without: dict[str, list[int]] = {}
-    for rank, (host, failed) in enumerate(told):
+    for rank, (host, failed) in enumerate(causes):
         if failed:
             without.setdefault(host, []).append(rank)
-    failures = [failed for _, failed in told if failed]
-    if 0 < len(failures) < len(told):
+    failures = [failed for _, failed in causes if failed]
+    if 0 < len(failures) < len(causes):
         where = [f"{host} (rank {', '.join(map(str, ranks))})" for host, ranks in without.items()]
         more = f" and {len(where) - 3} more nodes" if len(where) > 3 else ""
         raise ConfigError(

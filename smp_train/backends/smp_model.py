@@ -19,7 +19,6 @@ from smp_train import distributed, losses
 from smp_train.arguments import checkpointing
 from smp_train.backends import smp_library
 from smp_train.backends.smp_fp8 import Fp8
-from smp_train.checkpoints.collective import alone
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.errors import ConfigError, one_line
 from smp_train.models import build
@@ -46,7 +45,7 @@ def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: 
             if weights is None:
                 initialise(model, seed)
             elif reads:
-                with alone():
+                with distributed.alone():
                     load_weights(model, weights)
     if weights is not None:
         dist.barrier()

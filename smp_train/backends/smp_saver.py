@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from smp_train.backends import smp_library
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
+from smp_train.distributed import gather
 from smp_train.errors import ConfigError
 
 logger = logging.getLogger("smp_train.smp")
@@ -63,9 +64,7 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
     group = root.process_group
     process_groups = smp_library.part("utils.process_group_utils", "--backend smp")
     ranks = process_groups.get_global_ranks(group)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (part, first, tuple(ranks)))
-    if not each_tree_once(told):
+    if not each_tree_once(gather("choosing how to save", lambda: (part, first, tuple(ranks)))):
         if parted:
             raise ConfigError("SMP's replication ranks name no one writer of each shard: nothing can be saved")
         return Saver(names=names)  # so where the layout is torch's: --sharding_strategy hybrid_shard without a degree

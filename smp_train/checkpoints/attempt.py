@@ -8,17 +8,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from smp_train import distributed
-from smp_train.checkpoints.collective import exchange, here, on_main, rank
+from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.record import META, Committed, FileRecord
 from smp_train.checkpoints.saver import Saver
 from smp_train.checkpoints.storage import Storage, wait_for
+from smp_train.distributed.agree import any_rank, here, rank
 from smp_train.errors import CheckpointError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Attempt:
 
         ``records`` returns what this rank wrote, or raises what kept it from that: then nothing is committed.
         """
-        shares = exchange(self.what, lambda: (here(""), records()))
+        shares = gather(self.what, lambda: (here(""), records()))
 
         def commit() -> str:
             files = _all_files(self.storage, self.staged, shares)
@@ -106,7 +104,7 @@ class Elsewhere:
     def ended_everywhere(self) -> bool:
         """Return whether every rank that writes is done; collective."""
         self._ask(wait=False)
-        return not distributed.any_rank(not self._ended)
+        return not any_rank(not self._ended)
 
     def _ask(self, *, wait: bool) -> None:
         if self._ended:
@@ -124,13 +122,6 @@ class Elsewhere:
 
     def abandon(self, seconds: float) -> None:
         """Let it be: what it wrote is no checkpoint."""
-
-
-def unless(failure: Exception | None, value: T) -> T:
-    """Return ``value``, or raise the ``failure`` there was, for `exchange` to tell the other ranks of it."""
-    if failure is not None:
-        raise failure
-    return value
 
 
 def _all_files(

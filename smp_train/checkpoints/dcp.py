@@ -35,11 +35,12 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from smp_train.checkpoints.collective import exchange, group, here, is_alone, one_line, rank
+from smp_train.checkpoints.collective import gather, one_line
 from smp_train.checkpoints.record import FileRecord, checksum
 from smp_train.checkpoints.saver import METADATA
 from smp_train.checkpoints.state import State, present
 from smp_train.checkpoints.storage import wait_for
+from smp_train.distributed.agree import group, here, is_alone, rank
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.storage.ranges import Ranges
@@ -376,7 +377,7 @@ def load_state(
     ``ignored`` may be there unasked for; ``load`` takes the place of torch's. Raises `CheckpointError` on
     every rank when any rank failed, or when ``state`` and checkpoint do not match.
     """
-    exchange(f"cannot load {label}", reader.preload)
+    gather(f"cannot load {label}", reader.preload)
     if isinstance(state, State):
         state = state.named_as(saved_entries(reader))
     try:

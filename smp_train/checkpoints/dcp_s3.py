@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from smp_train.checkpoints import storage_s3
-from smp_train.checkpoints.collective import here, one_line
+from smp_train.checkpoints.collective import one_line
 from smp_train.checkpoints.dcp import DCP_METADATA, LocalReader, Writer
 from smp_train.checkpoints.record import Checksum, FileRecord
+from smp_train.distributed.agree import here
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.storage import s3_folder

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_train.checkpoints.collective import exchange, on_main, rank, world_size
+from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.owner import committed, committed_names, last_run, run_of
 from smp_train.checkpoints.record import (
     COMMITTED,
@@ -26,6 +26,7 @@ from smp_train.checkpoints.record import (
 )
 from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
 from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
+from smp_train.distributed.agree import rank, world_size
 from smp_train.errors import CheckpointError
 from smp_train.storage.s3 import is_s3
 
@@ -254,7 +255,7 @@ def open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:
     committed, meta = opened
     checkpoint = Checkpoint(label, committed.step, meta, committed, storage, name)
     if checksums:
-        shares = exchange("cannot verify", lambda: checkpoint.verify(rank(), world_size()))
+        shares = gather("cannot verify", lambda: checkpoint.verify(rank(), world_size()))
         problems = [problem for share in shares for problem in share]
         if problems:
             raise Damaged(f"checkpoint {label} is damaged: {_first(problems)}")

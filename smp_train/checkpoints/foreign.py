@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from smp_train.checkpoints import rank_files
-from smp_train.checkpoints.collective import exchange, on_main
+from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
 from smp_train.checkpoints.record import COMMITTED, META, Committed
@@ -88,7 +88,7 @@ class Foreign(Checkpoint):
         what = f"cannot load {self.path}"
         trees: list[Tree] = []
         with ExitStack() as opened:
-            exchange(what, lambda: trees.extend(self._trees(state, saver, opened)))
+            gather(what, lambda: trees.extend(self._trees(state, saver, opened)))
             if isinstance(state, State):  # a DCP tree of another program may have the names of today's transformers
                 saved = on_main(what, lambda: list(saved_entries(trees[0].reader)))
                 named = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)

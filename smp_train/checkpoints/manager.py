@@ -14,8 +14,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from smp_train.checkpoints.attempt import Attempt, Elsewhere, Saved, unless
-from smp_train.checkpoints.collective import alone, exchange, on_group, on_main, rank
+from smp_train.checkpoints.attempt import Attempt, Elsewhere, Saved
+from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
 from smp_train.checkpoints.lock import ADVICE, Lock
 from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
@@ -25,6 +25,7 @@ from smp_train.checkpoints.retention import Policy, retain, set_later_aside, swe
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.state import present
 from smp_train.checkpoints.storage import PROBE, UNKNOWN, LocalStorage, Storage, open_storage, wait_for
+from smp_train.distributed.agree import alone, on_group, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class CheckpointManager:
             what = f"cannot use checkpoint folder {storage.location}"
             probe = on_main(what, partial(_put_probe, storage))
             try:
-                exchange(what, partial(_see_probe, storage, probe))
+                gather(what, partial(_see_probe, storage, probe))
             finally:
                 if rank() == 0:
                     with contextlib.suppress(OSError, CheckpointError):
@@ -124,7 +125,7 @@ class CheckpointManager:
                     lock.acquire(force=force)
                     self._locks[place] = lock
 
-        exchange("cannot start", acquire)
+        gather("cannot start", acquire)
 
     def go_back(self, to: Checkpoint) -> None:
         """Let the run's checkpoints of later steps no longer count from the first save on, if ``to`` is the run's own.
@@ -220,7 +221,7 @@ class CheckpointManager:
         if self._stager is not None:
             return True
         name = socket.gethostname()
-        told = exchange("cannot save", lambda: (name, local_bytes(state), free_host_bytes()))
+        told = gather("cannot save", lambda: (name, local_bytes(state), free_host_bytes()))
         for host in sorted({host for host, _, _ in told}):
             needed = sum(need for where, need, _ in told if where == host)
             free = min((free for where, _, free in told if where == host and free is not None), default=None)
@@ -245,7 +246,7 @@ class CheckpointManager:
             self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
         begun: list[tuple[dict[str, Any], Callable[[], None]]] = []
         try:
-            exchange("cannot copy the state to host memory", lambda: begun.append(self._begun(state)))
+            gather("cannot copy the state to host memory", lambda: begun.append(self._begun(state)))
         except CheckpointError as failure:
             logger.warning("%s: saves are synchronous", failure)
             self.asynchronous, self._stager = False, None
@@ -254,7 +255,7 @@ class CheckpointManager:
 
         def in_background(failure: Exception | None) -> list[Saved]:
             with on_group(self._group):
-                exchange("cannot copy the state to host memory", lambda: unless(failure, None))
+                gather("cannot copy the state to host memory", lambda: unless(failure, None))
                 return write(copy)
 
         self._pending = Background(complete, in_background)
@@ -279,7 +280,7 @@ class CheckpointManager:
                 return self._save_alike(place, local_part(state), mine, began, saver)
 
         # Every rank has committed its part before any deletes an older one: there is always a step that all have.
-        saved = exchange("cannot save", save_mine)[rank()]
+        saved = gather("cannot save", save_mine)[rank()]
         with alone():
             self._retain(place, saved.step)
         return saved
@@ -291,7 +292,7 @@ class CheckpointManager:
         storage, staged = attempt.storage, attempt.staged
         with attempt.cleared_on_failure():
             if saver.part:
-                exchange(attempt.what, lambda: saver.prepare(storage, staged))
+                gather(attempt.what, lambda: saver.prepare(storage, staged))
             records: dict[str, FileRecord] = {}
             failure: Exception | None = None
             try:
@@ -313,21 +314,21 @@ class CheckpointManager:
 
         def end(failure: Exception | None) -> list[Saved]:
             with attempt.cleared_on_failure():
-                listed = exchange(attempt.what, lambda: unless(failure, saver.listed(storage, staged)))
+                listed = gather(attempt.what, lambda: unless(failure, saver.listed(storage, staged)))
                 files = dict(each for each in listed if each is not None).get(saver.part, [])
                 saved = self._commit(attempt, lambda: saver.written(storage, staged, files), meta, began)
             self._retain(place, saved.step)
             return [saved]
 
         with attempt.cleared_on_failure():
-            exchange(attempt.what, lambda: saver.prepare(storage, staged))
+            gather(attempt.what, lambda: saver.prepare(storage, staged))
             failure: Exception | None = None
             try:
                 if saver.writes and saver.begin is not None:
                     saver.begin(state, os.path.join(storage.location, saver.folder(staged)))
             except Exception as error:
                 failure = error
-            exchange(attempt.what, lambda: unless(failure, None))
+            gather(attempt.what, lambda: unless(failure, None))
         return Elsewhere(saver, end)
 
     def _attempt(self, place: str, meta: dict[str, Any]) -> Attempt:

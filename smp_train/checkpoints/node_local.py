@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from smp_train.arguments.capabilities import NODE_LOCAL
-from smp_train.checkpoints.collective import alone, exchange, rank, world_size
+from smp_train.checkpoints.collective import gather
 from smp_train.checkpoints.finding import TORCHS, Checkpoint, find, open_intact
 from smp_train.checkpoints.owner import committed
 from smp_train.checkpoints.record import RunId
@@ -21,6 +21,7 @@ from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.state import present
 from smp_train.checkpoints.storage import UNKNOWN, Storage, open_storage, place_of
+from smp_train.distributed.agree import alone, rank, world_size
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import CheckpointError, ConfigError
 
@@ -77,7 +78,7 @@ class NodeLocalCheckpoint(Checkpoint):
             with alone():
                 Checkpoint.load(self, local_part(state), saver)
 
-        exchange(f"cannot load {self.path}", load_mine)
+        gather(f"cannot load {self.path}", load_mine)
 
 
 def find_newest(
@@ -105,7 +106,7 @@ def _find_near(
     def steps_of(folder: str) -> dict[int, str]:
         return {entry.step: entry.name for entry in reversed(committed(storage_of(folder), run))}
 
-    told = exchange("cannot resume", lambda: list(map(steps_of, folders)))
+    told = gather("cannot resume", lambda: list(map(steps_of, folders)))
     mine = told[rank()]
     steps = {(step, number) for part in told for number, names in enumerate(part) for step in names if step >= at_least}
     for step, number in sorted(steps, reverse=True):
@@ -113,7 +114,7 @@ def _find_near(
             logger.info("Step %d in %s is passed over: not every rank finds its part", step, folders[number])
             continue
         found, problem = _open(storage_of(folders[number]), mine[number][step], wanted)
-        problems = [each for each in exchange("cannot resume", partial(_itself, problem)) if each]
+        problems = [each for each in gather("cannot resume", partial(_itself, problem)) if each]
         if not problems:
             return found
         logger.warning("Step %d in %s is passed over: %s", step, folders[number], problems[0])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 
 from smp_train.checkpoints import foreign
-from smp_train.checkpoints.collective import exchange, on_main
+from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.finding import find, is_checkpoint_folder
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
@@ -39,7 +39,7 @@ def load_weights(
         assert trees is not None
         trees.load(gather_state(model))
     else:
-        exchange(what, lambda: load_pretrained(model, path, on_progress))
+        gather(what, lambda: load_pretrained(model, path, on_progress))
 
 
 def _kind(path: Place) -> str:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from smp_train.checkpoints.collective import rank
 from smp_train.checkpoints.owner import committed
 from smp_train.checkpoints.record import ABANDONED
 from smp_train.checkpoints.storage import Storage
+from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)

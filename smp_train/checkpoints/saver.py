@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from smp_train.checkpoints.collective import rank
 from smp_train.checkpoints.record import FileRecord
+from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -1,32 +1,37 @@
-"""Where am I: which launcher started this process, which rank it is, and how the ranks meet.
+"""Ranks: which launcher started them, how they meet, who shares what, and how they agree.
 
-`detect` reads the environment and imports no torch; `start` and `stop` make and end the process group;
-`together` turns a failure of one rank into the same failure of all, and `any_rank` asks all of them one question.
+`detect` reads the launcher's environment; `start` and `stop` make and end the process group; `agree` turns a failure of
+one rank into a failure of all; `degrees` lays ranks out over the dimensions of parallelism. Nothing here imports torch
+at import but `dtensor`.
 """
 
-from smp_train.distributed.environment import Runtime, detect, expand_hostlist, is_sagemaker, smp_installed
-from smp_train.distributed.group import (
+from smp_train.distributed.agree import (
+    ALL_RANKS,
+    alone,
     any_rank,
     exchange,
-    is_main,
+    gather,
     largest,
+    on_main,
     rank,
-    start,
-    start_attempted,
-    stop,
     together,
     world_size,
 )
+from smp_train.distributed.environment import Runtime, detect, expand_hostlist, is_sagemaker, smp_installed
+from smp_train.distributed.group import start, start_attempted, stop
 
 __all__ = [
+    "ALL_RANKS",
     "Runtime",
+    "alone",
     "any_rank",
     "detect",
     "exchange",
     "expand_hostlist",
-    "is_main",
+    "gather",
     "is_sagemaker",
     "largest",
+    "on_main",
     "rank",
     "smp_installed",
     "start",

@@ -18,11 +18,11 @@ from smp_train.distributed import group
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FIRST = "failed"
-"""Key of what the first rank with an error of its own said."""
+"""Key of the message of the first rank with an error of its own."""
 SURVIVORS = "lost"
 """Key of the ranks that have lost a connection, in the order in which they noticed."""
 PATIENCE_SECONDS = 2.0
-"""How long survivors wait for each other before they name who is silent."""
+"""How long survivors wait for each other before they name the silent ranks."""
 POLL_SECONDS = 0.05
 
 
@@ -42,10 +42,10 @@ def tell_peers(text: str) -> None:
     if met is None:
         return
     with suppress(Exception):  # rank 0 may be gone, and the store with it
-        _connect(met).compare_set(FIRST, "", f"rank {met.rank} on {met.hostname} failed: {text}")
+        _connect(met).compare_set(FIRST, "", f"rank {met.runtime.rank} on {met.runtime.hostname} failed: {text}")
 
 
-def who_was_first() -> str:
+def first_failure() -> str:
     """Return which rank failed before this one lost its connection, as far as the store tells; "" if it does not.
 
     A silent rank may also wait in a collective for one that has just lost its peer: of several, only one went first.
@@ -55,29 +55,29 @@ def who_was_first() -> str:
         return ""
     try:
         store = _connect(met)
-        store.append(SURVIVORS, f"{met.rank} ")
-        silent = [met.rank]
+        store.append(SURVIVORS, f"{met.runtime.rank} ")
+        silent = [met.runtime.rank]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while silent and time.monotonic() < deadline and not store.check([FIRST]):
             heard = set(map(int, store.get(SURVIVORS).split()))
-            silent = [rank for rank in range(met.world_size) if rank not in heard]
+            silent = [rank for rank in range(met.runtime.world_size) if rank not in heard]
             time.sleep(POLL_SECONDS)
         if store.check([FIRST]):
             return store.get(FIRST).decode()
         if not silent:
             return ""
         named = [f"{rank} on {store.get(f'here/{rank}').decode()}" for rank in silent[:8]]
-    except Exception:  # whoever serves the store
-        return f"the store at {met.master_addr}:{met.master_port} does not answer"
+    except Exception:  # the rank or agent that serves the store is gone
+        return f"the store at {met.runtime.master_addr}:{met.runtime.master_port} does not answer"
     which = f"ranks {', '.join(named)}, one of which was" if len(silent) > 1 else f"rank {named[0]}, which was"
     return f"no word from {which} killed, hangs or is cut off"
 
 
 def _connect(met: group.Meeting) -> Any:
-    """Return a connection of its own to the store: the group's may be held by a thread that waits in it."""
+    """Return a new connection to the store: a thread may be waiting in the group's own."""
     import torch.distributed as dist
 
-    socket.create_connection((met.master_addr, met.master_port), timeout=PATIENCE_SECONDS).close()
+    address = (met.runtime.master_addr, met.runtime.master_port)
+    socket.create_connection(address, timeout=PATIENCE_SECONDS).close()
     limit = timedelta(seconds=PATIENCE_SECONDS)
-    store = dist.TCPStore(met.master_addr, met.master_port, None, False, limit, wait_for_workers=False)
-    return dist.PrefixStore(met.prefix, store)
+    return dist.PrefixStore(met.prefix, dist.TCPStore(*address, None, False, limit, wait_for_workers=False))

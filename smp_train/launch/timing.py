@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from smp_train.arguments import Resolved
-from smp_train.arguments.degrees import before_launch
+from smp_train.distributed.degrees import before_launch
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance
 from smp_train.launch.preflight import CHECKPOINT_BYTES, parameters

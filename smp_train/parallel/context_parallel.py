@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
 
-from smp_train.arguments.degrees import check_model
+from smp_train.distributed.degrees import check_model
 from smp_train.errors import ConfigError
 
 ATTENTION = "smp_train_context"

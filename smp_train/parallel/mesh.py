@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from smp_train.arguments.degrees import Degrees
+from smp_train.distributed.degrees import Degrees
 
 if TYPE_CHECKING:
     import torch

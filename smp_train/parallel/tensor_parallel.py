@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from smp_train.arguments.degrees import check_model
+from smp_train.distributed.degrees import check_model
 from smp_train.errors import ConfigError
 from smp_train.models.moe import split_sizes
 from smp_train.parallel import expert_parallel, local_parameters

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
 from smp_train.checkpoints.node_local import find_newest
 from smp_train.errors import CheckpointError
-from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
+from tests.distributed.test_checkpoints import digests, group, prepare, same_message, same_on_all
 from tests.distributed.test_checkpoints import train as updates
 from tests.harness import run
 from tests.training import flags, records, steps, train
@@ -107,7 +107,7 @@ def failing(folder: str) -> str:
 
 
 def test_a_disk_that_is_full_stops_all_ranks(tmp_path: Path) -> None:
-    message = same_on_all(run(failing, 2, str(tmp_path)))
+    message = same_message(run(failing, 2, str(tmp_path)))
     assert "rank 1 on" in message
     assert "No space left on device" in message
 

@@ -37,7 +37,6 @@ def meet() -> tuple:
     seen = (
         distributed.rank(),
         distributed.world_size(),
-        distributed.is_main(),
         device.type,
         dist.get_backend(),
         int(total),
@@ -50,7 +49,7 @@ def meet() -> tuple:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_start_and_stop(world: int) -> None:
     expected = [
-        (rank, world, rank == 0, "cpu", "gloo", world * (world + 1) // 2, 0, 1) for rank in range(world)
+        (rank, world, "cpu", "gloo", world * (world + 1) // 2, 0, 1) for rank in range(world)
     ]
     assert run(meet, world) == expected
 
@@ -218,13 +217,8 @@ def test_a_failing_rank_ends_at_once_and_alone(tmp_path: Path) -> None:
     assert re.search(r"lost touch with another rank; rank 1 on \S+ failed: shard.json:3: broken", complaint[0])
 
 
-def test_ranks_that_never_start_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from datetime import timedelta
-
-    from smp_train.distributed import detect, group, start
-
-    absent = group._absent
-    monkeypatch.setattr(group, "_absent", lambda store, world, _: absent(store, world, timedelta(seconds=0.3)))
+def test_ranks_that_never_start_are_named() -> None:
+    from smp_train.distributed import detect, start
 
     place = detect(
         {
@@ -233,7 +227,7 @@ def test_ranks_that_never_start_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         }
     )  # fmt: skip
     with pytest.raises(LostPeerError) as refused:
-        start(place, timeout_seconds=60)
+        start(place, timeout_seconds=60, rendezvous_seconds=1)
     message = str(refused.value)
     assert refused.value.exit_code == 1, "no mistake of the user's: another start may go well"
     assert "no word from ranks 1, 2" in message
@@ -257,7 +251,7 @@ def test_restarted_ranks_meet_each_other_however_their_agents_count(monkeypatch:
 
     def meet_as(rank: int, world: int) -> None:
         started = uuid.uuid4().hex
-        store = group._meet(replace(place, rank=rank, world_size=world), 60)
+        store = group.meet(replace(place, rank=rank, world_size=world), 60)
         store.append("those who met", started)
         while len(store.get("those who met")) < world * len(started):  # all of this start, and nobody of another
             pass
@@ -279,7 +273,7 @@ def test_nodes_that_start_different_numbers_of_processes_are_told_at_once() -> N
     place = replace(detect({}), master_addr="127.0.0.1", master_port=free_port())
     places = [replace(place, rank=0, world_size=3), replace(place, rank=1, world_size=2)]
     with ThreadPoolExecutor(2) as pool:
-        failures = [future.exception() for future in [pool.submit(group._meet, place, 240) for place in places]]
+        failures = [future.exception() for future in [pool.submit(group.meet, place, 240) for place in places]]
     for failure in failures:
         assert re.search("are of a world of (2, others of 3|3, others of 2): start as many on each", str(failure))
 
@@ -316,7 +310,7 @@ def devices(count: int, launcher: str, local_rank: int, local_world: int) -> str
     import torch
 
     from smp_train.distributed import detect
-    from smp_train.distributed.group import _device
+    from smp_train.distributed.group import device_of
 
     place = dataclasses.replace(
         detect({}),
@@ -330,7 +324,7 @@ def devices(count: int, launcher: str, local_rank: int, local_world: int) -> str
         mock.patch.object(torch.cuda, "device_count", return_value=count),
         mock.patch.object(torch.cuda, "set_device"),
     ):
-        return str(_device(place, "auto"))
+        return str(device_of(place, "auto"))
 
 
 def test_devices() -> None:
@@ -393,7 +387,7 @@ def past_the_mesh() -> bool:
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
-    from smp_train.arguments.degrees import Degrees
+    from smp_train.distributed.degrees import Degrees
     from smp_train.parallel.mesh import Mesh
 
     distributed, place, _ = begin()

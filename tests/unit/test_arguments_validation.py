@@ -9,8 +9,8 @@ import pytest
 
 from smp_train.arguments import Arguments, ineffective, parse, refuse_natively, validate
 from smp_train.arguments.capabilities import INEFFECTIVE, LOCATIONS, REFUSED, REFUSED_NATIVELY
-from smp_train.arguments.degrees import divisors
 from smp_train.arguments.groups import flags
+from smp_train.distributed.degrees import divisors
 from smp_train.errors import ConfigError
 
 READY = "--use_synthetic_data 1 "

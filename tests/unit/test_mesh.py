@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
 from smp_train.arguments import Arguments, validate
-from smp_train.arguments.degrees import Degrees, of_run, plan
+from smp_train.distributed.degrees import Degrees, of_run, plan
 from smp_train.errors import ConfigError
 from smp_train.models import heads, moe
 from smp_train.parallel import context_parallel, tensor_parallel
