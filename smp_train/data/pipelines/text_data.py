@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -220,42 +221,38 @@ class TextRows(Source):
 
     def __init__(self, files: Sequence[TextFile], reading: Reading, most: int) -> None:
         self.fingerprint = fingerprint(files, reading, "validation")
-        self._rows: list[np.ndarray] = []
-        self._names: list[str] = []
-        size = reading.seq_len
-        ids: list[np.ndarray] = []
-        spans: list[Span] = []
-        missing = size
-        for name, document in _in_order(files, reading):
-            begin = 0
-            while begin < document.size and len(self._rows) < most:
-                end = min(begin + missing, document.size)
-                ids.append(document[begin:end])
-                spans.append(Span(name, begin, end))
-                missing -= end - begin
-                begin = end
-                if missing == 0:
-                    self._add(ids, spans)
-                    ids, spans, missing = [], [], size
-            if len(self._rows) >= most:
-                return
-        if size - missing >= 2:
-            self._add(ids, spans)
-
-    def _add(self, ids: list[np.ndarray], spans: list[Span]) -> None:
-        self._rows.append(np.concatenate(ids))
-        self._names.append(name_of(spans))
+        self._size = reading.seq_len
+        documents: list[tuple[str, np.ndarray]] = []
+        wanted = most * self._size
+        for name, ids in _in_order(files, reading):
+            if ids.size:
+                documents.append((name, ids))
+                wanted -= ids.size
+            if wanted <= 0:
+                break
+        self._names = [name for name, _ in documents]
+        self._starts = [0, *accumulate(ids.size for _, ids in documents)]
+        """The token at which each document begins, and the end of the last."""
+        self._tokens = np.concatenate([np.empty(0, dtype=np.uint32), *(ids for _, ids in documents)])
+        # A last sample of one token has none to predict.
+        self._rows = min(most, (self._tokens.size + self._size - 2) // self._size)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._rows
 
     def row(self, index: int) -> Row:
         """Return one sample."""
-        return Row(self._rows[index])
+        return Row(self._tokens[index * self._size : (index + 1) * self._size])
 
     def name(self, index: int) -> str:
         """Return the documents it is of."""
-        return self._names[index]
+        begin, end = index * self._size, min((index + 1) * self._size, self._tokens.size)
+        spans = []
+        number = bisect_right(self._starts, begin) - 1
+        while number < len(self._names) and (start := self._starts[number]) < end:
+            spans.append(Span(self._names[number], max(begin - start, 0), min(end, self._starts[number + 1]) - start))
+            number += 1
+        return name_of(spans)
 
 
 def _in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[str, np.ndarray]]:

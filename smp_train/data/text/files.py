@@ -55,10 +55,19 @@ class TextFile:
     shard: int = 0
 
     @property
-    def holds_many(self) -> bool:
-        """True when it is a file of documents, and not one document."""
-        many = (*LINES_SUFFIXES, *TABLE_SUFFIXES, LOOKED_INTO)
-        return self.split is not None or self.name.lower().endswith(many)
+    def kind(self) -> str:
+        """Which of `smp_train.data.text.read`'s readers it is for: ``hub``, ``table``, ``lines``, or ``whole``."""
+        name = self.name.lower()
+        if self.split is not None:
+            return "hub"
+        if name.endswith(TABLE_SUFFIXES):
+            return "table"
+        return "lines" if name.endswith((*LINES_SUFFIXES, LOOKED_INTO)) else "whole"
+
+    @property
+    def remote(self) -> bool:
+        """True of what is on no file system: then a size of 0 is one that nobody knows."""
+        return self.split is not None or s3.is_s3(self.path)
 
     @property
     def shown(self) -> str:
@@ -87,14 +96,11 @@ def find_files(
     """
     found: list[TextFile] = []
     for given in inputs:
-        if s3.is_s3(given):
-            found += _of_documents(_in_s3(given, patterns, exclude), given, patterns, column)
+        if s3.is_s3(given) or os.path.isdir(given):
+            below = _below(given, patterns, exclude)
+            found += below if patterns else _of_documents(below, given, column)
         elif os.path.isfile(given):
             found.append(_local(Path(given), os.path.basename(given)))
-        elif os.path.isdir(given):
-            refuse_dict(given, set(os.listdir(given)))
-            below = [_local(Path(given, name), name) for name in _below(Path(given), patterns, exclude)]
-            found += _of_documents(below, given, patterns, column)
         elif HUB_NAME.fullmatch(given):
             from smp_train.data.text.hub import open_split
 
@@ -113,17 +119,12 @@ def find_files(
     return sorted(found, key=lambda file: (_digest(file.name), file.name, file.path))
 
 
-def _of_documents(found: list[TextFile], given: str, patterns: Sequence[str], column: str) -> list[TextFile]:
-    """Leave out what is called ``.json`` and holds something else, as a configuration, and say so."""
+def _of_documents(found: list[TextFile], given: str, column: str) -> list[TextFile]:
+    """Leave out files called ``.json`` that hold something else, such as a configuration, with a warning."""
     doubtful = [file for file in found if file.name.lower().endswith(LOOKED_INTO) and file.path != given]
-    if patterns or not doubtful:
-        return found
     with ThreadPoolExecutor(LOOKED_INTO_TOGETHER) as pool:
-        others = {
-            file.path
-            for file, holds in zip(doubtful, pool.map(lambda file: _begins_with(file, column), doubtful), strict=True)
-            if not holds
-        }
+        hold = pool.map(lambda file: _begins_with(file, column), doubtful)
+        others = {file.path for file, holds in zip(doubtful, hold, strict=True) if not holds}
     if others:
         logger.warning(
             "left out %d files called *%s whose first line is no object with the field %s; the first is %s",
@@ -133,25 +134,22 @@ def _of_documents(found: list[TextFile], given: str, patterns: Sequence[str], co
 
 
 def _begins_with(file: TextFile, column: str) -> bool:
-    """Tell whether the first line of a file is an object with a field, or with tokens, which its reader refuses."""
+    """True when the first line of a file is an object with a field, or with tokens, which its reader refuses."""
     from smp_train.data.text.read import open_bytes
 
     with open_bytes(file) as raw:
         zipped = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         raw.seek(0)
         try:
-            lines = GzipFile(fileobj=raw, mode="rb") if zipped else raw
-            line = lines.readline(FIRST_LINE_BYTES)
-            while line.isspace():
-                line = lines.readline(FIRST_LINE_BYTES)
+            head = (GzipFile(fileobj=raw, mode="rb") if zipped else raw).read(FIRST_LINE_BYTES)
         except GZIP_ERRORS:
-            # For its reader to say.
-            return True
+            return True  # its reader says what is wrong with it
+    line, end, _ = head.lstrip().partition(b"\n")
     try:
         record = json.loads(line)
-    except ValueError:
-        # A long document is cut here.
-        return len(line) == FIRST_LINE_BYTES and json.dumps(column).encode() in line
+    except (ValueError, RecursionError):
+        # Of a long document only the beginning is here.
+        return not end and len(head) == FIRST_LINE_BYTES and json.dumps(column).encode() in line
     return isinstance(record, dict) and (column in record or "input_ids" in record)
 
 
@@ -162,7 +160,7 @@ def _digest(name: str) -> bytes:
 def _refuse_duplicates(found: list[TextFile]) -> None:
     seen: set[tuple[str, int]] = set()
     for file in found:
-        key = (file.path if file.split or s3.is_s3(file.path) else os.path.realpath(file.path), file.shard)
+        key = (file.path if file.remote else os.path.realpath(file.path), file.shard)
         if key in seen:
             raise DataError(f"{file.path}: is given twice, so its documents would count twice; give it once")
         seen.add(key)
@@ -176,9 +174,8 @@ def _refuse_duplicates(found: list[TextFile]) -> None:
 
 
 def _without_empty(found: list[TextFile], flag: str) -> list[TextFile]:
-    """Leave out empty local files: elsewhere a size of 0 is one that nobody knows, and streams are dealt by size."""
-    kept = [file for file in found if file.size or file.split or s3.is_s3(file.path)]
-    empty = [file for file in found if not (file.size or file.split or s3.is_s3(file.path))]
+    kept = [file for file in found if file.size or file.remote]
+    empty = [file for file in found if not (file.size or file.remote)]
     if not kept:
         raise DataError(f"{found[0].path}: is empty, as is all of {flag}; write it again")
     if empty:
@@ -194,43 +191,41 @@ def _local(path: Path, name: str) -> TextFile:
     return TextFile(str(path), name, status.st_size, str(status.st_mtime_ns))
 
 
-def _wanted(name: str, patterns: Sequence[str]) -> bool:
+def _below(given: str, patterns: Sequence[str], exclude: Sequence[str]) -> list[TextFile]:
+    """List the wanted files below a folder or an ``s3://`` place, or the one object given whatever its name."""
+    if s3.is_s3(given):
+        objects = {shard.name: shard for shard in s3.list_folder(given, deep=True)[0] if shard.size}
+        names = [name for name in objects if not any(_left_out(part, exclude) for part in name.split("/"))]
+        found = [
+            TextFile(objects[name].path, name, objects[name].size, objects[name].etag)
+            for name in names
+            if objects[name].path == given or _wanted(name, patterns)
+        ]
+    else:
+        refuse_dict(given, set(os.listdir(given)))
+        names = list(_walk(Path(given), exclude))
+        found = [_local(Path(given, name), name) for name in names if _wanted(name, patterns)]
+    if not patterns:
+        chosen = {file.name for file in found}
+        say_left_out(given, [os.path.basename(name) for name in names if name not in chosen])
+    return found
+
+
+def _walk(root: Path, exclude: Sequence[str]) -> Iterator[str]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not _left_out(name, exclude))
+        for name in sorted(files):
+            if not _left_out(name, exclude):
+                yield os.path.relpath(os.path.join(folder, name), root)
+
+
+def _left_out(name: str, exclude: Sequence[str]) -> bool:
+    return name[:1] in ("", ".") or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def _wanted(path: str, patterns: Sequence[str]) -> bool:
+    name = os.path.basename(path)
     if patterns:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     of_datasets = any(fnmatch.fnmatchcase(name, pattern) for pattern in OF_DATASETS)
     return name.lower().endswith((*SUFFIXES, LOOKED_INTO)) and name[0] != "_" and not of_datasets
-
-
-def _left_out(name: str, exclude: Sequence[str]) -> bool:
-    return name.startswith(".") or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
-
-
-def _below(root: Path, patterns: Sequence[str], exclude: Sequence[str]) -> Iterator[str]:
-    others = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if not _left_out(name, exclude))
-        for name in sorted(files):
-            if _left_out(name, exclude):
-                continue
-            if _wanted(name, patterns):
-                yield os.path.relpath(os.path.join(folder, name), root)
-            else:
-                others.append(name)
-    if not patterns:
-        say_left_out(str(root), others)
-
-
-def _in_s3(location: str, patterns: Sequence[str], exclude: Sequence[str]) -> list[TextFile]:
-    found, others = [], []
-    for shard in s3.list_folder(location, deep=True)[0]:
-        *folders, name = shard.name.split("/")
-        given_itself = shard.path == location
-        if not name or not shard.size or any(_left_out(part, exclude) for part in (*folders, name)):
-            continue
-        if given_itself or _wanted(name, patterns):
-            found.append(TextFile(shard.path, shard.name, shard.size, shard.etag))
-        else:
-            others.append(name)
-    if not patterns:
-        say_left_out(location, others)
-    return found

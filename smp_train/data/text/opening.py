@@ -16,7 +16,7 @@ from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.source import Source
-from smp_train.data.text.files import TABLE_SUFFIXES, TextFile, find_files
+from smp_train.data.text.files import TextFile, find_files
 from smp_train.data.text.read import open_bytes
 from smp_train.data.text.stream import Reading, spread_tokenizing
 from smp_train.data.utils import lines_of
@@ -145,7 +145,7 @@ def holds_text(location: str, column: str = "text") -> bool:
     except DataError:
         # Whoever opens it as shards says what is wrong with it.
         return False
-    if not files[0].holds_many or files[0].name.lower().endswith(TABLE_SUFFIXES):
+    if files[0].kind != "lines":
         return True
     with open_bytes(files[0]) as raw:
         for _, line in lines_of(raw, files[0].path):

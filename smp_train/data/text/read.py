@@ -12,7 +12,7 @@ from typing import IO, Any
 from smp_train.data import s3
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.hf_dataset_check import END_MARK
-from smp_train.data.text.files import PARQUET_SUFFIXES, TABLE_SUFFIXES, TextFile
+from smp_train.data.text.files import PARQUET_SUFFIXES, TextFile
 from smp_train.data.utils import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
 from smp_train.errors import ConfigError, DataError, install
 
@@ -49,29 +49,36 @@ def documents(
     ones where there is a ``left_out`` to count them: so the others keep their places. Raises DataError with file and
     line; always where a file is damaged, as nobody knows what is missing of it.
     """
-    found: Iterator[tuple[int, Any]]
-    if file.split is not None:
-        rows = file.split.documents(file.shard, column, start * parts + part)
-        found = ((number, text) for place, (number, text) in enumerate(rows) if place % parts == 0)
-    elif file.name.lower().endswith(TABLE_SUFFIXES):
-        found = _of_table(file, column, start, part, parts)
-    elif file.holds_many:
-        found = _of_lines(file, column, start, part, parts)
-    else:
-        found = iter([(1, _whole(file))] if part == start == 0 else [])
-    for number, text in found:
+    first, kind = start * parts + part, file.kind
+    for place, number, value in _records(file, column, first):
+        if place < first or (place - part) % parts:
+            continue
+        text: Any = _text_of(file, number, value, column) if kind == "lines" else value
         problem = _problem(text, column)
         if not problem:
             yield number, text if text.strip() else ""
             continue
-        if file.split is not None or file.name.lower().endswith(TABLE_SUFFIXES):
-            where = f"{file.shown}: row {number}"
-        else:
-            where = f"{file.path}:{number}" if file.holds_many else file.path
+        where = {"whole": file.path, "lines": f"{file.path}:{number}"}.get(kind, f"{file.shown}: row {number}")
         if left_out is None:
             raise DataError(f"{where}: {problem}, or leave such documents out with --bad_rows skip")
         left_out(f"{where}: {problem}")
         yield number, ""
+
+
+def _records(file: TextFile, column: str, first: int) -> Iterator[tuple[int, int, Any]]:
+    """Yield (place from 0, number from 1, content) of documents; those before place ``first`` may be missing."""
+    if file.split is not None:
+        for number, text in file.split.documents(file.shard, column, first):
+            yield number - 1, number, text
+    elif file.kind == "table":
+        for number, text in _of_table(file, column, first):
+            yield number - 1, number, text
+    elif file.kind == "lines":
+        with open_bytes(file) as raw:
+            for place, (number, line) in enumerate(lines_of(raw, file.path)):
+                yield place, number, line
+    elif first == 0:
+        yield 0, 1, _whole(file)
 
 
 def _problem(text: Any, column: str) -> str:
@@ -85,14 +92,6 @@ def _problem(text: Any, column: str) -> str:
     if "\0" in text:
         return f"character {text.index(chr(0))} is a NUL; is it text? remove it"
     return ""
-
-
-def _of_lines(file: TextFile, column: str, start: int, part: int, parts: int) -> Iterator[tuple[int, Any]]:
-    first = start * parts + part
-    with open_bytes(file) as raw:
-        for place, (number, line) in enumerate(lines_of(raw, file.path)):
-            if place >= first and (place - part) % parts == 0:
-                yield number, _text_of(file, number, line, column)
 
 
 def _text_of(file: TextFile, number: int, line: bytes, column: str) -> str | ValueError:
@@ -130,34 +129,34 @@ def _whole(file: TextFile) -> str | ValueError:
         return error
 
 
-def _of_table(file: TextFile, column: str, start: int, part: int, parts: int) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of a column of parquet, or of a file of Arrow batches that ``datasets`` saved."""
+def _of_table(file: TextFile, column: str, first: int) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of a column of parquet, or of a file of Arrow batches that ``datasets`` saved.
+
+    Groups of rows that end before place ``first`` are not read.
+    """
     try:
         import pyarrow as pa
     except ImportError:
         raise ConfigError(f"{file.path}: needs the package pyarrow: {install('text')}") from None
-    first = start * parts + part
-    batches = _parquet_batches if file.name.lower().endswith(PARQUET_SUFFIXES) else _arrow_batches
-    kind = "parquet" if batches is _parquet_batches else "an Arrow file"
+    is_parquet = file.name.lower().endswith(PARQUET_SUFFIXES)
+    groups = _parquet_groups if is_parquet else _arrow_groups
     with open_bytes(file) as raw:
         try:
             before = 0
-            for rows, values in batches(raw, file, column):
+            for rows, values in groups(raw, file, column):
                 if before + rows > first:
-                    for place, text in enumerate(values(), before):
-                        if place >= first and (place - part) % parts == 0:
-                            yield place + 1, text
+                    yield from enumerate(values(), before + 1)
                 before += rows
         except (pa.ArrowException, OSError) as error:
-            why = " ".join(str(error).split())
-            raise DataError(f"{file.path}: is damaged or not {kind} ({why}); copy it again") from None
+            what, why = "parquet" if is_parquet else "an Arrow file", " ".join(str(error).split())
+            raise DataError(f"{file.path}: is damaged or not {what} ({why}); copy it again") from None
 
 
-Rows = tuple[int, Callable[[], Iterator[Any]]]
+Group = tuple[int, Callable[[], Iterator[Any]]]
+"""(rows, what reads their values)."""
 
 
-def _parquet_batches(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Rows]:
-    """Yield (rows, what reads them) of each row group."""
+def _parquet_groups(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Group]:
     import pyarrow.parquet as pq
 
     opened: Any = pq.ParquetFile(raw)
@@ -171,11 +170,10 @@ def _parquet_batches(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Ro
         yield opened.metadata.row_group(group).num_rows, partial(read, group)
 
 
-def _arrow_batches(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Rows]:
-    """Yield (rows, what reads them) of each record batch."""
+def _arrow_groups(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Group]:
     import pyarrow as pa
 
-    # A file that was cut between two batches reads like a whole one, but for its end.
+    # A file that was cut between two batches reads like a whole one, except that its end mark is missing.
     raw.seek(-8, os.SEEK_END)
     if raw.read() != END_MARK:
         raise DataError(f"{file.path}: not a whole file of Arrow batches (it has no end mark); copy it again")

@@ -76,7 +76,7 @@ def how_many(files: Sequence[TextFile]) -> int:
     wanted = min(max(FEWEST, len(files) // 4), MOST)
     if all(file.size for file in files):
         wanted = min(wanted, max(1, sum(_text_bytes(file) for file in files) // STREAM_BYTES))
-    if not any(file.holds_many for file in files):
+    if all(file.kind == "whole" for file in files):
         wanted = min(wanted, len(files))
     return 1 << (wanted.bit_length() - 1)
 
@@ -87,13 +87,12 @@ def _text_bytes(file: TextFile) -> int:
 
 def deal(files: Sequence[TextFile], streams: int) -> list[list[Piece]]:
     """Deal files out to streams, the largest first, each to which has least so far; cut where there are too few."""
-    many = [file for file in files if file.holds_many]
-    parts = max(1, -(-(streams - (len(files) - len(many))) // max(1, len(many))))
-    pieces = [
-        Piece(file, part, parts if file.holds_many else 1)
-        for file in files
-        for part in range(parts if file.holds_many else 1)
-    ]
+    whole = sum(file.kind == "whole" for file in files)
+    parts = max(1, -(-(streams - whole) // max(1, len(files) - whole)))
+    pieces = []
+    for file in files:
+        of_file = 1 if file.kind == "whole" else parts
+        pieces += [Piece(file, part, of_file) for part in range(of_file)]
     hands: list[list[Piece]] = [[] for _ in range(streams)]
     loads = [0.0] * streams
     for piece in sorted(pieces, key=lambda p: -p.size):
