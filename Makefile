@@ -1,5 +1,7 @@
 # make demo   install, then train on real text with two processes, stop, resume, plot
-# make test   install, then lint, type-check and run the suite
+# make test   install, then lint, type-check and run the units and one case of each path through the system: four minutes on
+#           two cores
+# make test-all   everything: a real Slurm, every cell of the tables, SageMaker's SDKs, SMP's versions, a soak of kills
 # make test-sagemaker   the tests against SageMaker's SDK v2 and v3, each in an environment of its own
 # make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp, and
 #           a run that goes from there to today's versions and back
@@ -10,7 +12,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-table test-sagemaker test-smp-container-versions venv lint fast clean
+.PHONY: demo test test-all test-table test-sagemaker test-smp-container-versions venv lint clean
 
 venv: .venv/.installed
 
@@ -29,13 +31,21 @@ lint: venv
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
+# Three workers for the two cores asked for: one of them often waits for a process that ends. By file, as the tests of one
+# share what is expensive to make: a Slurm, trained models.
+PYTEST := $(PY) -m pytest --durations 15 -p tests.cpu_time --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+test: lint
+	$(PYTEST) -m 'not slow or core'
+
+test-all: lint
+	SMP_TRAIN_WHOLE_TABLE=1 $(PYTEST)
+	$(MAKE) test-sagemaker test-smp-container-versions
+	$(PY) -m tests.soak --kills 50
+	$(PY) -m tests.soak --kills 50 --place s3
+
 test-table: venv
 	SMP_TRAIN_WHOLE_TABLE=1 $(PY) -m pytest tests/distributed/test_same_numbers.py tests/distributed/test_checkpoints_killed.py
-
-# Three workers for the two cores asked for: one of them often waits, for a Slurm or a process that ends. By file, as the tests
-# of one share what is dear to make: that Slurm, trained models.
-test: lint
-	$(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .venv-sagemaker/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-sagemaker
@@ -65,9 +75,6 @@ test-sagemaker: venv .venv-sagemaker/.installed .venv-sagemaker-v3/.installed
 test-smp-container-versions: venv .venv-smp/.installed
 	.venv-smp/bin/python -m pytest tests/distributed/test_smp*.py tests/unit/test_smp*.py
 	$(PY) -m pytest tests/distributed/test_container_versions.py
-
-fast: venv
-	$(PY) -m pytest -m 'not slow and not system'
 
 clean:
 	rm -rf .venv .venv-sagemaker .venv-sagemaker-v3 .venv-smp build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -41,6 +41,9 @@ PRELOAD = [
         f"transformers.models.{family}.modeling_{family}"
         for family in ("falcon", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi")
     ),
+    "pytest",
+    "hypothesis",
+    "tests.warm",
 ]
 
 

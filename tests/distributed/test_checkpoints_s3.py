@@ -42,6 +42,7 @@ def place(server, monkeypatch, request):
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_any_mesh_loads_what_another_saved(server, place):
     before = same_on_all(run(there, 4, server.url, write, place, ["tensor"]))
     after = same_on_all(run(there, 2, server.url, resume, place, ["fsdp"], list(before)))

@@ -14,6 +14,7 @@ import torch
 from smp_train.data.cli import audit
 from tests import harness
 from tests.smp import numbers, train_on_smp
+from tests.tiers import core
 from tests.training import TINY, flags, records, steps, train
 
 ROWS, BATCH, STEPS = 24, 8, 3
@@ -112,7 +113,7 @@ def compare(folder: Path, here: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", core(MESHES, {"context"}.__contains__))
 def test_labels_train_as_in_transformers(here: Path, tmp_path: Path, mesh: str) -> None:
     world, changes = MESHES[mesh]
     harness.run(train, world, flags(tmp_path, **options(here, "shards", **changes)))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import harness
+from tests.tiers import core
 from tests.training import flags, read_checkpoint, steps, train
 
 
@@ -134,7 +135,7 @@ def clipped_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", core(MESHES, {"tp2"}.__contains__))
 def test_clipping_uses_the_global_norm(mesh: str, clipped_alone: Path, tmp_path: Path) -> None:
     """Weights after clipped steps are those of one process, though each rank's own norm is smaller."""
     world, changes = MESHES[mesh]

@@ -27,7 +27,7 @@ def audits(folder: Path, world: int) -> list[list[dict]]:
 @pytest.mark.parametrize(
     ("world", "changes"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.core),
         (2, {}),
         (4, {"hybrid_shard_degree": 2}),
         # Of four ranks, two hold no expert.
@@ -83,7 +83,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "second"), [("tp2-fsdp2", "fsdp4"), ("fsdp4", "tp2-fsdp2"), ("cp2-fsdp2", "one")]
+    ("first", "second"),
+    [("tp2-fsdp2", "fsdp4"), ("fsdp4", "tp2-fsdp2"), pytest.param("cp2-fsdp2", "one", marks=pytest.mark.core)],
 )
 def test_resume_on_another_mesh(first: str, second: str, undisturbed: list[dict], tmp_path: Path) -> None:
     for name, last in ((first, 3), (second, 6)):

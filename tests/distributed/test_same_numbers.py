@@ -1,6 +1,6 @@
 """The same numbers on every mesh: each family, on each mesh, with each way of saving memory, against one process.
 
-A cell is one run of three updates; all cells of a family on a mesh share one group of processes. What cannot be done
+A cell is one run of three updates; the cells of a family on a mesh share one group of processes. What cannot be done
 together is listed in `UNSUPPORTED` and docs/parallelism.md, and every such cell is seen to be refused.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import harness
+from tests.tiers import core
 from tests.training import flags
 
 TOLERANCE = 1e-5  # relative, fp32: sums are taken in another order
@@ -46,13 +47,12 @@ CHECKPOINTING = ("none", "full", "selective:op", "selective:2")
 MODES = list(itertools.product(CHECKPOINTING, (0, 1), (1, 0)))
 """(activation checkpointing, activation offloading, chunked loss)"""
 PLAIN = ("none", 0, 0)
-PAIRS = [(kind, offload, (index + offload) % 2) for index, kind in enumerate(CHECKPOINTING) for offload in (0, 1)]
-"""Half of them, in which each value of a setting meets each value of every other."""
-SOME = [PAIRS[index] for index in (1, 2, 4, 7)]
-"""A quarter, with every value of each."""
-FEWEST = SOME[1::2]
-"""An eighth, with every value of each but for two ways of checkpointing."""
-ALL_AT_ONCE = ("full", 1, 1)
+SOME = [("none", 1, 1), ("full", 0, 1), ("selective:op", 0, 0), ("selective:2", 1, 0)]
+"""Every value of each, trained where SMP_TRAIN_WHOLE_TABLE is not 1."""
+CORE = {
+    ("llama", "fsdp2"), ("mixtral", "tp2"), ("gpt_neox", "tp2-fsdp2"), ("mistral", "cp2"), ("gpt2", "one"),
+    ("falcon", "tp2"),
+}  # fmt: skip
 
 UNSUPPORTED: list[tuple[str, str, str, str]] = [
     # family, mesh, checkpointing (regular expressions), what the refusal says
@@ -100,14 +100,14 @@ def train_here(
     return found
 
 
-def train_families(mesh: str, modes: list[tuple[str, int, int]]) -> dict[str, dict[Any, Any]]:
-    """Return `train_here` of every family: one group of processes, as these take longer to start than to train."""
+def train_modes(family: str, mesh: str, modes: list[tuple[str, int, int]]) -> dict[Any, Any]:
+    """Return `train_here` in a group of processes of its own."""
     from smp_train import distributed
 
     ranks = distributed.detect()
     device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=120)
     try:
-        return {family: train_here(family, mesh, modes, ranks, device) for family in FAMILIES}
+        return train_here(family, mesh, modes, ranks, device)
     finally:
         distributed.stop()
 
@@ -157,30 +157,17 @@ def rows_of(step: int, dp_rank: int, count: int) -> tuple[Any, int]:
 
 
 @cache
-def trained(mesh: str) -> list[dict[str, dict[Any, Any]]]:
-    return harness.run(train_families, MESHES[mesh][0], mesh, modes_of(mesh), timeout=900)
-
-
-@cache
 def reference(family: str) -> list[tuple[float, float]]:
-    return trained("one")[0][family][PLAIN]
-
-
-def modes_of(mesh: str) -> list[tuple[str, int, int]]:
-    """Return the modes to train on a mesh: the fewer the more processes, unless SMP_TRAIN_WHOLE_TABLE is 1."""
-    if os.environ.get("SMP_TRAIN_WHOLE_TABLE") == "1":
-        return MODES
-    return {1: MODES, 2: SOME, 4: FEWEST, 8: [ALL_AT_ONCE]}[MESHES[mesh][0]]
+    (found,) = harness.run(train_modes, 1, family, "one", [PLAIN])
+    return found[PLAIN]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # the first test of a mesh trains all of its cells
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "mesh"), core(itertools.product(FAMILIES, MESHES), CORE.__contains__))
 def test_every_cell_equals_one_process(family: str, mesh: str) -> None:
     expected = reference(family)
-    modes = modes_of(mesh)
-    by_rank = [found[family] for found in trained(mesh)]
+    modes = MODES if os.environ.get("SMP_TRAIN_WHOLE_TABLE") == "1" else SOME
+    by_rank = harness.run(train_modes, MESHES[mesh][0], family, mesh, modes)
     for rank, mode in itertools.product(range(len(by_rank)), modes):
         found, says = by_rank[rank][mode], refusal(family, mesh, mode[0])
         cell = f"{family} {mesh} {mode} rank {rank}: {found}"

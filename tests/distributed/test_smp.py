@@ -30,6 +30,7 @@ from tests.smp import (
     train_on_smp,
     tuned,
 )  # fmt: skip
+from tests.tiers import core
 from tests.training import SAMPLE, flags, read_checkpoint, records
 
 
@@ -55,7 +56,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", core(LAYOUTS, {"full"}.__contains__))
 def test_trains_like_the_native_backend(
     layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -159,7 +160,7 @@ def native_tuned(model: Path, base: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", TUNED)
+@pytest.mark.parametrize("layout", core(TUNED, {"tp2, not delayed"}.__contains__))
 def test_finetunes_like_the_native_backend(
     layout: str, folders: dict[str, Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests import harness
 from tests.smp import MIXTRAL, NEOX, Journal, smp, train_on_smp
+from tests.tiers import core
 
 START = ["init"]
 REST = ["FSDP", "barrier", "activation_checkpointing"]
@@ -89,7 +90,7 @@ def groups(rank: int, world: int, changes: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", GOLDEN)
+@pytest.mark.parametrize("case", core(GOLDEN, {"tp2 shard0, offloaded"}.__contains__))
 def test_calls(case: str, tmp_path: Path) -> None:
     world, changes, order, given, rewritten = GOLDEN[case]
     journals = harness.run(train_on_smp, world, smp(tmp_path, max_steps=1, **changes))

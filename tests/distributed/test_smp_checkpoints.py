@@ -30,6 +30,7 @@ from tests.smp import (
     train_on_smp,
     tuned,
 )  # fmt: skip
+from tests.tiers import core
 from tests.training import flags, read_checkpoint, train
 
 LATER = {"checkpoint_type": "async_sharded"}
@@ -111,7 +112,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Itera
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", RESUMED)
+@pytest.mark.parametrize("layout", core(RESUMED, {"ep2"}.__contains__))
 def test_resume_is_exact(layout: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     world, changes, parts = RESUMED[layout]
     at, kept, environ = 1, 9, {}

@@ -145,6 +145,7 @@ def test_other_heads_of_the_same_shapes_are_refused(tmp_path: Path) -> None:
 
 
 @needs_native
+@pytest.mark.core
 def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "aws" / "llama_v2-2steps"
     saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder))[0]

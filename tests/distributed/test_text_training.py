@@ -38,6 +38,7 @@ def audits(folder: Path, rank: int | str = "*", after: int = 0) -> dict[int, lis
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_streamed_text_resumes_exactly_on_other_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = write_text(tmp_path / "text")
     common = {

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.system.command import warm
+from tests.tiers import core
 from tests.training import SAMPLE
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 SMALL = (
     "--vocab_size 1024 --hidden_width 32 --num_layers 2 --num_heads 4 --num_key_value_heads 2 --intermediate_size 48 "
@@ -162,7 +163,11 @@ def model_folder(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", LINES)
+CORE = {"000, Mixtral", "001", "002", "003, resumed", "004, its other flags"}
+"""One of each system."""
+
+
+@pytest.mark.parametrize("name", core(LINES, CORE.__contains__))
 def test_trains(name: str, tmp_path: Path) -> None:
     line = LINES[name]
     words = shlex.split(f"{line.text} {line.appended} {line.off} --run_dir run")
@@ -174,7 +179,7 @@ def test_trains(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.glob("ck/*-2steps/COMMITTED"))
 
 
-@pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.refused])
+@pytest.mark.parametrize("name", core([name for name, line in LINES.items() if line.refused], CORE.__contains__))
 def test_is_refused(name: str, tmp_path: Path) -> None:
     line = LINES[name]
     with warm(tmp_path, "train", *shlex.split(f"{line.text} {line.appended} --run_dir run")) as command:

@@ -71,6 +71,7 @@ def refused(folder: Path, code: int, **changes: Any) -> list[str]:
     return lines
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -116,7 +117,7 @@ def test_a_bad_shard_that_only_one_rank_converts(tmp_path: Path) -> None:
 # --- in mid-training -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["training", "validation"])
+@pytest.mark.parametrize("what", [pytest.param("training", marks=pytest.mark.core), "validation"])
 def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
     changes = data(tmp_path)
     if what == "validation":

@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 from tests.system.command import warm, write_shard
+from tests.tiers import core
 from tests.training import flags
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 CONFIG, DATA, CHECKPOINT = 2, 3, 4
 MEMORY = 1 << 30
@@ -51,28 +52,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert command.code() == 0, command.err
     (path,) = [path.parent for path in folder.glob("checkpoints/**/COMMITTED")]
     return path
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_hostile_input_ends_with_one_line(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    code, make = CASES[name]
-    (tmp_path / "secret").write_text(SECRET)
-    shutil.copytree(checkpoint, tmp_path / "ckpt" / "llama_v2-1steps")
-    (tmp_path / "answers").write_text("y\n" * 100)
-    words = make(tmp_path)
-    limits = {"SMP_TRAIN_TEST_MEMORY": str(MEMORY), "SMP_TRAIN_TEST_STDIN": str(tmp_path / "answers")}
-    environ = {"CANARY": str(tmp_path / "ran"), **limits, **ENVIRON.get(tmp_path, {})}
-    with warm(tmp_path, *words, environ=environ) as command:
-        ended = command.code(300)
-        said = command.out + command.err
-        assert not (tmp_path / "ran").exists()
-        assert ended == code, said
-        assert SECRET not in said
-        assert "Traceback" not in said
-        assert "[y/N]" not in said
-        errors = [line for line in command.err.splitlines() if line.startswith("smp-train: error: ")]
-        assert len(errors) == 1, said
-        assert len(errors[0]) < 1000
 
 
 # --- checkpoints: COMMITTED, meta.json ---------------------------------------------------------------
@@ -663,3 +642,35 @@ def a_tensor_of_a_checkpoint_is_compressed(folder: Path) -> list[str]:
         info.length = file.write(compressed(saved(tensor)))
     index(folder, found)
     return export(folder)
+
+
+# One of each reader, and of each thing that it may be made to do.
+CORE = {
+    "committed_names_a_file_above_its_folder", "a_shard_is_a_link", "meta_is_nested_very_deep",
+    "index_calls_a_function", "index_names_a_file_above_its_folder", "index_says_a_tensor_is_enormous",
+    "configuration_brings_code", "tokenizer_brings_code_to_prepare", "a_line_of_a_shard_is_nested_very_deep",
+    "the_cache_folder_is_a_link", "a_signed_url_is_no_data_folder", "safetensors with a header of an exabyte",
+    "pickled_weights_run_code", "a_file_of_a_rank_is_compressed",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", core(CASES, CORE.__contains__))
+def test_a_hostile_input_ends_with_one_line(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    code, make = CASES[name]
+    (tmp_path / "secret").write_text(SECRET)
+    shutil.copytree(checkpoint, tmp_path / "ckpt" / "llama_v2-1steps")
+    (tmp_path / "answers").write_text("y\n" * 100)
+    words = make(tmp_path)
+    limits = {"SMP_TRAIN_TEST_MEMORY": str(MEMORY), "SMP_TRAIN_TEST_STDIN": str(tmp_path / "answers")}
+    environ = {"CANARY": str(tmp_path / "ran"), **limits, **ENVIRON.get(tmp_path, {})}
+    with warm(tmp_path, *words, environ=environ) as command:
+        ended = command.code(300)
+        said = command.out + command.err
+        assert not (tmp_path / "ran").exists()
+        assert ended == code, said
+        assert SECRET not in said
+        assert "Traceback" not in said
+        assert "[y/N]" not in said
+        errors = [line for line in command.err.splitlines() if line.startswith("smp-train: error: ")]
+        assert len(errors) == 1, said
+        assert len(errors[0]) < 1000

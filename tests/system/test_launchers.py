@@ -41,7 +41,10 @@ def srun(rank: int, world: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("launcher", "name"), [(openmpi, "openmpi"), (mpich, "mpich"), (srun, "srun")])
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [(openmpi, "openmpi"), (mpich, "mpich"), pytest.param(srun, "srun", marks=pytest.mark.core)]
+)
 def test_two_ranks_train(launcher: Callable[[int, int, int], dict[str, str]], name: str, tmp_path: Path) -> None:
     with Ranks(tmp_path, 2, "train", *flags(tmp_path, max_steps=2), launcher=launcher) as ranks:
         assert ranks.codes() == [0, 0], ranks.err

@@ -95,6 +95,7 @@ def test_runs_without_a_name_get_one_of_their_own(tmp_path: Path, shared: bool) 
         before = held(tmp_path)
 
 
+@pytest.mark.core
 def test_the_command_that_is_printed_goes_on_with_the_run(tmp_path: Path) -> None:
     with warm(tmp_path, *words(max_steps=10**6)) as command:
         command.until(lambda: "Saved" in command.out, "a checkpoint")

@@ -179,6 +179,7 @@ def train_asked_to_stop(command_line: list[str]) -> int:
     return train(command_line)
 
 
+@pytest.mark.core
 def test_asked_before_the_first_step_it_stops_after_it(tmp_path: Path) -> None:
     assert harness.run(train_asked_to_stop, 2, command_line(tmp_path)[1:]) == [0, 0]
     assert stopped_step(tmp_path) == 1
@@ -251,6 +252,7 @@ def test_interrupted_under_torchrun_it_saves(tmp_path: Path) -> None:
     chain.stop_ranks(lambda ranks: ranks[1].signal(signal.SIGINT))
 
 
+@pytest.mark.core
 def test_interrupted_alone_it_says_so_at_once_saves_and_ends_well(tmp_path: Path) -> None:
     with warm(tmp_path, *command_line(tmp_path)) as command:
         command.until(lambda: last_step(tmp_path) >= 3, "step 3")

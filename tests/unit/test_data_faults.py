@@ -36,6 +36,7 @@ def test_text_among_tokens(tmp_path):
         open_source(str(tmp_path), vocab_size=97)
 
 
+@pytest.mark.slow
 def test_ten_thousand_shards_are_listed_and_dealt_out(tmp_path):
     for number in range(10_000):
         os.mknod(tmp_path / f"{number:05}.json")

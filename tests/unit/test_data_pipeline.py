@@ -168,6 +168,7 @@ def test_resume_anywhere(start):
         stream.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_while_a_thread_reads_says_nothing():
     program = """
 import threading

@@ -333,6 +333,7 @@ def body(folders: list[str], tensor_parallel: str) -> dict[str, torch.Tensor]:
     return logits
 
 
+@pytest.mark.slow
 def test_two_processes_read_their_own_parts(tmp_path: Path) -> None:
     families = ["gpt_neox", "llama_v3", "mixtral", "gpt2"]  # Renamed, tied, fused, without a prefix.
     for family in families:

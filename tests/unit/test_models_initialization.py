@@ -250,6 +250,7 @@ def build_the_largest() -> tuple[float, int]:
     return time.process_time() - start, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
+@pytest.mark.slow
 def test_the_largest_models_take_seconds_and_no_memory() -> None:
     ((seconds, taken),) = run(build_the_largest, 1)  # a process whose peak is its own
     assert seconds < 60  # one or two, where a machine is not slow
