@@ -231,11 +231,10 @@ def staging(folder: Path, objects: int) -> dict[str, Callable[[], None]] | None:
     shards = [Shard(f"s3://bucket/{n}", str(n), OBJECT_BYTES, 0, "etag") for n in range(objects)]
     scratch = folder / "fetched"
     scratch.mkdir()
-    client = s3.connect()
 
     def fetching(at_once: int) -> Callable[[], None]:
         def fetch() -> None:
-            for _, copy in s3.staged(shards, str(scratch), at_once=at_once, client=client):
+            for _, copy in s3.staged(shards, str(scratch), at_once=at_once):
                 os.unlink(copy)
 
         return fetch

@@ -25,7 +25,7 @@ from smp_train import arguments, distributed, train_lib
 from smp_train.build_run import Run, build_run
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.initialization import initialise
-from smp_train.storage.places import private_folder
+from smp_train.storage.paths import private_folder
 from smp_train.telemetry.logging_utils import get_logger
 
 log = get_logger()

@@ -163,44 +163,42 @@ PATIENCE_SECONDS = 300.0
 
 def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
     """Point this process at the server, without faults, and return a new bucket of the test's own, ``s3://...``."""
-    from smp_train.data import s3
-    from smp_train.storage import s3_folder
+    from smp_train.storage import client, s3, s3_folder
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in environment(server.url).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(s3_folder, "WAIT_SECONDS", 0.002)
-    for client in (s3, s3_folder):
-        monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", PATIENCE_SECONDS)
+    for module in (s3, s3_folder):
+        monkeypatch.setattr(module, "WAIT_SECONDS", 0.002)
+    monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
     server.faults.clear()
     server.most = 0
     server.on_request = lambda method, path: None
     name = f"b{random.Random(test).randrange(10**9)}"
-    s3_folder.S3Folder(f"s3://{name}").client.create_bucket(Bucket=name)
+    client.client().create_bucket(Bucket=name)
     return f"s3://{name}"
 
 
 def upload(location: str, files: Path | dict[str, bytes]) -> None:
     """Put files, or those of a folder, below a prefix."""
-    from smp_train.storage.s3_folder import S3Folder
+    from smp_train import storage
 
     if isinstance(files, Path):
         files = {path.relative_to(files).as_posix(): path.read_bytes() for path in files.rglob("*") if path.is_file()}
-    folder = S3Folder(location)
     for name, data in files.items():
-        folder.ask("put_object", key=folder.key(name), Body=data)
+        storage.at(location).put(name, data)
 
 
 def download(location: str, folder: Path) -> Path:
     """Write what lies below a prefix to a folder, and return that."""
-    from smp_train.storage.s3_folder import S3Folder
+    from smp_train import storage
 
-    for name in S3Folder(location).entries(""):
+    for name in storage.at(location).files():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(S3Folder(location).read("", name))
+        path.write_bytes(storage.at(location).read(name))
     return folder
 
 

@@ -31,7 +31,7 @@ from smp_train.models.hub_names import canonical_name
 from smp_train.models.initialization import module_initialiser
 from smp_train.models.moe import split_sizes
 from smp_train.models.packing import packed_inputs
-from smp_train.storage.s3 import is_s3
+from smp_train.storage import is_s3
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments

@@ -33,7 +33,7 @@ from smp_train.checkpoints.retention import Policy
 from smp_train.checkpoints.storage import UNKNOWN, Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError, ConfigError, redacted
 from smp_train.models.hugging_face import trust_code
-from smp_train.storage.places import Place, place
+from smp_train.storage.paths import Place, place
 
 ABANDONED_SECONDS = 3600.0
 """What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""

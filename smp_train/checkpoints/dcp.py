@@ -43,7 +43,7 @@ from smp_train.checkpoints.storage import wait_for
 from smp_train.distributed.agree import group, here, is_alone, rank
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
-from smp_train.storage.ranges import Ranges
+from smp_train.storage.ranges import RangeFile
 
 logger = logging.getLogger(__name__)
 
@@ -148,11 +148,12 @@ class LocalReader(FileSystemReader, Reader):
         self._metadata = metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        def fill(start: int, view: memoryview) -> None:
+        def read(start: int, length: int) -> bytes:
             file.seek(sinfo.offset + start)
-            file.readinto(view)
+            found: bytes = file.read(length)
+            return found
 
-        refuse_compressed(io.BufferedReader(Ranges(sinfo.length, fill)))
+        refuse_compressed(io.BufferedReader(RangeFile(sinfo.length, read)))
         found: IO[bytes] = super()._slice_file(file, sinfo)
         return found
 

@@ -21,7 +21,7 @@ from smp_train.models.hub_names import hub_names, note, to_hub
 from smp_train.models.hugging_face import config_of, load_tokenizer, model_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
-from smp_train.storage.places import Place, on_this_machine, place
+from smp_train.storage.paths import Place, on_this_machine, place
 
 SHARD_BYTES = 5_000_000_000
 MODEL = "model."

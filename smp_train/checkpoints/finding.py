@@ -28,7 +28,7 @@ from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
 from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
 from smp_train.distributed.agree import rank, world_size
 from smp_train.errors import CheckpointError
-from smp_train.storage.s3 import is_s3
+from smp_train.storage import is_s3
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp import Reader

@@ -34,7 +34,7 @@ from smp_train.checkpoints.translated import MODEL_PREFIXES, MOMENTS, TensorRead
 from smp_train.errors import CheckpointError
 from smp_train.models.smp_names import HubModel, Ranks, is_transformed
 from smp_train.models.weight_files import WeightFiles
-from smp_train.storage.places import place
+from smp_train.storage.paths import place
 
 logger = logging.getLogger(__name__)
 

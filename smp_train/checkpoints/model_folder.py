@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.hugging_face import CONFIG_FILE
 from smp_train.models.weight_files import INDEXES, weight_files
-from smp_train.storage.places import Place, S3Path, names_in, place
+from smp_train.storage.paths import Place, S3Path, names_in, place
 
 SCRATCH = ".partial"
 """Sub-folder in which a model is written that is to replace another one."""

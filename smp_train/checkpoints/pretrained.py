@@ -13,7 +13,7 @@ from smp_train.checkpoints.finding import find, is_checkpoint_folder
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import load_pretrained
-from smp_train.storage.places import Place, place
+from smp_train.storage.paths import Place, place
 
 
 def load_weights(

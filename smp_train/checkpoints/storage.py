@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from smp_train.checkpoints.record import COMMITTED, DAMAGED, Committed, FileRecord, RunId, checksum, name_before
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.storage import s3
+from smp_train.storage import client as s3
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp import Reader, Writer

@@ -28,7 +28,8 @@ from smp_train.checkpoints.record import (
 )
 from smp_train.checkpoints.storage import PROBE, UNKNOWN, is_own, taken
 from smp_train.errors import CheckpointError
-from smp_train.storage import s3, s3_folder
+from smp_train.storage import client as s3
+from smp_train.storage import s3_folder
 from smp_train.storage.s3_folder import S3Folder
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from smp_train.data.targets import NO_GAPS
 from smp_train.data.token_cache import GAPS, Header, cache_key
 from smp_train.data.utils import Shard, list_shards
 from smp_train.errors import DataError
-from smp_train.storage.places import private_folder
+from smp_train.storage.paths import private_folder
 
 logger = logging.getLogger("smp_train.data")
 

@@ -6,15 +6,15 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 
+from smp_train import storage
 from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
 from smp_train.errors import SmpTrainError
 from smp_train.models.resolve import settled_flags
-from smp_train.storage.s3 import connect
 
 STEP = re.compile(r"-(\d+)steps(-[0-9a-f]{8})?$")
 RESUME = {"resume_from_checkpoint", *(a.name for a in ALIASES if a.ours == ("resume_from_checkpoint",))}
@@ -73,23 +73,24 @@ def newest_committed(folders: Sequence[str], run_name: str = "", *, in_s3: bool 
     """
     found: tuple[int, str | None] = (0, None)
     for folder in folders:
-        if "://" in folder:
-            names = _committed_in_s3(folder, run_name) if in_s3 else []
-        else:
-            markers = [marker for marker in Path(folder).glob("*/COMMITTED") if STEP.search(marker.parent.name)]
-            names = [marker.parent.name for marker in markers if _is_of(_read(marker), run_name)]
-        for name in names:
-            match = STEP.search(name)
-            if match and int(match[1]) > found[0]:
-                found = int(match[1]), folder
+        if in_s3 or "://" not in folder:
+            with suppress(OSError):  # of no use to this machine
+                step = _newest_step(storage.at(folder, SmpTrainError), run_name)
+                found = max(found, (step, folder), key=lambda each: each[0])
     return found
 
 
-def _read(marker: Path) -> bytes:
-    try:
-        return marker.read_bytes()
-    except OSError:  # gone since, or of no use to this machine
-        return b""
+def _newest_step(folder: storage.Storage, run_name: str) -> int:
+    """Return the step of the run's newest committed checkpoint in a folder, 0 without one.
+
+    Raises `SmpTrainError`, which a later start may not meet again, when S3 cannot be asked.
+    """
+    steps = ((int(match[1]), name) for name in folder.level()[1] if (match := STEP.search(name)))
+    for step, name in sorted(steps, reverse=True):
+        marker = f"{name}/COMMITTED"
+        if folder.exists(marker) and _is_of(folder.read(marker), run_name):
+            return step
+    return 0
 
 
 def _is_of(committed: bytes, run_name: str) -> bool:
@@ -99,36 +100,6 @@ def _is_of(committed: bytes, run_name: str) -> bool:
         return not run_name or run.get("name", run_name) in ("", run_name)
     except (ValueError, AttributeError):
         return True
-
-
-def _committed_in_s3(folder: str, run_name: str) -> list[str]:
-    """Return the name of the run's newest committed checkpoint below ``s3://bucket/prefix``, in a list; or none.
-
-    Raises `SmpTrainError`, which a later start may not meet again, when S3 cannot be asked.
-    """
-    bucket, _, prefix = folder.removeprefix("s3://").rstrip("/").partition("/")
-    start = f"{prefix}/" if prefix else ""
-    s3 = connect(attempts=4, connections=1, read_timeout=30)
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    try:
-        names = [
-            entry["Prefix"][len(start) : -1]
-            for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=start, Delimiter="/")
-            for entry in page.get("CommonPrefixes", [])
-        ]
-        newest_first = sorted(((int(found[1]), name) for name in names if (found := STEP.search(name))), reverse=True)
-        for _, name in newest_first:
-            listed = s3.list_objects_v2(Bucket=bucket, Prefix=f"{start}{name}/COMMITTED", MaxKeys=1)
-            for one in listed.get("Contents", []):
-                key = one["Key"]
-                if key.endswith("/COMMITTED") and _is_of(
-                    s3.get_object(Bucket=bucket, Key=key)["Body"].read(), run_name
-                ):
-                    return [name]
-    except (BotoCoreError, ClientError) as problem:
-        raise SmpTrainError(f"{folder}: cannot be looked at: {' '.join(str(problem).split())}") from None
-    return []
 
 
 def complete(

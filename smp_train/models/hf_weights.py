@@ -17,7 +17,7 @@ from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import HubTensor, canonical_name, hub_names
 from smp_train.models.parts import part_of
 from smp_train.models.weight_files import Block, WeightFiles
-from smp_train.storage.places import place
+from smp_train.storage.paths import place
 
 # Buffers that former versions of transformers stored among the weights.
 NOT_WEIGHTS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")

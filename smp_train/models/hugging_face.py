@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.weight_files import weight_files
-from smp_train.storage.places import Place, S3Path, place
+from smp_train.storage.paths import Place, S3Path, place
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

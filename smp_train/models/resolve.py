@@ -14,7 +14,7 @@ from smp_train.errors import ConfigError
 from smp_train.models.configuration import SHAPES, configuration, following_heads, lay_over, overlay
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, other_family
 from smp_train.models.hugging_face import CONFIG_FILE, OUR_MARK, OUR_META, open_configuration, trust_code
-from smp_train.storage.places import Place, place
+from smp_train.storage.paths import Place, place
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import Mapped
-from smp_train.storage import s3_folder
-from smp_train.storage.places import S3Path
+from smp_train.storage import Entry, Range, s3
+from smp_train.storage.paths import S3Path
 
 logger = logging.getLogger("smp_train.models")
 
@@ -37,9 +37,7 @@ ZIP = b"PK\x03\x04"
 class Request:
     """A range of a file, and what is to be done with its bytes."""
 
-    name: str
-    start: int
-    length: int
+    range: Range
     put: Callable[[Tensor], None]
     dtype: torch.dtype
 
@@ -50,10 +48,12 @@ class Streamed:
 
     Attributes:
         file: its file.
+        etag: the version of that.
         start: where its bytes begin there.
     """
 
     file: S3Path
+    etag: str
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Streamed:
         target = target.view(1) if not self.shape else target
         if any(low >= high for low, high in bounds):
             return
-        most = s3_folder.PART_BYTES // self.dtype.itemsize
+        most = s3.PART_BYTES // self.dtype.itemsize
         cut = max((d for d, span in enumerate(bounds) if span != (0, shape[d])), default=0)
         # Elements to one step along dimension `cut`, which is the last that is not taken whole, or a later one.
         while math.prod(shape[cut + 1 :]) > most:
@@ -116,7 +116,7 @@ class Streamed:
             target.copy_(data.as_strided((count, run), (stride, 1)).reshape(target.shape))
 
         length = ((count - 1) * stride + run) * size
-        return Request(self.file.name, self.start + at * size, length, put, self.dtype)
+        return Request(Range(self.file.name, self.start + at * size, length, self.etag), put, self.dtype)
 
 
 def fetch(copies: Iterable[tuple[Tensor, Any, Any]], folder: S3Path) -> None:
@@ -127,16 +127,16 @@ def fetch(copies: Iterable[tuple[Tensor, Any, Any]], folder: S3Path) -> None:
     """
     waiting: deque[Request] = deque()
 
-    def wanted() -> Iterator[tuple[str, str, int, int]]:
+    def wanted() -> Iterator[Range]:
         for target, block, index in copies:
             if not isinstance(block, Streamed):
                 target.copy_(block[index])
                 continue
             for request in block.requests(target, index):
                 waiting.append(request)
-                yield "", request.name, request.start, request.length
+                yield request.range
 
-    for data in folder.folder.ranges(wanted()):
+    for data in folder.storage.ranges(wanted()):
         request = waiting.popleft()
         request.put(torch.frombuffer(bytearray(data), dtype=request.dtype))
 
@@ -146,30 +146,29 @@ def open_safetensors(path: S3Path) -> tuple[list[str], Callable[[str], Streamed]
 
     The format: https://github.com/huggingface/safetensors#format.
     """
-    with path.open_ranges() as file:
-        size = file.seek(0, io.SEEK_END)
-        file.seek(0)
+    entry = path.entry()
+    with path.open_ranges(entry) as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            if not 0 < length <= min(LARGEST_HEADER, size - 8):
+            if not 0 < length <= min(LARGEST_HEADER, entry.size - 8):
                 raise ValueError(f"its header would be {length} bytes long")
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            found = {name: _stored(path, 8 + length, size, entry) for name, entry in header.items()}
+            found = {name: _stored(path, entry, 8 + length, stored) for name, stored in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as failure:
             raise CheckpointError(f"{path} cannot be read as safetensors: {failure}") from failure
     return list(found), found.__getitem__
 
 
-def _stored(path: S3Path, begin: int, size: int, entry: dict[str, Any]) -> Streamed:
-    dtype = FORMAT_DTYPES.get(entry["dtype"])
+def _stored(path: S3Path, entry: Entry, begin: int, stored: dict[str, Any]) -> Streamed:
+    dtype = FORMAT_DTYPES.get(stored["dtype"])
     if dtype is None:
-        raise ValueError(f"a dtype {entry['dtype']} is not known here")
-    first, last = entry["data_offsets"]
-    shape = tuple(int(length) for length in entry["shape"])
-    if last - first != math.prod(shape) * dtype.itemsize or begin + last > size:
+        raise ValueError(f"a dtype {stored['dtype']} is not known here")
+    first, last = stored["data_offsets"]
+    shape = tuple(int(length) for length in stored["shape"])
+    if last - first != math.prod(shape) * dtype.itemsize or begin + last > entry.size:
         raise ValueError("it is shorter than its header says")
-    return Streamed(path, begin + first, dtype, shape)
+    return Streamed(path, entry.etag, begin + first, dtype, shape)
 
 
 def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[[Tensor], Any]]:
@@ -180,14 +179,15 @@ def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with path.open_ranges() as file:
+    entry = path.entry()
+    with path.open_ranges(entry) as file:
         begin = file.read(len(ZIP))
         file.seek(0)
         if begin == ZIP:
             with FakeTensorMode():
                 content = load(file)
             if _has_places(content):
-                return content, lambda tensor: _placed(path, tensor)
+                return content, lambda tensor: _placed(path, entry.etag, tensor)
         logger.info("%s is not of a form that can be read in parts: fetching all of it into memory", path)
         file.seek(0)
         whole = io.BytesIO(file.read())
@@ -206,13 +206,13 @@ def _has_places(content: Any) -> bool:
     return True
 
 
-def _placed(path: S3Path, tensor: Tensor) -> Any:
+def _placed(path: S3Path, etag: str, tensor: Tensor) -> Any:
     storage: Any = tensor.untyped_storage()
     start = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize)
     shape = tuple(tensor.shape)
     if tensor.is_contiguous():
-        return Streamed(path, start, tensor.dtype, shape)
-    return Scattered(path, start, tensor.dtype, shape, tuple(tensor.stride()))
+        return Streamed(path, etag, start, tensor.dtype, shape)
+    return Scattered(path, etag, start, tensor.dtype, shape, tuple(tensor.stride()))
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,7 @@ class Scattered:
     """A tensor whose elements do not follow each other in the file, as a transposed one's: fetched whole."""
 
     file: S3Path
+    etag: str
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -234,5 +235,5 @@ class Scattered:
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)[index]
-        whole = Streamed(self.file, self.start, self.dtype, (span,))[...]
+        whole = Streamed(self.file, self.etag, self.start, self.dtype, (span,))[...]
         return whole.as_strided(self.shape, self.strides)[index]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from smp_train.errors import CheckpointError
-from smp_train.storage.places import Place, S3Path, names_in
+from smp_train.storage.paths import Place, S3Path, names_in
 
 if TYPE_CHECKING:  # Imported where it is used: what only looks for files does without.
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""What is far away and read by spans, as a file that can seek."""
+"""What is read by ranges, as a file that can seek."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Ranges(io.RawIOBase):
+class RangeFile(io.RawIOBase):
     """A file of which every read is a request of its own, so that none waits on an idle connection.
 
-    Read it through `io.BufferedReader`, of as many bytes as a request should be for.
+    Read it through `io.BufferedReader`, whose buffer is then the size of a request.
 
     Args:
         size: bytes of it.
-        fill: called with (start, view): reads ``len(view)`` bytes from ``start`` on into ``view``.
-        rest: called with a start: returns all from there on; None where `fill` does for that too.
+        read: called with (start, length): returns these bytes.
+        rest: called with a start: returns all from there on; None where `read` does for that too.
     """
 
     def __init__(
-        self, size: int, fill: Callable[[int, memoryview], object], rest: Callable[[int], bytes] | None = None
+        self, size: int, read: Callable[[int, int], bytes], rest: Callable[[int], bytes] | None = None
     ) -> None:
-        self._size, self._fill, self._rest = size, fill, rest
+        self._size, self._read, self._rest = size, read, rest
         self._at = 0
 
     def readable(self) -> bool:
@@ -33,11 +33,11 @@ class Ranges(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Return the place of the next read."""
+        """Return the position of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; nothing is requested by that."""
+        """Set the position; nothing is requested by that."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
@@ -46,7 +46,7 @@ class Ranges(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         length = max(0, min(len(view), self._size - self._at))
         if length:
-            self._fill(self._at, view[:length])
+            view[:length] = self._read(self._at, length)
             self._at += length
         return length
 

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from smp_train.errors import CheckpointError
-from smp_train.storage import s3
+from smp_train.storage import client as s3
 
-AT_ONCE = 8
-"""Requests in flight per rank: one connection of S3 brings some 80 MB/s."""
+AT_ONCE = s3.AT_ONCE
 PART_BYTES = 16 << 20
 """Bytes of one request, up or down. A rank holds some twenty of them at most."""
-ATTEMPTS = 8
-"""Tries per request, over a minute or two; S3 asks for patience (503) where many writers begin at once."""
+ATTEMPTS = s3.ATTEMPTS
 WAIT_SECONDS = 0.2
 """Before the second try of a read that broke off; doubled before each further one."""
-READ_TIMEOUT_SECONDS = 60.0
-"""A connection that brings nothing for so long is given up and opened again."""
-NEEDED = {
-    "put_object": "s3:PutObject", "get_object": "s3:GetObject", "head_object": "s3:GetObject",
-    "delete_object": "s3:DeleteObject", "delete_objects": "s3:DeleteObject", "copy_object": "s3:PutObject",
-    "list_objects_v2": "s3:ListBucket", "list_multipart_uploads": "s3:ListBucketMultipartUploads",
-    "abort_multipart_upload": "s3:AbortMultipartUpload", "upload_fileobj": "s3:PutObject",
-}  # fmt: skip
 
 
 class Entry(NamedTuple):
@@ -51,7 +39,7 @@ class S3Folder:
     @property
     def client(self) -> Any:
         """The client of this process; made on first use."""
-        return _client(os.getpid(), os.environ.get("AWS_ENDPOINT_URL"), READ_TIMEOUT_SECONDS)
+        return s3.client()
 
     def key(self, *parts: str) -> str:
         """Return the key of something below the prefix."""
@@ -70,7 +58,7 @@ class S3Folder:
     def explained(self, error: BaseException, operation: str, key: str | None) -> CheckpointError:
         """Return what to tell of a request that failed."""
         place = self.location if key is None else f"{s3.SCHEME}{self.bucket}/{key}"
-        return CheckpointError(str(s3.explain(error, place, NEEDED[operation], CheckpointError)))
+        return CheckpointError(str(s3.explain(error, place, operation, CheckpointError)))
 
     def entries(self, folder: str) -> dict[str, Entry]:
         """Return all objects below ``folder``, by their path there."""
@@ -172,11 +160,3 @@ class S3Folder:
             last = s3.one_line(problem)
             raise CheckpointError(f"{s3.SCHEME}{self.bucket}/{key}: cannot be read in {ATTEMPTS} tries (last: {last})")
         raise CheckpointError(f"{s3.SCHEME}{self.bucket}/{key}: is shorter than it should be; it has been replaced")
-
-
-@lru_cache
-def _client(process: int, endpoint: str | None, read_timeout: float) -> Any:
-    """Return the one client of a process, which all of its threads share, its connections with it."""
-    return s3.connect(attempts=ATTEMPTS, connections=4 * AT_ONCE, read_timeout=read_timeout, retries="legacy")
-
-

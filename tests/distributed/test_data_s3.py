@@ -13,12 +13,13 @@ pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
 from smp_train import distributed
-from smp_train.data import s3, staging, token_cache
+from smp_train.data import staging, token_cache
 from smp_train.data.index import open_source
 from smp_train.data.opening import open_data
 from smp_train.data.order import Order
 from smp_train.data.windows import Windows
 from smp_train.errors import DataError
+from smp_train.storage import client as s3_client
 from tests.distributed.test_data_convert import opening_args
 from tests.harness import run
 from tests.s3_server import PATIENCE_SECONDS, environment, serving
@@ -69,7 +70,7 @@ def on_two_nodes(variables, cache):
     # Fetches are counted: what rank 0 of a node has removed is not to be missed by a rank that was held up, and a
     # server that was is to be waited for.
     staging.CHECK_SECONDS = 1000.0
-    s3.READ_TIMEOUT_SECONDS = PATIENCE_SECONDS
+    s3_client.READ_TIMEOUT_SECONDS = PATIENCE_SECONDS
     ranks = distributed.detect()
     distributed.start(ranks, timeout_seconds=250)
     ranks = replace(
@@ -95,7 +96,7 @@ def nodes(tmp_path_factory):
             patch.delenv(name)
         for name, value in environment(server.url).items():
             patch.setenv(name, value)
-        client = s3.connect()
+        client = s3_client.client()
         client.create_bucket(Bucket="nodes")
 
         def put(key, body):

@@ -24,7 +24,8 @@ from smp_train.checkpoints.lock import LOCK, Lock
 from smp_train.checkpoints.model_folder import writing
 from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
-from smp_train.storage import s3, s3_folder
+from smp_train.storage import client as s3
+from smp_train.storage import s3_folder
 from smp_train.storage.s3_folder import S3Folder
 from tests.harness import free_port
 from tests.s3_server import bucket, serving
@@ -316,7 +317,7 @@ def test_faults_on_every_request_are_mended(server, place, monkeypatch, fault, t
 
 
 def test_a_stall_is_mended(server, place, monkeypatch):
-    monkeypatch.setattr(s3_folder, "READ_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 1.0)
     stall = each_first("stall")
     server.on_request = lambda method, path: stall(method, path) if "distcp" in path else None
     save(place, 1)
@@ -498,11 +499,13 @@ def test_the_second_job_is_refused_whatever_the_server_knows(server, place, monk
 
 def test_an_endpoint_that_does_not_answer_is_told_within_seconds(place, monkeypatch, caplog):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(s3, "ATTEMPTS", 3)
+    monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 5.0)
     told = []
     monkeypatch.setattr(s3.logger, "warning", lambda *said: told.append((time.monotonic(), said[0] % said[1:])))
     began = time.monotonic()
     with pytest.raises(EndpointConnectionError):
-        s3.connect(attempts=3, connections=1, read_timeout=5).list_buckets()
+        s3.client().list_buckets()
     assert [line for _, line in told if os.environ["AWS_ENDPOINT_URL"] in line] == [told[0][1]], "once"
     assert told[0][0] - began < 5
 

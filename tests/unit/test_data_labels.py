@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from smp_train.cli import main
-from smp_train.data import s3, windows
+from smp_train.data import windows
 from smp_train.data.blend import Joined
 from smp_train.data.formats import convert_place, open_place
 from smp_train.data.index import BESIDE
@@ -381,6 +381,7 @@ def test_windows_know_what_has_nothing_to_learn(tmp_path):
 def test_labels_come_from_s3(tmp_path, window, monkeypatch, request):
     pytest.importorskip("boto3")
     pytest.importorskip("moto.server")
+    from smp_train.storage.client import client
     from tests import s3_server
 
     rows = dialogue(30)
@@ -388,7 +389,7 @@ def test_labels_come_from_s3(tmp_path, window, monkeypatch, request):
     with s3_server.serving() as proxy:
         place = s3_server.bucket(proxy, monkeypatch, request.node.nodeid)
         for file in (tmp_path / "data").iterdir():
-            s3.connect().put_object(Bucket=place.removeprefix("s3://"), Key=f"d/{file.name}", Body=file.read_bytes())
+            client().put_object(Bucket=place.removeprefix("s3://"), Key=f"d/{file.name}", Body=file.read_bytes())
         if not window:
             checked(opened(f"{place}/d", cache_dir=str(tmp_path / "cache")), rows)
             return

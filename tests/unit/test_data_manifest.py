@@ -34,12 +34,11 @@ def place(request, made, monkeypatch):
         bucket = s3_server.bucket(server, monkeypatch, request.node.nodeid)
 
         def put():
-            from smp_train.data import s3
+            from smp_train.storage.client import client
 
-            client = s3.connect()
             for path in made.rglob("*.*"):
                 key = f"made/{path.relative_to(made)}"
-                client.put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=path.read_bytes())
+                client().put_object(Bucket=bucket.removeprefix("s3://"), Key=key, Body=path.read_bytes())
             return f"{bucket}/made"
 
         yield put

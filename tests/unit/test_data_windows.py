@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp_train.data import conversion, locked, s3, staging, token_cache, windows
+from smp_train.data import conversion, locked, staging, token_cache, windows
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.formats import open_place
 from smp_train.data.index import open_source
@@ -25,6 +25,7 @@ from smp_train.data.pipelines.data_pipeline import TrainingData
 from smp_train.data.prepare.writing import write_block
 from smp_train.data.source import shards
 from smp_train.errors import DataError
+from smp_train.storage.client import ATTEMPTS, client
 
 SHARDS, ROWS, WINDOW = 11, 20, 2
 
@@ -45,9 +46,8 @@ def bucket(server, monkeypatch, request):
     from tests import s3_server
 
     name = s3_server.bucket(server, monkeypatch, request.node.nodeid).removeprefix("s3://")
-    monkeypatch.setattr(s3, "WAIT_SECONDS", 0.002)
     server.gets.clear()
-    return s3.connect(), name
+    return client(), name
 
 
 def put_folder(bucket, key, folder):
@@ -276,8 +276,8 @@ def test_a_manifest_makes_the_counting_unnecessary(bucket, server, tmp_path, cap
     put_folder(bucket, "m", made.parent)
     place = f"s3://{bucket[1]}/m/train"
     whole = open_source(place, vocab_size=300, cache_dir=str(tmp_path / "whole"))
-    server.faults["m/_manifest.json"].extend(["SlowDown"] * s3.ATTEMPTS)
-    with pytest.raises(DataError, match=r"m/_manifest\.json: cannot be read in 10 tries \(last: .*SlowDown"):
+    server.faults["m/_manifest.json"].extend(["SlowDown"] * ATTEMPTS)
+    with pytest.raises(DataError, match=r"m/_manifest\.json: S3 does not answer as it should \(.*SlowDown"):
         opened(place, tmp_path / "cache")
     server.gets.clear()
     # One rank that took trouble in reading it for its absence would count shards that the others know.

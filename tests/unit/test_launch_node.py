@@ -489,7 +489,7 @@ def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         words = ["--checkpoint_dir", "s3://bucket/run", "--resume_from_checkpoint", "/other"]
         assert flags.complete(words)[1].args.resume_from_checkpoint == "/other"
         assert flags.complete(words, in_s3=True)[1].args.resume_from_checkpoint == "s3://bucket/run"
-        with pytest.raises(SmpTrainError, match=r"s3://none/x: cannot be looked at: .*NoSuchBucket"):
+        with pytest.raises(SmpTrainError, match=r"s3://none/x: no such bucket"):
             flags.newest_committed(["s3://none/x"], in_s3=True)
 
 

@@ -20,9 +20,8 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.resolve import resolve
-from smp_train.storage import s3_folder
-from smp_train.storage.places import S3Path
-from smp_train.storage.s3 import is_s3
+from smp_train.storage import client, is_s3, s3
+from smp_train.storage.paths import S3Path
 from tests.harness import run
 from tests.s3_server import bucket, environment, serving, upload
 
@@ -231,7 +230,7 @@ def peak(folder: str, weights: str, url: str) -> tuple[int, int, int]:
     os.environ.update(environment(url))
     if is_s3(weights):
         # What requests under way take, and the threads that make them, is beside what is looked at here, and varies.
-        s3_folder.PART_BYTES, s3_folder.AT_ONCE = 1 << 18, 2
+        s3.PART_BYTES, client.AT_ONCE = 1 << 18, 2
         S3Path(weights).exists()  # boto3 itself takes memory
     dist.init_process_group("gloo")
     model = built(folder)

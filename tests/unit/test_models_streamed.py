@@ -22,8 +22,8 @@ from smp_train.models.build import build_meta, materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.resolve import resolve
 from smp_train.models.weight_files import WeightFiles
-from smp_train.storage import s3_folder
-from smp_train.storage.places import S3Path, on_this_machine, place
+from smp_train.storage import s3
+from smp_train.storage.paths import S3Path, on_this_machine, place
 from tests.s3_server import bucket, serving, upload
 from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save
 
@@ -56,7 +56,7 @@ def test_any_block_of_any_tensor(form: str, there: str, server, monkeypatch) -> 
     upload(f"{there}/m", {"model.safetensors" if form == "safetensors" else "m.pt": file.getvalue()})
     rnd = random.Random(1)
     for part in (72, 1 << 20):  # a row in two requests, several small ones in one; everything in one
-        monkeypatch.setattr(s3_folder, "PART_BYTES", part)
+        monkeypatch.setattr(s3, "PART_BYTES", part)
         with ExitStack() as stack:
             files = WeightFiles(place(f"{there}/m"), stack)
             assert set(files.files) == set(content)
@@ -156,7 +156,7 @@ def test_what_s3_does_not_give_is_named(there: str, server, tmp_path: Path) -> N
 
 
 def test_a_tokenizers_files_come_without_the_weights(there: str, monkeypatch) -> None:
-    monkeypatch.setattr("smp_train.storage.places.SMALL_BYTES", 100)
+    monkeypatch.setattr("smp_train.storage.paths.SMALL_BYTES", 100)
     upload(f"{there}/m", {"tokenizer.json": b"{}", "model.safetensors": b"x" * 200, "sub/other": b"y"})
     with on_this_machine(f"{there}/m") as folder:
         assert [path.name for path in Path(folder).iterdir()] == ["tokenizer.json"]

@@ -21,7 +21,7 @@ from smp_train.data.text.read import open_bytes
 from smp_train.data.text.stream import Reading, spread_tokenizing
 from smp_train.data.utils import lines_of
 from smp_train.errors import ConfigError, DataError
-from smp_train.storage.places import on_this_machine
+from smp_train.storage.paths import on_this_machine
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments

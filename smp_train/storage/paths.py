@@ -1,4 +1,4 @@
-"""Files and folders that are read, on a file system or in S3, in the words of `pathlib`."""
+"""Paths to read from, on a file system or in S3, with the methods of `pathlib`."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from pathlib import Path
 
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.storage import s3_folder
-from smp_train.storage.ranges import Ranges
-from smp_train.storage.s3 import SCHEME, is_s3, split
-from smp_train.storage.s3_folder import S3Folder
+from smp_train.storage import s3
+from smp_train.storage.base import Entry, Range, normal
+from smp_train.storage.client import is_s3, split
+from smp_train.storage.ranges import RangeFile
 
 READ_AHEAD = 1 << 18
 """Bytes of one request of an object that is read as a file."""
 SMALL_BYTES = 1 << 26
-"""Of the files beside a model, which its tokenizer may be of; weights are larger."""
+"""Largest file that is taken for part of a tokenizer; weights are larger."""
 
 
 class S3Path:
     """``s3://bucket/key``: an object, or a folder of them. What S3 refuses is a `CheckpointError`."""
 
     def __init__(self, location: str) -> None:
-        bucket, key = split(location, CheckpointError)
-        self._key = posixpath.normpath("/" + key)[1:]
-        self._text = f"{SCHEME}{bucket}/{self._key}".rstrip("/")
+        split(location, CheckpointError)
+        self._text = normal(location)
+        self.storage = s3.S3Storage(self._text)
+        """What is below it."""
 
     def __str__(self) -> str:
         return self._text
@@ -40,61 +40,56 @@ class S3Path:
         return self._text
 
     def __truediv__(self, name: str) -> S3Path:
-        made = S3Path(f"{self._text}/{name}")
-        if "/" not in name:
-            made.parent = self  # so that what this one knows of its objects holds for reading them
-        return made
+        return S3Path(f"{self._text}/{name}")
 
     @property
     def name(self) -> str:
         """What comes after the last slash; empty for a bucket."""
-        return posixpath.basename(self._key)
+        return posixpath.basename(self.storage.prefix)
 
-    @cached_property
+    @property
     def parent(self) -> S3Path:
         """The folder it is in."""
-        return S3Path(self._text.rpartition("/")[0]) if self._key else self
-
-    @cached_property
-    def folder(self) -> S3Folder:
-        """What is below it."""
-        return S3Folder(self._text)
+        return S3Path(self._text.rpartition("/")[0]) if self.name else self
 
     def is_file(self) -> bool:
         """Return whether there is an object of this name."""
-        return bool(self._key) and self.parent.folder.has("", self.name)
+        return bool(self.name) and self.storage.exists("")
 
     def is_dir(self) -> bool:
         """Return whether there is anything below it."""
-        prefix = f"{self._key}/" if self._key else ""
-        return bool(self.folder.ask("list_objects_v2", Prefix=prefix, MaxKeys=1).get("KeyCount"))
+        return not self.storage.is_empty()
 
     def exists(self) -> bool:
         """Return whether there is such an object, or anything below it."""
         return self.is_file() or self.is_dir()
 
     def read_bytes(self) -> bytes:
-        """Return a small object's contents."""
-        return self.parent.folder.read("", self.name)
+        """Return a small object's content."""
+        return self.storage.read("")
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """Return a small object's contents as text."""
+        """Return a small object's content as text."""
         return self.read_bytes().decode(encoding)
 
-    def open_ranges(self) -> io.BufferedReader:
-        """Return the object as a file of which only what is read is fetched."""
-        folder, key = self.parent.folder, self.parent.folder.key(self.name)
-        size = folder.pin(self.name)
+    def entry(self) -> Entry:
+        """Return the object's size and version."""
+        found = self.storage.entry("")
+        assert found is not None
+        return found
 
-        def fill(start: int, view: memoryview) -> None:
-            view[:] = folder.body(key, (start, len(view)))
+    def open_ranges(self, entry: Entry, read_ahead: int = READ_AHEAD) -> io.BufferedReader:
+        """Return the object, of the version of ``entry``, as a file of which only what is read is fetched."""
 
         def rest(start: int) -> bytes:
-            part = s3_folder.PART_BYTES
-            spans = (("", self.name, at, min(part, size - at)) for at in range(start, size, part))
-            return b"".join(folder.ranges(spans))
+            starts = range(start, entry.size, s3.PART_BYTES)
+            wanted = (Range("", at, min(s3.PART_BYTES, entry.size - at), entry.etag) for at in starts)
+            return b"".join(self.storage.ranges(wanted))
 
-        return io.BufferedReader(Ranges(size, fill, rest), READ_AHEAD)
+        def read(start: int, length: int) -> bytes:
+            return self.storage.read_range("", start, length, entry.etag)
+
+        return io.BufferedReader(RangeFile(entry.size, read, rest), read_ahead)
 
 
 Place = Path | S3Path
@@ -109,7 +104,7 @@ def place(location: str | os.PathLike[str]) -> Place:
 def names_in(folder: Place, pattern: str = "*") -> list[str]:
     """Return the names of the files directly in a folder that fit a pattern, in order; none where it is not there."""
     if isinstance(folder, S3Path):
-        return sorted(fnmatch.filter(folder.folder.files(), pattern))
+        return sorted(fnmatch.filter(folder.storage.level()[0], pattern))
     return sorted(path.name for path in folder.glob(pattern) if path.is_file())
 
 
@@ -125,9 +120,9 @@ def on_this_machine(location: str) -> Iterator[str]:
             (Path(copy) / there.name).write_bytes(there.read_bytes())
             yield os.path.join(copy, there.name)
             return
-        for name, size in there.folder.files().items():
-            if size <= SMALL_BYTES:
-                (Path(copy) / name).write_bytes((there / name).read_bytes())
+        for name, entry in there.storage.level()[0].items():
+            if entry.size <= SMALL_BYTES:
+                (Path(copy) / name).write_bytes(there.storage.read(name))
         yield copy
 
 

@@ -1,0 +1,108 @@
+"""What a place to store files in can do, whichever kind it is of."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import BinaryIO, NamedTuple, Protocol
+
+from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
+from smp_train.storage.client import SCHEME, is_s3, split
+
+
+class Entry(NamedTuple):
+    """A file: its bytes, the time of its last change by the storage's clock, and in S3 the version of its content."""
+
+    size: int
+    modified: float
+    etag: str = ""
+
+
+class Range(NamedTuple):
+    """Bytes of a file, of the version ``etag`` where that is given."""
+
+    name: str
+    start: int
+    length: int
+    etag: str = ""
+
+
+class Storage(Protocol):
+    """A folder, or a prefix of a bucket. ``name`` is the path of a file below it, with slashes.
+
+    A folder raises OSError, S3 the error that it was opened with, which names the object and what to do.
+    """
+
+    location: str
+
+    def files(self, folder: str = "") -> dict[str, Entry]:
+        """Return all files below ``folder`` by their path there; links are left out. Empty where it does not exist."""
+
+    def level(self, folder: str = "") -> tuple[dict[str, Entry], list[str]]:
+        """Return the files directly in ``folder`` by name, and the names of the folders in it, in order."""
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is such a file."""
+
+    def read(self, name: str) -> bytes:
+        """Return a small file's content."""
+
+    def ranges(self, wanted: Iterable[Range]) -> Iterator[bytes]:
+        """Yield each range in order. In S3 the next ones are fetched meanwhile, and less than asked for is an error."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, which replaces an older one at once; durable on return."""
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Do the same unless there is such a file; return whether it was done.
+
+        Of two writers in the same moment one may overwrite the other on servers that ignore If-None-Match.
+        """
+
+    def writer(self, name: str, size: int = 0) -> AbstractContextManager[BinaryIO]:
+        """Return a stream into a file of about ``size`` bytes; it is there when the context ends without an error."""
+
+    def move(self, name: str, to: str) -> None:
+        """Rename a file, in place of an older one. In S3 this is a copy and a deletion."""
+
+    def delete(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+    def delete_folder(self, folder: str) -> None:
+        """Remove all files below ``folder``, and it."""
+
+    def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
+        """Remove what writers killed before that time have left of files that are ``ours``; return their names."""
+
+    def now(self) -> float:
+        """Return the time by the clock that `Entry.modified` is of; the machine's own may differ."""
+
+
+def at(location: str | os.PathLike[str], error: type[SmpTrainError] = CheckpointError) -> Storage:
+    """Return the storage at a location. Raises `ConfigError` for a kind of URL that is not supported."""
+    place = normal(location)
+    if is_s3(place):
+        from smp_train.storage.s3 import S3Storage
+
+        return S3Storage(place, error)
+    from smp_train.storage.folder import FolderStorage
+
+    return FolderStorage(place)
+
+
+def normal(location: str | os.PathLike[str]) -> str:
+    """Return a location in its one normal form: an absolute path, or ``s3://bucket/prefix`` without a slash at the end.
+
+    Raises `ConfigError` for another kind of URL.
+    """
+    text = os.fspath(location)
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
+    if scheme is None:
+        return os.path.abspath(os.path.expanduser(text))
+    if not is_s3(text):
+        raise ConfigError(f"{text}: {scheme[1]}:// is not supported; give a folder that all nodes share, or s3://")
+    bucket, key = split(text)
+    return posixpath.join(SCHEME + bucket, posixpath.normpath("/" + key)[1:]).rstrip("/")

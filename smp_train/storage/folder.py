@@ -1,0 +1,176 @@
+"""A folder of a local or shared POSIX file system, where a rename is atomic."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from smp_train.errors import CheckpointError
+from smp_train.storage.base import Entry, Range
+
+SMALL_FILE_BYTES = 64 << 20
+"""Of files that are read whole: what others have put there must not fill the memory."""
+PARTIAL = ".partial"
+
+
+class FolderStorage:
+    """See `Storage`."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self.root = Path(location)
+
+    def files(self, folder: str = "") -> dict[str, Entry]:
+        """Return all files below ``folder``."""
+        top, found = self.root / folder, {}
+        if os.path.dirname(folder) and top.is_symlink():
+            return {}
+        for where, _, files in os.walk(top):
+            for file in files:
+                path = os.path.join(where, file)
+                with contextlib.suppress(FileNotFoundError):  # another process removes or renames it
+                    entry = os.lstat(path)
+                    if stat.S_ISREG(entry.st_mode):
+                        found[os.path.relpath(path, top)] = Entry(entry.st_size, entry.st_mtime)
+        return found
+
+    def level(self, folder: str = "") -> tuple[dict[str, Entry], list[str]]:
+        """Return the files, and the names of the folders, directly in ``folder``."""
+        files: dict[str, Entry] = {}
+        folders = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_dir():
+                        folders.append(entry.name)
+                    elif entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        files[entry.name] = Entry(status.st_size, status.st_mtime)
+        return files, sorted(folders)
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is such a file."""
+        return (self.root / name).is_file()
+
+    def read(self, name: str) -> bytes:
+        """Return a small file's content. Raises `CheckpointError` for a large one, or a link."""
+        path = self.root / name
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link; a checkpoint is made of files of its own")
+        if path.stat().st_size > SMALL_FILE_BYTES:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; no more than {SMALL_FILE_BYTES} are read")
+        return path.read_bytes()
+
+    def ranges(self, wanted: Iterable[Range]) -> Iterator[bytes]:
+        """Yield each range."""
+        for name, start, length, _ in wanted:
+            with (self.root / name).open("rb") as file:
+                file.seek(start)
+                yield file.read(length)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file."""
+        with self.writer(name) as file:
+            file.write(data)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Write a small file unless it is there."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _partial(path) as partial:
+            _write(partial, data)
+            try:
+                os.link(partial, path)
+            except FileExistsError:
+                return False
+            except OSError:  # a file system without hard links
+                try:
+                    with path.open("xb") as file:
+                        file.write(data)
+                except FileExistsError:
+                    return False
+        sync_folder(path.parent)
+        return True
+
+    @contextmanager
+    def writer(self, name: str, size: int = 0) -> Iterator[BinaryIO]:
+        """Yield a stream into a file, which is renamed to ``name`` when it is on stable storage."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _partial(path) as partial:
+            with partial.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        sync_folder(path.parent)
+
+    def move(self, name: str, to: str) -> None:
+        """Rename a file."""
+        target = self.root / to
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).rename(target)
+        sync_folder(target.parent)
+
+    def delete(self, name: str) -> None:
+        """Remove a file."""
+        (self.root / name).unlink(missing_ok=True)
+
+    def delete_folder(self, folder: str) -> None:
+        """Remove a folder and what is in it."""
+        with contextlib.suppress(FileNotFoundError):  # another process removes it too
+            shutil.rmtree(self.root / folder)
+
+    def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
+        """Remove partial files directly in the folder."""
+        found = []
+        for name, entry in self.level()[0].items():
+            if name.startswith(".") and name.endswith(PARTIAL) and entry.modified < before and ours(name):
+                self.delete(name)
+                found.append(name)
+        return found
+
+    def now(self) -> float:
+        """Return the time by the clock that stamps files here, which may be a server's."""
+        probe = self.root / f".clock.{uuid.uuid4().hex[:8]}{PARTIAL}"
+        try:
+            probe.touch()
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """Yield a name beside ``path`` for what is not yet it, and remove that afterwards."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
+    try:
+        yield partial
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to stable storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Some network file systems have no fsync of a folder; their servers make renames durable.
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,100 @@
+"""A stream into an object of S3: sent in parts while it is being written, so that little of it is held."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from smp_train.storage import client, s3
+from smp_train.storage.client import code_of
+
+if TYPE_CHECKING:
+    from smp_train.storage.s3 import S3Storage
+
+MOST_PARTS = 9000
+"""S3 takes 10,000 parts of one object."""
+
+
+def part_bytes(expected_bytes: int) -> int:
+    """Return the size of the parts in which an object of about ``expected_bytes`` goes up."""
+    return max(s3.PART_BYTES, -(-expected_bytes // MOST_PARTS))
+
+
+class Upload(io.RawIOBase):
+    """The object is there when `complete` has returned, or not at all. What S3 refuses is raised by any method."""
+
+    def __init__(self, storage: S3Storage, name: str, expected_bytes: int) -> None:
+        self._storage, self._name = storage, name
+        self._part_bytes = part_bytes(expected_bytes)
+        self._buffer = bytearray()
+        self._size = 0
+        self._id = ""
+        self._parts: list[dict[str, Any]] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._sending: deque[Future[Any]] = deque()
+        self._number = 0
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self._size
+
+    def write(self, data: Any) -> int:
+        """Take ``data`` in; it may change afterwards. Waits while `AT_ONCE` parts are on their way."""
+        with memoryview(data).cast("B") as view:
+            done = 0
+            while done < len(view):
+                room = self._part_bytes - len(self._buffer)
+                self._buffer += view[done : done + room]
+                done += room
+                if len(self._buffer) == self._part_bytes:
+                    self._send()
+            self._size += len(view)
+            return len(view)
+
+    def _send(self) -> None:
+        if self._pool is None:
+            self._id = self._storage.request("create_multipart_upload", self._name)["UploadId"]
+            self._pool = ThreadPoolExecutor(client.AT_ONCE, thread_name_prefix="smp-train-upload")
+        if len(self._sending) >= client.AT_ONCE:
+            self._parts.append(self._sending.popleft().result())
+        part, self._buffer = self._buffer, bytearray()
+        self._number += 1
+        self._sending.append(self._pool.submit(self._put, self._number, part))
+
+    def _put(self, number: int, data: bytearray) -> dict[str, Any]:
+        answer = self._storage.request("upload_part", self._name, UploadId=self._id, PartNumber=number, Body=data)
+        checksums = {name: value for name, value in answer.items() if name.startswith("Checksum")}
+        return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
+
+    def complete(self) -> None:
+        """Wait until the object is there."""
+        if self._pool is None:
+            self._storage.put(self._name, bytes(self._buffer))
+            return
+        if self._buffer:
+            self._send()
+        self._parts += [each.result() for each in self._sending]
+        self._pool.shutdown()
+        try:
+            self._storage.request(
+                "complete_multipart_upload", self._name, UploadId=self._id, MultipartUpload={"Parts": self._parts}
+            )
+        except self._storage.error as error:
+            # A first try may have done it, and its answer was lost: nobody else writes this object.
+            entry = self._storage.entry(self._name) if code_of(error.__cause__ or error) == "NoSuchUpload" else None
+            if entry is None or entry.size != self._size:
+                raise
+
+    def abort(self) -> None:
+        """Remove what has been sent, without waiting for what is on its way: the next run removes the rest."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            with suppress(self._storage.error):
+                self._storage.request("abort_multipart_upload", self._name, UploadId=self._id)
