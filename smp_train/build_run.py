@@ -20,8 +20,8 @@ from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.opening import open_data
 from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
-from smp_train.distributed import Runtime
-from smp_train.distributed.degrees import of_run
+from smp_train.distributed import ALL_RANKS, Runtime
+from smp_train.distributed.degrees import plan
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.configuration import changes
@@ -206,7 +206,7 @@ def choose_model(args: Arguments, backend: Backend) -> tuple[ModelSpec, int]:
 def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runtime) -> None:
     """Refuse a model whose state exceeds the memory it is to lie in, before any of it is allocated; collective."""
     device, count = backend.topology.device, count_parameters(spec.config)
-    shared = of_run(args, ranks.world_size, ranks.local_world_size, smp=backend.name == "smp").sharing
+    shared = plan(args, ranks.world_size, ranks.local_world_size, smp=backend.name == "smp").sharing
     needed = (WEIGHT_BYTES if args.evaluate_only else STATE_BYTES) * count / shared
     if device.type == "cpu" or args.cpu_offload:
         needed, there = needed * ranks.local_world_size, free_host_bytes()
@@ -337,7 +337,7 @@ def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
             "--allow_model_change 1 to go on with this one"
         )
     if different:
-        log.warning("The model is not that of %s: %s", found.path, "; ".join(different))
+        log.warning("The model is not that of %s: %s", found.path, "; ".join(different), extra=ALL_RANKS)
 
 
 def imported_position(found: Checkpoint, training: Dealing) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from smp_train.checkpoints.export import export, export_weights
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.owner import committed
 from smp_train.checkpoints.storage import Storage, open_storage
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, redacted
 from smp_train.models.hugging_face import CONFIG_FILE
 from smp_train.telemetry.logging_utils import get_logger
@@ -67,20 +68,20 @@ def end_saves(run: Run) -> None:
     try:
         report_saves(run)
     except CheckpointError as failure:
-        log.warning("%s", failure)
+        log.warning("%s", failure, extra=ALL_RANKS)
 
 
 def save_last(run: Run) -> None:
     """Save the last completed step, unless it is saved, as the run is about to fail of its data; collective."""
     if run.result is not None and not all(map(math.isfinite, train_utils.read(run.backend, run.result))):
-        log.warning("Step %d is not saved: its loss is not a number", run.progress.step)
+        log.warning("Step %d is not saved: its loss is not a number", run.progress.step, extra=ALL_RANKS)
         end_saves(run)
         return
     try:
         save(run, force=True)
         report_saves(run)
     except CheckpointError as failure:
-        log.warning("%s", failure)
+        log.warning("%s", failure, extra=ALL_RANKS)
 
 
 def complete_models(run: Run, step: int) -> None:

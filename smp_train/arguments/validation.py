@@ -22,7 +22,7 @@ from smp_train.arguments.groups import STRATEGIES, Arguments, flags
 from smp_train.arguments.parse import Resolved
 from smp_train.arguments.values import is_run_name
 from smp_train.distributed import smp_installed
-from smp_train.distributed.degrees import divisors, of_run
+from smp_train.distributed.degrees import divisors, plan
 from smp_train.errors import ConfigError
 
 AT_LEAST_ONE = (
@@ -124,7 +124,7 @@ def _check_not_available(args: Arguments) -> None:
 
 
 def _check_degrees(args: Arguments, world_size: int, local_world_size: int) -> None:
-    of_run(args, world_size, local_world_size, smp=not _natively(args))
+    plan(args, world_size, local_world_size, smp=not _natively(args))
     shard = args.hybrid_shard_degree
     if args.sharding_strategy == "no_shard" and shard and shard > 1:
         raise ConfigError(

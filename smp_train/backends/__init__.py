@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train import arguments, distributed
 from smp_train.backends import smp_library
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
             library, cause = None, str(failure)
     if distributed.any_rank(library is None):
         said = f"SMP is here but cannot be used: {cause or 'the message of another rank says why'}"
-        logger.warning("%s", said)
+        logger.warning("%s", said, extra=ALL_RANKS)
         try:
             return _native(args, ranks, device), "SMP cannot be used here"
         except ConfigError as refused:

@@ -16,7 +16,7 @@ from smp_train.arguments import checkpointing
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
-from smp_train.distributed.degrees import of_run
+from smp_train.distributed.degrees import plan
 from smp_train.models import build, moe
 from smp_train.models.heads import can_chunk
 from smp_train.models.initialization import initialise
@@ -59,14 +59,14 @@ class NativeBackend(Backend):
         if args.cpu_offload != self.cpu_offload:
             logger.info("--cpu_offload 1 has no effect: on a CPU everything is in host memory")
         self.offload: activation_offloading.Offload | None = None
-        degrees = of_run(args, ranks.world_size, ranks.local_world_size, smp=False)
+        degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=False)
         self.mesh = mesh.Mesh(degrees, device.type)
         self.context: context_parallel.ContextSplit | None = None
         self._loss_group = self.mesh.loss_group()
         self.topology = Topology(
             device=device,
-            dp_rank=self.mesh.data_rank,
-            dp_size=self.mesh.data_size,
+            dp_rank=degrees.data_rank(ranks.rank),
+            dp_size=degrees.data_parallel,
             tp_rank=self.mesh.tensor.get_local_rank(),
             tp_size=degrees.tensor,
             cp_rank=self.mesh.context.get_local_rank(),

@@ -23,7 +23,8 @@ from smp_train.backends import smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
 from smp_train.checkpoints.saver import Saver
-from smp_train.distributed.degrees import check_model, of_run
+from smp_train.distributed import ALL_RANKS
+from smp_train.distributed.degrees import check_model, plan
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.models import build
 from smp_train.models.heads import can_chunk
@@ -56,13 +57,13 @@ class SmpBackend(Backend):
         self.transforms = transforms(args)
         self.draws = "by SMP, from" if self.transforms else "from"
         self.state = library.state
-        degrees = of_run(args, ranks.world_size, ranks.local_world_size, smp=True)
+        degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=True)
         tensor, context = degrees.tensor, degrees.context
-        self.shard = degrees.shard * context
+        self.shard = degrees.sharded
         # Ranks of one sample are neighbours, tensor ranks innermost; expert ranks read samples of their own.
         self.topology = Topology(
             device=device,
-            dp_rank=ranks.rank // (tensor * context),
+            dp_rank=degrees.data_rank(ranks.rank),
             dp_size=degrees.data_parallel,
             tp_rank=int(self.state.tp_rank) if tensor > 1 else 0,
             tp_size=tensor,
@@ -177,7 +178,7 @@ class SmpBackend(Backend):
         shard = 1 if whole else int(self._root.process_group.size())
         if shard != self.shard:
             logger.warning("SMP cuts parameters over %d ranks, not over %d as --hybrid_shard_degree and "
-                           "--sharding_strategy had it", shard, self.shard)  # fmt: skip
+                           "--sharding_strategy had it", shard, self.shard, extra=ALL_RANKS)  # fmt: skip
             ranks = dist.get_world_size() // (self.topology.tp_size * self.args.expert_parallel_degree)
             self.topology.mesh.update(replicate=ranks // shard, shard=max(1, shard // self.topology.cp_size))
             self.shard = shard

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
 from smp_train.arguments.parse import launched_by_smp
-from smp_train.distributed.degrees import of_run
+from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     """
     shard = int(args.hybrid_shard_degree or 0)
     if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):
-        degrees = of_run(args, world_size, world_size, smp=True)
-        shard = degrees.shard * degrees.context
+        shard = plan(args, world_size, world_size, smp=True).sharded
     return {
         "hybrid_shard_degree": shard,
         # Its default is True: left out, activations would be offloaded unasked.

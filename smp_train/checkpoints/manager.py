@@ -25,6 +25,7 @@ from smp_train.checkpoints.retention import Policy, retain, set_later_aside, swe
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.state import present
 from smp_train.checkpoints.storage import PROBE, UNKNOWN, LocalStorage, Storage, open_storage, wait_for
+from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.agree import alone, on_group, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
 
@@ -228,7 +229,7 @@ class CheckpointManager:
             if free is not None and needed > MEMORY_SHARE * free:
                 logger.warning(
                     "%s has %.1f GiB of memory free, a copy of the state takes %.1f: saves are synchronous",
-                    host, free / 2**30, needed / 2**30,
+                    host, free / 2**30, needed / 2**30, extra=ALL_RANKS,
                 )  # fmt: skip
                 self.asynchronous = False
                 return False
@@ -248,7 +249,7 @@ class CheckpointManager:
         try:
             gather("cannot copy the state to host memory", lambda: begun.append(self._begun(state)))
         except CheckpointError as failure:
-            logger.warning("%s: saves are synchronous", failure)
+            logger.warning("%s: saves are synchronous", failure, extra=ALL_RANKS)
             self.asynchronous, self._stager = False, None
             return False
         copy, complete = begun[0]

@@ -21,6 +21,7 @@ from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.state import present
 from smp_train.checkpoints.storage import UNKNOWN, Storage, open_storage, place_of
+from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.agree import alone, rank, world_size
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import CheckpointError, ConfigError
@@ -117,7 +118,7 @@ def _find_near(
         problems = [each for each in gather("cannot resume", partial(_itself, problem)) if each]
         if not problems:
             return found
-        logger.warning("Step %d in %s is passed over: %s", step, folders[number], problems[0])
+        logger.warning("Step %d in %s is passed over: %s", step, folders[number], problems[0], extra=ALL_RANKS)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
@@ -56,5 +57,6 @@ def judge(
             f"{skipped} of {rows + skipped} {noun} {why}, more than --max_bad {max_bad:.4%}; the first is {first}"
         )
     logger.warning(
-        "left out %d of %d %s that %s (--bad_rows skip); the first is %s", skipped, rows + skipped, noun, why, first
-    )
+        "left out %d of %d %s that %s (--bad_rows skip); the first is %s",
+        skipped, rows + skipped, noun, why, first, extra=ALL_RANKS,
+    )  # fmt: skip

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
 
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
@@ -138,7 +139,7 @@ def say_left_out(location: str, names: Iterable[str], folders: Iterable[str] = (
 
 @cache
 def _warn_once(text: str) -> None:
-    logger.warning(text)
+    logger.warning(text, extra=ALL_RANKS)
 
 
 def _folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str], list[str]]:

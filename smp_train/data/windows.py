@@ -24,6 +24,7 @@ from smp_train.data.source import Row
 from smp_train.data.staging import PreparedStage, Stage, Stager, free_bytes, needs_bytes, other_rows
 from smp_train.data.token_cache import Header, atomic_file, settle
 from smp_train.data.utils import Shard, list_shards
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
@@ -356,7 +357,7 @@ def look(location: str, dataset_type: str, *, window: int, vocab_size: int, **op
     kind = formats.kind_of(location, dataset_type)
     formats.refuse_zipped(location, kind, options.get("zipped"))
     if kind == formats.ARROW and s3.is_s3(location):
-        logger.warning("%s: a Hugging Face data set is copied whole, whatever --shuffle", location)
+        logger.warning("%s: a Hugging Face data set is copied whole, whatever --shuffle", location, extra=ALL_RANKS)
     if kind == formats.ARROW or (kind == formats.PREPARED and not s3.is_s3(location)):
         return None
     found = Windows(location, prepared=kind == formats.PREPARED, window=window, vocab_size=vocab_size, **options)

@@ -1,4 +1,4 @@
-"""From a number of ranks, a sharding strategy and degrees to a layout of the ranks."""
+"""Who shares what: from a number of ranks, a sharding strategy and degrees to a layout of the ranks."""
 
 from __future__ import annotations
 
@@ -35,33 +35,79 @@ class Degrees:
         return self.shard * self.context * self.tensor * self.expert
 
     @property
+    def sharded(self) -> int:
+        """Number of ranks over which parameters are sharded; context ranks hold different shards."""
+        return self.shard * self.context
+
+    @property
     def data_parallel(self) -> int:
         """Number of ranks that read rows of their own."""
         return self.replicate * self.shard * self.expert
 
+    def data_rank(self, rank: int) -> int:
+        """Return which share of the global batch ``rank`` reads; its context and tensor peers read the same rows."""
+        return rank // (self.context * self.tensor)
 
-def of_run(args: Arguments, world_size: int, local_world_size: int, *, smp: bool) -> Degrees:
-    """Return the layout of a run, as SMP or the native backend has it; raises `ConfigError` as `plan` does."""
+
+def plan(args: Arguments, world_size: int, local_world_size: int, *, smp: bool) -> Degrees:
+    """Turn the sharding strategy and degrees of a run into a layout of its ranks, as SMP or the native backend has it.
+
+    A shard degree, where given, overrides the strategy, as in SMP v2: 1 replicates everywhere, the largest possible
+    value shards everywhere, any divisor between the two is hybrid. 0 or None leaves it to the strategy, whose hybrid
+    forms then shard over one node. The context dimension is part of the shard degree, as in SMP v2: its ranks hold
+    different shards of the parameters.
+
+    Raises:
+        ConfigError: A degree does not divide the ranks it is to divide; names those that would.
+    """
     tensor, context, expert = (
         args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree,
     )  # fmt: skip
     # SMP shards over all remaining ranks as soon as another degree is above 1, whatever the strategy.
-    everywhere = smp and max(tensor, context, expert) > 1
-    return plan(
-        world_size=world_size,
-        local_world_size=local_world_size,
-        sharding_strategy="full_shard" if everywhere else args.sharding_strategy,
-        hybrid_shard_degree=args.hybrid_shard_degree,
-        tensor=tensor,
-        context=context,
-        expert=expert,
-    )
+    strategy = "full_shard" if smp and max(tensor, context, expert) > 1 else args.sharding_strategy
+    processes = "the 1 process" if world_size == 1 else f"the {world_size} processes"
+    for name in ("tensor_parallel_degree", "expert_parallel_degree", "context_parallel_degree", "hybrid_shard_degree"):
+        degree = getattr(args, name)
+        if degree and world_size % degree:
+            raise ConfigError(f"--{name} {degree} does not divide {processes} of this run; {_would(world_size)}")
+    if tensor > 1 and expert > 1:
+        raise ConfigError("--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1")
+    ranks = world_size // (tensor * expert)
+    of = f"{processes} of this run"
+    if tensor * expert > 1:
+        of = f"the {ranks} ranks left by --{'expert' if expert > 1 else 'tensor'}_parallel_degree {tensor * expert}"
+    if ranks % context:
+        raise ConfigError(f"--context_parallel_degree {context} does not divide {of}; {_would(ranks)}")
+    if args.hybrid_shard_degree:
+        shard, source = args.hybrid_shard_degree, f"--hybrid_shard_degree {args.hybrid_shard_degree}"
+    elif strategy == "no_shard":
+        shard, source = context, "--sharding_strategy no_shard"
+    elif strategy in HYBRID_STRATEGIES:
+        shard = max(local_world_size // (tensor * expert), context)
+        source = f"--sharding_strategy {strategy} (one node of {local_world_size} ranks)"
+    else:
+        shard, source = ranks, f"--sharding_strategy {strategy}"
+    if ranks % shard:
+        raise ConfigError(
+            f"{source}: a shard degree of {shard} does not divide {of}; --hybrid_shard_degree {_would(ranks)}"
+        )
+    if shard % context:
+        raise ConfigError(
+            f"--context_parallel_degree {context} does not divide the shard degree {shard} of {source}; {_would(shard)}"
+        )
+    return Degrees(replicate=ranks // shard, shard=shard // context, context=context, tensor=tensor, expert=expert)
 
 
 def before_launch(args: Arguments, world_size: int, local_world_size: int) -> list[Degrees]:
-    """Return the layouts that a run may have where ``--backend auto`` is not settled yet: SMP's first."""
+    """Return the layouts that a run may have, SMP's first, while ``--backend auto`` may still take either backend."""
     kinds = {"smp": (True,), "native": (False,)}.get(args.backend, (True, False))
-    return [of_run(args, world_size, local_world_size, smp=smp) for smp in kinds]
+    return [plan(args, world_size, local_world_size, smp=smp) for smp in kinds]
+
+
+def fewest_ranks(args: Arguments) -> int:
+    """Return the smallest number of processes that the degrees of a run can be laid out on."""
+    shards = args.hybrid_shard_degree or args.context_parallel_degree
+    return shards * args.tensor_parallel_degree * args.expert_parallel_degree
 
 
 def check_model(
@@ -95,63 +141,6 @@ def check_model(
             f"--tensor_parallel_degree {tensor} does not divide the {per_rank} tokens that a rank has of each "
             f"sequence; change --max_context_width, or use one of {fitting}"
         )
-
-
-def plan(
-    *,
-    world_size: int,
-    local_world_size: int,
-    sharding_strategy: str,
-    hybrid_shard_degree: int | None = None,
-    tensor: int = 1,
-    context: int = 1,
-    expert: int = 1,
-) -> Degrees:
-    """Turn a sharding strategy and degrees into a layout of ``world_size`` ranks.
-
-    A shard degree, where given, wins over the strategy, as in SMP v2: 1 replicates everywhere, the largest
-    possible value shards everywhere, any divisor between the two is hybrid. 0 or None leaves it to the strategy,
-    whose hybrid forms then shard over one node. The context dimension is part of the shard degree, as in SMP v2: its
-    ranks hold different shards of the parameters.
-
-    Raises:
-        ConfigError: A degree does not divide the ranks it is to divide; names those that would.
-    """
-    processes = "the 1 process" if world_size == 1 else f"the {world_size} processes"
-    for name, degree in (
-        ("tensor_parallel_degree", tensor),
-        ("expert_parallel_degree", expert),
-        ("context_parallel_degree", context),
-        ("hybrid_shard_degree", hybrid_shard_degree),
-    ):
-        if degree and world_size % degree:
-            raise ConfigError(f"--{name} {degree} does not divide {processes} of this run; {_would(world_size)}")
-    if tensor > 1 and expert > 1:
-        raise ConfigError("--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1")
-    ranks = world_size // (tensor * expert)
-    of = f"{processes} of this run"
-    if tensor * expert > 1:
-        of = f"the {ranks} ranks left by --{'expert' if expert > 1 else 'tensor'}_parallel_degree {tensor * expert}"
-    if ranks % context:
-        raise ConfigError(f"--context_parallel_degree {context} does not divide {of}; {_would(ranks)}")
-    if hybrid_shard_degree:
-        shard, source = hybrid_shard_degree, f"--hybrid_shard_degree {hybrid_shard_degree}"
-    elif sharding_strategy == "no_shard":
-        shard, source = context, "--sharding_strategy no_shard"
-    elif sharding_strategy in HYBRID_STRATEGIES:
-        shard = max(local_world_size // (tensor * expert), context)
-        source = f"--sharding_strategy {sharding_strategy} (one node of {local_world_size} ranks)"
-    else:
-        shard, source = ranks, f"--sharding_strategy {sharding_strategy}"
-    if ranks % shard:
-        raise ConfigError(
-            f"{source}: a shard degree of {shard} does not divide {of}; --hybrid_shard_degree {_would(ranks)}"
-        )
-    if shard % context:
-        raise ConfigError(
-            f"--context_parallel_degree {context} does not divide the shard degree {shard} of {source}; {_would(shard)}"
-        )
-    return Degrees(replicate=ranks // shard, shard=shard // context, context=context, tensor=tensor, expert=expert)
 
 
 def divisors(number: int) -> list[int]:

@@ -13,6 +13,7 @@ from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
+from smp_train.distributed.degrees import fewest_ranks
 from smp_train.errors import SmpTrainError
 from smp_train.models.resolve import settled_flags
 
@@ -131,6 +132,5 @@ def complete(
 def check(words: Sequence[str]) -> None:
     """Refuse training flags that no number of processes could be started with; `ConfigError` says which and why."""
     args = parse(words, {}).args
-    shards = args.hybrid_shard_degree or args.context_parallel_degree
-    validate(args, shards * args.tensor_parallel_degree * args.expert_parallel_degree)
+    validate(args, fewest_ranks(args))
     settled_flags(args)  # an unknown preset

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.weight_files import weight_files
 from smp_train.storage.paths import Place, S3Path, place
@@ -33,7 +34,7 @@ def trust_code(trusted: bool) -> None:
     """Let this process run the code that comes with models and tokenizers, or not; said in the log."""
     global _trusted
     if trusted and not _trusted:
-        logger.warning("--trust_remote_code 1: code that comes with a model or a tokenizer is run")
+        logger.warning("--trust_remote_code 1: code that comes with a model or a tokenizer is run", extra=ALL_RANKS)
     _trusted = trusted
 
 

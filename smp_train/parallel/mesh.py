@@ -58,17 +58,6 @@ class Mesh:
         """The ranks that split each sequence between them."""
         return self.root["context"]
 
-    @property
-    def data_rank(self) -> int:
-        """Which share of the global batch this rank reads; context and tensor peers read the same rows."""
-        replicate, shard = self.root.get_local_rank("replicate"), self.root.get_local_rank("shard")
-        return replicate * self.degrees.shard + shard
-
-    @property
-    def data_size(self) -> int:
-        """Into how many shares the global batch is split."""
-        return self.degrees.replicate * self.degrees.shard
-
     def loss_group(self) -> torch.distributed.ProcessGroup:
         """Return the ranks whose token sums add up to the global batch: all but tensor peers."""
         import torch.distributed as dist

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import ConfigError, redacted
 
 _FORMAT = "%(asctime)s %(levelname).1s [%(module)s] %(message)s"
@@ -49,8 +50,9 @@ def get_logger() -> logging.Logger:
 def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | str = logging.INFO) -> None:
     """Send the package's log where it belongs; may be called again, the last call counts.
 
-    Rank 0 writes to stdout, every other rank only warnings and errors, to stderr, with its number in front.
-    With ``log_dir`` each rank also writes everything to ``<log_dir>/rank-<rank>.log``, which is appended to.
+    Rank 0 writes to stdout. Every other rank writes only warnings and errors, to stderr, prefixed with its number, and
+    none that all ranks write alike (`ALL_RANKS`). With ``log_dir`` each rank also appends everything to
+    ``<log_dir>/rank-<rank>.log``.
 
     Raises:
         ConfigError: when the log file cannot be opened.
@@ -69,6 +71,7 @@ def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | 
     else:
         console = logging.StreamHandler(sys.stderr)
         console.setLevel(logging.WARNING)
+        console.addFilter(lambda record: not ALL_RANKS.keys() <= record.__dict__.keys())
         console.setFormatter(_Formatter(f"rank {rank}: {_FORMAT}", _TIME))
     logger.addHandler(console)
 

@@ -10,12 +10,16 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
 from smp_train.arguments import Arguments, validate
-from smp_train.distributed.degrees import Degrees, of_run, plan
+from smp_train.distributed.degrees import Degrees, plan
 from smp_train.errors import ConfigError
 from smp_train.models import heads, moe
 from smp_train.parallel import context_parallel, tensor_parallel
 
 TWO_OF_EACH = Degrees(2, 2, 2, 2)
+
+
+def in_full(given: dict) -> dict:
+    return {f"{name}_parallel_degree" if name in ("tensor", "context") else name: given[name] for name in given}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,7 @@ TWO_OF_EACH = Degrees(2, 2, 2, 2)
     ],
 )
 def test_layouts_of_two_nodes(given: dict, expected: Degrees) -> None:
-    assert plan(world_size=16, local_world_size=8, **given) == expected
+    assert plan(Arguments(**in_full(given)), 16, 8, smp=False) == expected
     assert expected.world_size == 16
 
 
@@ -55,8 +59,8 @@ def test_layouts_of_two_nodes(given: dict, expected: Degrees) -> None:
 )
 def test_ranks_that_share_the_state_on_16_nodes_of_8(changes: dict, native: int, smp: int) -> None:
     args = Arguments(**changes)
-    assert of_run(args, 128, 8, smp=False).sharing == native
-    assert of_run(args, 128, 8, smp=True).sharing == smp
+    assert plan(args, 128, 8, smp=False).sharing == native
+    assert plan(args, 128, 8, smp=True).sharing == smp
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,7 @@ def test_ranks_that_share_the_state_on_16_nodes_of_8(changes: dict, native: int,
 )
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do(world: int, given: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        plan(world_size=world, local_world_size=world, sharding_strategy="full_shard", **given)
+        plan(Arguments(**in_full(given)), world, world, smp=False)
 
 
 @pytest.mark.parametrize("backend", ["native", "smp"])
@@ -91,7 +95,7 @@ def test_what_is_accepted_at_start_can_be_laid_out(backend: str, monkeypatch: py
         except ConfigError:
             continue
         accepted += 1
-        degrees = of_run(args, 12, 6, smp=backend == "smp")
+        degrees = plan(args, 12, 6, smp=backend == "smp")
         assert degrees.world_size == 12
         assert (degrees.shard * degrees.context == shard) or not shard
     assert accepted > 60

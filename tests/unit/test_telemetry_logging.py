@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import ConfigError
 from smp_train.telemetry.logging_utils import (
     METRIC_DEFINITIONS,
@@ -103,6 +104,7 @@ def test_other_ranks_are_quiet_until_something_is_wrong(capsys):
     setup_logging(3)
     get_logger().info("not for the console")
     get_logger().warning("look here")
+    get_logger().warning("rank 0 writes this too", extra=ALL_RANKS)
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"rank 3: .* W .*look here\n", err)

@@ -24,6 +24,7 @@ from smp_train.data.order import Order, read_shuffle
 from smp_train.data.pipelines.batch import Batch, collate, collate_filled, crop
 from smp_train.data.pipelines.dealing import Dealing
 from smp_train.data.source import Row, Source, nothing, shards
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import ConfigError, DataError
 
 __all__ = ["Batch", "Dealing", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate", "lay_out"]
@@ -216,7 +217,7 @@ class TrainingData(Dealing):
                 "%s (--allow_data_change 1): going on at sample %d of the new order; in this epoch, rows may come "
                 "twice or not at all",
                 changed,
-                state["consumed"],
+                state["consumed"], extra=ALL_RANKS,
             )
             break
         return int(state["consumed"])

@@ -22,6 +22,7 @@ from smp_train.data.source import Row, Source
 from smp_train.data.text.files import TextFile
 from smp_train.data.text.read import documents
 from smp_train.data.text.stream import Cursor, Piece, Reading, Span, Stream, deal, how_many, tokenise
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
@@ -190,7 +191,7 @@ class TextData(Dealing):
                 )
             logger.warning(
                 "%s (--allow_data_change 1): going on at the same places; documents may come twice or not at all",
-                changed,
+                changed, extra=ALL_RANKS,
             )
         self._begin(int(state["consumed"]), [Cursor(*cursor) for cursor in cursors])
         return self._at

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from smp_train.data import s3
 from smp_train.data.hf_dataset import refuse_dict
 from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile, say_left_out
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _of_documents(found: list[TextFile], given: str, column: str) -> list[TextFi
     if others:
         logger.warning(
             "left out %d files called *%s whose first line is no object with the field %s; the first is %s",
-            len(others), LOOKED_INTO, column, min(others),
+            len(others), LOOKED_INTO, column, min(others), extra=ALL_RANKS,
         )  # fmt: skip
     return [file for file in found if file.path not in others]
 
@@ -179,7 +180,9 @@ def _without_empty(found: list[TextFile], flag: str) -> list[TextFile]:
     if not kept:
         raise DataError(f"{found[0].path}: is empty, as is all of {flag}; write it again")
     if empty:
-        logger.warning("left out %d empty files of %d; the first is %s", len(empty), len(found), empty[0].path)
+        logger.warning(
+            "left out %d empty files of %d; the first is %s", len(empty), len(found), empty[0].path, extra=ALL_RANKS
+        )
     return kept
 
 
