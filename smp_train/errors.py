@@ -1,5 +1,7 @@
 """Expected failures, of input or machine, and their exit codes. Any other exception is a defect and ends in code 1."""
 
+from __future__ import annotations  # the host's Python that runs batch jobs may be 3.8
+
 import re
 
 _URL_SECRETS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s/?'\"\\@]*@)?([^\s?'\"\\]*)(\?[^\s'\"\\]+)?")

@@ -11,11 +11,11 @@
 # Submit it as it is:  sbatch [--nodes=N] launch_slurm.sh [training flags]
 # `./launch_slurm.sh --dry_run [training flags]` prints what each node would be given. --help lists the variables.
 
-asked='' && trap 'asked=USR1' USR1 # heeded by batch.sh; until then it would end this script
+asked='' && trap 'asked=USR1' USR1 # a job may be preempted before it has started; start.py is told
 case "${HYPERPOD_PATH:-}" in *:*) HYPERPOD_PATH= ;; esac # a mount, as other scripts have it
 if [ -z "${HYPERPOD_PATH:-}" ]; then
   script=$(readlink -f -- "$0")
-  if [ ! -e "${script%/*}/start.sh" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+  if [ ! -e "${script%/*}/start.py" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
     # A batch job runs a copy of this script: what was submitted begins the job's command line.
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' | head -n 1)
     while [ ! -f "$script" ] && [[ $script == *' '* ]]; do script=${script% *}; done
@@ -23,9 +23,12 @@ if [ -z "${HYPERPOD_PATH:-}" ]; then
   fi
   HYPERPOD_PATH=${script%/*/*/*}
 fi
-if [ ! -e "$HYPERPOD_PATH/launchers/hyperpod_slurm/start.sh" ]; then
+if [ ! -e "$HYPERPOD_PATH/launchers/hyperpod_slurm/start.py" ]; then
   echo "smp-train: error: no smp-train in '$HYPERPOD_PATH' on $(hostname); set HYPERPOD_PATH to a checkout that all nodes mount" >&2
   exit 2
 fi
-# shellcheck source-path=SCRIPTDIR source=start.sh
-source "$HYPERPOD_PATH/launchers/hyperpod_slurm/start.sh" slurm "$0" "$@"
+# shellcheck source-path=SCRIPTDIR source=../host_python.sh
+source "$HYPERPOD_PATH/launchers/host_python.sh"
+python=$(host_python "$HYPERPOD_PATH" "${PYTHON:-}") || exit
+trap '' USR1
+exec "$python" -E "$HYPERPOD_PATH/launchers/hyperpod_slurm/start.py" "$asked" slurm "$0" "$@"

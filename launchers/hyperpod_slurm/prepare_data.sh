@@ -9,7 +9,7 @@
 case "${HYPERPOD_PATH:-}" in *:*) HYPERPOD_PATH= ;; esac # a mount, as other scripts have it
 if [ -z "${HYPERPOD_PATH:-}" ]; then
   script=$(readlink -f -- "$0")
-  if [ ! -e "${script%/*}/start.sh" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+  if [ ! -e "${script%/*}/start.py" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
     # A batch job runs a copy of this script: what was submitted begins the job's command line.
     script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' | head -n 1)
     while [ ! -f "$script" ] && [[ $script == *' '* ]]; do script=${script% *}; done

@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     attempt = attempt_name(os.environ)
     node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
     outside = options.inside and not os.path.exists(INSIDE)  # where the packages that S3 needs may be missing too
-    code, failure = 0, None
+    code, failure, resolved = 0, None, None
     try:
         training, resolved = launch_flags.complete(training, in_s3=not outside)
         run_dir = Path(resolved.args.run_dir)
@@ -360,6 +360,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
     if failure is not None and failures is not None:
         _remember(failures / attempt, node, failure)
+        if node == 0 and resolved is not None and any("://" in place for place in resolved.args.checkpoint_dir):
+            with suppress(SmpTrainError, OSError):  # the batch script, which cannot look into S3, then starts again
+                step, _ = launch_flags.newest_committed(
+                    resolved.args.checkpoint_dir, resolved.args.run_name, in_s3=not outside
+                )
+                (failures / attempt / "committed-step").write_text(f"{step}\n", encoding="utf-8")
     return code
 
 

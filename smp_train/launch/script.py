@@ -1,15 +1,14 @@
 """What the scripts of launchers/ make of the variables of the environment and of the flags after their name.
 
 ``python -m smp_train.launch.script KIND SCRIPT [flags]``. A variable gives way to a flag, under whichever of its names
-that is given, and to a --config file. ``local`` and ``k8s`` launch; ``enroot``, ``conda`` and ``slurm`` print what the
-Slurm script evaluates. Standard library only: it runs on head nodes.
+that is given, and to a --config file. ``enroot``, ``conda`` and ``slurm`` submit the script that they are called from,
+and run the job where it is one. Standard library only: it runs on head nodes.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,11 @@ from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch import k8s, local, preflight
+from smp_train.launch.batch_job import run
 from smp_train.launch.options import COMMON, split
-from smp_train.launch.slurm import unseen
+from smp_train.launch.slurm import checkpoints_in_s3
 from smp_train.launch.spec import CODE_DIR
+from smp_train.launch.srun_step import Job
 from smp_train.models.resolve import settled_flags
 
 Table = dict[str, tuple[str, str]]
@@ -130,8 +131,8 @@ def training_flags(words: Sequence[str], values: Variables) -> list[str]:
     return [*own, *words]
 
 
-def slurm(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return what the Slurm script evaluates before batch.sh: variables, and arrays of flags, folders and mounts."""
+def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, str], asked: str = "") -> int:
+    """Check variables and flags, then submit the script, run the job that it is already, or print the job's command."""
     values = Variables(kind, environ)
     options, training = split(words, COMMON[:1])
     dry_run = options["dry_run"] or values.on("DRY_RUN")
@@ -145,25 +146,30 @@ def slurm(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> str:
     image = "" if kind == "conda" else values["IMAGE"]
     if kind == "enroot" and not image:
         image = next((one for one in _images() if os.path.exists(one)), _images()[0])
+    if not values["MAX_ATTEMPTS"].isdigit():
+        raise ConfigError(f"MAX_ATTEMPTS={values['MAX_ATTEMPTS']} is not a number")
     if not dry_run:
         try:
             preflight.check_data(resolved.args)
         except ConfigError as lacking:
             raise ConfigError(f"{socket.gethostname()}: {lacking}") from None
-    arrays = {
-        "TRAIN_FLAGS": [*launch_flags.without(flags, {"run_dir"}), "--run_dir", run_dir],
-        "MOUNTS": _mounts(values) if image else [],
-        "FOLDERS": _read(resolved),
-        "WRITTEN": _written(resolved, run_dir),
-    }
-    texts = {name: values[name] for name in ("INSTANCE_TYPE", "NPROC", "PREFLIGHT", "PROFILE", "MAX_ATTEMPTS")}
-    texts |= {"UNSEEN": unseen(resolved), "DRY_RUN": "1" if dry_run else ""}
-    texts |= {"CODE_DIR": str(CODE_DIR), "RUN_DIR": run_dir, "IMAGE": image}
-    texts |= {"PYTHON": values["PYTHON"] or ("python" if image else f"{CODE_DIR}/.venv/bin/python")}
-    return "\n".join(
-        [f"{name}={shlex.quote(text)}" for name, text in texts.items()]
-        + [f"{name}=({shlex.join(array)})" for name, array in arrays.items()]
+    job = Job(
+        flags=[*launch_flags.without(flags, {"run_dir"}), "--run_dir", run_dir],
+        code_dir=str(CODE_DIR),
+        run_dir=run_dir,
+        python=values["PYTHON"] or ("python" if image else f"{CODE_DIR}/.venv/bin/python"),
+        image=image,
+        mounts=_mounts(values) if image else [],
+        folders=_read(resolved),
+        written=_written(resolved, run_dir),
+        container_env=values["CONTAINER_ENV"],
+        checkpoints_in_s3=checkpoints_in_s3(resolved),
+        max_attempts=int(values["MAX_ATTEMPTS"]),
+        **{name.lower(): values[name] for name in ("INSTANCE_TYPE", "NPROC", "PREFLIGHT", "PROFILE")},
     )
+    if not dry_run and not environ.get("SLURM_JOB_ID"):
+        os.execvp("sbatch", ["sbatch", script, *words])
+    return run(job, asked=asked, dry_run=dry_run)
 
 
 def _images() -> list[str]:
@@ -236,19 +242,16 @@ def help_text(kind: str, script: str) -> str:
     return "\n".join([*head, "", "variables:", *table, "", "training flags: smp-train train --help"])
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one kind of script; return the exit code."""
+def main(argv: Sequence[str], asked: str = "") -> int:
+    """Run one kind of script; return the exit code. ``asked``: the signal by which Slurm has asked to stop already."""
     kind, script, words = argv[0], argv[1], list(argv[2:])
     if {"-h", "--help"} & set(words):
-        shown = help_text(kind, script)
-        if kind not in ("local", "k8s"):
-            shown = f"printf '%s\\n' {shlex.quote(shown)}; exit 0"
-        print(shown)
+        print(help_text(kind, script))
         return 0
     try:
         if kind in ("local", "k8s"):
             return launch(kind, words, os.environ)
-        print(slurm(kind, words, os.environ))
+        return slurm(kind, script, words, os.environ, asked)
     except SmpTrainError as problem:
         print(f"smp-train: error: {' '.join(str(problem).split())}", file=sys.stderr)
         return problem.exit_code
@@ -256,7 +259,6 @@ def main(argv: Sequence[str]) -> int:
         advice = f"{sys.executable} has no {missing.name}; set HOST_PYTHON to one that has it"
         print(f"smp-train: error: {advice}", file=sys.stderr)
         return ConfigError.exit_code
-    return 0
 
 
 if __name__ == "__main__":

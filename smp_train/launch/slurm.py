@@ -19,8 +19,24 @@ from smp_train.launch import cluster, preflight, timing
 from smp_train.launch.images import check_image
 from smp_train.launch.options import COMMON, Option, helped, split
 from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, profile_flags, tell
+from smp_train.launch.srun_step import Job, command_line
 
-BODY = Path(__file__).with_name("batch.sh")
+# A signal of Slurm's that comes before the batch job has its handlers is kept in $asked.
+BODY = """
+
+asked= && trap 'asked=USR1' USR1
+[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES # of the submitting shell
+code=@CODE@
+refuse() { echo "smp-train: error: $*" >&2; exit 2; }
+[ -d "$code/smp_train/launch" ] || refuse "no smp_train in $code on $(hostname); all nodes must mount its file system"
+for python in "${HOST_PYTHON:-}" @PYTHON@ python3 ''; do
+  ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || break
+done
+[ -n "$python" ] || refuse "no Python 3.8 or newer on $(hostname); set HOST_PYTHON"
+trap '' USR1
+PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.batch_job --asked "$asked" \\
+  @OPTIONS@
+"""
 USAGE = "smp-train launch slurm --nodes N --instance_type T [options] <training flags>"
 OPTIONS = (
     *COMMON,
@@ -63,35 +79,33 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
     lines += [f"#SBATCH --{key}={_header(key, value)}" for key, value in _header_values(spec, options, job_name)]
     lines += [f"#SBATCH {_header('sbatch', word)}" for word in options["sbatch"]]
     lines += ["", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}"]
-    lines += [*(_export(spec, name) for name in sorted(spec.environment)), ""]
-    # Of the scripts, which take them from the environment: nothing of the submitting shell's is to be taken here.
-    lines += ["asked=", '[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=']
-    lines += ['[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES']
-    for name, value in (
-        ("CODE_DIR", _code(spec)),
-        ("RUN_DIR", spec.run_dir),
-        ("PYTHON", options["python"] or ("python3" if options["image"] else sys.executable)),
-        ("IMAGE", options["image"] or ""),
-        ("NPROC", str(spec.processes)),
-        ("INSTANCE_TYPE", spec.instance.name if spec.instance else ""),
-        ("PROFILE", options["profile"] or ""),
-        ("MAX_ATTEMPTS", str(options["max_attempts"])),
-        ("PREFLIGHT", str(options["preflight"] or "")),
-        ("CONTAINER_ENV", ",".join(sorted(spec.environment))),
-        ("UNSEEN", unseen(spec.resolved)),
-    ):
-        lines.append(f"{name}={shlex.quote(value)}")
+    lines += [_export(spec, name) for name in sorted(spec.environment)]
     mounts, folders = _mounts(spec, options) if options["image"] else ([], [])
-    own = (f"{spec.run_dir}/logs", f"{spec.run_dir}/checkpoints")  # which the script makes, or looks into, by itself
-    written = [place for place in map(str, _written(spec)) if place not in own]
-    lines += [_array("MOUNTS", mounts), _array("FOLDERS", folders), _array("WRITTEN", written)]
-    lines.append(_array("TRAIN_FLAGS", spec.train_flags))
-    return "\n".join(lines) + "\n\n" + BODY.read_text(encoding="utf-8").partition("\n")[2]
+    own = (f"{spec.run_dir}/logs", f"{spec.run_dir}/checkpoints")  # the batch job knows these by itself
+    job = Job(
+        flags=list(spec.train_flags),
+        code_dir=_code(spec),
+        run_dir=spec.run_dir,
+        python=options["python"] or ("python3" if options["image"] else sys.executable),
+        image=options["image"] or "",
+        mounts=mounts,
+        folders=folders,
+        written=[place for place in map(str, _written(spec)) if place not in own],
+        container_env=",".join(sorted(spec.environment)) if options["image"] else "",
+        checkpoints_in_s3=checkpoints_in_s3(spec.resolved),
+        nproc=str(spec.processes),
+        instance_type=spec.instance.name if spec.instance else "",
+        preflight=str(options["preflight"] or ""),
+        profile=options["profile"] or "",
+        max_attempts=options["max_attempts"],
+    )
+    body = BODY.replace("@CODE@", shlex.quote(_code(spec))).replace("@PYTHON@", shlex.quote(sys.executable))
+    return "\n".join(lines) + body.replace("@OPTIONS@", " \\\n  ".join(map(shlex.join, command_line(job))))
 
 
-def unseen(resolved: Resolved) -> str:
-    """Return the checkpoint folders that a batch script cannot look into, as its variable UNSEEN."""
-    return " ".join(place for place in resolved.args.checkpoint_dir if "://" in place)
+def checkpoints_in_s3(resolved: Resolved) -> bool:
+    """Whether some checkpoints are where a batch script cannot look."""
+    return any("://" in place for place in resolved.args.checkpoint_dir)
 
 
 def _export(spec: Spec, name: str) -> str:
@@ -136,10 +150,6 @@ def _header(key: str, value: str) -> str:
     if re.search(r"[\n\r]", value) or (key != "sbatch" and re.search(r"\s", value)):
         raise ConfigError(f"{key} {value!r}: a space or a line break cannot stand in an #SBATCH line")
     return value
-
-
-def _array(name: str, values: Sequence[str]) -> str:
-    return f"{name}=(" + "".join(f"\n  {shlex.quote(value)}" for value in values) + ("\n)" if values else ")")
 
 
 def _mounts(spec: Spec, options: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from smp_train.launch import batch_job, srun_step
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
@@ -167,6 +171,35 @@ def test_starts_that_reach_a_task_are_the_tasks_to_count(cluster: Cluster) -> No
     assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 143
     assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 143
     assert cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")[0] == 1
+
+
+def test_a_task_that_could_look_into_s3_saves_a_start(cluster: Cluster) -> None:
+    """Its last word is the newest checkpoint there; without it the next start has to look."""
+    far = ("--checkpoint_dir", "s3://bucket/run")
+    ends = fails("killed") + 'echo {} >"$logs.0/committed-step"; exit 1'
+    for step, reached, code in ((0, 10, 143), (10, 10, 143), (10, 10, 1)):
+        reach(cluster, step)
+        assert cluster.start(ends.format(reached), *far, MAX_ATTEMPTS="2")[0] == code
+    assert len(cluster.calls("srun")) == 3
+
+
+def test_a_job_is_read_as_it_is_written() -> None:
+    job = srun_step.Job(["--a", "b c"], "/code", "/run it", "python", mounts=["/x:/y"], checkpoints_in_s3=True)
+    assert srun_step.read_command_line([word for group in srun_step.command_line(job) for word in group]) == (job, "")
+
+
+def test_the_systems_python_reads_a_batch_job() -> None:
+    """Ubuntu 20.04 has 3.8; whatever it has of packages, none is imported."""
+    package = Path(srun_step.__file__).parents[1]
+    names = {"__init__", "errors", "launch/__init__", "launch/batch_job", "launch/srun_step"}
+    modules = {f"smp_train.{name.replace('/', '.')}" for name in names}
+    for name in names:
+        tree = ast.parse((package / f"{name}.py").read_text(encoding="utf-8"), feature_version=(3, 8))
+        top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        imported = {one.name for node in top if isinstance(node, ast.Import) for one in node.names}
+        imported |= {str(node.module) for node in top if isinstance(node, ast.ImportFrom)}
+        assert all(one in modules or one.partition(".")[0] in sys.stdlib_module_names for one in imported), name
+        assert name == "__init__" or "__future__" in imported, "annotations of today's are not evaluated"
 
 
 def test_a_requeue_is_not_called_a_failure(cluster: Cluster) -> None:
@@ -467,15 +500,13 @@ def test_a_run_that_stops_in_order_blames_no_node_of_an_earlier_step(cluster: Cl
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_the_clusters_own_logs_are_mounted_where_they_are(cluster: Cluster, there: bool) -> None:
+def test_the_clusters_own_logs_are_mounted_where_they_are(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """SMP tells HyperPod by them; elsewhere the mount would fail."""
-    (cluster.folder / "image.sqsh").touch()
-    cluster.environ |= {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
-    # A batch script that believes the folder to be there, or not to be there; this machine may have it or not.
-    cluster.environ["BASH_ENV"] = str(cluster.folder / "env")
-    asked = "! -d /var/log/aws/clusters ]"
-    lie = f'[() {{ if builtin [ "$*" = "{asked}" ]; then return $THERE; fi; builtin [ "$@"; }}'
-    (cluster.folder / "env").write_text(lie + "\n")
-    cluster.start("exit 1", script="launch_training_enroot.sh", THERE=str(int(there)))
-    (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
-    assert ("/var/log/aws/clusters" in mounts) is there
+    monkeypatch.setattr(srun_step, "SMP_CLUSTER_LOGS", str(tmp_path if there else tmp_path / "none"))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    job = srun_step.Job(["--lr", "1"], "/code", "/run", "python", image="/x.sqsh")
+    assert batch_job.run(job, dry_run=True) == 0
+    (option,) = [word for word in shlex.split(capsys.readouterr().out) if word.startswith("--container-mounts=")]
+    assert (str(tmp_path) in option.split(",")) is there

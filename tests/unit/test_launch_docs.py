@@ -43,7 +43,7 @@ def test_options_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_variables_are_read_by_a_script(page: Path) -> None:
     scripts = "\n".join(path.read_text() for path in [*(ROOT / "launchers").glob("*/*.sh"), ROOT / "docker_build.sh"])
-    scripts += (ROOT / "smp_train/launch/batch.sh").read_text() + str(script.KINDS)
+    scripts += (ROOT / "smp_train/launch/batch_job.py").read_text() + str(script.KINDS)
     scripts += "HF_TOKEN"  # of Hugging Face
     for name in set(re.findall(r"\b([A-Z_]{4,}|model_size|model_type|shard_degree)=[\w/]", words(page))) - {
         "NCCL_DEBUG"

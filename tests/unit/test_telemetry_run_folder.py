@@ -80,7 +80,7 @@ def test_an_attempt_takes_the_folder_over_and_withdraws_the_markers_once_it_trai
 
 
 def test_a_stop_that_is_meant_for_this_start_stays(folder, monkeypatch):
-    monkeypatch.setenv("SMP_TRAIN_KEEP_STOP", "1")  # what batch.sh exports
+    monkeypatch.setenv("SMP_TRAIN_KEEP_STOP", "1")  # what a batch job exports
     folder.stop.touch()
     folder.create()
     assert folder.stop_requested()

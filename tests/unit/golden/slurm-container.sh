@@ -22,37 +22,36 @@ export HF_TOKEN='a b'
 [ -n "${TORCH_NCCL_TRACE_BUFFER_SIZE+set}" ] || export TORCH_NCCL_TRACE_BUFFER_SIZE=2000
 export X=''"'"'q'"'"''
 
-asked=
-[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=
-[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES
-CODE_DIR=<code>
-RUN_DIR=/runs/llama_v2-70b
-PYTHON=python3
-IMAGE=/fsx/smpv2.sqsh
-NPROC=8
-INSTANCE_TYPE=p5.48xlarge
-PROFILE=''
-MAX_ATTEMPTS=3
-PREFLIGHT=''
-CONTAINER_ENV=FI_EFA_USE_HUGE_PAGE,HF_HUB_ETAG_TIMEOUT,HF_TOKEN,NCCL_DEBUG,NCCL_SOCKET_IFNAME,PYTORCH_CUDA_ALLOC_CONF,TOKENIZERS_PARALLELISM,TORCH_NCCL_DUMP_ON_TIMEOUT,TORCH_NCCL_TRACE_BUFFER_SIZE,X
-UNSEEN=''
-MOUNTS=(
-  /fsx
-)
-FOLDERS=(
-  /fsx/data/train
-)
-WRITTEN=()
-TRAIN_FLAGS=(
-  --model_type
-  llama_v2
-  --model-size=70b
-  --training_dir
-  /fsx/data/train
-  --max_steps
-  100
-  --run_name=llama_v2-70b
-  --run_dir=/runs/llama_v2-70b
-  --checkpoint_dir=/runs/llama_v2-70b/checkpoints
+asked= && trap 'asked=USR1' USR1
+[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES # of the submitting shell
+code=<code>
+refuse() { echo "smp-train: error: $*" >&2; exit 2; }
+[ -d "$code/smp_train/launch" ] || refuse "no smp_train in $code on $(hostname); all nodes must mount its file system"
+for python in "${HOST_PYTHON:-}" <python> python3 ''; do
+  ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || break
+done
+[ -n "$python" ] || refuse "no Python 3.8 or newer on $(hostname); set HOST_PYTHON"
+trap '' USR1
+PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.batch_job --asked "$asked" \
+  --code_dir <code> \
+  --run_dir /runs/llama_v2-70b \
+  --python python3 \
+  --image /fsx/smpv2.sqsh \
+  --mounts /fsx \
+  --folders /fsx/data/train \
+  --container_env FI_EFA_USE_HUGE_PAGE,HF_HUB_ETAG_TIMEOUT,HF_TOKEN,NCCL_DEBUG,NCCL_SOCKET_IFNAME,PYTORCH_CUDA_ALLOC_CONF,TOKENIZERS_PARALLELISM,TORCH_NCCL_DUMP_ON_TIMEOUT,TORCH_NCCL_TRACE_BUFFER_SIZE,X \
+  --nproc 8 \
+  --instance_type p5.48xlarge \
+  --max_attempts 3 \
+  -- \
+  --model_type \
+  llama_v2 \
+  --model-size=70b \
+  --training_dir \
+  /fsx/data/train \
+  --max_steps \
+  100 \
+  --run_name=llama_v2-70b \
+  --run_dir=/runs/llama_v2-70b \
+  --checkpoint_dir=/runs/llama_v2-70b/checkpoints \
   --resume_from_checkpoint=/runs/llama_v2-70b/checkpoints
-)

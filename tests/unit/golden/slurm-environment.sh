@@ -13,29 +13,28 @@
 [ -n "${HF_HUB_ETAG_TIMEOUT+set}" ] || export HF_HUB_ETAG_TIMEOUT=60
 [ -n "${TOKENIZERS_PARALLELISM+set}" ] || export TOKENIZERS_PARALLELISM=false
 
-asked=
-[ -z "${SLURM_JOB_ID:-}" ] || DRY_RUN=
-[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES
-CODE_DIR=<code>
-RUN_DIR=/runs/gpt_neox
-PYTHON=<python>
-IMAGE=''
-NPROC=2
-INSTANCE_TYPE=''
-PROFILE=nsys
-MAX_ATTEMPTS=3
-PREFLIGHT=''
-CONTAINER_ENV=HF_HUB_ETAG_TIMEOUT,TOKENIZERS_PARALLELISM
-UNSEEN=''
-MOUNTS=()
-FOLDERS=()
-WRITTEN=()
-TRAIN_FLAGS=(
-  --use_synthetic_data
-  1
-  --profile_nsys=1
-  --run_name=gpt_neox
-  --run_dir=/runs/gpt_neox
-  --checkpoint_dir=/runs/gpt_neox/checkpoints
+asked= && trap 'asked=USR1' USR1
+[ -n "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}" ] || unset CUDA_VISIBLE_DEVICES # of the submitting shell
+code=<code>
+refuse() { echo "smp-train: error: $*" >&2; exit 2; }
+[ -d "$code/smp_train/launch" ] || refuse "no smp_train in $code on $(hostname); all nodes must mount its file system"
+for python in "${HOST_PYTHON:-}" <python> python3 ''; do
+  ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || break
+done
+[ -n "$python" ] || refuse "no Python 3.8 or newer on $(hostname); set HOST_PYTHON"
+trap '' USR1
+PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.batch_job --asked "$asked" \
+  --code_dir <code> \
+  --run_dir /runs/gpt_neox \
+  --python <python> \
+  --nproc 2 \
+  --profile nsys \
+  --max_attempts 3 \
+  -- \
+  --use_synthetic_data \
+  1 \
+  --profile_nsys=1 \
+  --run_name=gpt_neox \
+  --run_dir=/runs/gpt_neox \
+  --checkpoint_dir=/runs/gpt_neox/checkpoints \
   --resume_from_checkpoint=/runs/gpt_neox/checkpoints
-)
