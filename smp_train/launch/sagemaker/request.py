@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.launch.sagemaker.job import CHECKPOINTS, Job, in_channel
-from smp_train.launch.sagemaker.source import ENTRY
+from smp_train.launch.sagemaker.job import CHECKPOINTS, Job, build, in_channel, own_place, region_of
+from smp_train.launch.sagemaker.source import ENTRY, stage
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
 
 
@@ -30,20 +32,21 @@ def request(
             f"checkpoints in {CHECKPOINTS} would be lost with the instance: give --checkpoints s3://bucket/prefix, or "
             "--output s3://bucket/prefix, below which they are kept then"
         )
-    hyper = {name: encode(value) for name, value in job.hyperparameters.items()} | {
+    toolkit: dict[str, Any] = {
         "sagemaker_program": ENTRY,
         "sagemaker_submit_directory": code,
         "sagemaker_job_name": name,
         "sagemaker_region": region,
-        "sagemaker_container_log_level": "20",
-        "sagemaker_torch_distributed_enabled": "true",
+        "sagemaker_container_log_level": 20,
+        "sagemaker_torch_distributed_enabled": True,
         "sagemaker_instance_type": job.instance_type,
     }
     if job.smp:
-        hyper["sagemaker_distributed_dataparallel_enabled"] = "false"
+        toolkit["sagemaker_distributed_dataparallel_enabled"] = False
         if job.mp_parameters:
-            hyper["mp_parameters"] = json.dumps(job.mp_parameters)
-    hyper = {k: v if k not in _SDK_TEXTS else json.dumps(v) for k, v in hyper.items()}
+            toolkit["mp_parameters"] = job.mp_parameters
+    hyper = {name: encode(value) for name, value in job.hyperparameters.items()}
+    hyper |= {name: json.dumps(value) for name, value in toolkit.items()}
     resources: dict[str, Any] = {
         "InstanceType": job.instance_type, "InstanceCount": job.instance_count, "VolumeSizeInGB": job.volume_gb,
     }  # fmt: skip
@@ -86,28 +89,29 @@ def request(
     return wanted
 
 
-def review(job: Job, region: str, encode: Callable[[Any], str] = json.dumps) -> None:
-    """Refuse what SageMaker would, and print what the user should know, before an SDK uploads anything."""
+def review(
+    words: Sequence[str] | Mapping[str, Any], options: Mapping[str, Any], session: Any, *,
+    source_dir: str | Path | None, region: str | None = None, encode: Callable[[Any], str] = json.dumps,
+) -> tuple[Job, dict[str, Any], Path]:  # fmt: skip
+    """Return (job, its request, folder with the staged code) for an SDK, whose ``session`` names a bucket.
+
+    Raises:
+        ConfigError: for what SageMaker would refuse, before the SDK uploads anything.
+    """
+    region = region or region_of(session)
+    if not region:
+        raise ConfigError("no AWS region: give region= or a session of one, or set AWS_DEFAULT_REGION")
+    job = build(words, keep_in=own_place(options.get("role"), region, session), **options)
     code = f"{job.output or 's3://bucket'}/source/sourcedir.tar.gz"
-    request(job, region=region, name=f"{job.base_name}-20000101-000000", code=code, encode=encode)
+    wanted = request(job, region=region, name=f"{job.base_name}-20000101-000000", code=code, encode=encode)
     warn(job.warnings)
+    return job, wanted, stage(Path(source_dir or tempfile.mkdtemp(prefix="smp-train-source-")))
 
 
 def warn(lines: Sequence[str]) -> None:
     """Print warnings on stderr."""
     for line in lines:
         print(f"smp-train: warning: {line}", file=sys.stderr)
-
-
-_SDK_TEXTS = frozenset(
-    {
-        "sagemaker_program",
-        "sagemaker_submit_directory",
-        "sagemaker_job_name",
-        "sagemaker_region",
-        "sagemaker_instance_type",
-    }
-)
 
 
 def _channels(job: Job) -> list[dict[str, Any]]:
