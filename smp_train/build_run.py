@@ -130,7 +130,6 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     if found is not None:
         with distributed.together("comparing the models"):
             check_model(args, spec, found)
-        backend.check_checkpoint(found)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     if any(map(is_node_local, args.checkpoint_dir)):
         check_saver(backend.saver)

@@ -38,15 +38,26 @@ def write(command_line: list[str], folder: str, kind: str = "sharded", form: str
     ``form`` is what the sub-folder of this rank's tree is called.
     """
     install()
-    from torch.sagemaker.tensor_parallel.transformer import translated
-
     from smp_train import train_lib
 
     run = run_of(command_line)
     train_lib.fit(run)
-    model, optimizer = run.model, run.optimizer
-    KINDS[kind](model, optimizer, Path(folder), form, content(run))
-    weights, moments = whole(model, optimizer)
+    KINDS[kind](run.model, run.optimizer, Path(folder), form, content(run))
+    return held(run)
+
+
+def take_up_on_smp(command_line: list[str]) -> tuple[int, State]:
+    """Resume on this rank of SMP and return (step, weights and moments as transformers has them)."""
+    install()
+    run = run_of(command_line)
+    return run.progress.step, held(run)
+
+
+def held(run: Any) -> State:
+    """Return the weights and moments of a run on SMP by transformers' names, whole."""
+    from torch.sagemaker.tensor_parallel.transformer import translated
+
+    weights, moments = whole(run.model, run.optimizer)
     renamed = translated if run.backend.transforms else dict
     found = {f"model.{name}": value for name, value in renamed(weights).items()}
     for what in ("exp_avg", "exp_avg_sq"):

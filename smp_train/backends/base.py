@@ -19,7 +19,6 @@ from smp_train.checkpoints.saver import Saver
 from smp_train.models import heads
 
 if TYPE_CHECKING:
-    from smp_train.checkpoints.finding import Checkpoint
     from smp_train.models.resolve import ModelSpec
 
 
@@ -104,10 +103,6 @@ class Backend(ABC):
     @abstractmethod
     def sum_over_data(self, values: Tensor) -> Tensor:
         """Return ``values``, on the device, summed over all ranks that hold different tokens; collective."""
-
-    def check_checkpoint(self, found: Checkpoint) -> None:
-        """Raise `CheckpointError` for a checkpoint that this backend cannot resume from; the same on all ranks."""
-        found.check_names()
 
     @property
     def saver(self) -> Saver:

@@ -23,20 +23,21 @@ from smp_train.backends import smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
 from smp_train.checkpoints.saver import Saver
+from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.degrees import check_model, plan
-from smp_train.errors import CheckpointError, ConfigError, DataError
+from smp_train.errors import ConfigError, DataError
 from smp_train.models import build
 from smp_train.models.heads import can_chunk
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.initialization import module_initialiser
 from smp_train.models.moe import split_sizes
 from smp_train.models.packing import packed_inputs
+from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.storage import is_s3
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
-    from smp_train.checkpoints.finding import Checkpoint
     from smp_train.distributed import Runtime
     from smp_train.models.resolve import ModelSpec
 
@@ -98,25 +99,6 @@ class SmpBackend(Backend):
                 expert=self.args.expert_parallel_degree,
             )
 
-    def check_checkpoint(self, found: Checkpoint) -> None:
-        """See `Backend.check_checkpoint`: what tensor and expert ranks hold is cut as only they can read it."""
-        if not self.transforms:
-            found.check_names()
-            return
-        found.check_names(smp_saver.SMP_NAMES)
-        saved = found.meta.get("mesh", {})
-        ours = self.topology.mesh
-        kinds = ("tensor", "expert")
-        if any(int(saved.get(kind, ours[kind])) != ours[kind] for kind in kinds):
-            theirs, here = (
-                " and ".join(f"--{kind}_parallel_degree {mesh.get(kind, 1)}" for kind in kinds)
-                for mesh in (saved, ours)
-            )
-            raise CheckpointError(
-                f"{found.path} was saved with {theirs}, and this run has {here}: SMP's tensor and expert ranks read "
-                "their own cuts only; resume with the degrees it was saved with, or from --save_final_model 1's folder"
-            )
-
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build, transform, shard, checkpoint and offload: the canonical order of SMP's own scripts."""
         args = self.args
@@ -130,7 +112,9 @@ class SmpBackend(Backend):
         # What SMP draws itself comes from torch's generators, alike on all ranks, so that replicas are equal.
         random.seed(seed)
         torch.manual_seed(seed)
+        hub = None
         if self.transforms:
+            hub = HubModel.of(spec.config, {n: tuple(each.shape) for n, each in gather_state(model)["model"].items()})
             model, layer = smp_model.transform(
                 self.library, model, args, from_rank0=weights is not None, real=real
             )
@@ -155,8 +139,13 @@ class SmpBackend(Backend):
             self.state,
             self._root,
             sharded=sharded,
-            transformed=self.transforms,
-            parted=self.topology.tp_size > 1 or args.expert_parallel_degree > 1,
+            hub=hub,
+            ranks=Ranks(
+                self.topology.tp_rank,
+                self.topology.tp_size,
+                int(self.state.ep_rank) if args.expert_parallel_degree > 1 else 0,
+                args.expert_parallel_degree,
+            ),
             in_folders=in_folders,
         )
         if args.checkpoint_type == "async_sharded" and self._saver.begin is None and not self._saver.in_background:

@@ -8,20 +8,19 @@ own names and cuts, and each has a tree of its own, ``tp<rank>_ep<rank>``.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from smp_train.backends import smp_library
-from smp_train.checkpoints.saver import HUGGING_FACE, Saver
+from smp_train.checkpoints.saver import Saver
 from smp_train.distributed import gather
 from smp_train.errors import ConfigError
+from smp_train.models.smp_names import HubModel, Ranks
 
 logger = logging.getLogger("smp_train.smp")
-
-SMP_NAMES = "smp"
-"""Whose names parameters have once ``torch.sagemaker.transform`` has made the model its own."""
 
 
 def each_tree_once(told: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
@@ -37,44 +36,43 @@ def each_tree_once(told: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
     return True
 
 
-def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: bool, in_folders: bool = True) -> Saver:
+def make(
+    state: Any, root: Any, *, sharded: bool, hub: HubModel | None, ranks: Ranks, in_folders: bool = True
+) -> Saver:
     """Return how this rank saves and loads; collective.
 
     Args:
         state: ``torch.sagemaker.state``.
         root: The FSDP module.
         sharded: Whether parameters are cut over the ranks of its process group.
-        transformed: Whether the model is SMP's own.
-        parted: Whether ranks differ in more than which shard they hold: by tensor or expert rank.
+        hub: The model on the hub where the one here is SMP's own; None where it is Hugging Face's.
+        ranks: This rank's tensor and expert rank. Trees are apart where there are several.
         in_folders: Whether all checkpoints are saved into folders. To S3 they go through our own writer: what SMP's
             asynchronous saver puts there itself could be recorded in COMMITTED only by reading all of it again.
     """
-    names = SMP_NAMES if transformed else HUGGING_FACE
-    part = f"tp{state.tp_rank}_ep{state.ep_rank}" if parted else ""
+    parted = max(ranks.tensors, ranks.experts) > 1
+    torchs = Saver(hub=hub, ranks=ranks, part=ranks.folder if parted else "")
     first = state.ranker.get_rep_rank(dist.get_rank()) == 0
     if not sharded:
         # Each rank holds all there is of its tree. Without parts that is what torch's DCP writes best.
         if not parted:
-            return Saver(names=names)
+            return torchs
         from smp_train.checkpoints.dcp import load_alone, save_alone
 
-        return Saver(
-            names=names, part=part, writes=first, place=(0, 1), save=save_alone, load=load_alone, in_background=False
+        return replace(
+            torchs, writes=first, place=(0, 1), save=save_alone, load=load_alone, in_background=False
         )
     group = root.process_group
     process_groups = smp_library.part("utils.process_group_utils", "--backend smp")
-    ranks = process_groups.get_global_ranks(group)
-    if not each_tree_once(gather("choosing how to save", lambda: (part, first, tuple(ranks)))):
+    members = process_groups.get_global_ranks(group)
+    if not each_tree_once(gather("choosing how to save", lambda: (torchs.part, first, tuple(members)))):
         if parted:
             raise ConfigError("SMP's replication ranks name no one writer of each shard: nothing can be saved")
-        return Saver(names=names)  # so where the layout is torch's: --sharding_strategy hybrid_shard without a degree
+        return torchs  # so where the layout is torch's: --sharding_strategy hybrid_shard without a degree
     if not in_folders and not parted:
         logger.info("Checkpoints: torch's own saver, which --checkpoint_dir in S3 has a writer for")
-        return Saver(names=names)
-    own = {"process_group": group, "coordinator_rank": min(ranks)}
-    shared: dict[str, Any] = {
-        "names": names, "part": part, "writes": first, "place": (ranks.index(dist.get_rank()), len(ranks)),
-    }  # fmt: skip
+        return torchs
+    own = {"process_group": group, "coordinator_rank": min(members)}
     try:
         saving = smp_library.part("distributed.checkpoint.state_dict_saver", "saving through SMP", "2.5")
         loading = smp_library.part("distributed.checkpoint.state_dict_loader", "loading through SMP", "2.5")
@@ -83,7 +81,7 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
         if parted:
             raise
         logger.info("Checkpoints: torch's own saver; %s", missing)
-        return Saver(names=names)
+        return torchs
     queue = calls.AsyncCallsQueue()
 
     def begin(state: dict[str, Any], folder: str) -> None:
@@ -94,6 +92,7 @@ def make(state: Any, root: Any, *, sharded: bool, transformed: bool, parted: boo
 
     # SMP's synchronous saver takes any writer.
     later: dict[str, Any] = {"begin": begin, "ended": ended} if in_folders else {}
-    return Saver(
-        **shared, save=partial(saving.save, **own), load=partial(loading.load, **own), in_background=False, **later
-    )
+    return replace(
+        torchs, writes=first, place=(members.index(dist.get_rank()), len(members)), save=partial(saving.save, **own),
+        load=partial(loading.load, **own), in_background=False, **later,
+    )  # fmt: skip

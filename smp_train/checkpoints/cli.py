@@ -240,7 +240,6 @@ def convert(options: argparse.Namespace) -> int:
 
     source = _weights(options.source)
     if (source / COMMITTED).is_file():
-        open_checkpoint(source).check_names()
         raise ConfigError(f"{source} is a checkpoint of this program: smp-train checkpoint export {source} FOLDER")
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():

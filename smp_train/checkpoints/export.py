@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.finding import Checkpoint
 from smp_train.checkpoints.model_folder import ModelFolder, put, put_made, writing
-from smp_train.errors import CheckpointError, one_line
+from smp_train.checkpoints.state import gather_state
+from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import hub_names, note, to_hub
-from smp_train.models.hugging_face import config_of, load_tokenizer, model_of
+from smp_train.models.hugging_face import load_tokenizer, model_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
 from smp_train.storage.paths import Place, on_this_machine, place
@@ -81,15 +82,11 @@ def export(
     already, which ``replace`` removes once this one is whole; `CheckpointError` where the checkpoint does not hold a
     whole model.
     """
-    checkpoint.check_names()
-    try:
-        config = config_of(checkpoint.meta["model_config"])
-    except Exception as error:  # whatever a configuration of unknown origin may lead to
-        what = f"lacks {error}" if isinstance(error, KeyError) else one_line(error)
-        raise CheckpointError(f"{checkpoint.path} does not say which model it is: meta.json {what}") from None
+    config = checkpoint.model_config()
     config.use_cache = True  # Switched off for training.
-    reader = checkpoint.reader()
     plain = _plain_model(config)
+    note(plain)
+    reader = checkpoint.reader_of(gather_state(plain))
     items = _items_of_model(plain, reader, dtype, checkpoint.path)
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes, on_progress)
@@ -147,7 +144,6 @@ def _plain_model(config: Any) -> Any:
 
 def _items_of_model(plain: Any, reader: Reader, dtype: torch.dtype | None, label: str) -> list[Item]:
     """Return what to write, entry by entry. Raises `CheckpointError` where it would not be the whole model."""
-    note(plain)
     as_on_hub = {tensor.name for tensors in hub_names(plain).tensors.values() for tensor in tensors}
     items = []
     saved = set()

@@ -8,12 +8,13 @@ import logging
 import os
 import posixpath
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smp_train.checkpoints.collective import gather, on_main
+from smp_train.checkpoints.dcp import Reader, load_state
 from smp_train.checkpoints.owner import committed, committed_names, last_run, run_of
 from smp_train.checkpoints.record import (
     COMMITTED,
@@ -26,12 +27,12 @@ from smp_train.checkpoints.record import (
 )
 from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
 from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
+from smp_train.checkpoints.translated import RankReader, TranslatedReader, Tree
 from smp_train.distributed.agree import rank, world_size
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, one_line
+from smp_train.models.hugging_face import config_of
+from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.storage import is_s3
-
-if TYPE_CHECKING:
-    from smp_train.checkpoints.dcp import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -56,36 +57,58 @@ class Checkpoint:
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` (see `gather_state`) in place, whatever mesh it is laid out on. Collective.
 
-        ``saver`` says which part of the checkpoint this rank reads, and through what. Raises `CheckpointError` on every
-        rank when names or shapes differ, or when any rank cannot read its part. Saved entries under top-level names
-        that ``state`` does not have are left alone.
+        ``saver`` says whose names ``state`` has, on which of SMP's ranks, and through what it is read. Raises
+        `CheckpointError` on every rank when names or shapes differ, or when any rank cannot read its part. Saved
+        entries under top-level names that ``state`` does not have are left alone.
         """
-        from smp_train.checkpoints.dcp import load_state
+        load_state(state, self.reader_of(state, saver), self.path, load=saver.load)
 
-        self.check_names(saver.names)
-        load_state(state, self.reader(saver.part), os.path.join(self.path, saver.part), load=saver.load)
+    def reader_of(self, state: dict[str, Any], saver: Saver = TORCHS) -> Reader:
+        """Return a reader of its tensors under the parameter names of ``state``, as `load` needs it."""
+        if self.names == saver.names and self.trees.get(saver.part) == saver.ranks:
+            return self.reader(saver.part)
+        return self._translated(self._readers(), state, saver)
+
+    def _readers(self) -> list[Tree]:
+        return [Tree(ranks, self.reader(part)) for part, ranks in self.trees.items()]
+
+    def _translated(self, trees: list[Tree], state: dict[str, Any], saver: Saver) -> Reader:
+        """Return a reader of ``trees`` under the parameter names of ``state``: the hub's, or SMP's on this rank."""
+        shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
+        if saver.hub is None:
+            return TranslatedReader(trees, HubModel.of(self.model_config(), shapes))
+        same = [Tree(Ranks(), tree.reader) for tree in trees if tree.ranks == saver.ranks]
+        if self.names == saver.names and same:  # written by the same rank, under the same names
+            return TranslatedReader(same, replace(saver.hub, shapes=shapes))
+        return RankReader(TranslatedReader(trees, saver.hub), state, saver.ranks, saver.hub)
 
     @property
     def durable(self) -> bool:
         """Whether it outlives a node."""
         return True
 
-    def check_names(self, names: str = HUGGING_FACE) -> None:
-        """Raise `CheckpointError` where its parameters go by other names."""
-        saved = self.meta.get("names", HUGGING_FACE)
-        if saved != names:
-            if saved == HUGGING_FACE:
-                why = "is of a model as Hugging Face has it, and SMP's own implementation has other parameters: export "
-                why += "it by `smp-train checkpoint export`, and start from that with --finetune 1"
-            else:
-                why = "is of SMP's own implementation of the model, and resumes on --backend smp with the same degrees "
-                why += "only; what --save_final_model 1 writes there can be loaded anywhere"
-            raise CheckpointError(f"{self.path} {why}")
+    @property
+    def names(self) -> str:
+        """Whose names the parameters have in it."""
+        return str(self.meta.get("names", HUGGING_FACE))
+
+    def model_config(self) -> Any:
+        """Return transformers' configuration of its model. Raises `CheckpointError` where it does not say."""
+        try:
+            return config_of(self.meta["model_config"])
+        except Exception as error:  # whatever a configuration of unknown origin may lead to
+            what = f"lacks {error}" if isinstance(error, KeyError) else one_line(error)
+            raise CheckpointError(f"{self.path} does not say which model it is: meta.json {what}") from None
 
     @property
     def parts(self) -> list[str]:
         """Sub-folders of its trees: one, without a name, unless ranks of SMP had parameters of their own."""
         return sorted(os.path.dirname(name) for name in self.committed.files if os.path.basename(name) == METADATA)
+
+    @property
+    def trees(self) -> dict[str, Ranks]:
+        """The ranks of SMP that wrote its trees, by sub-folder."""
+        return Ranks.of_folders(self.parts or [""])
 
     def reader(self, part: str = "") -> Reader:
         """Return the reader of its tensors, those in the sub-folder ``part``."""

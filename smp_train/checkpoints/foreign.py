@@ -16,9 +16,9 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,12 @@ from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
 from smp_train.checkpoints.record import COMMITTED, META, Committed
-from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, SMP_NAMES, Saver
 from smp_train.checkpoints.state import State
 from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
-from smp_train.checkpoints.translated import MODEL_PREFIXES, MOMENTS, TensorReader, TranslatedReader, Tree
+from smp_train.checkpoints.translated import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
 from smp_train.errors import CheckpointError
-from smp_train.models.smp_names import HubModel, Ranks, is_transformed
+from smp_train.models.smp_names import Ranks, is_transformed
 from smp_train.models.weight_files import WeightFiles
 from smp_train.storage.paths import place
 
@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 FULL = "pytorch_model.bin"
 _NAME = re.compile(r"(?:.*\D)?(?P<step>\d+)steps")
-_RANKS = re.compile(r"tp(?P<tensor>\d+)_ep(?P<expert>\d+)(?:_fsdp(?P<shard>\d+))?")
-_EARLIER = re.compile(r"(?:tp(?P<tensors>\d+)-(?P<tensor>\d+))?/?(?:ep(?P<experts>\d+)-(?P<expert>\d+))?")
 _RANK_FILE = re.compile(r"(\d+)\.pt")
 
 
@@ -52,8 +50,8 @@ class Foreign(Checkpoint):
     ``meta["imported"]`` is what it says of itself: counters, schedule, the sample's own settings.
     """
 
-    trees: Mapping[str, Ranks]
-    """Ranks by sub-folder; empty where there are none but files."""
+    folders: tuple[str, ...]
+    """Sub-folders of its trees; empty where there are none but files."""
     rank_files: int
     """How many files ``<rank>.pt`` there are."""
     config: Any = field(repr=False, compare=False)
@@ -68,23 +66,19 @@ class Foreign(Checkpoint):
     @property
     def parts(self) -> list[str]:
         """Sub-folders of its trees."""
-        return sorted(self.trees)
+        return list(self.folders)
+
+    @property
+    def names(self) -> str:
+        """See `Checkpoint.names`."""
+        return SMP_NAMES if self.transformed else HUGGING_FACE
 
     def reader(self, part: str = "") -> Reader:
         """Return the reader of one of its trees, as it was written."""
         return _reader(self._storage, self._name, part, self._storage.sizes(self._name))
 
-    def check_names(self, names: str = HUGGING_FACE) -> None:
-        """Raise `CheckpointError` where it cannot be given under ``names``: into SMP's own only from SMP's own."""
-        if names != HUGGING_FACE and not self.transformed:
-            raise CheckpointError(
-                f"{self.path} is of a model as Hugging Face has it, and this run of SMP's own implementation: resume "
-                "without --use_smp_implementation, tensor, context and expert parallelism, or on --backend native"
-            )
-
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """See `Checkpoint.load`. Without moments there, the optimizer's state is left as it is."""
-        self.check_names(saver.names)
         what = f"cannot load {self.path}"
         trees: list[Tree] = []
         with ExitStack() as opened:
@@ -93,28 +87,26 @@ class Foreign(Checkpoint):
                 saved = on_main(what, lambda: list(saved_entries(trees[0].reader)))
                 named = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
                 state = next((each for each in named if each is not state), state)
-            shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
-            reader = TranslatedReader(trees, HubModel.of(self.config, shapes))
             if not self.has_moments and "optim" in state:
                 logger.info("%s holds no optimizer state: AdamW's moments begin at zero", self.path)
                 state = {"model": state["model"]}
-            load_state(state, reader, self.path, load=saver.load)
+            load_state(state, self._translated(trees, state, saver), self.path, load=saver.load)
+
+    def model_config(self) -> Any:
+        """See `Checkpoint.model_config`: the run's."""
+        return self.config
 
     def _trees(self, state: dict[str, Any], saver: Saver, opened: ExitStack) -> list[Tree]:
         if self.rank_files:
             read = [rank_files.read(place(self.path) / f"{rank}.pt") for rank in range(self.rank_files)]
             if isinstance(state, State):
                 state = state.named_as([f"model.{name}" for name in read[0]["model"]])
-            shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
+            shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
             return [Tree(Ranks(), TensorReader(rank_files.tensors(read, self.config.model_type, shapes)))]
-        if not self.trees:
+        if not self.folders:
             files = WeightFiles(place(self.path) / FULL, opened)
             return [Tree(Ranks(), TensorReader({f"model.{n}": files.tensor(n)[...] for n in files.files}))]
-        trees = [Tree(ranks, self.reader(part)) for part, ranks in self.trees.items()]
-        if saver.names == HUGGING_FACE:
-            return trees
-        # Under its own names each tensor and expert rank reads what the same rank wrote.
-        return [replace(tree, ranks=Ranks()) for tree in trees if saver.part in ("", _part(tree.ranks))]
+        return self._readers()
 
 
 def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
@@ -178,7 +170,7 @@ def _is_foreign(storage: Storage, name: str) -> bool:
     files = storage.sizes(name)
     if FULL in files or any(map(_RANK_FILE.fullmatch, files)):
         return True
-    return any(_ranks(posixpath.dirname(file)) for file in files if _of_tree(file))
+    return any(Ranks.of_folder(posixpath.dirname(file)) for file in files if _of_tree(file))
 
 
 def _reader(storage: Storage, name: str, part: str, files: Mapping[str, int]) -> Reader:
@@ -190,28 +182,12 @@ def _of_tree(file: str) -> bool:
     return posixpath.basename(file) == METADATA or file.endswith(".distcp")
 
 
-def _ranks(folder: str) -> tuple[Ranks, int] | None:
-    """Return which ranks a sub-folder is of: its `Ranks`, with degrees where they are in the name, and shard rank."""
-    match = _RANKS.fullmatch(folder)
-    if match is not None:
-        return Ranks(tensor=int(match["tensor"]), expert=int(match["expert"])), int(match["shard"] or 0)
-    match = _EARLIER.fullmatch(folder)
-    if match is None:
-        return None
-    return Ranks(*(int(match[field] or default) for field, default in Ranks._field_defaults.items())), 0
-
-
-def _part(ranks: Ranks) -> str:
-    return f"tp{ranks.tensor}_ep{ranks.expert}"
-
-
 def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
     """Return what there is to know of a checkpoint of the sample's, or what is missing of it."""
     match = _NAME.fullmatch(name)
     step = int(match["step"]) if match else 0
     files = storage.sizes(name)
     told: dict[str, Any] = {}
-    trees: dict[str, Ranks] = {}
     transformed = has_moments = False
     of_ranks = sorted(int(found[1]) for found in map(_RANK_FILE.fullmatch, files) if found is not None)
     folders = sorted({posixpath.dirname(file) for file in files if _of_tree(file)})
@@ -219,7 +195,6 @@ def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
         problem = _missing(storage, name, folders, files)
         if problem is not None:
             return problem
-        trees = _with_degrees(folders)
         reader = _reader(storage, name, folders[0], files)
         told = plain_values(reader)
         saved = saved_entries(reader)
@@ -235,26 +210,19 @@ def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
             return str(failure)
         told, has_moments = rank_files.plain_values(read[0]), True
     step = told.get("scheduler.num_iters", told.get("total_steps", told.get("step", step)))
-    degrees = next(iter(trees.values()), Ranks())
+    degrees = next(iter(Ranks.of_folders(folders).values()), Ranks())
     meta = {"imported": told, "mesh": {"tensor": degrees.tensors, "expert": degrees.experts}, "tokens": 0}
     committed = Committed(int(step), config.model_type, {})
     return {
-        "step": int(step), "meta": meta, "committed": committed, "trees": trees, "transformed": transformed,
+        "step": int(step), "meta": meta, "committed": committed, "folders": tuple(folders), "transformed": transformed,
         "has_moments": has_moments, "rank_files": len(of_ranks),
     }  # fmt: skip
-
-
-def _with_degrees(folders: Iterable[str]) -> dict[str, Ranks]:
-    found = {folder: of[0] for folder in folders if (of := _ranks(folder)) is not None}
-    tensors = max(max(each.tensors, each.tensor + 1) for each in found.values())
-    experts = max(max(each.experts, each.expert + 1) for each in found.values())
-    return {folder: each._replace(tensors=tensors, experts=experts) for folder, each in found.items()}
 
 
 def _missing(storage: Storage, name: str, folders: list[str], files: Mapping[str, int]) -> str | None:
     """Say which tree, index or file is not there, or cut short."""
     for folder in folders:
-        if _ranks(folder) is None:
+        if Ranks.of_folder(folder) is None:
             return f"{folder} is of no tensor and expert rank"
         if posixpath.join(folder, METADATA) not in files:
             return f"{posixpath.join(folder, METADATA)} is missing"
@@ -266,8 +234,8 @@ def _missing(storage: Storage, name: str, folders: list[str], files: Mapping[str
             file = posixpath.join(folder, info.relative_path)
             if files.get(file, 0) < info.offset + info.length:
                 return f"{file} is missing or cut short"
-    places = {(of[0].tensor, of[0].expert, of[1]) for of in map(_ranks, folders) if of is not None}
-    degrees = next(iter(_with_degrees(folders).values()))
+    places = {(of[0].tensor, of[0].expert, of[1]) for of in map(Ranks.of_folder, folders) if of is not None}
+    degrees = next(iter(Ranks.of_folders(folders).values()))
     shards = 1 + max(shard for _, _, shard in places)
     for place_ in itertools.product(range(degrees.tensors), range(degrees.experts), range(shards)):
         if place_ not in places:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.record import FileRecord
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
+from smp_train.models.smp_names import HubModel, Ranks
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.storage import Storage
 
 HUGGING_FACE = "huggingface"
+SMP_NAMES = "smp"
+"""Whose names parameters have once ``torch.sagemaker.transform`` has made the model its own."""
 METADATA = ".metadata"
 """DCP's index of a tree."""
 
@@ -23,8 +26,10 @@ METADATA = ".metadata"
 class Saver:
     """One rank's part in writing and reading; as it stands, all ranks write one tree through torch's DCP."""
 
-    names: str = HUGGING_FACE
-    """Whose names the parameters have. A checkpoint loads only where they are the same."""
+    hub: HubModel | None = None
+    """The model on the hub, where parameters have SMP's names here; None where they have the hub's."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """SMP's tensor and expert rank, where each of them holds parameters of its own."""
     part: str = ""
     """Sub-folder of the tree that this rank belongs to, where ranks do not share one."""
     writes: bool = True
@@ -41,6 +46,11 @@ class Saver:
     """Tells whether what was begun is written, and waits for that when asked to; on ranks that write."""
     in_background: bool = True
     """Whether `save` may run in a thread while training goes on."""
+
+    @property
+    def names(self) -> str:
+        """Whose names the parameters have."""
+        return HUGGING_FACE if self.hub is None else SMP_NAMES
 
     @property
     def leads(self) -> bool:

@@ -1,8 +1,9 @@
-"""One DCP tree in the hub's names, made of the trees that another program wrote; nothing is copied.
+"""One DCP tree in the hub's names, made of the trees of SMP's ranks or of another program; and back. Nothing is copied.
 
-Its metadata has one chunk for every block of a saved chunk that lies in a tensor of the hub
+Metadata has one chunk for every block of a saved chunk that lies in a tensor of the hub
 (`smp_train.models.smp_names`), so that the ordinary loading path reads it on any mesh. A request for a chunk becomes
-one for a slice of the saved one.
+one for a slice of the saved one. `RankReader` does the same in the other direction, from the hub's names to those of
+one tensor and expert rank of SMP; the two together read trees of other degrees.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from smp_train.checkpoints.dcp import Reader
@@ -52,6 +54,10 @@ class _Source:
     tree: Tree
     index: MetadataIndex
     start: tuple[int, ...]
+
+
+_Requests = dict[ReadItem, tuple[ReadItem, tuple[Any, ...]]]
+"""Requests to a reader, each with the original one and the index in its tensor of what it fills."""
 
 
 class _WholeReader(Reader):
@@ -109,7 +115,7 @@ class TensorReader(_WholeReader):
 
 
 class TranslatedReader(_WholeReader):
-    """Reads ``model.<name>`` and ``optim.state.<name>.<moment>`` of a model from the trees of another program."""
+    """Reads ``model.<name>`` and ``optim.state.<name>.<moment>``, by the hub's names, from trees of a checkpoint."""
 
     def __init__(self, trees: Sequence[Tree], model: HubModel) -> None:
         self.trees, self.model = trees, model
@@ -193,7 +199,7 @@ class TranslatedReader(_WholeReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read from each tree what lies there."""
-        of_tree: dict[int, dict[ReadItem, ReadItem]] = {}
+        of_tree: dict[int, _Requests] = {}
         for item in plan.items:
             source = self._sources[item.storage_index]
             lead = len(source.start) - len(item.lengths)
@@ -204,10 +210,77 @@ class TranslatedReader(_WholeReader):
                 storage_offsets=torch.Size((*source.start[:lead], *inner)),
                 lengths=torch.Size((*[1] * lead, *item.lengths)),
             )
-            of_tree.setdefault(self.trees.index(source.tree), {})[there] = item
+            of_tree.setdefault(self.trees.index(source.tree), {})[there] = (item, (None,) * lead)
         for number, items in of_tree.items():
             self.trees[number].reader.read_data(LoadPlan(list(items)), _Targets(planner, items)).wait()
         return _done()
+
+
+class RankReader(_WholeReader):
+    """Reads what one tensor and expert rank of SMP's own implementation holds, from a reader of the hub's names."""
+
+    def __init__(self, hub: Reader, state: Mapping[str, Any], ranks: Ranks, model: HubModel) -> None:
+        """``state``: what the rank holds under SMP's names, laid out as `gather_state` does."""
+        self.hub, self.ranks, self.model = hub, ranks, model
+        self._shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
+        optim = state.get("optim", {}).get("state", {})
+        self._moments = {name: list(optim.get(name, ())) for name in self._shapes}
+        self._entries: dict[str, Any] = {}
+        self._sources: dict[MetadataIndex, tuple[str, Block]] = {}
+
+    def preload(self) -> None:
+        """Read the metadata. Raises `CheckpointError` for a parameter that is not in the table."""
+        self.hub.preload()
+        saved = self.hub.read_metadata().state_dict_metadata
+        self._entries, self._sources = {}, {}
+        for name, shape in self._shapes.items():
+            found = blocks(name, shape, self.ranks, self.model)
+            if found is None:
+                raise CheckpointError(f"{name}, of SMP's own {self.model.kind} here, has no known name on the hub")
+            self._give(f"model.{name}", "model.{}", shape, found, saved)
+            for what in self._moments[name]:
+                to = f"optim.state.{{}}.{what}"
+                if what == "step":  # one for each tensor
+                    self._give(f"optim.state.{name}.{what}", to, (), [Block(found[0].name, (), (), ())], saved)
+                else:
+                    self._give(f"optim.state.{name}.{what}", to, shape, found, saved)
+
+    def _give(
+        self, key: str, to: str, shape: Sequence[int], found: Sequence[Block], saved: Mapping[str, Any]
+    ) -> None:
+        """Add a tensor of the rank, one chunk for each block, if all of the hub's tensors are there."""
+        theirs = [to.format(block.name) for block in found]
+        if not all(each in saved for each in theirs):
+            return
+        chunks = []
+        for block, each in zip(found, theirs, strict=True):
+            size = (*[1] * (len(block.start) - len(block.size)), *block.size)
+            chunks.append(ChunkStorageMetadata(torch.Size(block.start), torch.Size(size)))
+            self._sources[MetadataIndex(key, torch.Size(block.start))] = (each, block)
+        self._entries[key] = TensorStorageMetadata(saved[theirs[0]].properties, torch.Size(shape), chunks)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata under SMP's names."""
+        if not self._entries:
+            self.preload()
+        return Metadata(self._entries, storage_meta=StorageMeta())
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each slice from the chunks of the hub's tensor in which it lies."""
+        saved = self.hub.read_metadata().state_dict_metadata
+        requests: _Requests = {}
+        for item in plan.items:
+            key, block = self._sources[item.storage_index]
+            lead = len(block.start) - len(block.size)
+            at = [begin + inner for begin, inner in zip(block.at, item.storage_offsets[lead:], strict=True)]
+            wanted = ChunkStorageMetadata(torch.Size(at), torch.Size(item.lengths[lead:]))
+            entry = saved[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            for part in create_read_items_for_chunk_list(key, entry, [wanted]):
+                inside = (slice(a, a + n) for a, n in zip(part.dest_offsets, part.lengths, strict=True))
+                # Several parameters may have their step from one tensor; where it goes tells their requests apart.
+                requests[replace(part, dest_index=item.dest_index)] = (item, (*[0] * lead, *inside))
+        return self.hub.read_data(LoadPlan(list(requests)), _Targets(planner, requests))
 
 
 def _done() -> Future[None]:
@@ -217,20 +290,18 @@ def _done() -> Future[None]:
 
 
 class _Targets(LoadPlanner):
-    """Stands between a tree's reader and the planner: what is asked of the tree is answered by the first request."""
+    """Stands between a reader and the planner: what is asked of the reader fills part of the original request."""
 
-    def __init__(self, planner: LoadPlanner, items: Mapping[ReadItem, ReadItem]) -> None:
-        self._planner, self._items = planner, items
+    def __init__(self, planner: LoadPlanner, requests: _Requests) -> None:
+        self._planner, self._requests = planner, requests
 
     def resolve_tensor(self, there: ReadItem) -> torch.Tensor:
-        """Return the memory that the first request is for, with the dimensions of the saved tensor."""
-        item = self._items[there]
-        return self._planner.resolve_tensor(item)[(None,) * (len(there.lengths) - len(item.lengths))]
+        """Return the memory that is to be filled, with the dimensions of the saved tensor."""
+        item, index = self._requests[there]
+        return self._planner.resolve_tensor(item)[index]
 
     def commit_tensor(self, there: ReadItem, tensor: torch.Tensor) -> None:
-        """Pass on that it is filled."""
-        item = self._items[there]
-        self._planner.commit_tensor(item, tensor[(0,) * (len(there.lengths) - len(item.lengths))])
+        """Nothing to do: the tensors are those of the model and the optimizer themselves."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         """Not called: the plan is made."""

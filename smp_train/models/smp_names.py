@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
 
+_FOLDER = re.compile(r"tp(?P<tensor>\d+)_ep(?P<expert>\d+)(?:_fsdp(?P<shard>\d+))?")
+_EARLIER = re.compile(r"(?:tp(?P<tensors>\d+)-(?P<tensor>\d+))?/?(?:ep(?P<experts>\d+)-(?P<expert>\d+))?")
 # Path components that wrappers add; a name without them may be the hub's.
 WRAPPERS = frozenset({"module", "lm", "inner"})
 _LAYER = re.compile(r"(?:^|\.)(?:seq_)?layers\.(\d+)\.(.+)")
@@ -76,6 +78,30 @@ class Ranks(NamedTuple):
     tensors: int = 1
     expert: int = 0
     experts: int = 1
+
+    @property
+    def folder(self) -> str:
+        """Sub-folder of the tree that this rank writes."""
+        return f"tp{self.tensor}_ep{self.expert}"
+
+    @classmethod
+    def of_folder(cls, folder: str) -> tuple[Ranks, int] | None:
+        """Return whose tree a sub-folder is: its ranks, with degrees where they are in its name, and its shard rank."""
+        match = _FOLDER.fullmatch(folder)
+        if match is not None:
+            return cls(tensor=int(match["tensor"]), expert=int(match["expert"])), int(match["shard"] or 0)
+        match = _EARLIER.fullmatch(folder)
+        if match is None:
+            return None
+        return cls(*(int(match[field] or default) for field, default in cls._field_defaults.items())), 0
+
+    @classmethod
+    def of_folders(cls, folders: Iterable[str]) -> dict[str, Ranks]:
+        """Return by sub-folder the ranks that wrote the trees of one checkpoint."""
+        found = {folder: of[0] for folder in folders if (of := cls.of_folder(folder)) is not None}
+        tensors = max((max(each.tensors, each.tensor + 1) for each in found.values()), default=1)
+        experts = max((max(each.experts, each.expert + 1) for each in found.values()), default=1)
+        return {folder: each._replace(tensors=tensors, experts=experts) for folder, each in found.items()}
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,10 @@ def test_resumes_natively_on_another_mesh(name: str, tmp_path: Path) -> None:
     step, consumed, found = harness.run(smp_trees.take_up, 2, line)[0]
     assert (step, consumed) == (2, 2 * batch)
     same(saved, found)
+    own = flags(tmp_path / "own", **DATA, **ours | {"resume_from_checkpoint": tmp_path / "theirs" / "checkpoints"})
+    step, _, found = harness.run(smp_trees.take_up, 2, own)[0]
+    assert step == 2
+    same(saved, found)
     harness.run(train, 2, line)
     # The run on SMP, from its own checkpoint of the same step.
     straight = {**SHARED, **changes, "max_steps": 4, "resume_from_checkpoint": tmp_path / "theirs" / "checkpoints"}
