@@ -73,7 +73,7 @@ def content(run: Any) -> dict[str, Any]:
         "scheduler": {"start_lr": args.lr, "warmup_iter": 0, "num_iters": run.progress.step, "decay_style": "cosine",
                       "end_iter": 4, "min_lr": 0.0},
         "cli_args": {"train_batch_size": args.train_batch_size, "lr": args.lr, "model_type": args.model_type,
-                     "num_heads": args.num_heads},
+                     "num_heads": args.num_heads, "rotary_emb_base": args.rotary_emb_base or 10000},
         "model_config": run.spec.config,
         "num_params": 1,
         "total_steps": run.progress.step,

@@ -95,8 +95,7 @@ def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
     kind = config.model_type
     if saved.get("model_type") != kind:
         return [f"--model_type: {saved.get('model_type')} there, {kind} here"]
-    known = next((family for family in FAMILIES.values() if family.hf_model_type == kind), None)
-    flags = {target: flag for flag, target in (known or other_family(kind)).fields.items()}
+    flags = {target: flag for flag, target in _family_of(kind).fields.items()}
     flags["rope_scaling"] = "rope_scaling_type"
     fields = [
         transformers4_names(type(config).from_dict(transformers4_names(each, kind)).to_dict(), kind)
@@ -112,6 +111,25 @@ def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
     return [
         f"{'--' + flags[key] if key in flags else key}: {there} there, {here} here" for key, there, here in different
     ]
+
+
+def as_the_sample_says(told: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of ``config``, with those that flags of SMP's sample say and that change no shape.
+
+    ``told`` is what a checkpoint of the sample says of itself. Of its Mistral and Mixtral the rotary base is no flag.
+    """
+    fields = transformers4_names(config.to_dict(), config.model_type)
+    if "cli_args.hf_pretrained_model_name_or_dir" in told:
+        return fields
+    flags = ["num_heads", *["rotary_emb_base", "rotary_pct"] * (config.model_type in ("llama", "gpt_neox"))]
+    family = _family_of(config.model_type)
+    there = {family.fields[flag]: told.get(f"cli_args.{flag}") for flag in flags if flag in family.fields}
+    return fields | {field: value for field, value in there.items() if isinstance(value, int | float)}
+
+
+def _family_of(kind: str) -> Family:
+    known = next((family for family in FAMILIES.values() if family.hf_model_type == kind), None)
+    return known or other_family(kind)
 
 
 def configuration(hf_model_type: str, fields: dict[str, Any], name: str) -> PretrainedConfig:
@@ -131,8 +149,7 @@ def lay_over(
     """
     if not given:
         return config
-    known = next((family for family in FAMILIES.values() if family.hf_model_type == config.model_type), None)
-    family = known or other_family(config.model_type)
+    family = _family_of(config.model_type)
     before = transformers4_names(config.to_dict(), config.model_type)
     fields = dict(before)
     overlay(fields, family, location, given)

@@ -138,12 +138,19 @@ def test_incomplete_ones_are_passed_over_or_refused(tmp_path: Path) -> None:
 
 
 @needs_native
-def test_other_heads_of_the_same_shapes_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_heads": 8, "num_key_value_heads": 4}, "(--num_heads: 4 there, 8 here)"),
+        ({"rotary_emb_base": 500000}, "(--rotary_emb_base: 10000 there, 500000"),
+    ],
+)
+def test_another_model_of_the_same_shapes_is_refused(changed: dict[str, int], said: str, tmp_path: Path) -> None:
     folder = tmp_path / "aws" / "llama_v2-2steps"
     harness.run(smp_trees.write, 1, smp(tmp_path, **SHARED), str(folder), "sharded", "")
-    other = {**SHARED, "num_heads": 8, "num_key_value_heads": 4, "resume_from_checkpoint": folder.parent}
+    other = {**SHARED, **changed, "resume_from_checkpoint": folder.parent}
     refused = harness.run(refusal_of, 1, flags(tmp_path / "native", **DATA, **other), False)[0]
-    assert "--num_heads: 4 there, 8 here" in refused
+    assert said in refused
     allowed = flags(tmp_path / "native", **DATA, **other, allow_model_change=1)
     assert harness.run(smp_trees.take_up, 1, allowed)[0][0] == 2
 
