@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -85,13 +84,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Raises ConfigError and DataError."""
     args = parser().parse_args([_underscored(word) for word in argv])
     trust_code(bool(args.trust_remote_code))
-    for flag in ("seq_len", "rows_per_shard"):
-        if getattr(args, flag) < (2 if flag == "seq_len" else 1):
-            raise ConfigError(f"--{flag} {getattr(args, flag)}: too small")
+    for flag, least in (("seq_len", 2), ("rows_per_shard", 1), ("processes", 1)):
+        if getattr(args, flag) is not None and getattr(args, flag) < least:
+            raise ConfigError(f"--{flag} {getattr(args, flag)}: must be at least {least}")
     if not 0 <= args.validation_fraction < 1:
         raise ConfigError(f"--validation_fraction {args.validation_fraction}: must be in [0, 1)")
-    if args.processes is not None and args.processes < 1:
-        raise ConfigError(f"--processes {args.processes}: must be at least 1")
     for flag in ("special_tokens", "min_frequency"):
         if getattr(args, flag) and not args.train_tokenizer:
             raise ConfigError(f"--{flag} needs --train_tokenizer")
@@ -103,10 +100,15 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     output = Path(args.output)
     request = _request(args, files)
-    if _already_made(output, request, bool(args.overwrite)):
+    before = _read_manifest(output)
+    if before.get("complete") and before.get("request") == request and _is_whole(output, before):
         print(f"{output}: already prepared from the same input")
         return 0
-    _clear(output, request)
+    if before.get("complete") and not args.overwrite:
+        raise ConfigError(
+            f"--output {output}: holds a preparation of other input or flags; give another folder, or --overwrite 1"
+        )
+    _begin(output, before, request)
     manifest = prepare(args, files, output)
     _write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
     (output / PROGRESS).unlink(missing_ok=True)
@@ -229,46 +231,35 @@ def _request(args: argparse.Namespace, files: list[TextFile]) -> dict[str, Any]:
     return {"format": FORMAT, **given, "files": len(files), "files_sha256": digest.hexdigest()}
 
 
-def _already_made(output: Path, request: dict[str, Any], overwrite: bool) -> bool:
-    """Tell whether the output is there already; raise ConfigError when something else is."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return False
+def _read_manifest(output: Path) -> dict[str, Any]:
+    """Return the manifest of an earlier preparation, empty without one; ConfigError where something else is."""
     try:
-        manifest = json.loads((output / MANIFEST).read_text())
-    except (OSError, ValueError):
-        manifest = {}
-    if manifest.get("made_by") != MAKER:
-        raise ConfigError(
-            f"--output {output}: is not empty and was not made by this command; give another folder"
-        )
-    if not manifest.get("complete"):
-        return False
-    if manifest.get("request") == request and all(
-        (output / split / shard["name"]).is_file()
-        and (output / split / shard["name"]).stat().st_size == shard["bytes"]
+        manifest: dict[str, Any] = json.loads((output / MANIFEST).read_text())
+        if manifest.get("made_by") == MAKER:
+            return manifest
+    except (OSError, ValueError, AttributeError):
+        pass
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output}: is not empty and was not made by this command; give another folder")
+    return {}
+
+
+def _is_whole(output: Path, manifest: dict[str, Any]) -> bool:
+    """True when all shards of a preparation are there, as large as they were written."""
+    return all(
+        (output / split / shard["name"]).is_file() and (output / split / shard["name"]).stat().st_size == shard["bytes"]
         for split, totals in manifest["splits"].items()
         for shard in totals["shards"]
-    ):
-        return True
-    if not overwrite:
-        raise ConfigError(
-            f"--output {output}: holds a preparation of other input or flags; "
-            "give another folder, or --overwrite 1"
-        )
-    return False
+    )
 
 
-def _clear(output: Path, request: dict[str, Any]) -> None:
+def _begin(output: Path, before: dict[str, Any], request: dict[str, Any]) -> None:
     """Mark the output as being made, then remove what an earlier preparation left, unless it was of the same."""
-    try:
-        before = json.loads((output / MANIFEST).read_text())
-    except (OSError, ValueError):
-        before = {}
+    # Without a malformed document the outcome is the same whether such ones stop the work or are left out.
+    goes_on = not before.get("complete") and before.get("request") in (request, {**request, "bad_rows": "stop"})
     try:
         output.mkdir(parents=True, exist_ok=True)
-        # What is done without a malformed document is the same whether such ones stop the work or are left out.
-        stopped = {**request, "bad_rows": "stop"}
-        if before.get("request") not in (request, stopped) or before.get("complete"):
+        if not goes_on:
             for name in (PROGRESS, "tokenizer.json"):
                 (output / name).unlink(missing_ok=True)
         _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
@@ -277,11 +268,10 @@ def _clear(output: Path, request: dict[str, Any]) -> None:
     done = pipeline.read_progress(output)
     for split in ("train", "test"):
         kept = {str(shard["name"]).rpartition(".")[0] for shard in done[split].shards}
-        if (output / split).is_dir():
-            for name in os.listdir(output / split):
-                half_written = name.startswith(f".{split}-") and name.endswith(".tmp")
-                if half_written or (OURS.fullmatch(name) and name.rpartition(".")[0] not in kept):
-                    os.unlink(output / split / name)
+        for path in (output / split).glob("*"):
+            half_written = path.name.startswith(f".{split}-") and path.suffix == ".tmp"
+            if half_written or (OURS.fullmatch(path.name) and path.stem not in kept):
+                path.unlink()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

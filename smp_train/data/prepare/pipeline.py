@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -171,43 +171,41 @@ class _Work:
         self.pool, self.window = pool, window
         job, train, test = self.job, self.packers["train"], self.packers["test"]
         waiting: deque[tuple[list[Place], Future[list[np.ndarray]]]] = deque()
-        places: list[Place] = []
-        texts: list[str] = []
-        size = 0
-
-        def send() -> None:
-            waiting.append((places[:], pool.submit(_tokenise, texts[:], job.end)))
-            places.clear()
-            texts.clear()
-
-        def pack() -> None:
-            of, tokens = waiting.popleft()
-            for place, ids in zip(of, tokens.result(), strict=True):
-                self._add(place, ids)
-
-        start = min(train.begin.place, test.begin.place)
-        for place, text in numbered(files, job.column, start, job.left_out):
-            of_split = test if held_out(place.number, job.validation_fraction) else train
-            if place.number < of_split.begin.place.number:
-                continue
-            places.append(place)
-            texts.append(text)
-            size += len(text)
-            if size >= BATCH_CHARACTERS:
-                send()
-                size = 0
-                if len(waiting) >= window:
-                    pack()
-                if train.full and (test.full or test.max_rows is None or not job.validation_fraction):
-                    break
-        send()
+        for places, texts in self._batches(files):
+            waiting.append((places, pool.submit(_tokenise, texts, job.end)))
+            if len(waiting) >= window:
+                self._pack(*waiting.popleft())
+            if train.full and (test.full or job.max_rows["test"] is None or not job.validation_fraction):
+                break
         while waiting:
-            pack()
+            self._pack(*waiting.popleft())
         train.finish()
         test.finish()
         self._settle(0)
         for split in SPLITS:
             self.packers[split].begin = self.done[split]
+
+    def _batches(self, files: Sequence[TextFile]) -> Iterator[tuple[list[Place], list[str]]]:
+        """Yield the documents that are in no shard yet, in lots that are tokenised in one call."""
+        begin = {split: self.done[split].place for split in SPLITS}
+        places: list[Place] = []
+        texts: list[str] = []
+        size = 0
+        for place, text in numbered(files, self.job.column, min(begin.values()), self.job.left_out):
+            split = "test" if held_out(place.number, self.job.validation_fraction) else "train"
+            if place.number < begin[split].number:
+                continue
+            places.append(place)
+            texts.append(text)
+            size += len(text)
+            if size >= BATCH_CHARACTERS:
+                yield places, texts
+                places, texts, size = [], [], 0
+        yield places, texts
+
+    def _pack(self, places: list[Place], tokens: Future[list[np.ndarray]]) -> None:
+        for place, ids in zip(places, tokens.result(), strict=True):
+            self._add(place, ids)
 
     def _add(self, place: Place, ids: np.ndarray) -> None:
         train, test = self.packers["train"], self.packers["test"]

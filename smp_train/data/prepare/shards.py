@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,10 +29,19 @@ class Done:
     shards: list[dict[str, Any]] = field(default_factory=list)
 
 
+class _Part(NamedTuple):
+    """What of a document is in no shard yet."""
+
+    place: Place
+    begin: int
+    """Its first token, counted from the first that this run packs: negative where an interrupted run packed some."""
+    end: int
+
+
 class Packer:
     """Packs the documents of one split into blocks of rows, one for each shard.
 
-    A row is filled from one document to the next across their ends, and what a row has not room for begins
+    A row is filled from one document to the next across their ends, and what a row has no room for begins
     the next one; only what does not fill the last row of all is dropped (`dropped`, tokens).
 
     Args:
@@ -57,70 +67,56 @@ class Packer:
         self.emit = emit
         self.seq_len = seq_len
         self.rows_per_shard = rows_per_shard
-        self.max_rows = max_rows
+        self.max_rows = sys.maxsize if max_rows is None else max_rows
         self.begin = done
         self.rows = done.rows
         self.documents = done.documents
         self.dropped = 0
         self.counts = np.zeros(vocab_size, dtype=np.int64)
         self.counts[: len(done.counts)] += np.array(done.counts, dtype=np.int64)
-        self._pending: deque[tuple[Place, int, np.ndarray]] = deque()
-        """(document, its tokens that are in a row already, those that are not)."""
-        self._waiting = 0
+        self._parts: deque[_Part] = deque()
+        self._tokens: list[np.ndarray] = []
+        """Of those parts, end to end."""
+        self._packed = self._added = 0
+        """Tokens that are in a block, and all."""
 
     @property
     def full(self) -> bool:
         """True when no further row is wanted."""
-        return self.max_rows is not None and self.rows + self._waiting // self.seq_len >= self.max_rows
+        return self.rows + (self._added - self._packed) // self.seq_len >= self.max_rows
 
     def add(self, place: Place, ids: np.ndarray) -> None:
         """Append a document, its end token included."""
-        begin = self.begin
-        skipped = begin.offset if place == begin.place else 0
+        skipped = self.begin.offset if place == self.begin.place else 0
         self.documents += 1
-        self._pending.append((place, skipped, ids[skipped:]))
-        self._waiting += ids.size - skipped
-        while self._waiting >= self.seq_len * self.rows_per_shard:
-            self._flush(self.rows_per_shard)
+        self._parts.append(_Part(place, self._added - skipped, self._added - skipped + ids.size))
+        self._tokens.append(ids[skipped:])
+        self._added += ids.size - skipped
+        while self._added - self._packed >= self.seq_len * self.rows_per_shard and self.rows < self.max_rows:
+            self._emit_block()
 
     def finish(self) -> None:
         """Emit the rows that are left."""
-        while not (self.max_rows is not None and self.rows >= self.max_rows):
-            rows = min(self._waiting // self.seq_len, self.rows_per_shard)
-            if rows == 0:
-                break
-            self._flush(rows)
-        self._take(self._waiting)
+        while self._added - self._packed >= self.seq_len and self.rows < self.max_rows:
+            self._emit_block()
+        self.dropped = self._added - self._packed
 
-    def _flush(self, rows: int) -> None:
-        if self.max_rows is not None:
-            rows = min(rows, self.max_rows - self.rows)
-        if rows <= 0:
-            # The limit is reached: what came on top is not for any row.
-            self._take(self._waiting)
-            return
-        last = self._pending[-1][0]
-        block = np.concatenate(self._take(rows * self.seq_len, dropped=False))
+    def _emit_block(self) -> None:
+        waiting = self._tokens[0] if len(self._tokens) == 1 else np.concatenate(self._tokens)
+        rows = min(waiting.size // self.seq_len, self.rows_per_shard, self.max_rows - self.rows)
+        block, rest = np.split(waiting, [rows * self.seq_len])
+        self._tokens = [rest]
+        self._packed += block.size
         self.counts += np.bincount(block, minlength=self.counts.size)
         self.rows += rows
+        last = self._parts[-1].place
+        while self._parts and self._parts[0].end <= self._packed:
+            self._parts.popleft()
         place, offset = last._replace(before=last.before + 1, number=last.number + 1), 0
-        if self._pending:
-            place, offset, _ = self._pending[0]
-        done = Done(place, offset, self.documents - len(self._pending), self.rows, self.counts.tolist())
+        if self._parts:
+            place, offset = self._parts[0].place, self._packed - self._parts[0].begin
+        done = Done(place, offset, self.documents - len(self._parts), self.rows, self.counts.tolist())
         self.emit(block.reshape(rows, self.seq_len), done)
-
-    def _take(self, tokens: int, *, dropped: bool = True) -> list[np.ndarray]:
-        self._waiting -= tokens
-        self.dropped += tokens if dropped else 0
-        taken = []
-        while tokens:
-            place, begin, ids = self._pending.popleft()
-            part = ids[:tokens]
-            taken.append(part)
-            tokens -= part.size
-            if part.size < ids.size:
-                self._pending.appendleft((place, begin + part.size, ids[part.size :]))
-        return taken
 
 
 def entropy(counts: np.ndarray, model: np.ndarray | None = None) -> float:
