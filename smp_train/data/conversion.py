@@ -12,7 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from typing import TYPE_CHECKING
 
 from smp_train.data import s3
-from smp_train.data.utils import Progress, Shard
+from smp_train.data.progress import Progress
+from smp_train.data.utils import Shard
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event

@@ -22,10 +22,11 @@ import numpy as np
 from smp_train.data import bad_rows, s3
 from smp_train.data.hf_dataset_check import CHECK_VERSION, Checked, Columns, batches, check, columns_of
 from smp_train.data.index import Caches, refuse_mixed, share
+from smp_train.data.progress import Progress
 from smp_train.data.source import Row, Source
 from smp_train.data.targets import NO_GAPS, attended_spans, of_rows_from, row_gaps
 from smp_train.data.token_cache import atomic_file
-from smp_train.data.utils import Progress, Shard
+from smp_train.data.utils import Shard
 from smp_train.errors import DataError
 
 CHECKED = ".checked"

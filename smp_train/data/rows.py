@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from smp_train.data.lines import BYTE_ORDER_MARK
 from smp_train.data.source import IGNORED, Row
-from smp_train.data.utils import BYTE_ORDER_MARK
 
 try:  # Ten times as fast as Python's parser: it makes no Python integers.
     import simdjson

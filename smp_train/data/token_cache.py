@@ -26,9 +26,10 @@ from typing import IO
 import numpy as np
 
 from smp_train.data import targets
+from smp_train.data.lines import read_lines
 from smp_train.data.rows import RowParser
 from smp_train.data.source import Row
-from smp_train.data.utils import Shard, read_lines
+from smp_train.data.utils import Shard
 from smp_train.errors import DataError
 
 try:

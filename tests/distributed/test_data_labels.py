@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from smp_train.data.cli import audit
+from smp_train.data.audit import audit
 from tests import harness
 from tests.smp import numbers, train_on_smp
 from tests.tiers import core

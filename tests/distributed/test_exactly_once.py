@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.data.cli import audit
+from smp_train.data.audit import audit
 from tests import harness
 from tests.system.command import write_shard
 from tests.training import flags, steps, train

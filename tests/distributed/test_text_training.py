@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.data.cli import audit as check_audit
+from smp_train.data.audit import audit as check_audit
 from smp_train.data.prepare import tokenizer as tokenizers
 from tests import harness
 from tests.training import flags, records, steps, train

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.data.utils import is_gzip, list_shards, read_lines
+from smp_train.data.lines import is_gzip, read_lines
+from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,7 +171,7 @@ AT = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_gzip_is_never_read_as_less(tmp_path, monkeypatch, name, decoder):
     if decoder == "gzip":
-        monkeypatch.setattr("smp_train.data.utils.GzipFile", gzip.GzipFile)
+        monkeypatch.setattr("smp_train.data.lines.GzipFile", gzip.GzipFile)
     content, reason = DAMAGE[name]
     path = tmp_path / "a.json.gz"
     path.write_bytes(content)

@@ -350,8 +350,8 @@ def test_processes_write_the_same_bytes(texts, made, tmp_path):
 
 @pytest.mark.parametrize("kind", ["cache", "arrow"])
 def test_other_kinds_of_output_are_the_same_rows(texts, made, tmp_path, kind):
-    from smp_train.data.cli import look
     from smp_train.data.formats import convert_place, open_place
+    from smp_train.data.survey import look
 
     output = tmp_path / "out"
     assert prepare(texts, output, "--output_type", kind) == 0

@@ -18,9 +18,9 @@ from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.documents import held_out, numbered
 from smp_train.data.prepare.pipeline import PROGRESS, Job
 from smp_train.data.prepare.shards import Packer, entropy
+from smp_train.data.progress import Progress
 from smp_train.data.text.files import TextFile, find_files
 from smp_train.data.token_cache import atomic_file
-from smp_train.data.utils import Progress
 from smp_train.errors import ConfigError, DataError
 from smp_train.models.hugging_face import trust_code
 

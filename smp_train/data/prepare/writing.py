@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from smp_train.data import token_cache
+from smp_train.data.lines import open_gzip_writer
 from smp_train.data.token_cache import atomic_file
-from smp_train.data.utils import open_gzip_writer
 from smp_train.errors import ConfigError, install
 
 try:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from smp_train.data import s3
 from smp_train.data.hf_dataset import refuse_dict
-from smp_train.data.utils import GZIP_ERRORS, GZIP_MAGIC, GzipFile, say_left_out
+from smp_train.data.lines import GZIP_ERRORS, GZIP_MAGIC, GzipFile
+from smp_train.data.utils import say_left_out
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train import distributed
 from smp_train.data import formats, hf_dataset
 from smp_train.data.bad_rows import LeftOut
+from smp_train.data.lines import lines_of
 from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
@@ -19,7 +20,6 @@ from smp_train.data.source import Source
 from smp_train.data.text.files import TextFile, find_files
 from smp_train.data.text.read import open_bytes
 from smp_train.data.text.stream import Reading, spread_tokenizing
-from smp_train.data.utils import lines_of
 from smp_train.errors import ConfigError, DataError
 from smp_train.storage.paths import on_this_machine
 

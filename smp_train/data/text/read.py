@@ -12,8 +12,8 @@ from typing import IO, Any
 from smp_train.data import s3
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.hf_dataset_check import END_MARK
+from smp_train.data.lines import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
 from smp_train.data.text.files import PARQUET_SUFFIXES, TextFile
-from smp_train.data.utils import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
 from smp_train.errors import ConfigError, DataError, install
 
 try:
