@@ -323,10 +323,8 @@ def name_foreign(args: Arguments) -> None:
 
 def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
     """Raise `CheckpointError` where a checkpoint's model computes something else than the run's. Not collective."""
-    saved = found.meta.get("model_config")
-    if not isinstance(saved, dict):
-        saved = as_the_sample_says(found.meta.get("imported", {}), spec.config)
-    different = changes(saved, spec.config)
+    saved = found.meta.get("model_config", as_the_sample_says(found.meta.get("imported", {}), spec.config))
+    different = changes(saved, spec.config) if isinstance(saved, dict) else []
     if different and not args.allow_model_change:
         raise CheckpointError(
             f"{found.path} is of another model ({'; '.join(different)}); give the checkpoint's flags, or "

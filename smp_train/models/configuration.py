@@ -113,18 +113,19 @@ def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
     ]
 
 
-def as_the_sample_says(told: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of ``config``, with those that flags of SMP's sample say and that change no shape.
+def as_the_sample_says(told: dict[str, Any], config: PretrainedConfig) -> dict[str, Any] | None:
+    """Return the fields of ``config`` with those that flags of SMP's sample say and that change no shape.
 
     ``told`` is what a checkpoint of the sample says of itself. Of its Mistral and Mixtral the rotary base is no flag.
+    None where it says nothing of these, or the model was a pretrained one.
     """
-    fields = transformers4_names(config.to_dict(), config.model_type)
     if "cli_args.hf_pretrained_model_name_or_dir" in told:
-        return fields
+        return None
     flags = ["num_heads", *["rotary_emb_base", "rotary_pct"] * (config.model_type in ("llama", "gpt_neox"))]
     family = _family_of(config.model_type)
-    there = {family.fields[flag]: told.get(f"cli_args.{flag}") for flag in flags if flag in family.fields}
-    return fields | {field: value for field, value in there.items() if isinstance(value, int | float)}
+    values = {family.fields[flag]: told.get(f"cli_args.{flag}") for flag in flags if flag in family.fields}
+    there = {field: value for field, value in values.items() if isinstance(value, int | float)}
+    return transformers4_names(config.to_dict(), config.model_type) | there if there else None
 
 
 def _family_of(kind: str) -> Family:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smp_train.models.configuration import changes
+from smp_train.models.configuration import as_the_sample_says, changes
 from smp_train.models.resolve import resolve
 
 WIDTHS = {
@@ -65,3 +65,26 @@ def test_what_has_no_flag_is_named_as_it_is(field: str, value: Any) -> None:
 @pytest.mark.parametrize("flags", [{"attn_pdrop": 0.1}, {"max_context_width": 32}, {"initializer_range": 0.01}])
 def test_settings_of_a_run_are_no_other_model(flags: dict) -> None:
     assert changes(config().to_dict(), config(**flags)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "named"),
+    [
+        ("llama_v3", {"num_heads": 4, "rotary_emb_base": 10000}, ["--rotary_emb_base"]),
+        ("llama_v2", {"num_heads": 4, "rotary_emb_base": 10000}, []),
+        ("gpt_neox", {"num_heads": 2, "rotary_emb_base": 500, "rotary_pct": 0.5},
+         ["--num_heads", "--rotary_emb_base", "--rotary_pct"]),
+        ("mixtral", {"num_heads": 8, "rotary_emb_base": 10000}, ["--num_heads"]),  # its base is no flag there
+    ],
+)  # fmt: skip
+def test_flags_of_the_sample_are_compared_where_it_heeds_them(kind: str, told: dict, named: list[str]) -> None:
+    made = config(model_type=kind, num_key_value_heads=4 if kind == "gpt_neox" else 2)
+    saved = as_the_sample_says({f"cli_args.{flag}": value for flag, value in told.items()}, made)
+    assert saved is not None
+    assert [line.partition(":")[0] for line in changes(saved, made)] == named
+
+
+def test_a_checkpoint_of_the_sample_that_says_nothing_of_its_model_is_not_compared() -> None:
+    assert as_the_sample_says({"total_steps": 2}, config()) is None
+    pretrained = {"cli_args.num_heads": 8, "cli_args.hf_pretrained_model_name_or_dir": "there"}
+    assert as_the_sample_says(pretrained, config()) is None

@@ -83,8 +83,6 @@ def all_ranks(tensors: int, experts: int) -> list[Ranks]:
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
 def test_other_degrees_give_the_same_numbers(make: Any, before: int, after: int) -> None:
     model, shapes, cut = make()
-    if make is llama_shapes and max(before, after) > 2:
-        pytest.skip("two heads of keys and values")
     hub = state_of({name: torch.randn(shape) for name, shape in model.shapes.items()})
     source = TranslatedReader([Tree(Ranks(), TensorReader(flat(hub)))], model)
 
