@@ -33,24 +33,24 @@ CHECKED = ".checked"
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
-def files_of(location: str) -> tuple[list[Shard], list[Shard]]:
-    """Return (data files, index files) of a folder that ``save_to_disk`` wrote, in order. Raises DataError."""
-    folder = Path(location)
+def files_of(location: str) -> list[Shard]:
+    """Return the files of a folder that ``save_to_disk`` wrote, in order. Raises DataError."""
+    found = []
     try:
-        state = json.loads((folder / STATE).read_text())
-        names = [entry["filename"] for entry in state["_data_files"]]
-        indices = [entry["filename"] for entry in state.get("_indices_data_files") or ()]
-        found = []
-        for name in [*names, *indices]:
+        state = json.loads(Path(location, STATE).read_text())
+        for entry in state["_data_files"]:
+            name = entry["filename"]
             if name != os.path.basename(name):
                 raise ValueError(f"{STATE} names {name}, outside of the folder")
-            status = (folder / name).stat()
-            found.append(Shard(str(folder / name), name, status.st_size, status.st_mtime_ns))
+            status = Path(location, name).stat()
+            found.append(Shard(os.path.join(location, name), name, status.st_size, status.st_mtime_ns))
+        if state.get("_indices_data_files"):
+            raise ValueError("an old release of datasets keeps the order of its rows in a file of its own")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{location}: not a whole data set ({error}); save it again with save_to_disk") from None
-    if not names:
+    if not found:
         raise DataError(f"{location}: the data set has no file; save it again with save_to_disk")
-    return found[: len(names)], found[len(names) :]
+    return found
 
 
 def _known(caches: Caches, shard: Shard) -> Checked | None:
@@ -69,7 +69,7 @@ def check_share(caches: Caches, location: str, rank: int, world: int, threads: i
 
     Raises DataError at the first malformed row, except where ``caches`` are to leave those out.
     """
-    missing = [shard for shard in share(files_of(location)[0], rank, world) if _known(caches, shard) is None]
+    missing = [shard for shard in share(files_of(location), rank, world) if _known(caches, shard) is None]
 
     def checked(shard: Shard) -> None:
         found = check(shard.path, caches.vocab_size, (lambda row, why: None) if caches.skip_bad else None)
@@ -120,10 +120,9 @@ class HfRows(Source):
     Args:
         files: data files, in order.
         checked: what the check found of each.
-        indices: files that say which row comes where, when the data set was shuffled or filtered before it was saved.
     """
 
-    def __init__(self, files: list[Shard], checked: list[Checked], indices: list[Shard]) -> None:
+    def __init__(self, files: list[Shard], checked: list[Checked]) -> None:
         self.files = files
         self.checked = checked
         refuse_mixed([(shard.path, found.labelled) for shard, found in zip(files, checked, strict=True) if found.rows])
@@ -136,68 +135,48 @@ class HfRows(Source):
         if self._file_starts[-1] != sum(found.rows + len(found.left_out) for found in checked):
             raise DataError(f"{files[0].path}: its check is damaged; remove the files *{CHECKED} and start again")
         self.shards = [range(a, b) for a, b in pairwise([0, *accumulate(found.rows for found in checked)])]
-        """Rows of each file; all of them as one when an index puts them in another order."""
-        self._order: np.ndarray | None = None
-        """The stored row at each place, int64; None when all are used as they are stored."""
+        """Rows of each file."""
         left_out = [
             start + row for start, found in zip(self._file_starts, checked, strict=False) for row in found.left_out
         ]
-        if left_out:
-            self._order = np.delete(np.arange(self._starts[-1]), left_out)
+        self._kept = np.delete(np.arange(self._starts[-1]), left_out) if left_out else None
+        """The stored rows that are used, int64; None when all are."""
         digest = hashlib.blake2b(digest_size=16)
         for found in checked:
             digest.update(f"{found.digest} {found.rows} {found.tokens}\n".encode())
-        if indices:
-            order = np.concatenate([_index(one, self._starts[-1]) for one in indices])
-            self._order = order[~np.isin(order, left_out)]
-            self.shards = [range(self._order.size)]
-            digest.update(self._order.tobytes())
         self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
-        return self._starts[-1] if self._order is None else self._order.size
+        return self.shards[-1].stop
 
     def _batches_of(self, shard: int) -> range:
-        if len(self.shards) != len(self.files):
-            return range(len(self._batches))
         return range(*self._first_batch[shard : shard + 2])
-
-    def _rows_of(self, shard: int) -> np.ndarray | None:
-        """Return the rows of a shard, counted from its first stored one; None when they are all, as stored."""
-        if self._order is None:
-            return None
-        rows = self.shards[shard]
-        return self._order[rows.start : rows.stop] - self._starts[self._batches_of(shard).start]
 
     def lengths(self, shard: int) -> np.ndarray:
         """Return the tokens of each row of a file, without padding at its ends."""
         parts = [self._batches[number].lengths() for number in self._batches_of(shard)]
-        sizes, rows = np.concatenate([np.empty(0, dtype=np.int64), *parts]), self._rows_of(shard)
-        return sizes if rows is None else sizes[rows]
+        sizes = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        return np.delete(sizes, self.checked[shard].left_out)
 
     def gaps(self, shard: int, beginning: int = 0) -> np.ndarray:
         """Return the gaps of a file; none, without reading it, where no row begins with so long a one."""
-        files = self.checked if len(self.shards) != len(self.files) else [self.checked[shard]]
-        if max(found.latest for found in files) < beginning:
+        found = self.checked[shard]
+        if found.latest < beginning:
             return NO_GAPS
-        span, rows = self._batches_of(shard), self._rows_of(shard)
-        first_row = self._starts[span.start]
-        parts = [of_rows_from(self._starts[number] - first_row, self._batches[number].gaps()) for number in span]
+        first_row = self._file_starts[shard]
+        parts = [
+            of_rows_from(self._starts[number] - first_row, self._batches[number].gaps())
+            for number in self._batches_of(shard)
+        ]
         gaps = np.concatenate([NO_GAPS, *parts])
-        if rows is None:
-            return gaps
-        # Rows are in another order, and may be there twice.
-        first = np.searchsorted(gaps[:, 0], rows)
-        counts = np.searchsorted(gaps[:, 0], rows, side="right") - first
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        found = gaps[np.repeat(first, counts) + within]
-        found[:, 0] = np.repeat(np.arange(len(rows)), counts)
-        return found
+        gaps = gaps[~np.isin(gaps[:, 0], found.left_out)]
+        gaps[:, 0] -= np.searchsorted(found.left_out, gaps[:, 0])
+        return gaps
 
     def _stored(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return index if self._order is None else int(self._order[index])
+        return index if self._kept is None else int(self._kept[index])
 
     def row(self, index: int) -> Row:
         """Return one row; its ids are a view of the file."""
@@ -242,27 +221,12 @@ class HfRows(Source):
         }
 
 
-def _index(shard: Shard, rows: int) -> np.ndarray:
-    """Return the stored rows that an index file names, int64. Raises DataError."""
-    import pyarrow as pa
-
-    try:
-        with pa.memory_map(shard.path) as file:
-            found = np.asarray(pa.ipc.open_stream(file).read_all().column(0).to_numpy()).astype(np.int64)
-    except (pa.ArrowException, OSError) as error:
-        why = " ".join(str(error).split())
-        raise DataError(f"{shard.path}: not a whole Arrow file ({why}); copy it again") from None
-    if found.size and not 0 <= found.min() <= found.max() < rows:
-        raise DataError(f"{shard.path}: names a row that is not there; save the data set again with save_to_disk")
-    return found
-
-
 def open_hf_dataset(caches: Caches, location: str, max_bad: float | None = None) -> HfRows:
     """Open a checked data set; the files whose check this rank cannot see are checked first.
 
     ``max_bad`` is the fraction of rows that may be left out because they are malformed; None tolerates none.
     """
-    files, indices = files_of(location)
+    files = files_of(location)
     check_share(caches, location, 0, 1)
     checked = []
     for shard in files:
@@ -277,7 +241,7 @@ def open_hf_dataset(caches: Caches, location: str, max_bad: float | None = None)
     )  # fmt: skip
     if not rows:
         raise DataError(f"{location}: the data set has no row; save it again with save_to_disk")
-    return HfRows(files, checked, indices)
+    return HfRows(files, checked)
 
 
 def is_hf_dataset(names: set[str]) -> bool:

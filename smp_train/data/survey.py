@@ -111,7 +111,7 @@ def look(path: str, vocab_size: int, cache_dir: str | None = None, seq_len: int 
 
 def _check_hf_dataset(survey: Survey, folder: str, vocab_size: int) -> Source | None:
     """Look for problems in a Hugging Face data set; return its good rows, or None when it cannot be opened."""
-    files, indices = hf_dataset.files_of(folder)
+    files = hf_dataset.files_of(folder)
     checked = []
     for shard in files:
         survey.shards += 1
@@ -123,7 +123,7 @@ def _check_hf_dataset(survey: Survey, folder: str, vocab_size: int) -> Source | 
             checked.append(hf_dataset.check(shard.path, vocab_size, bad))
         except DataError as error:
             survey.problems.append(str(error))
-    return hf_dataset.HfRows(files, checked, indices) if len(checked) == len(files) else None
+    return hf_dataset.HfRows(files, checked) if len(checked) == len(files) else None
 
 
 def _look_at_shards(survey: Survey, path: str, vocab_size: int, cache_dir: str | None) -> None:

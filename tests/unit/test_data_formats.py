@@ -72,18 +72,11 @@ def test_shuffled_and_filtered_before_saving(tmp_path):
     made = Dataset.from_dict({"input_ids": ROWS}).shuffle(seed=3).select(range(5, 20))
     made.save_to_disk(str(tmp_path / "flat"))
     assert [opened(tmp_path / "flat").row(i).input_ids.tolist() for i in range(15)] == made["input_ids"][:]
-    # An older `datasets` keeps the index beside the rows.
-    import pyarrow as pa
-
-    save(tmp_path / "kept", shards=1)
-    state = json.loads((tmp_path / "kept/state.json").read_text())
-    table = pa.table({"indices": pa.array([5, 1, 30], pa.uint64())})
-    with pa.OSFile(str(tmp_path / "kept/indices.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    state["_indices_data_files"] = [{"filename": "indices.arrow"}]
-    (tmp_path / "kept/state.json").write_text(json.dumps(state))
-    source = opened(tmp_path / "kept")
-    assert [source.row(i).input_ids.tolist() for i in range(len(source))] == [ROWS[5], ROWS[1], ROWS[30]]
+    # An old `datasets` kept the order of the rows in a file of its own.
+    state = json.loads((tmp_path / "flat/state.json").read_text())
+    (tmp_path / "flat/state.json").write_text(json.dumps({**state, "_indices_data_files": [{"filename": "i.arrow"}]}))
+    with pytest.raises(DataError, match="save it again with save_to_disk"):
+        opened(tmp_path / "flat")
 
 
 BAD = {
