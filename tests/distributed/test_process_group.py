@@ -299,7 +299,7 @@ def test_a_gpu_backend_without_a_gpu_is_refused() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ConfigError, match="--distributed_backend nccl needs a GPU and none is visible"):
+    with pytest.raises(ConfigError, match="--distributed_backend nccl "):
         start(detect({}), distributed_backend="nccl", timeout_seconds=5)
 
 

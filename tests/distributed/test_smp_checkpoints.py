@@ -181,9 +181,9 @@ def test_parameters_that_fsdp_names_otherwise_are_not_left_out_of_a_checkpoint()
     state = {name: {"step": value} for name, value in both.items()}
     extra = {"lm._extra_state": torch.zeros(1)}
     assert tree._arranged({**both, **extra}, {"state": state}, convert=False)["model"] == both
-    with pytest.raises(CheckpointError, match=r"model lacks 2 of 2 parameters \(lm\.bias"):
+    with pytest.raises(CheckpointError, match=r"model .*2 of 2 .*lm\.bias"):
         tree._arranged({f"wrapped.{name}": value for name, value in both.items()}, {"state": state}, convert=False)
-    with pytest.raises(CheckpointError, match=r"optimizer lacks 1 of 2 parameters"):
+    with pytest.raises(CheckpointError, match=r"optimizer .*1 of 2 "):
         tree._arranged(both, {"state": {"lm.bias": {}}}, convert=False)
 
 

@@ -46,7 +46,7 @@ def test_a_launcher_that_says_otherwise_is_refused(tmp_path: Path) -> None:
 def test_a_library_that_settles_on_other_degrees_is_refused() -> None:
     library = SimpleNamespace(state=SimpleNamespace(tensor_parallel_degree=1, hybrid_shard_degree=4))
     smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 0})
-    with pytest.raises(ConfigError, match="given hybrid_shard_degree 2 and has 4"):
+    with pytest.raises(ConfigError, match=r"hybrid_shard_degree 2 .*4"):
         smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 2})
 
 
@@ -171,7 +171,7 @@ def resolved(folder: Path, **changes: Any) -> Any:
 def test_unsharded_tensor_ranks_do_not_go_over_smddp(tmp_path: Path) -> None:
     changes = {"tensor_parallel_degree": 2, "distributed_backend": "smddp"}
     refuse(resolved(tmp_path, **changes))
-    with pytest.raises(ConfigError, match="over nccl only"):
+    with pytest.raises(ConfigError, match="nccl"):
         refuse(resolved(tmp_path, **changes, hybrid_shard_degree=1))
 
 
@@ -183,13 +183,13 @@ def test_what_smp_has_not_for_a_sliding_window_is_refused(given: str, tmp_path: 
         if not refused:
             refuse_model(config, args)
             continue
-        with pytest.raises(ConfigError, match=f"sliding window of 8 tokens with --{given}"):
+        with pytest.raises(ConfigError, match=f" 8 .*--{given}"):
             refuse_model(config, args)
 
 
 def test_logits_of_a_part_of_the_vocabulary_are_refused() -> None:
     smp_model.check_logits(torch.zeros(2, 3, 8), torch.zeros(2, 3), 8)
-    with pytest.raises(ConfigError, match=r"logits of shape \[2, 3, 4\], where \[2, 3, 8\]"):
+    with pytest.raises(ConfigError, match=r"\[2, 3, 4\].*\[2, 3, 8\]"):
         smp_model.check_logits(torch.zeros(2, 3, 4), torch.zeros(2, 3), 8)
 
 

@@ -383,7 +383,7 @@ def test_a_kept_result_must_not_be_changed_in_place() -> None:
     layer = Changing()
     expected = torch.autograd.grad(layer(hidden).sum(), hidden)
     activations.apply([layer], "selective:op")
-    with pytest.raises(ConfigError, match=r"changes the result of aten.mm.default in place \(aten.add_.Tensor\)"):
+    with pytest.raises(ConfigError, match=r"aten\.mm\.default .*\(aten\.add_\.Tensor\)"):
         layer(hidden)
     layer.forward = Changing.forward.__get__(layer)
     activations.apply([layer], "selective:op")
@@ -401,12 +401,12 @@ def test_small_tensors_stay() -> None:
 
 
 def test_fp8_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--fp8 1 needs a GPU of the Hopper .* and this run is on the CPU"):
+    with pytest.raises(ConfigError, match=r"--fp8 1 .* CPU"):
         float8.check(CPU)
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    with pytest.raises(ConfigError, match=r"NVIDIA L4 has compute capability 8\.9; use --bf16 1"):
+    with pytest.raises(ConfigError, match=r"NVIDIA L4 .*8\.9.* --bf16 1"):
         float8.check(gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
@@ -440,11 +440,11 @@ def test_flash_attention_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     for name in ("sdpa", "eager"):
         build.check_attention(name, gpu)
-    with pytest.raises(ConfigError, match="pip install flash-attn --no-build-isolation, or use sdpa"):
+    with pytest.raises(ConfigError, match=r"pip install flash-attn .*sdpa"):
         build.check_attention("flash_attention_2", gpu)
     with pytest.raises(ConfigError, match=r"pip install .*subdirectory=hopper"):
         build.check_attention("flash_attention_3", gpu)
-    with pytest.raises(ConfigError, match="needs a GPU"):
+    with pytest.raises(ConfigError, match="flash_attention_2"):
         build.check_attention("flash_attention_2", CPU)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: object())
     build.check_attention("flash_attention_2", gpu)

@@ -656,7 +656,7 @@ def test_sagemaker_environment() -> None:
     assert (args.run_dir, sources["run_dir"]) == ("/opt/ml/output/data", "SM_OUTPUT_DATA_DIR")
     assert not resolved.given("training_dir")
     assert parse(["--training_dir", "d"], SAGEMAKER).args.training_dir == ["d"]
-    with pytest.raises(ConfigError, match="SM_HP_MAX_STEPZ; did you mean max_steps"):
+    with pytest.raises(ConfigError, match=r"SM_HP_MAX_STEPZ.*max_steps"):
         parse([], {"SM_HP_MAX_STEPZ": "3"})
 
 

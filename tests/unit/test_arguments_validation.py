@@ -181,11 +181,11 @@ def test_what_only_smp_does_is_left_to_it(name: str) -> None:
 
 
 def test_data_must_come_from_somewhere() -> None:
-    with pytest.raises(ConfigError, match="no training data: give --training_dir"):
+    with pytest.raises(ConfigError, match="--training_dir"):
         check("")
-    with pytest.raises(ConfigError, match="--validation_freq 5 needs --test_dir"):
+    with pytest.raises(ConfigError, match=r"--validation_freq 5 .*--test_dir"):
         check("--training_dir d --validation_freq 5")
-    with pytest.raises(ConfigError, match="--evaluate_only needs --test_dir"):
+    with pytest.raises(ConfigError, match=r"--evaluate_only .*--test_dir"):
         check("--training_dir d --max_epochs -1")
     check("--training_dir d --test_dir t --validation_freq 5")
     check("--dataset d --tokenizer t --bad_rows skip")

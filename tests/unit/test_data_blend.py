@@ -69,7 +69,7 @@ def test_what_all_sources_can_they_can_together():
         "longest_at": "x:1",
     }  # fmt: skip
     share = {"micro_batch": 2, "accumulation": 1, "dp_rank": 0, "dp_size": 1, "order": Order(47)}
-    with pytest.raises(DataError, match="x:1: row of 40 tokens is longer than the 30"):
+    with pytest.raises(DataError, match=r"x:1: .*40 .* 30"):
         TrainingData(joined, seq_len=30, long="error", **share)
     mixed = Joined([Known(40), Numbers(7)], ["a", "b"])
     assert not hasattr(mixed, "fill")
@@ -129,7 +129,7 @@ def test_other_weights_or_sources_are_refused_on_resume():
     state = data([0.7, 0.3]).state(9)
     assert data([7, 3]).check_state(state) == 9
     for other in (data([0.6, 0.4]), data([0.7, 0.3], (40, 8))):
-        with pytest.raises(DataError, match="the training data changed: blend"):
+        with pytest.raises(DataError, match="blend"):
             other.check_state(state)
 
 
@@ -142,7 +142,7 @@ def test_allow_data_change_goes_on_and_says_so(caplog):
         data(41).check_state(state)
     assert data(41).check_state(state, allow_data_change=True) == 25
     assert "samples 40 in the checkpoint, 41 now" in caplog.text
-    with pytest.raises(DataError, match="--seed changed"):
+    with pytest.raises(DataError, match="--seed"):
         data(40).check_state({**state, "seed": 9}, allow_data_change=True)
 
 

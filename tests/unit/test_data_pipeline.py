@@ -295,7 +295,7 @@ def test_state_refuses_other_data():
         with pytest.raises(DataError, match=reason):
             other.check_state(state)
     with pytest.raises(
-        DataError, match="the training data changed: fingerprint else in the checkpoint, numbers now"
+        DataError, match=r"fingerprint else .*numbers"
     ):
         data(17, seed=3).check_state({**state, "fingerprint": "else"})
     with pytest.raises(DataError, match="version 99"):
@@ -303,9 +303,9 @@ def test_state_refuses_other_data():
 
 
 def test_bad_arguments():
-    with pytest.raises(ConfigError, match="order is of 4 rows, but the data set has 5"):
+    with pytest.raises(ConfigError, match=r"4 rows.* 5"):
         TrainingData(Numbers(5), Order(4), seq_len=3, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1)
-    with pytest.raises(ConfigError, match="--long some is not known"):
+    with pytest.raises(ConfigError, match="--long some"):
         data(5, long="some")
     with pytest.raises(ConfigError, match="--train_batch_size"):
         data(5, mb=0)
@@ -343,7 +343,7 @@ def test_padded_rows():
 
 
 def test_long_rows_refused():
-    with pytest.raises(DataError, match=r"a:7: row of 6 tokens is longer than the 4 of --max_context_width"):
+    with pytest.raises(DataError, match=r"a:7: .*6 .* 4 .*--max_context_width"):
         collate([ROWS["long"]], ["a:7"], 4, long="error")
 
 
@@ -368,9 +368,9 @@ class Lines(Source):
 
 def test_long_rows_are_refused_before_the_first_step():
     options = {"seq_len": 5, "micro_batch": 1, "dp_rank": 0, "dp_size": 1}
-    with pytest.raises(DataError, match=r"lines:5: row of 6 tokens is longer than the 5"):
+    with pytest.raises(DataError, match=r"lines:5: .*6 .* 5"):
         TrainingData(Lines(), Order(11), accumulation=1, long="error", **options)
-    with pytest.raises(DataError, match=r"lines:5: row of 6 tokens"):
+    with pytest.raises(DataError, match=r"lines:5: .*6"):
         ValidationData(Lines(), long="error", **options)
 
 

@@ -76,7 +76,7 @@ def test_warned(
 
 def test_limit_of_the_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers(tmp_path / "bin", monkeypatch, partition=PARTITION.replace("UNLIMITED", "00:05:00"))
-    with pytest.raises(ConfigError, match="partition dev: its time limit, without --time: the limit is 5 min"):
+    with pytest.raises(ConfigError, match=r"partition dev: .*--time.* 5 min"):
         told(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "step_sec": 100.0}\n')
@@ -88,7 +88,7 @@ def test_limit_of_the_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_no_pyxis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers(tmp_path / "bin", monkeypatch)
-    with pytest.raises(ConfigError, match="knows no --container-image"):
+    with pytest.raises(ConfigError, match="--container-image"):
         told(tmp_path, "--image", "/x.sqsh")
 
 
@@ -108,9 +108,9 @@ NODE = 'case "$*" in --help) exit;; esac; while [ "$1" != bash ]; do shift; done
 
 def test_probe_says_what_a_node_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe(tmp_path, monkeypatch, NODE) == []
-    with pytest.raises(ConfigError, match=r"has no /no/data, /no/image\.sqsh; all nodes must mount"):
+    with pytest.raises(ConfigError, match=r"/no/data, /no/image\.sqsh"):
         probe(tmp_path, monkeypatch, NODE, needed=["/no/data", "/no/image.sqsh"])
-    with pytest.raises(ConfigError, match="its srun knows no --container-image, though the head node's does"):
+    with pytest.raises(ConfigError, match="--container-image"):
         probe(tmp_path, monkeypatch, NODE, "--image", "/usr")
     with_pyxis = NODE.replace("--help) exit", "--help) echo --container-image; exit")
     assert probe(tmp_path, monkeypatch, with_pyxis, "--image", "/usr") == []

@@ -58,7 +58,7 @@ def test_enroot_file_tells_by_its_programs(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert images.architecture(str(image)) == "aarch64"
-    with pytest.raises(ConfigError, match=r"is for aarch64, and p5\.48xlarge has x86_64"):
+    with pytest.raises(ConfigError, match=r"aarch64.*p5\.48xlarge.*x86_64"):
         images.check_image(find("p5.48xlarge"), str(image))
     image.write_bytes(b"no program")
     assert images.architecture(str(image)) is None

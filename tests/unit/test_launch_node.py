@@ -282,16 +282,16 @@ def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None
         4,
         3,
     )
-    with pytest.raises(ConfigError, match=r"has x86_64 processors, and a p6e-gb200\.36xlarge has aarch64"):
+    with pytest.raises(ConfigError, match=r"x86_64 .*p6e-gb200\.36xlarge .*aarch64"):
         agent.check_node(find("p6e-gb200.36xlarge"), "auto", 4)
-    with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs are visible"):
+    with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs"):
         agent.check_node(p5, "auto", 7)
     monkeypatch.setattr(agent, "count_efa", lambda: 31)
     with pytest.raises(agent.BadNodeError, match="31 of 32 EFA adapters"):
         agent.check_node(p5, "auto", 8)
     monkeypatch.setattr(agent, "count_efa", lambda: 0)
     assert agent.check_node(p5, "auto", 8, nodes=1) == 8
-    with pytest.raises(agent.BadNodeError, match=r"0 of 32 EFA adapters are there; .* to do without EFA"):
+    with pytest.raises(agent.BadNodeError, match="0 of 32 EFA adapters"):
         agent.check_node(p5, "auto", 8, nodes=2)
 
 
@@ -300,13 +300,13 @@ def test_what_a_node_says_of_itself_does_not_overrule_the_user(monkeypatch: pyte
     monkeypatch.setattr(agent, "count_efa", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert agent.check_node(p5, "2", 0, nodes=2, told=False) == 2, "on the CPU, say"
-    with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs are visible"):
+    with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs"):
         agent.check_node(p5, "auto", 7, told=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert agent.check_node(p5, "auto", 2, told=False) == 2
     # Chosen by the environment: no fault of a node, which would be left out of the next start.
     for nproc in ("auto", "8"):
-        with pytest.raises(agent.ConfigError, match=r"2 of 8 GPUs .*\(CUDA_VISIBLE_DEVICES=0,1\).* otherwise unset it"):
+        with pytest.raises(agent.ConfigError, match=r"2 of 8 GPUs .*CUDA_VISIBLE_DEVICES=0,1"):
             agent.check_node(p5, nproc, 2)
 
 
@@ -355,7 +355,7 @@ def test_the_node_that_is_not_as_the_others_is_named_by_all(
 def test_a_node_that_never_starts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-3]")
     nodes.tell(tmp_path, 2, nodes.Node("n3", 8))
-    with pytest.raises(agent.BadNodeError, match="no word from n2 within 0 s") as refused:
+    with pytest.raises(agent.BadNodeError, match="n2 ") as refused:
         agent.compare(tmp_path, Place(8, 3, 0), nodes.Node("n1", 8), seconds=0)
     assert refused.value.node == "n2"
 
@@ -489,7 +489,7 @@ def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         words = ["--checkpoint_dir", "s3://bucket/run", "--resume_from_checkpoint", "/other"]
         assert flags.complete(words)[1].args.resume_from_checkpoint == "/other"
         assert flags.complete(words, in_s3=True)[1].args.resume_from_checkpoint == "s3://bucket/run"
-        with pytest.raises(SmpTrainError, match=r"s3://none/x: no such bucket"):
+        with pytest.raises(SmpTrainError, match="s3://none/x: "):
             flags.newest_committed(["s3://none/x"], in_s3=True)
 
 
@@ -498,7 +498,7 @@ def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path)
     for job in ("1", "2"):
         for number in "12":
             agent.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": job}, 2, f"{job}.{number}")
-    with pytest.raises(agent.CrashLoopError, match="2 starts of job 2 brought no checkpoint beyond step 0"):
+    with pytest.raises(agent.CrashLoopError, match=r"2 starts of job 2 .*step 0"):
         agent.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
     committed(folder, 5)
     agent.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
@@ -639,7 +639,7 @@ def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(container, "MOUNTS", mounts)
     agent.refuse_lost(["/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck"])
     for lost in ("/fsx/ck", "/runs2", "/lustre/ck"):
-        with pytest.raises(ConfigError, match=f"--checkpoint_dir {lost} is in the container alone"):
+        with pytest.raises(ConfigError, match=f"--checkpoint_dir {lost} "):
             agent.refuse_lost(["/runs", lost])
     monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
     agent.refuse_lost(["/anywhere"])
@@ -647,7 +647,7 @@ def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypa
 
 def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="there is no nsys"):
+    with pytest.raises(ConfigError, match="nsys"):
         agent.nsys_command(tmp_path, ["x"])
     (tmp_path / "nsys").write_text("#!/bin/sh\n")
     (tmp_path / "nsys").chmod(0o755)

@@ -125,14 +125,14 @@ def test_models_that_do_not_split_are_refused(changes: dict, says: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "falcon"])
 def test_families_without_a_plan_are_refused_by_name(family: str) -> None:
-    with pytest.raises(ConfigError, match=f"no plan for splitting a {family}; use --hybrid_shard_degree"):
+    with pytest.raises(ConfigError, match=f"{family}.*--hybrid_shard_degree"):
         tensor_parallel.check(AutoConfig.for_model(family), 2, 32)
 
 
 def test_context_needs_pieces_and_sdpa() -> None:
-    with pytest.raises(ConfigError, match=r"30 does not split into the 4 pieces .* make it a multiple of 4"):
+    with pytest.raises(ConfigError, match=r"30 .* 4 "):
         context_parallel.check(2, 30, "sdpa", LLAMA)
-    with pytest.raises(ConfigError, match="flash_attention_2 cannot be used"):
+    with pytest.raises(ConfigError, match="flash_attention_2"):
         context_parallel.check(2, 32, "flash_attention_2", LLAMA)
     context_parallel.check(1, 31, "flash_attention_2", LLAMA)
 
@@ -143,7 +143,7 @@ OWN_WAYS = ["doge", "falcon", "gpt_oss", "lfm2", "llama4_text", "minimax", "phim
 @pytest.mark.parametrize("family", OWN_WAYS)
 def test_models_that_look_along_the_sequence_in_ways_of_their_own_are_refused_by_name(family: str) -> None:
     config = AutoConfig.for_model(family)
-    with pytest.raises(ConfigError, match=f"--context_parallel_degree 2: a {family} is not known to be right"):
+    with pytest.raises(ConfigError, match=f"--context_parallel_degree 2: a {family} "):
         context_parallel.check(2, 32, "sdpa", config)
     context_parallel.check(1, 32, "sdpa", config)
 
@@ -158,7 +158,7 @@ def test_models_that_look_along_the_sequence_in_ways_of_their_own_are_refused_by
 def test_rotary_embeddings_that_look_at_the_length_are_refused(rope: dict) -> None:
     config = LlamaConfig(**LLAMA.to_dict())
     config.rope_parameters = rope
-    with pytest.raises(ConfigError, match=r"rotary embedding of this llama \((longrope|dynamic)\) depends"):
+    with pytest.raises(ConfigError, match=r"llama \((longrope|dynamic)\)"):
         context_parallel.check(2, 32, "sdpa", config)
 
 
@@ -197,19 +197,19 @@ def test_ranks_share_the_work_of_a_causal_sequence(degree: int) -> None:
 def test_attention_with_more_than_queries_keys_and_values_is_refused(given: dict) -> None:
     split = context_parallel.ContextSplit(OneOf(0, 2), 16)  # type: ignore[arg-type]
     one = torch.zeros(1, 2, 8, 4)
-    with pytest.raises(ConfigError, match=r"computes attention with (s_aux|a mask of its own), which cannot be split"):
+    with pytest.raises(ConfigError, match=r"s_aux|mask"):
         split.attend(nn.Identity(), one, one, one, **{"attention_mask": None, **given})
 
 
 def test_noise_of_the_router_is_refused_in_a_tensor_group() -> None:
     config = AutoConfig.for_model("mixtral", router_jitter_noise=0.1)
-    with pytest.raises(ConfigError, match=r"router_jitter_noise 0\.1 of this mixtral .* set it to 0"):
+    with pytest.raises(ConfigError, match=r"router_jitter_noise 0\.1 .*mixtral"):
         tensor_parallel.check(config, 2, 32)
 
 
 def test_experts_count_as_the_model_calls_them() -> None:
     config = AutoConfig.for_model("qwen3_moe", num_experts=6, num_attention_heads=8, num_key_value_heads=8)
-    with pytest.raises(ConfigError, match=r"4 does not divide the 6 experts of this model; use one of \[1, 2\]"):
+    with pytest.raises(ConfigError, match=r"4 .* 6 experts .*\[1, 2\]"):
         tensor_parallel.check(config, 4, 32)
 
 
@@ -217,11 +217,11 @@ def test_mixtures_need_a_transformers_that_stacks_their_experts(monkeypatch: pyt
     moe.check(AutoConfig.for_model("mixtral"))
     monkeypatch.setattr("transformers.__version__", "4.57.3")
     moe.check(LLAMA)
-    with pytest.raises(ConfigError, match=r"mixture of experts \(mixtral\) needs transformers 5 or newer"):
+    with pytest.raises(ConfigError, match=r"mixtral.*transformers 5"):
         moe.check(AutoConfig.for_model("mixtral"))
 
 
 def test_a_loss_beside_the_cross_entropy_is_refused() -> None:
     heads.check(AutoConfig.for_model("mixtral"))
-    with pytest.raises(ConfigError, match="output_router_logits of this mixtral"):
+    with pytest.raises(ConfigError, match=r"output_router_logits .*mixtral"):
         heads.check(AutoConfig.for_model("mixtral", output_router_logits=True))

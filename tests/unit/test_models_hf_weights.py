@@ -220,7 +220,7 @@ def test_a_pickle_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     materialise(model, "cpu")
     pickled(tmp_path)
     torch.save({"lm_head.weight": Hostile()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin cannot be read as a file of tensors"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
         load_pretrained(model, tmp_path)
     assert not Path("executed").exists()
 
