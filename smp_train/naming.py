@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import itertools
 import os
 import shlex
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
+from smp_train.arguments.run_name import CHECKPOINTS, RUNS, fresh_names, named
 from smp_train.checkpoints import Checkpoint, RunId
 from smp_train.checkpoints.finding import is_one_checkpoint
 from smp_train.checkpoints.node_local import is_node_local, storage_of
@@ -25,9 +22,6 @@ from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, redacted
 from smp_train.models.resolve import resolve
 from smp_train.telemetry.run_folder import RunFolder
-
-RUNS, CHECKPOINTS = "runs", "checkpoints"
-"""Folders that hold the folders of runs, by default."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +46,10 @@ def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     takes no name over: its run folder would be that of a run that may be training.
     """
     start = distributed.on_main("choosing the run's name", lambda: _choose(resolved))
-    sources = dict(resolved.sources)
-    if not resolved.args.run_name:
-        sources["run_name"] = "the run that is resumed" if start.continues else "a fresh name"
-    args = dataclasses.replace(resolved.args, run_name=start.run.name)
-    for name in ("run_dir", "checkpoint_dir"):
-        if getattr(args, name) != getattr(resolved.args, name):
-            sources[name] = "follows from --run_name"
-    if start.origin is not None and place_of(args.resume_from_checkpoint or "") != start.origin.place:
-        args.resume_from_checkpoint = start.origin.place
-    return dataclasses.replace(resolved, args=args, sources=sources), start
+    resolved = named(resolved, start.run.name, "the run that is resumed" if start.continues else "a fresh name")
+    if start.origin is not None and place_of(resolved.args.resume_from_checkpoint or "") != start.origin.place:
+        resolved.args.resume_from_checkpoint = start.origin.place
+    return resolved, start
 
 
 def _choose(resolved: Resolved) -> Start:
@@ -96,17 +84,14 @@ def _origin(args: Arguments, place: str, name: str) -> Origin | None:
 
 def fresh_name(args: Arguments) -> str:
     """Return a name that no other run has, and make its run folder; in an explicit one, the name that goes with it."""
-    label = f"{args.label}-{time.strftime('%Y%m%d')}"
     if args.run_dir:
-        return f"{label}-{hashlib.sha256(os.path.realpath(args.run_dir).encode()).hexdigest()[:6]}"
+        return next(fresh_names(args))
     try:
         os.makedirs(RUNS, exist_ok=True)
-        for number in itertools.count(1):
-            name = f"{label}-{number}"
+        for name in fresh_names(args):
             with contextlib.suppress(FileExistsError):
-                if args.checkpoint_dir or not os.path.exists(os.path.join(CHECKPOINTS, name)):
-                    os.mkdir(os.path.join(RUNS, name))
-                    return name
+                os.mkdir(os.path.join(RUNS, name))
+                return name
     except OSError as failure:
         raise ConfigError(f"{RUNS}: cannot make the run folder ({failure.strerror}); set --run_dir") from None
     raise AssertionError("there is always a next number")

@@ -5,33 +5,13 @@ work before anything starts; `ineffective` says what was given without effect.
 """
 
 from smp_train.arguments.document import help_text, print_config
-from smp_train.arguments.groups import (
-    Arguments,
-    CheckpointArguments,
-    DataArguments,
-    FinetuneArguments,
-    LegacyArguments,
-    LoggingArguments,
-    ModelArguments,
-    OptimizerArguments,
-    ParallelArguments,
-    RuntimeArguments,
-)
+from smp_train.arguments.groups import Arguments
 from smp_train.arguments.parse import Resolved, parse
 from smp_train.arguments.validation import ineffective, refuse_natively, validate
 
 __all__ = [
     "Arguments",
-    "CheckpointArguments",
-    "DataArguments",
-    "FinetuneArguments",
-    "LegacyArguments",
-    "LoggingArguments",
-    "ModelArguments",
-    "OptimizerArguments",
-    "ParallelArguments",
     "Resolved",
-    "RuntimeArguments",
     "help_text",
     "ineffective",
     "parse",

@@ -10,11 +10,10 @@ import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from smp_train.arguments.aliases import ALIASES, SMP_KEYS
-from smp_train.arguments.aliases import REFUSED as REFUSED_NAME
-from smp_train.arguments.capabilities import INEFFECTIVE, OF_SMP, REFUSED, REFUSED_NATIVELY
+from smp_train.arguments.aliases import ALIASES, REFUSED
 from smp_train.arguments.flag import Flag, show
 from smp_train.arguments.groups import GROUPS, LegacyArguments, flags
+from smp_train.arguments.mp_parameters import SMP_KEYS
 
 if TYPE_CHECKING:
     from smp_train.arguments.parse import Resolved
@@ -50,17 +49,15 @@ def _placeholder(flag: Flag) -> str:
 
 def only(flag: Flag) -> str:
     """Return what this version does not do with a flag; nothing where it does all."""
-    if flag.name in INEFFECTIVE and flag.group is not LegacyArguments:
-        where = "without SMP, " if flag.name in OF_SMP else ""
-        return f"{where}no effect: {INEFFECTIVE[flag.name]}"
-    if flag.name in REFUSED_NATIVELY:
-        return f"without SMP, only {show(REFUSED_NATIVELY[flag.name][0][0])}"
-    if flag.name not in REFUSED:
+    if flag.idle and flag.group is not LegacyArguments:
+        return f"{'without SMP, ' if flag.no_effect_natively else ''}no effect: {flag.idle}"
+    if flag.only_natively:
+        return f"without SMP, only {show(flag.only_natively.values[0])}"
+    if not flag.only:
         return ""
-    off = REFUSED[flag.name][0]
-    if off == (None,):
+    if flag.only.values == (None,):
         return "not available in this version"
-    return f"only {' or '.join(show(value) for value in off if value is not None)} in this version"
+    return f"only {' or '.join(show(value) for value in flag.only.values if value is not None)} in this version"
 
 
 def _entry(flag: Flag, width: int) -> str:
@@ -99,12 +96,10 @@ def help_text(width: int = 100) -> str:
         header = textwrap.fill(_sentence(group), width)
         if group is LegacyArguments:
             known = [name for flag in members for name in (flag.name, *_aliases(flag.name))]
-            known += [alias.name for alias in ALIASES if not alias.ours and alias.help != REFUSED_NAME]
+            known += [alias.name for alias in ALIASES if not alias.ours and alias.help != REFUSED]
             names = " ".join(f"--{name}" for name in known)
-            body = textwrap.fill(
-                names, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-            )
-            refused = ", ".join(f"--{alias.name}" for alias in ALIASES if alias.help == REFUSED_NAME)
+            body = textwrap.fill(names, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+            refused = ", ".join(f"--{alias.name}" for alias in ALIASES if alias.help == REFUSED)
             body += f"\n\nRefused, with what to give instead: {refused}"
         else:
             body = "\n".join(_entry(flag, width) for flag in members)
@@ -121,7 +116,7 @@ def print_config(resolved: Resolved, settled: Mapping[str, tuple[Any, str]] | No
     """
     table = flags()
     known = settled or {}
-    values = {name: show(known[name][0] if name in known else getattr(resolved.args, name)) for name in table}
+    values = {name: show(known[name][0] if name in known else getattr(resolved.args, name)) or "-" for name in table}
     name_width = max(map(len, table))
     value_width = min(40, max(map(len, values.values())))
     lines = []
@@ -130,7 +125,7 @@ def print_config(resolved: Resolved, settled: Mapping[str, tuple[Any, str]] | No
         for flag in table.values():
             if flag.group is group:
                 source = known[flag.name][1] if flag.name in known else resolved.sources[flag.name]
-                if source == "default" and values[flag.name] == "-" and flag.metadata["shown"]:
+                if source == "default" and values[flag.name] == "-" and flag.shown_default != "-":
                     source = f"default: {flag.shown_default}"
                 lines.append(f"{flag.name:<{name_width}}  {values[flag.name]:<{value_width}}  {source}")
     return "\n".join(lines[1:]) + "\n"
@@ -147,8 +142,7 @@ def markdown() -> str:
         "",
         "Made from the program by `python -m smp_train.arguments > docs/flags.md`; do not edit.",
         "",
-        "`-` and `_` are alike. `--flag value`, `--flag=value`; a switch also stands alone, and `--no-flag` "
-        "is 0.",
+        "`-` and `_` are alike. `--flag value`, `--flag=value`; a switch also stands alone, and `--no-flag` is 0.",
         'SageMaker\'s forms are read: `"1"`, `"True"`, `"None"`, `""`, `"[1, 2]"`.',
         "Precedence: command line, `SM_HP_*`, `--config` file, preset, default. On a command line the last value of a",
         "flag counts, under whatever name it is given, and the run says so; two names in another source must agree.",
@@ -164,7 +158,7 @@ def markdown() -> str:
     for alias in ALIASES:
         ours = ", ".join(f"`--{name}`" for name in alias.ours)
         if not ours:
-            ours = alias.help if alias.help == REFUSED_NAME else f"no effect ({alias.help})"
+            ours = alias.help if alias.help == REFUSED else f"no effect ({alias.help})"
         elif alias.help:
             ours += f": {alias.help}"
         lines.append(f"| `--{alias.name}` | {ours} | {alias.system} |")
@@ -181,15 +175,12 @@ def _row(flag: Flag) -> str:
     meaning = flag.help
     if flag.choices:
         meaning += ": " + ", ".join(f"`{choice}`" for choice in flag.choices)
-    spellings = flag.metadata["values"]
-    if spellings:
-        meaning += "; also " + ", ".join(f"`{theirs}` = `{ours}`" for theirs, ours in spellings.items())
-    limits = only(flag)
-    if limits and flag.name not in INEFFECTIVE:
-        limits = f"**{limits[0].upper()}{limits[1:]}**"
-    elif flag.name in INEFFECTIVE:
-        limits = limits or f"no effect: {INEFFECTIVE[flag.name]}"
-        limits = limits[0].upper() + limits[1:]
+    if flag.values:
+        meaning += "; also " + ", ".join(f"`{theirs}` = `{ours}`" for theirs, ours in flag.values.items())
+    limits = only(flag) or (f"no effect: {flag.idle}" if flag.idle else "")
+    limits = limits[:1].upper() + limits[1:]
+    if limits and not flag.idle:
+        limits = f"**{limits}**"
     meaning += f". {limits}" if limits else ""
     default = flag.shown_default
     return f"| `--{flag.name}` | {kind} | {_cell(default) if default != '-' else 'none'} | {_cell(meaning)} |"

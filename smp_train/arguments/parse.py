@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smp_train.arguments import aliases
+from smp_train.arguments.aliases import BY_NAME, Implied
 from smp_train.arguments.flag import show
 from smp_train.arguments.groups import Arguments, flags
+from smp_train.arguments.mp_parameters import read_mp_parameters
 from smp_train.arguments.values import NOT_GIVEN, convert, is_bool, nearest
 from smp_train.distributed import is_sagemaker
 from smp_train.errors import ConfigError
@@ -58,25 +59,23 @@ def canonical(name: str) -> str:
 
 def known_names() -> list[str]:
     """Return every name that may be given, aliases included."""
-    return [*flags(), *aliases.BY_NAME, "mp_parameters"]
+    return [*flags(), *BY_NAME, "mp_parameters"]
 
 
 def _unknown(name: str, spelling: str) -> ConfigError:
-    hint = nearest(canonical(name), known_names()).replace(
-        "mean ", "mean --" if spelling.startswith("-") else "mean "
-    )
+    hint = nearest(canonical(name), known_names()).replace("mean ", "mean --" if spelling.startswith("-") else "mean ")
     return ConfigError(f"unknown flag {spelling}{hint or '; `smp-train train --help` lists all'}")
 
 
 def _is_switch(name: str) -> bool:
-    alias = aliases.BY_NAME.get(name)
+    alias = BY_NAME.get(name)
     if alias:
         return alias.switch or (alias.read is None and all(flags()[ours].switch for ours in alias.ours))
     return name in flags() and flags()[name].switch
 
 
 def _takes_many(name: str) -> bool:
-    alias = aliases.BY_NAME.get(name)
+    alias = BY_NAME.get(name)
     name = alias.ours[0] if alias and alias.read is None else name
     return name in flags() and flags()[name].many
 
@@ -107,7 +106,7 @@ def _one_flag(token: str, words: list[str]) -> Given:
         raise ConfigError(f"unknown flag {written}: flags begin with two dashes, as in --lr 1e-4")
     name = canonical(written[2:])
     source = COMMAND_LINE
-    if name not in flags() and name not in aliases.BY_NAME and name != "mp_parameters":
+    if name not in flags() and name not in BY_NAME and name != "mp_parameters":
         if not (name.startswith("no_") and _is_switch(name[3:])):
             raise _unknown(name, written)
         if equals or words:
@@ -164,15 +163,11 @@ def read_config(path: str) -> list[Given]:
     except (yaml.YAMLError, UnicodeDecodeError) as problem:
         line = getattr(getattr(problem, "problem_mark", None), "line", None)
         where = f" line {line + 1}" if line is not None else ""
-        raise ConfigError(
-            f"--config {path}{where}: not YAML: {' '.join(str(problem).split())[:160]}"
-        ) from None
+        raise ConfigError(f"--config {path}{where}: not YAML: {' '.join(str(problem).split())[:160]}") from None
     if content is None:
         return []
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"--config {path}: expected a mapping of flag: value, found {type(content).__name__}"
-        )
+        raise ConfigError(f"--config {path}: expected a mapping of flag: value, found {type(content).__name__}")
     found = []
     for key, value in content.items():
         name = canonical(str(key))
@@ -209,14 +204,14 @@ def launched_by_smp(environ: Mapping[str, str]) -> dict[str, Any]:
 def _settings(given: Given, notes: list[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield (our flag, its value, source) for a setting under any name; empty ones are dropped."""
     if given.name == "mp_parameters":
-        pairs, tolerated = aliases.read_mp_parameters(given.value, given.spelling)
+        pairs, tolerated = read_mp_parameters(given.value, given.spelling)
         notes.extend(f"{given.spelling}: {key} has no effect" for key in tolerated)
         for key, value in pairs.items():
             converted = convert(flags()[key], value, f"{given.spelling} {key}")
             if converted is not NOT_GIVEN:
                 yield key, converted, _via(given)
         return
-    alias = aliases.BY_NAME.get(given.name)
+    alias = BY_NAME.get(given.name)
     if alias is None:
         converted = convert(flags()[given.name], given.value, given.spelling)
         if converted is not NOT_GIVEN:
@@ -234,10 +229,10 @@ def _settings(given: Given, notes: list[str]) -> Iterator[tuple[str, Any, str]]:
     if not alias.ours:
         notes.append(f"{given.spelling} {given.value} has no effect ({alias.help})")
     for ours, value in values.items():
-        implied = isinstance(value, aliases.Implied)
+        implied = isinstance(value, Implied)
         converted = convert(flags()[ours], value.value if implied else value, given.spelling)
         if converted is not NOT_GIVEN:
-            yield ours, aliases.Implied(converted) if implied else converted, _via(given)
+            yield ours, Implied(converted) if implied else converted, _via(given)
 
 
 def _via(given: Given) -> str:
@@ -251,7 +246,7 @@ def _merge(layer: list[Given], notes: list[str]) -> dict[str, tuple[Any, str]]:
     implied: dict[str, tuple[Any, str]] = {}
     for given in layer:
         for name, value, source in _settings(given, notes):
-            if isinstance(value, aliases.Implied):
+            if isinstance(value, Implied):
                 implied[name] = (value.value, source)
                 continue
             differs = name in merged and merged[name][0] != value
@@ -276,15 +271,12 @@ def _settle(name: str, first: Given, second: Given, before: str, after: str, not
 def _platform_defaults(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Defaults that SageMaker's environment gives."""
     found: dict[str, tuple[Any, str]] = {}
-    for name, variable in (("training_dir", "SM_CHANNEL_TRAIN"), ("test_dir", "SM_CHANNEL_TEST")):
-        if environ.get(variable):
-            found[name] = ([environ[variable]] if name == "training_dir" else environ[variable], variable)
+    for name, flag in flags().items():
+        if flag.variable and environ.get(flag.variable):
+            value = environ[flag.variable]
+            found[name] = ([value] if flag.many else value, flag.variable)
     if is_sagemaker(environ):
         found["checkpoint_dir"] = (["/opt/ml/checkpoints"], "SageMaker")
-    if environ.get("SM_MODEL_DIR"):
-        found["model_dir"] = (environ["SM_MODEL_DIR"], "SM_MODEL_DIR")
-    if environ.get("SM_OUTPUT_DATA_DIR"):
-        found["run_dir"] = (environ["SM_OUTPUT_DATA_DIR"], "SM_OUTPUT_DATA_DIR")
     return found
 
 
@@ -296,10 +288,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
     """
     environ = os.environ if environ is None else environ
     notes: list[str] = []
-    layers = [
-        _merge(read_command_line(argv, notes), notes),
-        _merge(read_environment(environ), notes),
-    ]
+    layers = [_merge(read_command_line(argv, notes), notes), _merge(read_environment(environ), notes)]
     config = next((layer["config"][0] for layer in layers if "config" in layer), None)
     if config:
         layers.append(_merge(read_config(config), notes))
@@ -319,9 +308,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
     return Resolved(args, sources, list(dict.fromkeys(notes)))
 
 
-def _explain_settled(
-    args: Arguments, values: dict[str, Any], sources: dict[str, str], notes: list[str]
-) -> None:
+def _explain_settled(args: Arguments, values: dict[str, Any], sources: dict[str, str], notes: list[str]) -> None:
     """Give what `Arguments` settled by itself its source, and a note where it overrode the user."""
     causes = {
         "model_type": "--from_scratch", "model_size": "--from_scratch",
@@ -334,9 +321,7 @@ def _explain_settled(
         if settled == asked or (isinstance(asked, str) and asked.lower() == settled):
             continue
         if name == "sharding_strategy" and name in values:
-            notes.append(
-                f"{cause} {args.hybrid_shard_degree} turns --sharding_strategy {asked} into {settled}"
-            )
+            notes.append(f"{cause} {args.hybrid_shard_degree} turns --sharding_strategy {asked} into {settled}")
         sources[name] = f"follows from {cause}"
 
 

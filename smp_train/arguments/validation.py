@@ -6,49 +6,20 @@ import os
 from typing import Any
 
 from smp_train.arguments import checkpointing
-from smp_train.arguments.capabilities import (
-    DEPENDENT,
-    INEFFECTIVE,
-    LOCATION_PREFIXES,
-    LOCATION_REASON,
-    LOCATIONS,
-    NODE_LOCAL,
-    OF_SMP,
-    REFUSED,
-    REFUSED_NATIVELY,
-)
-from smp_train.arguments.flag import show
-from smp_train.arguments.groups import STRATEGIES, Arguments, flags
+from smp_train.arguments.flag import Flag, show
+from smp_train.arguments.groups import Arguments, flags
 from smp_train.arguments.parse import Resolved
-from smp_train.arguments.values import is_run_name
+from smp_train.arguments.run_name import is_run_name
+from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed import smp_installed
 from smp_train.distributed.degrees import divisors, plan
 from smp_train.errors import ConfigError
 
-AT_LEAST_ONE = (
-    "train_batch_size", "gradient_accumulation_steps", "max_steps", "epochs", "steps_per_epoch",
-    "lr_decay_iters", "profile_start", "profile_steps",
-    "logging_freq", "logging_freq_for_avg", "validation_freq", "validation_batches", "val_batch_size",
-    "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
-    "sliding_window", "num_local_experts", "num_experts_per_tok",
-    "rope_scaling_original_max_position_embeddings",
-    "activation_loading_horizon", "fp8_amax_history_len", "tensor_parallel_degree", "context_parallel_degree",
-    "expert_parallel_degree", "checkpoint_freq", "num_tokens",
-)  # fmt: skip
-AT_LEAST_ZERO = (
-    "lr", "min_lr", "warmup", "plateau", "weight_decay", "grad_clip", "seed", "data_num_workers",
-    "hybrid_shard_degree", "selective_checkpointing",
-)  # fmt: skip
-ABOVE_ZERO = (
-    "adam_epsilon", "initializer_range", "rotary_emb_base", "rotary_pct", "distributed_timeout_minutes",
-    "rope_scaling_factor", "rope_scaling_high_freq_factor", "rope_scaling_low_freq_factor",
-)  # fmt: skip
 OF_FILES = (
     "training_dir", "test_dir", "dataset_type", "zipped_data", "data_num_workers", "data_cache_dir", "bad_rows", "long",
     "short",
 )  # fmt: skip
 """Flags of data that lies somewhere."""
-BELOW_ONE = ("beta1", "beta2", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop")
 
 
 def validate(args: Arguments, world_size: int, local_world_size: int | None = None) -> None:
@@ -56,8 +27,10 @@ def validate(args: Arguments, world_size: int, local_world_size: int | None = No
 
     ``local_world_size`` of them are on a node; by default all.
     """
-    _check_ranges(args)
-    _check_not_available(args)
+    for flag in flags().values():
+        _check_values(flag, getattr(args, flag.name))
+    if _natively(args):
+        refuse_natively(args)
     _check_degrees(args, world_size, local_world_size or world_size)
     _check_model(args)
     _check_activations(args)
@@ -66,39 +39,25 @@ def validate(args: Arguments, world_size: int, local_world_size: int | None = No
     _check_data(args)
 
 
-def _numbers(args: Arguments, name: str) -> list[Any]:
-    value = getattr(args, name)
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
-
-
-def _check_ranges(args: Arguments) -> None:
-    for names, holds, expected in (
-        (AT_LEAST_ONE, lambda number: number >= 1, "at least 1"),
-        (AT_LEAST_ZERO, lambda number: number >= 0, "at least 0"),
-        (ABOVE_ZERO, lambda number: number > 0, "above 0"),
-        (BELOW_ONE, lambda number: 0 <= number < 1, "from 0 up to, not including, 1"),
-    ):
-        for name in names:
-            for number in _numbers(args, name):
-                if not holds(number):
-                    raise ConfigError(f"--{name} {show(number)}: must be {expected}")
-    if args.max_context_width is not None and args.max_context_width < 2:
-        raise ConfigError(
-            f"--max_context_width {args.max_context_width}: must be at least 2, to have a next token"
-        )
-    if args.rotary_pct is not None and args.rotary_pct > 1:
-        raise ConfigError(f"--rotary_pct {show(args.rotary_pct)}: must be at most 1")
-    if args.sharding_strategy not in STRATEGIES:
-        raise ConfigError(
-            f"--sharding_strategy {args.sharding_strategy}: is not one of {', '.join(STRATEGIES)}"
-        )
+def _check_values(flag: Flag, value: Any) -> None:
+    """Hold what a flag is set to against its row."""
+    if flag.only and value not in flag.only.values:
+        raise ConfigError(f"--{flag.name} {show(value)}: {flag.only.why}")
+    for each in value if isinstance(value, list) else [value]:
+        if each is None:
+            continue
+        if flag.choices and each not in flag.choices:
+            raise ConfigError(f"--{flag.name} {show(each)}: is not one of {', '.join(map(str, flag.choices))}")
+        if flag.must and not flag.must.holds(each):
+            raise ConfigError(f"--{flag.name} {show(each)}: {flag.must.says}")
 
 
 def refuse_natively(args: Arguments) -> None:
     """Raise `ConfigError` for what only SMP can do."""
-    _refuse(args, REFUSED_NATIVELY)
+    for flag in flags().values():
+        value = getattr(args, flag.name)
+        if flag.only_natively and value not in flag.only_natively.values:
+            raise ConfigError(f"--{flag.name} {show(value)}: {flag.only_natively.why}")
     if args.fp8 and args.tensor_parallel_degree > 1:
         raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
 
@@ -107,29 +66,12 @@ def _natively(args: Arguments) -> bool:
     return args.backend == "native" or (args.backend == "auto" and not smp_installed())
 
 
-def _refuse(args: Arguments, rows: dict[str, tuple[tuple[Any, ...], str]]) -> None:
-    for name, (off, reason) in rows.items():
-        if getattr(args, name) not in off:
-            raise ConfigError(f"--{name} {show(getattr(args, name))}: {reason}")
-
-
-def _check_not_available(args: Arguments) -> None:
-    _refuse(args, REFUSED)
-    if _natively(args):
-        refuse_natively(args)
-    for name in LOCATIONS:
-        for place in _numbers(args, name):
-            if str(place).startswith(LOCATION_PREFIXES):
-                raise ConfigError(f"--{name} {place}: {LOCATION_REASON}")
-
-
 def _check_degrees(args: Arguments, world_size: int, local_world_size: int) -> None:
     plan(args, world_size, local_world_size, smp=not _natively(args))
     shard = args.hybrid_shard_degree
     if args.sharding_strategy == "no_shard" and shard and shard > 1:
         raise ConfigError(
-            f"--sharding_strategy no_shard and --hybrid_shard_degree {shard} contradict each other; "
-            "give one of them"
+            f"--sharding_strategy no_shard and --hybrid_shard_degree {shard} contradict each other; give one of them"
         )
 
 
@@ -137,8 +79,7 @@ def _check_model(args: Arguments) -> None:
     if args.hf_pretrained_model_name_or_dir and (args.from_scratch or args.model_size):
         other = "--from_scratch" if args.from_scratch else f"--model_size {args.model_size}"
         raise ConfigError(
-            f"--hf_pretrained_model_name_or_dir (--hf_model) and {other} both choose the model; "
-            "give one of them"
+            f"--hf_pretrained_model_name_or_dir (--hf_model) and {other} both choose the model; give one of them"
         )
     _check_finetuning(args)
     width, heads, kv = args.hidden_width, args.num_heads, args.num_key_value_heads
@@ -200,15 +141,9 @@ def _check_activations(args: Arguments) -> None:
 
 def _check_schedule(args: Arguments) -> None:
     if args.min_lr > args.lr and args.lr_decay_style != "constant":
-        raise ConfigError(
-            f"--min_lr {show(args.min_lr)} is above --lr {show(args.lr)}; give a lower --min_lr"
-        )
+        raise ConfigError(f"--min_lr {show(args.min_lr)} is above --lr {show(args.lr)}; give a lower --min_lr")
     if args.warmup >= 1 and args.warmup != int(args.warmup):
-        raise ConfigError(
-            f"--warmup {show(args.warmup)}: a fraction is below 1, and from 1 on it counts whole steps"
-        )
-    if args.plateau > 1:
-        raise ConfigError(f"--plateau {show(args.plateau)}: must be a fraction, at most 1")
+        raise ConfigError(f"--warmup {show(args.warmup)}: a fraction is below 1, and from 1 on it counts whole steps")
     if args.warmup < 1 and args.warmup + args.plateau > 1:
         raise ConfigError(
             f"--warmup {show(args.warmup)} and --plateau {show(args.plateau)} are fractions of one run: "
@@ -276,7 +211,7 @@ def _is_file(place: str) -> bool:
 
 def _real(place: str) -> str:
     """Return a place in the one form that tells whether two are the same."""
-    if place.startswith(LOCATION_PREFIXES):
+    if place.startswith("s3://"):
         return place.rstrip("/")
     return os.path.realpath(os.path.expanduser(place))
 
@@ -292,8 +227,6 @@ def _check_data(args: Arguments) -> None:
             f"--short pack does not go with --context_parallel_degree {args.context_parallel_degree}: packed documents "
             "are not split over ranks; use --short concat"
         )
-    if not 0 <= args.max_bad <= 1:
-        raise ConfigError(f"--max_bad {show(args.max_bad)}: must be a fraction from 0 to 1, as 0.1%")
     if args.dataset:
         _check_text(args)
     elif args.dataset_config_name:
@@ -365,19 +298,14 @@ def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
     Without ``backend``: on the one that is asked for, which is the native one when left open.
     """
     backend = backend or resolved.args.backend
-    lines = list(resolved.notes)
-    for name, why in INEFFECTIVE.items():
-        if backend == "smp" and name in OF_SMP:
-            continue
-        if resolved.given(name) and name in flags():
-            value = show(getattr(resolved.args, name))
-            lines.append(f"--{name} {value} has no effect: {why}")
     args = resolved.args
-    for name, other in DEPENDENT.items():
-        if name in INEFFECTIVE and backend != "smp":
-            continue
-        if resolved.given(name) and not getattr(args, other):
-            lines.append(f"--{name} {show(getattr(args, name))} has no effect: it needs --{other} 1")
+    lines = list(resolved.notes)
+    for name, flag in flags().items():
+        why = flag.no_effect if backend == "smp" else flag.idle
+        if not why and flag.needs and not getattr(args, flag.needs):
+            why = f"it needs --{flag.needs} 1"
+        if why and resolved.given(name):
+            lines.append(f"--{name} {show(getattr(args, name))} has no effect: {why}")
     for name, why in _idle_data(args).items():
         if resolved.given(name):
             lines.append(f"--{name} {show(getattr(args, name))} has no effect: {why}")

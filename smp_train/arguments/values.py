@@ -17,22 +17,14 @@ TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 FALSE = frozenset({"0", "false", "no", "off", "n", "f"})
 
 
-class NotGiven:
-    """The value of a flag that was named without a value worth having: ``--lr ''`` from SageMaker."""
-
-
-NOT_GIVEN = NotGiven()
+NOT_GIVEN = object()
+"""The value of a flag that was named without one: ``--lr ''`` from SageMaker."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ``; did you mean X?`` for the closest of ``names``, or nothing when none is close."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def is_run_name(text: str) -> bool:
-    """Return whether a text can name a run: it becomes a folder below ``runs/`` and ``checkpoints/``."""
-    return text.isprintable() and not {"", ".", ".."} & set(text.split("/"))
 
 
 def is_bool(text: str) -> bool:
@@ -137,10 +129,9 @@ def _scalar(flag: Flag, value: Any) -> Any:
     if flag.switch and flag.kind is str and is_bool(text):
         text = str(int(read_bool(text)))
     result = read_scalar(flag.kind, text)
-    spellings = flag.metadata["values"]
-    if isinstance(result, str) and (spellings or flag.choices):
+    if isinstance(result, str) and (flag.values or flag.choices):
         plain = result.strip().lower().replace("-", "_")
-        result = plain if plain in flag.choices else spellings.get(plain, result)
+        result = plain if plain in flag.choices else flag.values.get(plain, result)
     if flag.choices and result not in flag.choices:
         raise ValueError(f"is not one of {', '.join(map(str, flag.choices))}")
     return result

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from smp_train.arguments.capabilities import NODE_LOCAL
+from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.checkpoints.collective import gather
 from smp_train.checkpoints.finding import TORCHS, Checkpoint, find, open_intact
 from smp_train.checkpoints.owner import committed

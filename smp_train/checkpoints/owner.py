@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from smp_train.arguments.values import is_run_name
+from smp_train.arguments.run_name import is_run_name
 from smp_train.checkpoints.record import COMMITTED, META, Committed, RunId, name_before, parse_folder_name
 from smp_train.checkpoints.storage import UNKNOWN, Storage, absent, interrupted, open_storage, parent_of, place_of
 from smp_train.errors import CheckpointError

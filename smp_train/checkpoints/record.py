@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NamedTuple
 
-from smp_train.arguments.values import is_run_name
+from smp_train.arguments.run_name import is_run_name
 from smp_train.errors import CheckpointError
 
 try:  # the same CRC-32, several times faster

@@ -110,9 +110,7 @@ def fewest_ranks(args: Arguments) -> int:
     return shards * args.tensor_parallel_degree * args.expert_parallel_degree
 
 
-def check_model(
-    sizes: Mapping[str, int], *, seq_len: int, tensor: int = 1, context: int = 1, expert: int = 1
-) -> None:
+def check_model(sizes: Mapping[str, int], *, seq_len: int, tensor: int = 1, context: int = 1, expert: int = 1) -> None:
     """Raise `ConfigError`, naming the degrees that would work, where a degree does not divide the model.
 
     ``sizes`` are those that tensor parallelism splits, by what a message calls them; "experts" are what

@@ -11,8 +11,8 @@ from contextlib import suppress
 from smp_train import storage
 from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.aliases import ALIASES
-from smp_train.arguments.capabilities import NODE_LOCAL
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
+from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed.degrees import fewest_ranks
 from smp_train.errors import SmpTrainError
 from smp_train.models.resolve import settled_flags

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved
-from smp_train.arguments.capabilities import NODE_LOCAL
+from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed.degrees import before_launch, check_model
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smp_train.arguments import Resolved, parse
-from smp_train.arguments.capabilities import NODE_LOCAL
+from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch import k8s, local, preflight

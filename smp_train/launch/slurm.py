@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved
-from smp_train.arguments.capabilities import NODE_LOCAL
+from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, preflight, timing
 from smp_train.launch.images import check_image

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved, ineffective, parse, validate
-from smp_train.arguments.capabilities import NODE_LOCAL
+from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.errors import ConfigError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch import preflight

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import smp_train
-from smp_train.arguments.values import is_run_name
+from smp_train.arguments.run_name import is_run_name
 from smp_train.errors import ConfigError, redacted
 
 KEEP_STOP = "SMP_TRAIN_KEEP_STOP"

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_train.arguments import Arguments, ineffective, parse
-from smp_train.arguments.aliases import ALIASES, SMP_KEYS
+from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.groups import flags
+from smp_train.arguments.mp_parameters import SMP_KEYS
 from smp_train.errors import ConfigError
 
 

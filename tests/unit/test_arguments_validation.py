@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from smp_train.arguments import Arguments, ineffective, parse, refuse_natively, validate
-from smp_train.arguments.capabilities import INEFFECTIVE, LOCATIONS, REFUSED, REFUSED_NATIVELY
+from smp_train.arguments.flag import A_FOLDER
 from smp_train.arguments.groups import flags
 from smp_train.distributed.degrees import divisors
 from smp_train.errors import ConfigError
@@ -63,7 +63,7 @@ COMBINATIONS = {
     "--beta2 1": "--beta2 1: must be from 0 up to",
     "--dropout 1.5": "must be from 0 up to",
     "--adam_epsilon 0": "must be above 0",
-    "--rotary_pct 1.5": "must be at most 1",
+    "--rotary_pct 1.5": "at most 1",
     "--max_context_width 1": "must be at least 2",
     "--min_lr 1e-3": "--min_lr 0.001 is above --lr 0.0001",
     "--lr 1e-6": "give a lower --min_lr",
@@ -124,18 +124,16 @@ DEGREES = [
 
 
 @pytest.mark.parametrize(("world", "changes", "complaint"), DEGREES)
-def test_degrees(
-    world: int, changes: dict[str, int], complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As on SMP, which has all degrees.
-    for name in changes:
-        monkeypatch.delitem(REFUSED_NATIVELY, name, raising=False)
+def test_degrees(world: int, changes: dict[str, int], complaint: str) -> None:
+    backend = "smp" if "expert_parallel_degree" in changes else "native"
     with pytest.raises(ConfigError) as refused:
-        validate(Arguments(use_synthetic_data=True, **changes), world)
+        validate(Arguments(use_synthetic_data=True, backend=backend, **changes), world)
     assert complaint in str(refused.value)
     validate(Arguments(use_synthetic_data=True, **dict.fromkeys(changes, 1)), world)
 
 
+REFUSED = {name: flag.only for name, flag in flags().items() if flag.only}
+REFUSED_NATIVELY = {name: flag.only_natively for name, flag in flags().items() if flag.only_natively}
 ON = {
     "backend": "smp",
     "expert_parallel_degree": "2",
@@ -161,15 +159,15 @@ def test_on_is_refused_and_off_accepted(name: str) -> None:
         validate(dataclasses.replace(Arguments(use_synthetic_data=True), **{name: value}), 8)
 
 
-@pytest.mark.parametrize("name", LOCATIONS)
+@pytest.mark.parametrize("name", [name for name, flag in flags().items() if flag.must is A_FOLDER])
 def test_places_in_s3_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name} s3://bucket/x: "):
         check(f"{READY} --{name}=s3://bucket/x")
 
 
-def test_tables_name_flags_that_exist() -> None:
-    assert set(REFUSED) | set(REFUSED_NATIVELY) | set(INEFFECTIVE) | set(LOCATIONS) <= set(flags())
-    assert not (set(REFUSED) | set(REFUSED_NATIVELY)) & set(INEFFECTIVE)
+def test_a_flag_is_not_both_refused_and_without_effect() -> None:
+    assert not [name for name in {*REFUSED, *REFUSED_NATIVELY} if flags()[name].idle]
+    assert all(flag.needs in flags() for flag in flags().values() if flag.needs)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_NATIVELY))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved, parse, validate
-from smp_train.arguments.aliases import SMP_KEYS
-from smp_train.arguments.capabilities import NODE_LOCAL
+from smp_train.arguments.mp_parameters import SMP_KEYS
 from smp_train.arguments.parse import canonical, read_command_line
+from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight
 from smp_train.launch.flags import inline_files
