@@ -22,7 +22,7 @@ from smp_train.data.prepare.cli import main as prepare
 from smp_train.data.text.files import TextFile, find_files
 from smp_train.data.text.opening import holds_text
 from smp_train.data.text.read import documents
-from smp_train.data.text.stream import Reading, deal, how_many
+from smp_train.data.text.stream import Reading, assign_pieces, stream_count
 from smp_train.errors import ConfigError, DataError
 
 LENGTH = 24
@@ -240,15 +240,15 @@ def test_streams_follow_the_data_alone():
     def files(count, size, name="x.jsonl"):
         return [TextFile(f"/{n}/{name}", f"{n}/{name}", size) for n in range(count)]
 
-    assert how_many(files(1, 100)) == 1
-    assert how_many(files(1, 5 << 20)) == 4
-    assert how_many(files(1, 1 << 30)) == 16
-    assert how_many(files(1, 4 << 20, "x.jsonl.gz")) == 16, "packed, text is four times as much"
-    assert how_many(files(1024, 300 << 20)) == 256
-    assert how_many(files(9000, 1 << 20)) == 256
-    assert how_many(files(3, 1 << 30, "x.txt")) == 2
+    assert stream_count(files(1, 100)) == 1
+    assert stream_count(files(1, 5 << 20)) == 4
+    assert stream_count(files(1, 1 << 30)) == 16
+    assert stream_count(files(1, 4 << 20, "x.jsonl.gz")) == 16, "packed, text is four times as much"
+    assert stream_count(files(1024, 300 << 20)) == 256
+    assert stream_count(files(9000, 1 << 20)) == 256
+    assert stream_count(files(3, 1 << 30, "x.txt")) == 2
     for count, streams in [(1, 16), (5, 4), (5, 16), (40, 16)]:
-        hands = deal(files(count, 1000), streams)
+        hands = assign_pieces(files(count, 1000), streams)
         assert len(hands) == streams
         assert all(hands)
         for name in {piece.file.name for hand in hands for piece in hand}:

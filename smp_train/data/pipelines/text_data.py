@@ -1,7 +1,7 @@
-"""Training on text that is tokenised on the fly, and validating on some.
+"""Training and validation data of text that is tokenised on the fly.
 
 Position p of the run is the (p // V)-th sample of virtual stream p % V: the same on any number of ranks. The state is
-the positions consumed and a cursor of five numbers for each stream, which the ranks put together when they save.
+the positions consumed and a cursor of five numbers for each stream, which the ranks merge when they save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smp_train.data.pipelines.dealing import Dealing
 from smp_train.data.source import Row, Source
 from smp_train.data.text.files import TextFile
 from smp_train.data.text.read import documents
-from smp_train.data.text.stream import Cursor, Piece, Reading, Span, Stream, deal, how_many, tokenise
+from smp_train.data.text.stream import Cursor, Reading, Span, Stream, assign_pieces, stream_count
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("smp_train.data")
 
 STATE_VERSION = 1
 OPENED_TOGETHER = 8
-"""Streams that are opened at a time: of a resume in the middle of large files, each has some to read again."""
+"""Streams that are opened at a time: after a resume each reads part of a file again."""
 TOGETHER_IN_ORDER = 32
 """Validation documents that are tokenised in one call."""
 
@@ -38,11 +38,11 @@ class _Step(NamedTuple):
     batches: list[Batch]
     consumed: int
     cursors: dict[int, tuple[int, Cursor]]
-    """Of the streams that this rank read from: samples taken, and where each is after this step."""
+    """Of the streams that this rank read from: samples taken, and their position after this step."""
 
 
 class TextData(Dealing):
-    """Deals the samples of V virtual streams of text out to data-parallel ranks.
+    """The samples of V virtual streams of text, distributed over data-parallel ranks.
 
     Args:
         files: the data.
@@ -68,14 +68,14 @@ class TextData(Dealing):
         self.reading = reading
         self.fingerprint = fingerprint(files, reading, identity)
         self._merge = merge
-        self._begin(0, [Cursor()] * (streams or how_many(files)))
+        self._begin(0, [Cursor()] * (streams or stream_count(files)))
 
     def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
         self.streams = len(cursors)
         self._at = consumed
         self._cursors = {v: (self._taken(v, consumed), cursor) for v, cursor in enumerate(cursors)}
         self._before = consumed, self._cursors
-        """State before the last step that was handed over: saved when a peer has no data for that step."""
+        """State before the last step that was handed over: saved when another rank has no data for that step."""
 
     def _taken(self, stream: int, consumed: int) -> int:
         """Return how many of the first ``consumed`` positions are of a stream."""
@@ -90,19 +90,18 @@ class TextData(Dealing):
         if consumed != self._at:
             raise ValueError(f"the streams are at sample {self._at}, not {consumed}")
         self._on_device()
-        hands: list[list[Piece]] = deal(self.files, self.streams)
+        pieces = assign_pieces(self.files, self.streams)
         mine = {}
         for v in self.touched():
             taken, cursor = self._cursors[v]
-            mine[v] = Stream(v, hands[v], self.reading, cursor, taken)
+            mine[v] = Stream(v, pieces[v], self.reading, cursor, taken)
         pool = ThreadPoolExecutor(OPENED_TOGETHER, thread_name_prefix="smp-train-text")
         try:
             opening: dict[int, Future[None]] = {v: pool.submit(stream.open) for v, stream in mine.items()}
             if consumed == 0:
-                # A stream without a document stops the run before its first step, not where its turn comes.
-                for v, stream in mine.items():
+                # A stream without a document stops the run before its first step, not in the middle of the run.
+                for v in mine:
                     opening.pop(v).result()
-                    stream.refuse()
             while True:
                 batches = []
                 positions = self.positions(consumed)
@@ -142,7 +141,7 @@ class TextData(Dealing):
     def state(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint keeps; collective.
 
-        ``consumed`` is what the last step handed over ends with, or begins with.
+        ``consumed`` is a position at which the last step that was handed over begins or ends.
         """
         known = dict([self._before, (self._at, self._cursors)])
         if consumed not in known:
@@ -150,20 +149,20 @@ class TextData(Dealing):
         rows = []
         for v in range(self.streams):
             taken, cursor = known[consumed][v]
-            # Whoever took a stream's last sample knows where it is; the others say nothing.
+            # The rank that took a stream's last sample knows its cursor; the others contribute zeros.
             knows = taken == self._taken(v, consumed)
             rows += [1, *cursor] if knows else [0] * (1 + len(cursor))
         merged = np.array(self._merge(rows), dtype=np.int64).reshape(self.streams, -1)
         if not merged[:, 0].all():
-            raise RuntimeError(f"nobody knows where stream {int(merged[:, 0].argmin())} is")
+            raise RuntimeError(f"no rank knows the cursor of stream {int(merged[:, 0].argmin())}")
         return {
             "version": STATE_VERSION, "consumed": consumed, **self._identity(), "cursors": merged[:, 1:].tolist(),
         }  # fmt: skip
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
-        """Go on from a saved state, with its streams; DataError names what would make it mean other samples.
+        """Take over a saved state and its streams; DataError names what would make it mean other samples.
 
-        ``allow_data_change`` goes on at the same places of other files, and says so.
+        ``allow_data_change`` resumes at the same positions of other files, with a warning.
         """
         cursors = state.get("cursors")
         if state.get("version") != STATE_VERSION or cursors is None:
@@ -260,5 +259,5 @@ def _in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[str
     for file in sorted(files, key=lambda file: (file.name, file.shard)):
         coming = documents(file, reading.column, left_out=reading.left_out)
         while group := list(islice(coming, TOGETHER_IN_ORDER)):
-            for (number, _), ids in zip(group, tokenise(reading, [text for _, text in group]), strict=True):
+            for (number, _), ids in zip(group, reading.tokenise([text for _, text in group]), strict=True):
                 yield f"{file.name}:{number}", ids

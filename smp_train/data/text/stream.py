@@ -1,10 +1,10 @@
-"""Text as an endless sequence of tokens, in V virtual streams whose place is five numbers and no buffer.
+"""Text as an endless sequence of tokens, in V virtual streams whose state is five numbers and no buffer.
 
-Files are cut into pieces and dealt out to V streams by size, whatever the number of ranks. A stream reads its pieces,
+Files are split into pieces and assigned to V streams by size, whatever the number of ranks. A stream reads its pieces,
 in an order drawn anew for each of its epochs, block by block; the documents of a block are permuted, tokenised, and
 joined end to end with the tokenizer's end token behind each. Its k-th sample is tokens k * seq_len to (k + 1) * seq_len
 of that; what is left at the end of an epoch begins the next. Everything is a pure function of the files, the
-tokenizer, the seed and V, so a stream goes on from a `Cursor` by reading one block again.
+tokenizer, the seed and V, so a stream resumes from a `Cursor` by reading one block again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 BLOCK = 256
 """Documents that are permuted among themselves; their texts are in memory together."""
-TOGETHER = 1 << 16
+BATCH_CHARACTERS = 1 << 16
 """Characters that are tokenised in one call."""
-FEWEST, MOST = 16, 256
-"""Streams of a data set of few files, and of one of many."""
+LEAST_STREAMS, MOST_STREAMS = 16, 256
+"""Streams of a data set of few large files, and of one of many."""
 STREAM_BYTES = 1 << 20
-"""Of text that a stream is worth having for."""
+"""Of text that each stream has at least."""
 
 
 class Cursor(NamedTuple):
-    """Where a stream is: what has been taken of it ends before this token."""
+    """The position of a stream: the samples taken of it end before this token."""
 
     epoch: int = 0
     piece: int = 0
@@ -71,9 +71,9 @@ class Span(NamedTuple):
     end: int
 
 
-def how_many(files: Sequence[TextFile]) -> int:
+def stream_count(files: Sequence[TextFile]) -> int:
     """Return the number of streams a data set is read in: a power of two that depends on its files alone."""
-    wanted = min(max(FEWEST, len(files) // 4), MOST)
+    wanted = min(max(LEAST_STREAMS, len(files) // 4), MOST_STREAMS)
     if all(file.size for file in files):
         wanted = min(wanted, max(1, sum(_text_bytes(file) for file in files) // STREAM_BYTES))
     if all(file.kind == "whole" for file in files):
@@ -85,21 +85,24 @@ def _text_bytes(file: TextFile) -> int:
     return file.size * (4 if file.name.lower().endswith((".gz", ".parquet")) else 1)
 
 
-def deal(files: Sequence[TextFile], streams: int) -> list[list[Piece]]:
-    """Deal files out to streams, the largest first, each to which has least so far; cut where there are too few."""
+def assign_pieces(files: Sequence[TextFile], streams: int) -> list[list[Piece]]:
+    """Assign files to streams, the largest first, each to the stream with the fewest bytes.
+
+    Where there are fewer files than streams, those of many documents are split into pieces.
+    """
     whole = sum(file.kind == "whole" for file in files)
     parts = max(1, -(-(streams - whole) // max(1, len(files) - whole)))
     pieces = []
     for file in files:
         of_file = 1 if file.kind == "whole" else parts
         pieces += [Piece(file, part, of_file) for part in range(of_file)]
-    hands: list[list[Piece]] = [[] for _ in range(streams)]
+    of_streams: list[list[Piece]] = [[] for _ in range(streams)]
     loads = [0.0] * streams
     for piece in sorted(pieces, key=lambda p: -p.size):
         least = loads.index(min(loads))
         loads[least] += piece.size
-        hands[least].append(piece)
-    return hands
+        of_streams[least].append(piece)
+    return of_streams
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,10 @@ class Reading:
     named: bool = True
     left_out: LeftOut | None = None
     """Counts malformed documents, which are left out (--bad_rows skip); None: they stop the run."""
+
+    def tokenise(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the tokens of each text, uint32, with the end token behind them; none of an empty text."""
+        return encode(self.tokenizer, texts, self.end)
 
 
 class Stream:
@@ -137,33 +144,21 @@ class Stream:
         self.taken = taken
         self._tokenised = self._read(cursor)
         self._next: tuple[Cursor, str, np.ndarray] | None = None
-        self._first: Exception | None = None
 
     def open(self) -> None:
-        """Read up to the first document already; what goes wrong is raised by `refuse` and `take`."""
-        try:
-            self._next = self._next or next(self._tokenised)
-        except Exception as error:
-            self._first = error
-
-    def refuse(self) -> None:
-        """Raise what went wrong in `open`, if anything."""
-        if self._first is not None:
-            raise self._first
+        """Read up to the first document. Raises DataError."""
+        self._next = self._next or next(self._tokenised)
 
     def take(self) -> tuple[np.ndarray, list[Span]]:
-        """Return the next sample, uint32 [seq_len], and, where wanted, what it is made of; move the cursor behind it.
+        """Return the next sample, uint32 [seq_len], and its spans where they are wanted; move the cursor behind it.
 
         Raises DataError.
         """
-        self.refuse()
         parts: list[np.ndarray] = []
         spans: list[Span] = []
         wanted = self.reading.seq_len
         while wanted:
-            if self._next is None:
-                self._next = next(self._tokenised)
-            here, name, ids = self._next
+            here, name, ids = self._next or next(self._tokenised)
             part = ids[here.token : here.token + wanted]
             end = here.token + part.size
             if part.size:
@@ -177,7 +172,7 @@ class Stream:
         return np.concatenate(parts), spans
 
     def skip_to(self, sample: int) -> None:
-        """Take samples until ``sample`` is next: another rank's."""
+        """Take and drop samples until ``sample`` is next: they are other ranks'."""
         while self.taken < sample:
             self.take()
 
@@ -188,7 +183,7 @@ class Stream:
         return [int(index) for index in permute(np.arange(size), size, self.reading.seed, key)]
 
     def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, str, np.ndarray]]:
-        """Yield (where it is, name, tokens) of documents without end, the first with the cursor's own token."""
+        """Yield (position, name, tokens) of documents without end, the first with the cursor's own token."""
         epoch, piece, block, place, token = cursor
         while True:
             found = False
@@ -227,24 +222,19 @@ class Stream:
         while place < len(order):
             group: list[tuple[int, str]] = []
             size = 0
-            while place + len(group) < len(order) and size < TOGETHER:
+            while place + len(group) < len(order) and size < BATCH_CHARACTERS:
                 group.append(texts[order[place + len(group)]])
                 size += len(group[-1][1])
-            for (number, _), ids in zip(group, tokenise(self.reading, [text for _, text in group]), strict=True):
+            for (number, _), ids in zip(group, self.reading.tokenise([text for _, text in group]), strict=True):
                 if ids.size:
                     yield begin._replace(place=place), f"{file}:{number}", ids
                 place += 1
 
 
-def tokenise(reading: Reading, texts: list[str]) -> list[np.ndarray]:
-    """Return the tokens of each text, uint32, with the end token behind them; none of an empty text."""
-    return encode(reading.tokenizer, texts, reading.end)
-
-
 def spread_tokenizing(processes: int) -> None:
-    """Let each of ``processes`` on this machine tokenise in its share of the cores, unless the user has said how many.
+    """Give each of ``processes`` on this machine its share of the cores for tokenising, unless the user chose a number.
 
-    To be called before the first text is tokenised.
+    Call it before the first text is tokenised.
     """
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
