@@ -416,23 +416,35 @@ def plain_values(reader: Reader) -> dict[str, Any]:
     for key, entry in saved_entries(reader).items():
         if not isinstance(entry, BytesStorageMetadata) or key.startswith(("optim", "model")):
             continue
-        state = {key: None}
         try:
-            _load_state_dict(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=True)
-        except CheckpointException:
+            value = plain_value(reader, key)
+        except CheckpointError:
             continue
-        if isinstance(state[key], (int, float, str, bool)):
-            found[key] = state[key]
+        if isinstance(value, (int, float, str, bool)):
+            found[key] = value
     return found
 
 
+def plain_value(reader: Reader, key: str) -> Any:
+    """Return one entry that is not a tensor. Not collective. Raises `CheckpointError` where it cannot be read."""
+    state: dict[str, Any] = {key: None}
+    try:
+        _load_state_dict(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{key} cannot be read: {one_line(error)}") from error
+    return state[key]
+
+
 def read_tensor(reader: Reader, key: str) -> torch.Tensor:
-    """Read one entry whole. Not collective. Raises `CheckpointError` where it cannot be read."""
-    entry = saved_entries(reader)[key]
+    """Read one entry whole. Not collective, so also within a load. Raises `CheckpointError` where it cannot be read."""
+    metadata, planner = reader.read_metadata(), DefaultLoadPlanner()
+    entry: Any = metadata.state_dict_metadata[key]
     value = torch.empty(entry.size, dtype=entry.properties.dtype)
     try:
-        _load_state_dict({key: value}, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
-    except CheckpointException as error:
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        planner.set_up_planner({key: value}, metadata)
+        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+    except Exception as error:
         raise CheckpointError(f"{key} cannot be read: {one_line(error)}") from error
     return value
 

@@ -4,8 +4,9 @@ What lies in a folder ``<model type>-<step>steps`` (facts: the sample's scripts 
 
 - sharded: a DCP tree, or one for each tensor and expert rank, in ``tp<rank>_ep<rank>/``, earlier
   ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``, with ``model``, ``optimizer``, ``scheduler`` and counters;
-- local: the same for each shard rank too, ``tp<rank>_ep<rank>_fsdp<rank>/``;
-- local, before SMP 2.5: ``<rank>.pt``, what FSDP1 holds on each rank (`smp_train.checkpoints.rank_files`);
+- async_local: a tree for each shard rank too, ``tp<rank>_ep<rank>_fsdp<rank>/``, of what FSDP1 holds on it, or of
+  sharded tensors;
+- local: ``<rank>.pt``, what FSDP1 holds on each rank (`smp_train.checkpoints.local_parts`);
 - full: ``pytorch_model.bin`` and ``config.json``, no optimizer state.
 """
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from smp_train.checkpoints import rank_files
+from smp_train.checkpoints import local_parts, rank_files
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
@@ -32,6 +33,7 @@ from smp_train.checkpoints.state import State
 from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
 from smp_train.checkpoints.translated import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
 from smp_train.errors import CheckpointError
+from smp_train.models.hub_names import canonical_name
 from smp_train.models.smp_names import Ranks, is_transformed
 from smp_train.models.weight_files import WeightFiles
 from smp_train.storage.paths import place
@@ -54,6 +56,8 @@ class Foreign(Checkpoint):
     """Sub-folders of its trees; empty where there are none but files."""
     rank_files: int
     """How many files ``<rank>.pt`` there are."""
+    local: bool
+    """Whether its trees hold what FSDP1 holds on each rank, rather than sharded tensors."""
     config: Any = field(repr=False, compare=False)
     transformed: bool
     has_moments: bool
@@ -97,12 +101,17 @@ class Foreign(Checkpoint):
         return self.config
 
     def _trees(self, state: dict[str, Any], saver: Saver, opened: ExitStack) -> list[Tree]:
-        if self.rank_files:
-            read = [rank_files.read(place(self.path) / f"{rank}.pt") for rank in range(self.rank_files)]
+        if self.rank_files or self.local:
+            if self.local:
+                read = [local_parts.of_tree(self.reader(part)) for part in sorted(self.folders, key=_shard)]
+            else:
+                read = [rank_files.read(place(self.path) / f"{rank}.pt") for rank in range(self.rank_files)]
             if isinstance(state, State):
-                state = state.named_as([f"model.{name}" for name in read[0]["model"]])
+                state = state.named_as([f"model.{canonical_name(name)}" for name in read[0]["model"]])
+            if len(set(Ranks.of_folders(self.folders).values())) > 1:
+                raise CheckpointError(local_parts.OWN)
             shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
-            return [Tree(Ranks(), TensorReader(rank_files.tensors(read, self.config.model_type, shapes)))]
+            return [Tree(Ranks(), TensorReader(local_parts.tensors(read, self.config.model_type, shapes)))]
         if not self.folders:
             files = WeightFiles(place(self.path) / FULL, opened)
             return [Tree(Ranks(), TensorReader({f"model.{n}": files.tensor(n)[...] for n in files.files}))]
@@ -182,13 +191,18 @@ def _of_tree(file: str) -> bool:
     return posixpath.basename(file) == METADATA or file.endswith(".distcp")
 
 
+def _shard(folder: str) -> int:
+    found = Ranks.of_folder(folder)
+    return found[1] if found else 0
+
+
 def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
     """Return what there is to know of a checkpoint of the sample's, or what is missing of it."""
     match = _NAME.fullmatch(name)
     step = int(match["step"]) if match else 0
     files = storage.sizes(name)
     told: dict[str, Any] = {}
-    transformed = has_moments = False
+    transformed = has_moments = local = False
     of_ranks = sorted(int(found[1]) for found in map(_RANK_FILE.fullmatch, files) if found is not None)
     folders = sorted({posixpath.dirname(file) for file in files if _of_tree(file)})
     if folders:
@@ -199,8 +213,9 @@ def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
         told = plain_values(reader)
         saved = saved_entries(reader)
         has_moments = any(map(MOMENTS.fullmatch, saved))
+        local = local_parts.is_local(saved)
         names = [key.removeprefix("app.").removeprefix("model.") for key in saved if key.startswith(MODEL_PREFIXES[:2])]
-        transformed = is_transformed(names, config.model_type)
+        transformed = is_transformed([name for name in names if not local_parts.is_flat(name)], config.model_type)
     elif of_ranks:
         if of_ranks != list(range(len(of_ranks))):
             return f"files of ranks {of_ranks} are there, and not of those between"
@@ -215,7 +230,7 @@ def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
     committed = Committed(int(step), config.model_type, {})
     return {
         "step": int(step), "meta": meta, "committed": committed, "folders": tuple(folders), "transformed": transformed,
-        "has_moments": has_moments, "rank_files": len(of_ranks),
+        "has_moments": has_moments, "rank_files": len(of_ranks), "local": local,
     }  # fmt: skip
 
 

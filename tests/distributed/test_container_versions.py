@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from smp_train.checkpoints import cli
+from tests import harness
+from tests.sample_run import STEPS, options
 from tests.smp import NATIVE
-from tests.training import read_checkpoint
+from tests.smp_trees import config_of
+from tests.training import flags, read_checkpoint, train
 from tests.versions import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -34,10 +38,15 @@ pytestmark = [
 
 def hand_on(interpreter: Path | str, *steps: tuple[int, dict[str, Any], Path | None, Path]) -> None:
     """Carry out hand-overs (ranks, flags, source, target) with the versions of an interpreter."""
+    call(interpreter, "tests.versions", steps)
+
+
+def call(interpreter: Path | str, program: str, steps: Any) -> None:
+    """Run a program of the tests with the versions of an interpreter."""
     given = json.dumps(steps, default=str)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [str(interpreter), "-m", "tests.versions", given], cwd=ROOT, env=environ, capture_output=True, text=True,
+        [str(interpreter), "-m", program, given], cwd=ROOT, env=environ, capture_output=True, text=True,
         check=False, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -65,3 +74,46 @@ def test_a_run_goes_to_the_containers_versions_and_back(tmp_path: Path) -> None:
         same(drawn, content(tmp_path / "taken over", family))
         # From scratch the weights are the same too.
         same(*({name: value for name, value in each.items() if name.startswith("model.")} for each in (saved, drawn)))
+
+
+# Family, flags, ranks, shard degree, --checkpoint_type, --use_orig_params, whether it is resumed on SMP's stand-in too.
+SAMPLES = (
+    ("llama_v2", {"tie_word_embeddings": 1}, 4, 2, "local", False, True),
+    ("llama_v2", {}, 2, 1, "local", False, False),
+    ("mistral", {}, 3, 3, "local", False, False),
+    ("mixtral", {}, 2, 2, "local", False, True),
+    ("gpt_neox", {}, 3, 3, "local", False, False),
+    ("mixtral", {}, 4, 2, "local", True, False),
+    ("llama_v2", {"tie_word_embeddings": 1}, 3, 3, "async_local", True, False),
+    ("llama_v2", {}, 3, 3, "async_local", False, False),
+    ("gpt_neox", {}, 2, 2, "async_local", True, True),
+    ("mixtral", {}, 2, 2, "async_local", False, False),
+)
+
+
+def test_what_fsdp1_holds_on_each_rank_resumes(tmp_path: Path) -> None:
+    places = [tmp_path / str(number) for number in range(len(SAMPLES))]
+    writing, resuming = [], []
+    for place, (family, changes, world, shards, kind, orig, again) in zip(places, SAMPLES, strict=True):
+        model = options(family, **changes)
+        writing.append(("write", world, flags(place, **model), place / "aws", kind, shards, orig))
+        if again:
+            line = flags(place / "smp", **model, backend="smp", resume_from_checkpoint=place / "aws")
+            resuming.append(("resume", 2, line))
+    call(CONTAINERS, "tests.sample_run", writing)
+    call(CONTAINERS, "tests.sample_run", resuming)
+    for place, (family, changes, *_, again) in zip(places, SAMPLES, strict=True):
+        name = f"{family}-{STEPS}steps"
+        line = flags(place / "native", **options(family, **changes), resume_from_checkpoint=place / "aws")
+        harness.run(train, 2, line)  # no step is left: it saves what it has resumed from
+        native = place / "native" / "checkpoints" / name
+        truth = torch.load(place / "aws" / "truth.pt")
+        if changes:
+            truth.pop("model.lm_head.weight")  # a tied weight is saved once
+        assert any(value.abs().max() > 0 for key, value in truth.items() if key.endswith("exp_avg"))
+        same(truth, read_checkpoint(native))
+        if again:
+            same(truth, read_checkpoint(place / "smp" / "checkpoints" / name))
+            (place / "config.json").write_text(json.dumps(config_of(native)))
+            assert cli.main(["import", str(place / "aws"), str(place / "ours"), "--model", str(place)]) == 0
+            same(truth, read_checkpoint(place / "ours" / name))

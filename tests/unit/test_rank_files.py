@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._tensor import _rebuild_from_type_v2
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from smp_train.checkpoints import rank_files
+from smp_train.checkpoints import local_parts, rank_files
+from smp_train.checkpoints.local_parts import FlatPart
 from smp_train.errors import CheckpointError
 
 
@@ -33,6 +36,28 @@ def test_nothing_in_a_file_runs(tmp_path: Path) -> None:
     assert not marker.exists()
     assert torch.equal(found["model"]["a"], torch.arange(4.0))
     assert rank_files.plain_values(found) == {"total_steps": 3, "cli_args.lr": 0.1}
+
+
+class Sharded:
+    """Is pickled as torch's ShardedTensor is, with one shard; with ``marker``, runs a command too."""
+
+    def __init__(self, tensor: torch.Tensor, offset: int, marker: Path | None = None) -> None:
+        self.shard = Shard.from_tensor_and_offsets(tensor, [offset], 0)
+        self.more = marker and Runs(marker)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = ([self.shard], self.more, None, None, None)
+        return _rebuild_from_type_v2, (torch._utils._rebuild_wrapper_subclass, ShardedTensor, (ShardedTensor,), state)
+
+
+def test_the_shard_of_a_sharded_tensor_is_kept(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    content = {"model": {"_flat_param": Sharded(torch.arange(3.0), 4, marker)}, "optimizer": {}}
+    torch.save(content, tmp_path / "0.pt")
+    found = rank_files.read(tmp_path / "0.pt")["model"]["_flat_param"]
+    assert found.offset == 4
+    assert torch.equal(found.tensor, torch.arange(3.0))
+    assert not marker.exists()
 
 
 def test_no_object_of_the_program_is_changed(tmp_path: Path) -> None:
@@ -66,12 +91,98 @@ def test_slices_of_ranks_are_joined_and_moments_found(tmp_path: Path) -> None:
             for number, name in enumerate(own)
         }
         ranks.append({"model": own, "optimizer": {"state": state, "param_groups": [{"params": [0]}, {"params": [1]}]}})
-    found = rank_files.tensors(ranks, "llama", shapes)
+    found = local_parts.tensors(ranks, "llama", shapes)
     for name, shape in shapes.items():
         assert torch.equal(found[f"model.{name}"][...], whole[name].view(shape))
         assert torch.equal(found[f"optimizer.state.{name}.exp_avg_sq"][...], whole[name].view(shape) + 2)
         assert found[f"optimizer.state.{name}.step"] == 7
     with pytest.raises(CheckpointError):
-        rank_files.tensors(ranks[:1], "llama", shapes)
+        local_parts.tensors(ranks[:1], "llama", shapes)
     with pytest.raises(CheckpointError):
         rank_files.read(tmp_path)
+
+
+LLAMA = {
+    "model.embed_tokens.weight": (3, 2),
+    "model.layers.0.self_attn.q_proj.weight": (2, 2),
+    "model.layers.0.input_layernorm.weight": (1,),
+    "model.norm.weight": (2,),
+    "lm_head.weight": (3, 2),
+}
+UNITS = {
+    "_flat_param": ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"],
+    "model.layers.0._flat_param": ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"],
+}
+NESTED = {
+    "_flat_param": ["model.norm.weight"],
+    "model.embed_tokens._flat_param": ["model.embed_tokens.weight"],
+    "model.layers.0._flat_param": ["model.layers.0.input_layernorm.weight"],
+    "model.layers.0.self_attn._flat_param": ["model.layers.0.self_attn.q_proj.weight"],
+    "lm_head._flat_param": ["lm_head.weight"],
+}
+
+
+def flat_ranks(
+    units: dict[str, list[str]], shards: int, replicas: int = 1, padded: bool = False
+) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """Return a model, and what the ranks of its shard groups hold of it, by the rules of FSDP1's flat parameters."""
+    whole = {name: torch.rand(shape) for name, shape in LLAMA.items()}
+    ranks: list[dict[str, Any]] = [
+        {"model": {}, "optimizer": {"state": {}, "param_groups": [{"params": list(range(len(units)))}, {"params": []}]}}
+        for _ in range(shards * replicas)
+    ]
+    for number, (unit, names) in enumerate(units.items()):
+        flat = torch.cat([whole[name].flatten() for name in names])
+        length = -(-len(flat) // shards)
+        for rank, held in enumerate(ranks):
+            at = rank % shards * length
+            part = flat[at : at + length]
+            chunk = torch.nn.functional.pad(part, (0, length - len(part)))
+            held["model"][unit] = chunk if padded else FlatPart(at if len(part) else 0, part)
+            held["optimizer"]["state"][number] = {"exp_avg": chunk + 1, "exp_avg_sq": chunk + 2, "step": 7}
+    return whole, ranks
+
+
+@pytest.mark.parametrize("units", [UNITS, NESTED])
+@pytest.mark.parametrize("shards", [1, 2, 4])  # four chunks of five numbers: the last rank holds padding alone
+@pytest.mark.parametrize("padded", [False, True])
+def test_flat_parameters_are_taken_apart(units: dict[str, list[str]], shards: int, padded: bool) -> None:
+    whole, ranks = flat_ranks(units, shards, 1 if padded else 2, padded)
+    found = local_parts.tensors(ranks, "llama", LLAMA)
+    for name, value in whole.items():
+        assert torch.equal(found[f"model.{name}"][...], value)
+        assert torch.equal(found[f"optimizer.state.{name}.exp_avg"][...], value + 1)
+        assert torch.equal(found[f"optimizer.state.{name}.exp_avg_sq"][...], value + 2)
+        assert found[f"optimizer.state.{name}.step"] == 7
+    assert len(found) == 4 * len(LLAMA)
+
+
+def test_replicas_need_not_follow_one_another() -> None:
+    whole, ranks = flat_ranks(UNITS, 2, 2)
+    found = local_parts.tensors([ranks[0], ranks[2], ranks[1], ranks[3]], "llama", LLAMA)
+    assert all(torch.equal(found[f"model.{name}"][...], value) for name, value in whole.items())
+
+
+def test_flat_parameters_of_another_model_or_of_some_ranks_are_refused() -> None:
+    _, ranks = flat_ranks(UNITS, 2)
+    other = {**LLAMA, "model.layers.0.input_layernorm.weight": (2,)}
+    more = {**LLAMA, "model.layers.1.input_layernorm.weight": (1,)}
+    for held, kind, shapes in (
+        (ranks[:1], "llama", LLAMA),
+        (ranks[1:], "llama", LLAMA),
+        (ranks, "llama", other),
+        (ranks, "llama", more),
+        (ranks, "qwen3", LLAMA),
+    ):
+        with pytest.raises(CheckpointError):
+            local_parts.tensors(held, kind, shapes)
+    del ranks[0]["optimizer"]["param_groups"][0]["params"][0]
+    with pytest.raises(CheckpointError):
+        local_parts.tensors(ranks, "llama", LLAMA)
+
+
+def test_slices_of_smps_own_implementation_are_refused() -> None:
+    model = {"transformer.seq_layers.0.layernorm_mlp.fc1_weight": torch.arange(3.0)}
+    optimizer = {"state": {}, "param_groups": [{"params": [0]}]}
+    with pytest.raises(CheckpointError, match="own implementation"):
+        local_parts.tensors([{"model": model, "optimizer": optimizer}], "llama", LLAMA)

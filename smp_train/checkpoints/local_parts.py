@@ -1,0 +1,301 @@
+"""What each rank of FSDP1 holds of model and optimizer, put together again.
+
+On a rank a parameter is a one-dimensional slice, or with ``--use_orig_params 0`` a part of its unit's flat parameter
+(each decoder layer is a unit, and the rest of the model another). The parts of a shard group, in the order of its
+ranks, are the whole, padded at the end. The optimizer's state goes by number: parameters in the model's order, first
+those with weight decay, then the others; of flat parameters all decay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from smp_train.checkpoints.dcp import Reader, plain_value, read_tensor, saved_entries
+from smp_train.errors import CheckpointError
+from smp_train.models.flat_order import flat_order
+from smp_train.models.hub_names import canonical_name
+from smp_train.models.smp_names import is_transformed
+
+_FLAT = re.compile(r"(?P<unit>(?:.+\.)?)_flat_param")
+_LAYER = re.compile(r"\w+\.(?:layers|h)\.\d+\.")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_NUMBERED = re.compile(r"optimizer\.state\.(?P<number>\d+)\.(?P<what>\w+)")
+_GROUP = re.compile(r"optimizer\.param_groups\.(\d+)\.params")
+OWN = (
+    "it holds slices of SMP's own implementation (--use_smp_implementation, tensor or expert parallelism) without "
+    "their shapes and order: have the sample write a sharded checkpoint"
+)
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """What a rank holds of a flat parameter without its padding: where it begins there, and the numbers."""
+
+    offset: int
+    tensor: Any
+
+
+class Stored:
+    """A tensor of a DCP tree, read when it is asked for."""
+
+    def __init__(self, reader: Reader, key: str) -> None:
+        self._reader, self._key = reader, key
+        self._entry = saved_entries(reader)[key]
+        self.dtype = self._entry.properties.dtype
+
+    def size(self) -> torch.Size:
+        """Return its shape."""
+        size: torch.Size = self._entry.size
+        return size
+
+    def dim(self) -> int:
+        """Return the number of its dimensions."""
+        return len(self.size())
+
+    def numel(self) -> int:
+        """Return how many numbers it has."""
+        return self.size().numel()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return read_tensor(self._reader, self._key)[index]
+
+
+class Joined:
+    """A tensor that lies in slices, one after another, from ``start`` on; they are put together when it is read."""
+
+    def __init__(self, slices: Sequence[Any], shape: Sequence[int], start: int = 0) -> None:
+        self._slices, self._shape, self._start = slices, torch.Size(shape), start
+        self.dtype = slices[0].dtype
+
+    def size(self) -> torch.Size:
+        """Return its shape."""
+        return self._shape
+
+    def dim(self) -> int:
+        """Return the number of its dimensions."""
+        return len(self._shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        parts, at, end = [], 0, self._start + self._shape.numel()
+        for piece in self._slices:
+            first, last = max(self._start - at, 0), min(end - at, piece.numel())
+            if first < last:
+                parts.append(piece[first:last])
+            at += piece.numel()
+        return torch.cat(parts).view(self._shape)[index]
+
+
+def is_local(keys: Iterable[str]) -> bool:
+    """Tell whether the entries of a DCP tree are those that one rank holds: its optimizer's state goes by number."""
+    return any(map(_NUMBERED.fullmatch, keys))
+
+
+def is_flat(name: str) -> bool:
+    """Tell whether a name is of a flat parameter."""
+    return _FLAT.fullmatch(canonical_name(name)) is not None
+
+
+def of_tree(reader: Reader) -> dict[str, Any]:
+    """Return model and optimizer of a rank's own DCP tree, as `tensors` takes them; tensors are read later."""
+    model: dict[str, Any] = {}
+    state: dict[int, dict[str, Any]] = {}
+    groups: dict[int, list[int]] = {}
+    for key, entry in saved_entries(reader).items():
+        numbered, group = _NUMBERED.fullmatch(key), _GROUP.fullmatch(key)
+        if numbered:
+            value = Stored(reader, key) if isinstance(entry, TensorStorageMetadata) else plain_value(reader, key)
+            state.setdefault(int(numbered["number"]), {})[numbered["what"]] = value
+        elif key == "optimizer.param_groups":  # as torch before 2.4 stores it
+            groups = {index: each["params"] for index, each in enumerate(plain_value(reader, key))}
+        elif group:
+            groups[int(group[1])] = plain_value(reader, key)
+        elif key.startswith("model.") and isinstance(entry, TensorStorageMetadata):
+            model[key.removeprefix("model.")] = Stored(reader, key)
+    return {
+        "model": model,
+        "optimizer": {"state": state, "param_groups": [{"params": groups[index]} for index in sorted(groups)]},
+    }
+
+
+def tensors(ranks: Sequence[dict[str, Any]], kind: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return the tensors of all ranks, as a sharded checkpoint would name them.
+
+    Args:
+        ranks: what each rank holds.
+        kind: transformers' name of the model family.
+        shapes: whole shapes by parameter name.
+
+    Raises `CheckpointError` where they are not those of one model.
+    """
+    models = [{canonical_name(name): value for name, value in rank["model"].items()} for rank in ranks]
+    named = [name for name in models[0] if not is_flat(name)]
+    if is_transformed(named, kind):
+        raise CheckpointError(OWN)
+    others = {f"model.{name}": models[0][name] for name in named if name not in shapes and _is_tensor(models[0][name])}
+    # The others are for the reader to refuse, unless they are buffers or a tied weight.
+    if not any(name in shapes for name in named):
+        return others | _of_flat(ranks, models, kind, shapes)
+    params = sum(len(group["params"]) for group in ranks[0]["optimizer"]["param_groups"])
+    slices, group = _slices(models, shapes)
+    if params == len(slices) or len(named) < len(models[0]):
+        return others | slices | _moments_of_slices(ranks, models, kind, shapes, group)
+    return others | slices | _of_flat(ranks, models, kind, shapes)
+
+
+def _slices(
+    models: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return parameters, and by their names how many ranks hold one whole."""
+    found: dict[str, Any] = {}
+    group: dict[str, int] = {}
+    for name in (name for name in models[0] if name in shapes):
+        group[name] = _group(name, [each[name].numel() for each in models], shapes[name])
+        found[f"model.{name}"] = Joined([each[name] for each in models[: group[name]]], shapes[name])
+    return found, group
+
+
+def _moments_of_slices(
+    ranks: Sequence[dict[str, Any]],
+    models: Sequence[Mapping[str, Any]],
+    kind: str,
+    shapes: Mapping[str, Sequence[int]],
+    group: Mapping[str, int],
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    numbers = _numbers(ranks[0]["optimizer"], list(group), kind, models[0])
+    for name, number in numbers.items():
+        states = [rank["optimizer"]["state"].get(number, {}) for rank in ranks[: group[name]]]
+        for what in _MOMENTS:
+            parts = [state[what] for state in states if what in state]
+            if sum(part.numel() for part in parts) == math.prod(shapes[name]):
+                found[f"optimizer.state.{name}.{what}"] = Joined(parts, shapes[name])
+        # A rank with an empty slice takes no steps with it.
+        step = next((state["step"] for state in states if "step" in state and state["exp_avg"].numel()), None)
+        if step is not None:
+            found[f"optimizer.state.{name}.step"] = _step(step)
+    return found
+
+
+def _of_flat(
+    ranks: Sequence[dict[str, Any]],
+    models: Sequence[Mapping[str, Any]],
+    kind: str,
+    shapes: Mapping[str, Sequence[int]],
+) -> dict[str, Any]:
+    """Return what flat parameters hold.
+
+    FSDP1 that shards nothing stores parameters whole, by their names, and the state of flat ones: of these the moments.
+    """
+    found: dict[str, Any] = {}
+    order = flat_order(kind, shapes)
+    flats = [name for name in models[0] if is_flat(name)]
+    layers = dict.fromkeys(f"{layer[0]}_flat_param" for name in order if (layer := _LAYER.match(name)))
+    units = _units(flats or ["_flat_param", *layers], order)
+    numbers = [number for group in ranks[0]["optimizer"]["param_groups"] for number in group["params"]]
+    if len(numbers) != len(units):
+        raise CheckpointError(
+            f"its optimizer has {len(numbers)} parameters where {len(units)} flat ones are expected: which moment is "
+            "whose is not known (another --num_layers?)"
+        )
+    for number, (flat, names) in zip(numbers, units.items(), strict=True):
+        whole = sum(math.prod(shapes[name]) for name in names)
+        parts = _parts(flat, [model.get(flat) for model in models], whole) if flats else {0: None}
+        states = [ranks[rank]["optimizer"]["state"].get(number, {}) for rank in parts]
+        values = {"model.{}": list(parts.values())} if flats else {}
+        for what in _MOMENTS:
+            values[f"optimizer.state.{{}}.{what}"] = moments = [state[what] for state in states if what in state]
+            lengths = [part.numel() for part in moments]
+            if moments and (len(set(lengths)) > 1 or len(moments) < len(parts) or sum(lengths) < whole):
+                raise CheckpointError(f"{flat} has {whole} numbers, and {what} parts of {lengths}")
+        start = 0
+        for name in names:
+            for key, pieces in values.items():
+                if pieces:
+                    found[key.format(name)] = Joined(pieces, shapes[name], start)
+            if "step" in states[0]:
+                found[f"optimizer.state.{name}.step"] = _step(states[0]["step"])
+            start += math.prod(shapes[name])
+    return found
+
+
+def _units(flats: Sequence[str], order: Sequence[str]) -> dict[str, list[str]]:
+    """Return the parameters in each flat one, both in the model's order: a unit has what no unit inside it has."""
+    units: dict[str, list[str]] = {flat: [] for flat in flats}
+    prefixes = {flat: flat.removesuffix("_flat_param") for flat in flats}
+    for name in order:
+        around = [flat for flat in flats if name.startswith(prefixes[flat])]
+        if not around:
+            raise CheckpointError(f"it lacks the flat parameter that {name} is in")
+        units[max(around, key=len)].append(name)
+
+    def place(flat: str) -> tuple[int, int]:
+        within = (index for index, name in enumerate(order) if name.startswith(prefixes[flat]))
+        return next(within, len(order)), len(flat)
+
+    return {flat: units[flat] for flat in sorted(flats, key=place)}
+
+
+def _parts(flat: str, values: Sequence[Any], whole: int) -> dict[int, Any]:
+    """Return a flat parameter's parts in order, each by the rank that holds it; replicas once."""
+    length = -(-whole // len(values))
+    if all(_is_tensor(value) and value.numel() == length for value in values):  # with its padding
+        return {rank: value for rank, value in enumerate(values) if rank * length < whole}
+    first: dict[int, tuple[int, Any]] = {}
+    for rank, value in enumerate(values):
+        if isinstance(value, FlatPart) and value.tensor.numel():
+            first.setdefault(value.offset, (rank, value.tensor))
+    at = 0
+    for offset in sorted(first):
+        if offset != at:
+            break
+        at += first[offset][1].numel()
+    if at != whole:
+        raise CheckpointError(
+            f"{flat} has {whole} numbers here, and {at} one after another on {len(values)} ranks there (files of some "
+            "ranks are missing, or it is of another model: --num_layers, --hidden_width, --vocab_size)"
+        )
+    return {rank: tensor for _, (rank, tensor) in sorted(first.items())}
+
+
+def _step(value: Any) -> Any:
+    return value if _is_tensor(value) else torch.tensor(float(value))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | Stored)
+
+
+def _group(name: str, lengths: Sequence[int], shape: Sequence[int]) -> int:
+    """Return how many ranks hold one whole: a shard group's, of which there may be several after one another."""
+    whole, so_far = torch.Size(shape).numel(), 0
+    for number, length in enumerate(lengths, 1):
+        so_far += length
+        if so_far == whole and (number == len(lengths) or lengths[number] == lengths[0]):
+            return number
+    raise CheckpointError(f"{name} has {whole} numbers here, and {sum(lengths)} on {len(lengths)} ranks there")
+
+
+def _numbers(
+    optimizer: Mapping[str, Any], names: Iterable[str], kind: str, slices: Mapping[str, Any]
+) -> dict[str, int]:
+    """Return the optimizer's number of each parameter."""
+    names = list(names)
+    groups = [list(group["params"]) for group in optimizer["param_groups"]]
+    for norms in (True, False) if kind in ("llama", "gpt_neox") else (False, True):
+        decay = [name for name in names if not name.endswith(".bias") and not (norms and "norm" in name.split(".")[-2])]
+        rest = [name for name in names if name not in set(decay)]
+        order = [decay, rest] if len(groups) > 1 else [names]
+        if [len(each) for each in order] == [len(each) for each in groups]:
+            found = dict(zip(itertools.chain(*order), itertools.chain(*groups), strict=True))
+            state = optimizer["state"]
+            if all(n not in state or state[n]["exp_avg"].numel() == slices[name].numel() for name, n in found.items()):
+                return found
+    raise CheckpointError("the optimizer's groups are not those of the sample: which moment is whose is not known")
