@@ -154,32 +154,18 @@ def test_what_has_no_effect_is_said() -> None:
     assert seen()["unknown head"]["largest"] >= TOKENS * VOCAB
 
 
-def test_the_next_layer_is_fetched_ahead() -> None:
+def test_each_flag_reaches_what_it_is_for() -> None:
     assert (seen()["none"]["prefetched"], seen()["no prefetch"]["prefetched"]) == (1, 0)
-
-
-def test_gradients_are_reduced_in_float32() -> None:
     assert (seen()["bf16"]["compute"], seen()["bf16"]["reduce"]) == ("torch.bfloat16", "torch.float32")
-
-
-def test_layers_are_freed_after_their_forward_pass() -> None:
+    # Layers are freed after their forward pass.
     assert seen()["none"]["gathered"] == [False] * (LAYERS - 1) + [True]
     assert seen()["zero2"]["gathered"] == [True] * LAYERS
-
-
-def test_the_horizon_reaches_offloading() -> None:
     assert (seen()["none"]["horizon"], seen()["offloading"]["horizon"]) == (None, 3)
-
-
-def test_parameters_wait_in_host_memory() -> None:
-    found = seen()["none"]["parameters"], seen()["parameters on the host"]["parameters"]
-    assert found == ("OffloadPolicy", "CPUOffloadPolicy")
-
-
-def test_replicas_are_summed_after_the_last_micro_batch() -> None:
+    parameters = seen()["none"]["parameters"], seen()["parameters on the host"]["parameters"]
+    assert parameters == ("OffloadPolicy", "CPUOffloadPolicy")
+    # Replicas are summed after the last micro-batch.
     first, last = seen()["replicas"]["reduced"]
-    assert first == 0
-    assert last > 0
+    assert first == 0 < last
 
 
 def train_noting_draws(command_line: list[str]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from smp_train.arguments import help_text, parse, print_config
@@ -9,7 +10,10 @@ from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.document import markdown, title
 from smp_train.arguments.groups import GROUPS, flags
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "flags.md"
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "flags.md"
+# Read where the flags themselves are settled: they shape other flags, or the command line's own behaviour.
+SETTLED_AT_PARSING = {"config", "from_scratch", "run_name", "selective_checkpointing", "smp_config"}
 
 
 def test_help_names_everything_and_fits() -> None:
@@ -51,3 +55,12 @@ def test_reference_table_is_up_to_date() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == markdown(), (
         "run: python -m smp_train.arguments > docs/flags.md"
     )
+
+
+def test_every_flag_is_read_refused_or_said_to_have_no_effect() -> None:
+    files = [path for path in (ROOT / "smp_train").rglob("*.py") if "arguments" not in path.parts]
+    # args.NAME, or NAME as a string where flags are looped over (the model's widths are).
+    pattern = re.compile(r"(?:args|arguments)\.(\w+)|[\"'](\w+)[\"']")
+    read = {name for path in files for found in pattern.findall(path.read_text(encoding="utf-8")) for name in found}
+    effective = {name for name, flag in flags().items() if not (flag.only or flag.idle)}
+    assert effective - SETTLED_AT_PARSING - read == set()
