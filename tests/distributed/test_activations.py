@@ -21,7 +21,9 @@ def named(mode: str, **changes: Any) -> dict[str, Any]:
     return {"activation_checkpointing": mode, **changes}
 
 
-@pytest.mark.parametrize(("model", "world"), [("llama", 2), ("dropout", 1), ("dropout", 2)])
+@pytest.mark.parametrize(
+    ("model", "world"), [("llama", 2), ("dropout", 1), pytest.param("dropout", 2, marks=pytest.mark.slow)]
+)
 def test_checkpointing_and_offloading_change_no_bit(model: str, world: int) -> None:
     base = {"gradient_accumulation_steps": 2, **(DROPOUT if model == "dropout" else {})}
     variants = {
@@ -45,6 +47,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 def test_every_family() -> None:
     variants = {
         f"{family} {mode}{' offloaded' if more else ''}": {**base, **named(mode, **more)}

@@ -81,7 +81,9 @@ def torn(folder: str, layout: str) -> list[dict[str, str]]:
         return problems
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, "plain"), (2, "fsdp"), (4, "tensor")])
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, "plain"), (2, "fsdp"), pytest.param(4, "tensor", marks=pytest.mark.slow)]
+)
 def test_what_is_saved_is_the_step_it_was_asked_at(tmp_path: Path, world: int, layout: str) -> None:
     assert same_on_all(run(torn, world, str(tmp_path), layout)) == [{}, {}, {}]
 

@@ -60,7 +60,7 @@ def read(folder: str, layout: str, mesh: Any = MESH) -> tuple[int, str, dict[str
         return checkpoint.step, where, digests(model, optimizer)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), (4, "tensor")])
+@pytest.mark.parametrize(("world", "layout"), [(2, "fsdp"), pytest.param(4, "tensor", marks=pytest.mark.slow)])
 def test_the_same_ranks_resume_from_their_own_disks(tmp_path: Path, world: int, layout: str) -> None:
     seen = same_on_all(run(write, world, str(tmp_path), layout))
     assert sorted(path.name for path in (tmp_path / "near").iterdir()) == [f"rank{r:05d}" for r in range(world)]

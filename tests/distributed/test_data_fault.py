@@ -11,6 +11,7 @@ import pytest
 from tests import harness
 from tests.distributed.test_text_training import audits, write_text
 from tests.system.command import write_shard
+from tests.tiers import slow
 from tests.training import flags, read_checkpoint, steps, train
 
 
@@ -29,7 +30,9 @@ def assert_equal(one: Path, other: Path) -> None:
         assert (value == right[name]).all() if hasattr(value, "all") else value == right[name], name
 
 
-@pytest.mark.parametrize("changes", [{}, {"checkpoint_type": "sharded", "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "changes", slow([{}, {"checkpoint_type": "sharded", "gradient_accumulation_steps": 2}], bool)
+)
 def test_a_damaged_row_saves_the_step_before(tmp_path: Path, changes: dict) -> None:
     data = tmp_path / "data"
     write_shard(data / "0.jsonl", 48)
@@ -86,6 +89,7 @@ def test_validation_data_that_fails(tmp_path: Path) -> None:
     assert not list((tmp_path / "c" / "checkpoints").glob("*steps"))
 
 
+@pytest.mark.slow
 def test_a_broken_line_of_streamed_text_saves_the_step_before(tmp_path: Path) -> None:
     """The peers have read ahead, and have been handed a step that is not made."""
     text = write_text(tmp_path / "text")

@@ -174,6 +174,7 @@ def test_rows_cut_to_nothing_stop_the_run_at_the_start(tmp_path: Path, world: in
         harness.run(train, world, words)
 
 
+@pytest.mark.slow
 def test_rows_cut_to_nothing_are_left_out_alike_on_all_ranks_and_at_every_start(tmp_path: Path) -> None:
     place = prompts(tmp_path / "data")
     common = {

@@ -130,6 +130,7 @@ def test_on_smp_rank_0_reads_every_form_of_weights(model: Path) -> None:
         assert all(torch.equal(parameters[key], p) for key, p in expected.items()), name
 
 
+@pytest.mark.slow
 def test_every_form_of_weights_in_s3_gives_the_same_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto.server")
     with serving() as server:

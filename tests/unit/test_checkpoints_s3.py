@@ -179,6 +179,7 @@ def freeze(server, after: int) -> list[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_writer_that_dies_after_any_request_loses_nothing(server, place, monkeypatch):
     small_parts(monkeypatch)
     rows, after, outcomes = 20_000, 0, []  # in parts
@@ -203,6 +204,7 @@ def test_a_writer_that_dies_after_any_request_loses_nothing(server, place, monke
     assert len(outcomes) >= 10
 
 
+@pytest.mark.slow
 def test_a_step_that_is_saved_again_is_replaced_at_once(server, place):
     """A replacement that dies after any request leaves the older or the newer one, whole."""
     after, tokens = 0, set()
