@@ -1,8 +1,10 @@
-"""``python -m smp_train.launch.network_check``: do the nodes reach each other, and how fast? Every rank runs it once.
+"""Whether the nodes of a run have the same hardware, whether they reach each other, and how fast.
 
-In order: all ranks report; each node reduces among its own GPUs; each node reduces with the next one, around the ring;
-all reduce together. Every reduction is a process group of its own and has its own time, so that one that hangs stops
-none of the others, and the two neighbours that a node fails with name it. Rank 0 sums up, and tells the others.
+A node agent calls `compare` and `run` before training. The check itself is a program that every rank runs once:
+``python -m smp_train.launch.network_check``, or ``smp-train doctor --network SECONDS`` under any launcher. In order:
+all ranks report; each node all-reduces among its own GPUs; each node with its neighbours on a ring; all together. Every
+all-reduce has a process group and a time limit of its own, so that one that hangs stops none of the others, and the two
+neighbours that a node fails with name it. Rank 0 decides and sends its verdict to the others.
 """
 
 from __future__ import annotations
@@ -16,27 +18,109 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from smp_train.distributed import Runtime, detect
+from smp_train.distributed import Runtime, detect, expand_hostlist
+from smp_train.launch.supervisor import Failure, Place, supervise
 
 BAD_NODE = 75
 UNREACHABLE = 74
-"""Exit code of a rank that could not reach rank 0, which therefore cannot tell it anything."""
+"""Exit code of a rank that could not reach rank 0, and so gets no verdict."""
 HOSTS = "SMP_TRAIN_HOSTS"
 """Names of the nodes in their order, for those that never report."""
 CPU_BYTES, GPU_BYTES = 1 << 22, 1 << 28
-LEAVING_SECONDS = 3.0
-HEARING_SECONDS = 30.0
-"""How long rank 0, with whom the words go, stays for ranks that are slow to hear its verdict."""
+SLACK_SECONDS = 3.0
+"""How much later than its own time limit a rank may report."""
+VERDICT_SECONDS = 30.0
+"""How long rank 0, which serves the store, waits for all to have read its verdict."""
 FAULT_SECONDS = 10.0
-"""The same after a fault, as a broken node may never answer: what ends a step waits longer (Slurm's KillWait: 30 s), so
-that the first node can still leave word of which one it is."""
+"""The same after a fault, as a broken node may never answer: less than a launcher waits for the node that has the fault
+to end (Slurm's KillWait: 30 s), so that the first node can still record which one it is."""
+
+
+# --- on each node, before its processes start
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node counts of its own hardware; ``efa``: Elastic Fabric Adapters, 0 where they do not matter."""
+
+    name: str
+    processes: int
+    efa: int = 0
+
+
+def compare(folder: Path, hosts: Sequence[str], number: int, node: Node, seconds: float) -> tuple[list[str], str]:
+    """Exchange what nodes count, through a shared folder; return (nodes at fault, message), the same on all of them.
+
+    Ranks follow from the number of processes on each node: with one GPU less on a node, all would wait for a rank that
+    nobody starts. ``hosts`` names the nodes in order, of which this is ``number``.
+
+    Raises:
+        OSError: when the folder cannot be written.
+    """
+    scratch = folder / f".node-{number}.json"
+    scratch.write_text(json.dumps(asdict(node)), encoding="utf-8")
+    scratch.replace(folder / f"node-{number}.json")
+    found: dict[int, Node] = {}
+    deadline = time.monotonic() + seconds
+    while True:
+        for one in set(range(len(hosts))) - set(found):
+            with suppress(OSError, ValueError, TypeError):
+                found[one] = Node(**json.loads((folder / f"node-{one}.json").read_text(encoding="utf-8")))
+        if len(found) == len(hosts) or time.monotonic() >= deadline:
+            break
+        time.sleep(0.2)
+    silent = [host for one, host in enumerate(hosts) if one not in found]
+    if silent:
+        return silent, f"no word from {', '.join(silent)} within {seconds:g} s: the task has not started there"
+    kinds = Counter((one.processes, one.efa) for one in found.values())
+    usual = max(kinds, key=lambda kind: (kinds[kind], kind))  # of two halves, the one that has more
+    odd = [found[one] for one in sorted(found) if (found[one].processes, found[one].efa) != usual]
+    names = [one.name for one in odd]
+    if not odd:
+        return [], ""
+    return names, (
+        f"{', '.join(names)}: {odd[0].processes} GPUs and {odd[0].efa} EFA adapters, other nodes have {usual[0]} and "
+        f"{usual[1]}; replace the node, or set NPROC and INSTANCE_TYPE"
+    )
+
+
+def run(
+    place: Place, seconds: float, backend: str, efa: int, environ: Mapping[str, str], logs: Path
+) -> tuple[int, Failure | None]:
+    """Run the check on this node's ranks; return (exit code, failure that names the node at fault).
+
+    Rank 0 reports for all: on the other nodes there is a failure only when it could not be reached.
+    """
+    file = logs / "preflight.json"
+    command = [sys.executable, "-m", "smp_train.launch.network_check", "--seconds", str(seconds)]
+    command += ["--verdict", str(file), "--backend", backend, "--efa", str(efa)]
+    hosts = environ.get("SLURM_STEP_NODELIST")
+    known = {HOSTS: ",".join(expand_hostlist(hosts))} if hosts else {}
+    # A port of its own: training may ask for its port while rank 0 still serves this one.
+    here = replace(place, master_port=place.master_port - 1)
+    code, failure = supervise(command, here, environ={**environ, **known}, log_dir=logs, say=lambda line: None)
+    if failure is None or (failure.code == BAD_NODE and place.node_rank > 0):
+        return code, None
+    if failure.code in (BAD_NODE, UNREACHABLE):
+        verdict: dict[str, Any] = {}
+        with suppress(OSError, ValueError):  # a full disk leaves an empty file
+            verdict = json.loads(file.read_text(encoding="utf-8"))
+        # The next start leaves nodes out for a fault of their own only, not for one of a link or of all together.
+        cause = "node" if verdict.get("at_fault") else "network"
+        failure = Failure(-1, ",".join(verdict.get("nodes", [])) or failure.node, BAD_NODE, cause)
+    print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
+    return failure.code, failure
+
+
+# --- on each rank
 
 
 @dataclass(frozen=True)
@@ -46,13 +130,13 @@ class Verdict:
     nodes: list[str]
     message: str
     rate: float = 0.0
-    """GB/s of the reduction over all ranks: bytes x 2 (n - 1) / n / seconds, as nccl-tests' bus bandwidth."""
+    """GB/s of the all-reduce over all ranks: bytes x 2 (n - 1) / n / seconds, as nccl-tests' bus bandwidth."""
     at_fault: bool = False
     """Whether it is the nodes themselves, and not what lies between them."""
 
 
 def links(nodes: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs of nodes: each node with its neighbours on a ring, in no round with both."""
+    """Return rounds of pairs of nodes: each node with its neighbours on a ring, at most one pair of it in a round."""
     if nodes < 2:
         return []
     ring = [(node, (node + 1) % nodes) for node in range(nodes if nodes > 2 else 1)]
@@ -68,47 +152,32 @@ def judge(
     Args:
         names: Names of all nodes.
         absent: Nodes with ranks that never reported.
-        alone: Nodes whose own ranks did not finish a reduction.
+        alone: Nodes whose own ranks did not finish an all-reduce.
         broken: Pairs of nodes that did not finish one.
     """
-    if absent:
-        return Verdict(
-            [names[node] for node in absent],
-            f"no word from {_listed(names, absent)}: look whether the run starts there, and reaches {names[0]}",
-            at_fault=True,
-        )
-    if alone:
-        return Verdict(
-            [names[node] for node in alone],
-            f"{_listed(names, alone)}: the processes of this node do not finish an all-reduce among themselves; "
-            "replace or reboot the node",
-            at_fault=True,
-        )
     failing = [node for pair in broken for node in pair]
     often = sorted({node for node in failing if failing.count(node) > 1})
-    if often:
-        return Verdict(
-            [names[node] for node in often],
-            f"{_listed(names, often)} does not finish an all-reduce with either of its neighbours; replace or reboot "
-            "the node, or look at its security group",
-            at_fault=True,
-        )
+    for nodes, message in (
+        (absent, f"no word from {{}}: look whether the run starts there, and reaches {names[0]}"),
+        (alone, "{}: the processes of this node do not finish an all-reduce among themselves; replace or reboot it"),
+        (often, "{} does not finish an all-reduce with either of its neighbours; replace or reboot the node, or look "
+                "at its security group"),
+    ):  # fmt: skip
+        if nodes:
+            listed = [names[node] for node in nodes]
+            return Verdict(listed, message.format(", ".join(listed)), at_fault=True)
     if broken:
-        said = ", ".join(f"{names[one]} and {names[other]}" for one, other in broken)
+        pairs = ", ".join(f"{names[one]} and {names[other]}" for one, other in broken)
         return Verdict(
-            [names[node] for pair in broken for node in pair],
-            f"{said} do not finish an all-reduce with each other; the security group must allow all traffic within "
+            [names[node] for node in failing],
+            f"{pairs} do not finish an all-reduce with each other; the security group must allow all traffic within "
             "itself, in both directions",
         )
     return Verdict([], "")
 
 
-def _listed(names: Sequence[str], nodes: Sequence[int]) -> str:
-    return ", ".join(names[node] for node in nodes)
-
-
 def network(log: str) -> str:
-    """Return what NCCL's own log (INIT, NET) says it goes through: efa or another provider, sockets, or ""."""
+    """Return what NCCL uses by its own log (INIT, NET): efa or another provider, sockets, or ""."""
     provider = re.search(r"NET/OFI Selected provider is (\S+)", log, re.IGNORECASE)
     if provider:
         return provider[1].rstrip(",")
@@ -128,7 +197,7 @@ def reach(host: str, port: int, seconds: float) -> None:
         time.sleep(0.5)
 
 
-class Meeting:
+class NetworkCheck:
     """One rank's part. ``reduce`` is what a step does; a test puts something else there."""
 
     def __init__(self, runtime: Runtime, seconds: float, backend: str, device: Any) -> None:
@@ -139,57 +208,64 @@ class Meeting:
         self.present: list[int] = []
 
     def run(self) -> Verdict:
-        """Return rank 0's verdict, which rank 0 has yet to `tell`; RuntimeError when rank 0 cannot be reached."""
+        """Return the verdict, which rank 0 has yet to `send`; RuntimeError when rank 0 cannot be reached."""
         import torch.distributed as dist
 
         place, limit = self.runtime, timedelta(seconds=self.seconds)
+        size, world = place.local_world_size, place.world_size
         if not place.is_main:
             reach(place.master_addr, place.master_port, self.seconds)
         self.store = dist.TCPStore(
-            place.master_addr, place.master_port, place.world_size, place.is_main, limit, wait_for_workers=False
+            place.master_addr, place.master_port, world, place.is_main, limit, wait_for_workers=False
         )
         self.store.set(f"here/{place.rank}", place.hostname)
-        everyone = [f"here/{rank}" for rank in range(place.world_size)]
         if place.is_main:
-            absent = self._missing(everyone, self.seconds / 2)
-            self._say("meet", json.dumps(absent))
-            self.present = [rank for rank in range(place.world_size) if rank not in absent]
+            absent = self.missing([f"here/{rank}" for rank in range(world)], self.seconds / 2)
+            self.store.set("absent", json.dumps(absent))
+            self.present = [rank for rank in range(world) if rank not in absent]
             if absent:
-                nodes = sorted({rank // place.local_world_size for rank in absent})
-                return judge(self._names(absent), nodes, [], [])
-        elif json.loads(self._hear("meet", self.seconds)):
-            return self._told()
-        # Clocks start anew here, where all are known to be: the steps then have equal time on every rank.
+                return judge(self._names(absent), sorted({rank // size for rank in absent}), [], [])
+        elif json.loads(self.get("absent", self.seconds)):
+            return self.verdict()
+        # Clocks start anew here, where all ranks are known to be: the steps then have equal time on every rank.
         rounds = links(place.num_nodes)
         share = self.seconds / 2 / (len(rounds) + 2)
-        self._step("alone", self._local() if place.local_world_size > 1 else None, share)
+        first = place.node_rank * size
+        self.step("alone", list(range(first, first + size)) if size > 1 else None, share)
         for number, pairs in enumerate(rounds):
-            mine = next((pair for pair in pairs if place.node_rank in pair), None)
-            ranks = [node * place.local_world_size for node in mine] if mine else []
-            self._step(f"round{number}", ranks if place.rank in ranks else None, share)
+            mine = next((pair for pair in pairs if place.node_rank in pair), ())
+            ranks = [node * size for node in mine]
+            self.step(f"round{number}", ranks if place.rank in ranks else None, share)
         if place.is_main:
-            verdict = self._judged(rounds)
-            self._say("links", verdict.message or "-")
-            if verdict.message:
-                return verdict
-        elif self._hear("links", share) != "-":
-            return self._told()
-        self._step("all", list(range(place.world_size)), share)
-        return self._last() if place.is_main else self._told()
+            alone = sorted({rank // size for rank in range(world) if not self._passed("alone", rank)})
+            broken = [
+                pair
+                for number, pairs in enumerate(rounds)
+                for pair in pairs
+                if not all(self._passed(f"round{number}", node * size) for node in pair)
+            ]
+            found = judge(self._names(), [], alone, broken)
+            self.store.set("links", found.message or "-")
+            if found.message:
+                return found
+        elif self.get("links", share) != "-":
+            return self.verdict()
+        self.step("all", list(range(world)), share)
+        if not place.is_main:
+            return self.verdict()
+        if all(self._passed("all", rank) for rank in range(world)):
+            return Verdict([], "", rate=self.rate)
+        return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
 
-    def _local(self) -> list[int]:
-        first = self.runtime.node_rank * self.runtime.local_world_size
-        return list(range(first, first + self.runtime.local_world_size))
-
-    def _step(self, name: str, ranks: list[int] | None, seconds: float) -> None:
-        """Reduce over ``ranks`` and leave word whether that ended well; wait until all have left theirs."""
+    def step(self, name: str, ranks: list[int] | None, seconds: float) -> None:
+        """All-reduce over ``ranks``, report whether that ended well, and wait for the reports of all."""
         ended: list[float] = []
         if ranks is not None:
             thread = threading.Thread(target=self._work, args=(name, ranks, seconds, ended), daemon=True)
             thread.start()
             thread.join(seconds)
-        self._say(f"{name}/{self.runtime.rank}", "ok" if ended or ranks is None else "failed")
-        self._missing([f"{name}/{rank}" for rank in range(self.runtime.world_size)], seconds + LEAVING_SECONDS)
+        self.store.set(f"{name}/{self.runtime.rank}", "ok" if ended or ranks is None else "failed")
+        self.missing([f"{name}/{rank}" for rank in range(self.runtime.world_size)], seconds + SLACK_SECONDS)
 
     def _work(self, name: str, ranks: list[int], seconds: float, ended: list[float]) -> None:
         try:
@@ -209,8 +285,9 @@ class Meeting:
         place, limit = self.runtime, timedelta(seconds=seconds)
         client = dist.TCPStore(place.master_addr, place.master_port, None, False, limit, wait_for_workers=False)
         store = dist.PrefixStore(f"group/{name}/{ranks[0]}", client)
-        # Not through init_process_group, which has one group at a time: one that hangs is left alone here.
+        # Not through init_process_group, which has one default group at a time: here a group that hangs is abandoned.
         kind: Any = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
+        wait = (lambda: None) if self.device.type == "cpu" else (lambda: torch.cuda.synchronize(self.device))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         group = kind(store, ranks.index(place.rank), len(ranks), limit)
@@ -219,80 +296,54 @@ class Meeting:
         began = 0.0
         for _ in range(2):  # the first one makes the connections
             data.fill_(1)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            wait()
             began = time.monotonic()
             group.allreduce([data]).wait()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            wait()
         if float(data[0]) != len(ranks) or float(data[-1]) != len(ranks):
             raise RuntimeError(f"the sum of {len(ranks)} ones came out as {float(data[0]):g}")
         return size * 2 * (len(ranks) - 1) / len(ranks) / max(time.monotonic() - began, 1e-9) / 1e9
 
-    def _missing(self, keys: list[str], seconds: float) -> list[int]:
-        """Wait for words; return the numbers of those that were not left in time."""
+    def missing(self, keys: list[str], seconds: float) -> list[int]:
+        """Wait for keys of the store; return the numbers of those that were not set in time."""
         try:
             self.store.wait(keys, timedelta(seconds=max(seconds, 0.1)))
         except RuntimeError:
             return [number for number, key in enumerate(keys) if not self.store.check([key])]
         return []
 
-    def _say(self, key: str, text: str) -> None:
-        self.store.set(key, text)
-
-    def _hear(self, key: str, seconds: float) -> str:
-        self.store.wait([key], timedelta(seconds=seconds + LEAVING_SECONDS))
+    def get(self, key: str, seconds: float) -> str:
+        """Wait for a key of the store and return its value."""
+        self.store.wait([key], timedelta(seconds=seconds + SLACK_SECONDS))
         return bytes(self.store.get(key)).decode()
 
-    def _ok(self, name: str, rank: int) -> bool:
+    def _passed(self, name: str, rank: int) -> bool:
         return bool(self.store.check([f"{name}/{rank}"])) and bytes(self.store.get(f"{name}/{rank}")) == b"ok"
 
     def _names(self, absent: Sequence[int] = ()) -> list[str]:
-        place, known = self.runtime, [name for name in os.environ.get(HOSTS, "").split(",") if name]
-        names = [f"node-{node}" for node in range(place.num_nodes)]
+        place = self.runtime
+        known = [name for name in os.environ.get(HOSTS, "").split(",") if name]
+        names = known if len(known) == place.num_nodes else [f"node-{node}" for node in range(place.num_nodes)]
         for node in range(place.num_nodes):
             first = node * place.local_world_size
             if first not in absent:
                 names[node] = bytes(self.store.get(f"here/{first}")).decode()
-            elif len(known) == place.num_nodes:
-                names[node] = known[node]
         return names
 
-    def _judged(self, rounds: list[list[tuple[int, int]]]) -> Verdict:
-        place = self.runtime
-        size = place.local_world_size
-        alone = sorted({rank // size for rank in range(place.world_size) if not self._ok("alone", rank)})
-        broken = [
-            pair
-            for number, pairs in enumerate(rounds)
-            for pair in pairs
-            if not all(self._ok(f"round{number}", node * size) for node in pair)
-        ]
-        return judge(self._names(), [], alone, broken)
+    def send(self, verdict: Verdict) -> None:
+        """Send the verdict to the others, who leave then."""
+        self.store.set("verdict", json.dumps(asdict(verdict)))
 
-    def _last(self) -> Verdict:
-        place = self.runtime
-        failed = [rank for rank in range(place.world_size) if not self._ok("all", rank)]
-        if failed:
-            return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
-        return Verdict([], "", rate=self.rate)
-
-    def tell(self, verdict: Verdict) -> None:
-        """Tell the others, who leave then."""
-        self._say("verdict", json.dumps(asdict(verdict)))
-
-    def _told(self) -> Verdict:
-        return Verdict(**json.loads(self._hear("verdict", self.seconds)))
+    def verdict(self) -> Verdict:
+        """Wait for rank 0's verdict."""
+        return Verdict(**json.loads(self.get("verdict", self.seconds)))
 
     def leave(self, seconds: float) -> None:
         """End with rank 0 as the last, which serves the store; it waits so long for the others."""
-        place = self.runtime
-        try:
-            self._say(f"bye/{place.rank}", "")
-            if place.is_main:
-                self._missing([f"bye/{rank}" for rank in self.present], seconds)
-        except RuntimeError:
-            return
+        with suppress(RuntimeError):
+            self.store.set(f"bye/{self.runtime.rank}", "")
+            if self.runtime.is_main:
+                self.missing([f"bye/{rank}" for rank in self.present], seconds)
 
 
 def describe(verdict: Verdict, place: Runtime, device: str, log: str, efa: int) -> list[str]:
@@ -313,15 +364,15 @@ def describe(verdict: Verdict, place: Runtime, device: str, log: str, efa: int) 
     return lines
 
 
-def main(argv: Sequence[str] | None = None, make: Callable[..., Meeting] = Meeting) -> int:
+def main(argv: Sequence[str] | None = None, make: Callable[..., NetworkCheck] = NetworkCheck) -> int:
     """Run this rank's part; 0: all reach each other, 75: rank 0 named a fault, 74: rank 0 was not reached."""
     options = argparse.ArgumentParser(prog="python -m smp_train.launch.network_check", allow_abbrev=False)
     options.add_argument("--seconds", type=float, required=True, help="how long all of it may take")
-    options.add_argument("--verdict", type=Path, required=True, help="file that rank 0 writes what it found to")
+    options.add_argument("--verdict", type=Path, help="file that rank 0 writes what it found to")
     options.add_argument("--backend", default="auto", help="gloo: on the CPU; else NCCL where there are GPUs")
     options.add_argument("--efa", type=int, default=0, help="EFA adapters that a node of this type has")
     given = options.parse_args(argv)
-    # Else a group that was given up takes the process with it, watched by a thread of NCCL's.
+    # Else NCCL's watchdog ends the process for a group that was abandoned.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a store that times out says so with a stack of C++
     import torch
@@ -329,10 +380,13 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., Meeting] = Meeti
     place = detect()
     gpus = torch.cuda.is_available() and given.backend != "gloo"
     device = torch.device("cuda", place.local_rank) if gpus else torch.device("cpu")
-    log = _nccl_log(given.verdict.parent, place) if gpus else None
-    meeting = make(place, given.seconds, "nccl" if gpus else "gloo", device)
+    log = None
+    if gpus and given.verdict and place.is_main and os.environ.get("NCCL_DEBUG", "WARN").upper() in ("WARN", "VERSION"):
+        log = given.verdict.parent / "preflight-nccl.log"  # unless the user has NCCL say things already
+        os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
+    check = make(place, given.seconds, "nccl" if gpus else "gloo", device)
     try:
-        verdict = meeting.run()
+        verdict = check.run()
     except RuntimeError as problem:
         if place.local_rank == 0:
             first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
@@ -347,28 +401,23 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., Meeting] = Meeti
         text = log.read_text(errors="replace") if log and log.exists() else ""
         for line in describe(verdict, place, device.type, text, given.efa):
             print(f"smp-train: {line}", file=sys.stderr, flush=True)
-        with suppress(OSError):  # it is said above, too
-            given.verdict.write_text(json.dumps(asdict(verdict)) + "\n", encoding="utf-8")
-        # Last, as whoever hears of a fault leaves with it, and a launcher then ends the others of that node: this rank
-        # must have said all, and must still serve those who have not heard.
+        with suppress(OSError):  # it is printed, too
+            if given.verdict:
+                given.verdict.write_text(json.dumps(asdict(verdict)) + "\n", encoding="utf-8")
+        # Last: whoever reads of a fault leaves, and a launcher then ends the others of that node. This rank must have
+        # printed and written all by then, and must still serve those who have not read it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        meeting.tell(verdict)
-    meeting.leave(FAULT_SECONDS if verdict.message else HEARING_SECONDS)
+        check.send(verdict)
+    check.leave(FAULT_SECONDS if verdict.message else VERDICT_SECONDS)
     return BAD_NODE if verdict.message else 0
 
 
-def _nccl_log(folder: Path, place: Runtime) -> Path | None:
-    """Have NCCL say what it goes through, in a file of rank 0's; unless the user has it say things already."""
-    environ: Mapping[str, str] = os.environ
-    if not place.is_main or environ.get("NCCL_DEBUG", "WARN").upper() not in ("WARN", "VERSION"):
-        return None
-    path = folder / "preflight-nccl.log"
-    os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
-    return path
+def leave_now(code: int) -> None:
+    """End the process without waiting for groups that were abandoned."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a group that was given up must not be waited for
+    leave_now(main())

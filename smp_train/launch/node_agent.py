@@ -20,16 +20,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from smp_train.arguments import Resolved
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed import expand_hostlist
 from smp_train.distributed.group import RENDEZVOUS_SECONDS
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import before as before_training
-from smp_train.launch import environment, instances, nodes, preflight, timing
+from smp_train.launch import environment, instances, network_check, preflight, timing
 from smp_train.launch import flags as launch_flags
 from smp_train.launch.container import kept_by_nobody
+from smp_train.launch.environment import lint
 from smp_train.launch.instances import Instance
-from smp_train.launch.network_check import BAD_NODE
 from smp_train.launch.nsys import recording
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 
@@ -37,6 +37,8 @@ INSIDE = "/.smp-train-inside"
 """Launchers mount something here; where it is missing, the container was not entered."""
 FIRST_PORT, PORTS = 20000, 10000  # below the range that systems hand out by themselves
 GUARD = "launches.jsonl"
+USR1_SECONDS = 300
+"""How long before the time limit the batch scripts have Slurm say so."""
 ADAPTERS = Path("/sys/class/infiniband")
 NSYS = "SMP_TRAIN_UNDER_NSYS"
 """Set for the second start of a task, the one that nsys makes."""
@@ -45,9 +47,11 @@ NSYS = "SMP_TRAIN_UNDER_NSYS"
 class BadNodeError(SmpTrainError):
     """A node that is not what the run needs; another may be. ``node`` is its name where it is not this one."""
 
-    node: str | None = None
+    exit_code = network_check.BAD_NODE
 
-    exit_code = BAD_NODE
+    def __init__(self, message: str, node: str | None = None) -> None:
+        super().__init__(message)
+        self.node = node
 
 
 def parser() -> argparse.ArgumentParser:
@@ -171,37 +175,19 @@ def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int =
     return wanted or gpus or 1
 
 
-def compare(folder: Path, place: Place, node: nodes.Node, seconds: float = RENDEZVOUS_SECONDS) -> None:
-    """Refuse a step whose nodes differ, or one of which never says a word; every node says the same.
-
-    Raises:
-        BadNodeError: with the node that is to blame.
-    """
-    try:
-        nodes.tell(folder, place.node_rank, node)
-    except OSError as problem:
-        raise BadNodeError(f"{node.name}: cannot write {folder} ({problem.strerror}), as other nodes can") from None
-    found = nodes.gather(folder, place.nodes, seconds)
-    hosts = expand_hostlist(os.environ["SLURM_STEP_NODELIST"])
-    silent = [host for host, one in zip(hosts, found, strict=True) if one is None]
-    if silent:
-        raise _bad(silent, f"no word from {', '.join(silent)} within {seconds:g} s: the task has not started there")
-    told = [one for one in found if one is not None]
-    others = nodes.odd(told)
-    if others:
-        names = [one.name for one in others]
-        usual = next(one for one in told if one not in others)
-        raise _bad(
-            names,
-            f"{', '.join(names)}: {others[0].processes} GPUs and {others[0].efa} EFA adapters, other nodes have "
-            f"{usual.processes} and {usual.efa}; replace the node, or set NPROC and INSTANCE_TYPE",
-        )
-
-
-def _bad(names: Sequence[str], message: str) -> BadNodeError:
-    error = BadNodeError(message)
-    error.node = ",".join(names)
-    return error
+def warn(resolved: Resolved, instance: Instance | None, place: Place, left: float | None) -> None:
+    """Print what this node lacks, and why the run may not have saved when the job's time, ``left`` seconds, is up."""
+    told = lint(os.environ)
+    if left is not None:
+        told += timing.doubts(
+            resolved, limit=left, margin=USR1_SECONDS, instance=instance, nodes=place.nodes, processes=place.processes,
+            setting="--signal=B:USR1@SECONDS (sbatch)",
+        )  # fmt: skip
+    told += preflight.lacks(resolved, os.environ)
+    if instance and instance.efa and place.nodes > 1 and resolved.args.distributed_backend != "gloo":
+        told += preflight.lacks_plugin(instance)
+    for line in told:
+        print(f"smp-train: warning: {line}", file=sys.stderr, flush=True)
 
 
 def attempt_name(environ: Mapping[str, str]) -> str:
@@ -327,9 +313,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = find_place(os.environ, processes)
         if told or options.nproc == "auto":
             preflight.check(resolved, instance, place.nodes, place.processes)
+        logs = run_dir / "logs" / attempt
         if place.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ and not options.dry_run:
-            itself = nodes.Node(name(), processes, count_efa() if options.nproc == "auto" else 0)
-            compare(run_dir / "logs" / attempt, place, itself)
+            itself = network_check.Node(name(), processes, count_efa() if options.nproc == "auto" else 0)
+            hosts = expand_hostlist(os.environ["SLURM_STEP_NODELIST"])
+            try:
+                odd, message = network_check.compare(logs, hosts, place.node_rank, itself, RENDEZVOUS_SECONDS)
+            except OSError as problem:
+                odd, message = [name()], f"{name()}: cannot write {logs} ({problem.strerror}), as other nodes can"
+            if odd:
+                raise BadNodeError(message, ",".join(odd))
         command = [sys.executable, "-m", "smp_train", "train", *training]
         if options.dry_run:
             print(json.dumps({"place": vars(place), "command": command}, indent=1))
@@ -346,11 +339,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             **environment.places(str(run_dir), f"{run_dir}/logs/{attempt}", os.environ, inside=options.inside),
             **os.environ,
         }
-        logs = run_dir / "logs" / attempt
         if node == 0:
-            before_training.warn(resolved, instance, place, timing.slurm_seconds(options.time_left))
+            warn(resolved, instance, place, timing.slurm_seconds(options.time_left))
         if options.preflight and place.nodes > 1:
-            code, failure = before_training.meet(place, options.preflight, resolved, instance, environ, logs)
+            efa = instance.efa if instance else 0
+            backend = resolved.args.distributed_backend
+            code, failure = network_check.run(place, options.preflight, backend, efa, environ, logs)
         if not code:
             code, failure = supervise(command, place, environ=environ, log_dir=logs)
     except SmpTrainError as error:

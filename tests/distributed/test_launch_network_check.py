@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from smp_train.launch import network_check as net
 from smp_train.launch import supervisor
 from tests.harness import free_port, run
 
+ROOT = Path(__file__).parents[2]
 NAMES = ["n0", "n1", "n2", "n3", "n4"]
 
 
@@ -60,7 +63,7 @@ def test_what_nccl_goes_through() -> None:
     assert "warning: preflight: NCCL goes through sockets" in net.describe(fine, place, "cuda", sockets, 32)[1]
 
 
-class Broken(net.Meeting):
+class Broken(net.NetworkCheck):
     """A meeting in which one node's network carries nothing, as both ends notice at once."""
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
@@ -69,35 +72,35 @@ class Broken(net.Meeting):
         return super().reduce(name, ranks, seconds)
 
 
-class Impatient(net.Meeting):
+class Impatient(net.NetworkCheck):
     """A meeting that does not wait for those who do not come."""
 
-    def _missing(self, keys: list[str], seconds: float) -> list[int]:
-        return super()._missing(keys, 0.3)
+    def missing(self, keys: list[str], seconds: float) -> list[int]:
+        return super().missing(keys, 0.3)
 
 
 class Slow(Broken):
     """A meeting whose last rank is slow to hear the verdict, while a launcher already ends those of rank 0's node."""
 
-    def _told(self) -> net.Verdict:
-        self._hear("verdict", self.seconds)
+    def verdict(self) -> net.Verdict:
+        self.get("verdict", self.seconds)
         folder = Path(os.environ["FOLDER"])
         assert (folder / "verdict.json").exists(), "a launcher may end rank 0 from now on"
         if self.runtime.rank == 2:
             os.kill(int((folder / "pid-0").read_text()), signal.SIGTERM)
             time.sleep(0.3)
-        return super()._told()
+        return super().verdict()
 
     def leave(self, seconds: float) -> None:
         (Path(os.environ["FOLDER"]) / "waits").write_text(str(seconds))
         super().leave(seconds)
 
 
-class Silent(net.Meeting):
+class Silent(net.NetworkCheck):
     """A meeting in which one node's network swallows everything; its steps are short, to be waited for."""
 
-    def _step(self, name: str, ranks: list[int] | None, seconds: float) -> None:
-        super()._step(name, ranks, 0.3)
+    def step(self, name: str, ranks: list[int] | None, seconds: float) -> None:
+        super().step(name, ranks, 0.3)
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
         if self.runtime.rank == 1:
@@ -106,10 +109,10 @@ class Silent(net.Meeting):
 
 
 def body(
-    folder: str, port: int, local_world: int, seconds: float, kind: type[net.Meeting], absent: int | None
+    folder: str, port: int, local_world: int, seconds: float, kind: type[net.NetworkCheck], absent: int | None
 ) -> int | None:
-    net.LEAVING_SECONDS = 60.0 if kind is not Slow else 0.1  # nobody is late who is only slow
-    net.HEARING_SECONDS, net.FAULT_SECONDS = 60.0, 59.0
+    net.SLACK_SECONDS = 60.0 if kind is not Slow else 0.1  # nobody is late who is only slow
+    net.VERDICT_SECONDS, net.FAULT_SECONDS = 60.0, 59.0
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == absent:
         return None
@@ -131,7 +134,7 @@ def verdict(folder: Path) -> net.Verdict:
 
 
 def test_all_reach_each_other(tmp_path: Path) -> None:
-    assert run(body, 4, str(tmp_path), free_port(), 2, 240.0, net.Meeting, None) == [0, 0, 0, 0]
+    assert run(body, 4, str(tmp_path), free_port(), 2, 240.0, net.NetworkCheck, None) == [0, 0, 0, 0]
     assert verdict(tmp_path).message == ""
     assert verdict(tmp_path).rate > 0
 
@@ -161,6 +164,15 @@ def test_a_silent_network_is_not_waited_for(tmp_path: Path) -> None:
     assert "do not finish an all-reduce with each other" in verdict(tmp_path).message
 
 
+def test_the_doctor_asks_all_ranks_of_a_launcher(tmp_path: Path) -> None:
+    """Alone it says what to start it with."""
+    command = ["-m", "smp_train", "doctor", "--network", "240"]
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command]
+    for words, code, said in ((ranks, 0, "2 ranks on 1 nodes reach"), ([sys.executable, *command], 2, "srun")):
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+        assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+
+
 def test_rank_0_that_is_not_there(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), free_port(), 1, 0.5, net.Meeting, 0) == [None, net.UNREACHABLE]
+    assert run(body, 2, str(tmp_path), free_port(), 1, 0.5, net.NetworkCheck, 0) == [None, net.UNREACHABLE]
     assert "does not reach 127.0.0.1:" in (tmp_path / "said-1").read_text()

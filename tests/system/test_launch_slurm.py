@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -217,6 +219,23 @@ def test_cancelled_job_does_not_come_back(rig: Rig, tmp_path: Path) -> None:
     assert rig.wait_for_end(job, log) == "CANCELLED"
     rig.wait(lambda: rig.idle() == rig.nodes, "the job to be gone")
     assert len(starts(tmp_path)) == 1
+
+
+def test_interrupt_of_srun_saves_and_stops(rig: Rig, tmp_path: Path) -> None:
+    """Ranks that srun starts itself; without --disable-status a first ^C shows the status and a second one aborts."""
+    run = [f"--run_dir={tmp_path}/run", f"--checkpoint_dir={tmp_path}/checkpoints"]
+    command = ["srun", "--disable-status", "--nodes=1", "--ntasks=2", sys.executable, "-m", "smp_train", "train"]
+    with subprocess.Popen(
+        [*command, *words(max_steps=10**6, checkpoint_freq=10**6), *run], env=rig.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as step:  # fmt: skip
+        rig.wait(lambda: (tmp_path / "run/metrics.jsonl").exists() and bool(steps(tmp_path)), "the first step")
+        step.send_signal(signal.SIGINT)
+        said = step.communicate(timeout=600)[1]
+    assert step.returncode == 0, said
+    stopped = json.loads((tmp_path / "run/STOPPED").read_text())["step"]
+    assert (tmp_path / f"checkpoints/llama_v2-{stopped}steps/COMMITTED").exists()
+    assert "Traceback" not in said
 
 
 def test_data_is_prepared_and_trained_on_by_variables(rig: Rig, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import before, container, environment, flags, instances, local, nodes, supervisor, timing
+from smp_train.launch import container, environment, flags, instances, local, network_check, supervisor, timing
 from smp_train.launch import node_agent as agent
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
@@ -336,28 +337,28 @@ def test_the_machine_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_the_node_that_is_not_as_the_others_is_named_by_all(
-    counts: list[tuple[int, int]], odd: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counts: list[tuple[int, int]], odd: list[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("SLURM_STEP_NODELIST", f"n[1-{len(counts)}]")
-    found = [nodes.Node(f"n{number}", *count) for number, count in enumerate(counts, 1)]
-    for number, node in enumerate(found):
-        nodes.tell(tmp_path, number, node)
-    for number, node in enumerate(found):
-        place = Place(node.processes, len(found), number)
-        if not odd:
-            agent.compare(tmp_path, place, node)
-            continue
-        with pytest.raises(agent.BadNodeError, match=f"{odd[0]}: . GPUs and .* other nodes have 8 and 32") as refused:
-            agent.compare(tmp_path, place, node)
-        assert (refused.value.node, refused.value.exit_code) == (odd[0], 75)
+    hosts = [f"n{number}" for number in range(1, len(counts) + 1)]
+    nodes = [network_check.Node(host, *count) for host, count in zip(hosts, counts, strict=True)]
+    for number, node in enumerate(nodes):  # the first ones see nobody else yet
+        network_check.compare(tmp_path, hosts, number, node, seconds=0)
+    for number, node in enumerate(nodes):
+        names, message = network_check.compare(tmp_path, hosts, number, node, seconds=0)
+        assert names == odd
+        assert not odd or re.match(f"{odd[0]}: . GPUs and .* other nodes have 8 and 32", message), message
 
 
-def test_a_node_that_never_starts_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-3]")
-    nodes.tell(tmp_path, 2, nodes.Node("n3", 8))
-    with pytest.raises(agent.BadNodeError, match="n2 ") as refused:
-        agent.compare(tmp_path, Place(8, 3, 0), nodes.Node("n1", 8), seconds=0)
-    assert refused.value.node == "n2"
+def test_a_node_that_never_starts_is_named(tmp_path: Path) -> None:
+    hosts = ["n1", "n2", "n3"]
+    network_check.compare(tmp_path, hosts, 2, network_check.Node("n3", 8), seconds=0)
+    names, message = network_check.compare(tmp_path, hosts, 0, network_check.Node("n1", 8), seconds=0)
+    assert (names, message.startswith("no word from n2 within 0 s")) == (["n2"], True)
+
+
+def beside(logs: Path, number: int, name: str, processes: int) -> None:
+    """Leave what another node of the step leaves."""
+    network_check.compare(logs, ["n1", "n3"], number, network_check.Node(name, processes), seconds=0)
 
 
 def test_a_task_starts_nothing_where_nodes_differ_or_checkpoints_would_be_lost(
@@ -369,7 +370,7 @@ def test_a_task_starts_nothing_where_nodes_differ_or_checkpoints_would_be_lost(
     run = ["--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
     logs = tmp_path / "run/logs/12.0.3"
     logs.mkdir(parents=True)
-    nodes.tell(logs, 0, nodes.Node("n1", 2))
+    beside(logs, 0, "n1", 2)
     assert agent.main(["--nproc", "1", "--", *run]) == 75
     assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
     between = meet(tmp_path, monkeypatch, 0, 75, ["n1", "n3"])[1][1]
@@ -583,9 +584,9 @@ def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, code: int, 
             (tmp_path / "preflight.json").write_text(json.dumps({"nodes": nodes, "at_fault": len(nodes) == 1}))
         return code, Failure(node, "here", code, "error") if code else None
 
-    monkeypatch.setattr(before, "supervise", supervise)
+    monkeypatch.setattr(network_check, "supervise", supervise)
     place = Place(1, nodes=2, node_rank=node, master_addr="n1", master_port=20087)
-    return started, before.meet(place, 60, parse([], {}), find("p5.48xlarge"), STEP, tmp_path)
+    return started, network_check.run(place, 60, "auto", 32, STEP, tmp_path)
 
 
 def test_preflight_names_the_node_at_fault(
@@ -615,9 +616,9 @@ def test_preflight_names_the_node_at_fault(
 def test_task_warns_on_the_first_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "step_sec": 100.0}\n')
     resolved = parse(["--run_dir", str(tmp_path)], {})
-    before.warn(resolved, None, Place(1), timing.slurm_seconds("1:00:00"))
+    agent.warn(resolved, None, Place(1), timing.slurm_seconds("1:00:00"))
     assert "warning: --checkpoint_freq 1000: that takes 27.8 h" in capsys.readouterr().err
-    before.warn(resolved, None, Place(1), None)
+    agent.warn(resolved, None, Place(1), None)
     assert capsys.readouterr().err == ""
 
 
@@ -669,7 +670,7 @@ def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pyt
     nsys.chmod(0o755)
     words = ["--nproc", "1", "--nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
     (tmp_path / "run/logs/12.2.3").mkdir(parents=True)
-    nodes.tell(tmp_path / "run/logs/12.2.3", 0, nodes.Node("n1", 1))
+    beside(tmp_path / "run/logs/12.2.3", 0, "n1", 1)
     environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
         [sys.executable, "-m", "smp_train.launch.node_agent", *words], cwd=ROOT, env=environ, check=False

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from smp_train.distributed import detect
+from smp_train.errors import ConfigError
+from smp_train.launch import network_check
 from smp_train.launch.doctor import machine, packages, services
 from smp_train.launch.doctor.finding import FAIL, WARN, Finding, fail
 
@@ -39,10 +42,17 @@ def main(words: Sequence[str]) -> int:
     options = argparse.ArgumentParser(prog="smp-train doctor", description=str(__doc__), allow_abbrev=False)
     options.add_argument("--json", action="store_true", help="one JSON list instead of lines")
     options.add_argument("--folder", type=Path, default=Path(), help="where runs are to be written (default: here)")
+    options.add_argument(
+        "--network", type=float, metavar="SECONDS", help="under srun, torchrun, mpiexec: do all ranks reach each other?"
+    )
     try:
         given = options.parse_args(list(words))
     except SystemExit as leaving:
         return int(leaving.code or 0)
+    if given.network:
+        if detect().world_size == 1:
+            raise ConfigError("doctor --network: start it on all ranks, with srun, torchrun or mpiexec")
+        network_check.leave_now(network_check.main(["--seconds", str(given.network)]))
     found: list[Finding] = []
     if not given.json:
         print(f"smp-train doctor on {socket.gethostname()}")
