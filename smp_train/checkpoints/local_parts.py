@@ -258,8 +258,9 @@ def _parts(flat: str, values: Sequence[Any], whole: int) -> dict[int, Any]:
             break
         at += first[offset][1].numel()
     if at != whole:
+        lengths = sorted({getattr(value, "tensor", value).numel() for value in values if value is not None})
         raise CheckpointError(
-            f"{flat} has {whole} numbers here, and {at} one after another on {len(values)} ranks there (files of some "
+            f"{flat} has {whole} numbers here, and parts of {lengths} on {len(values)} ranks there (those of some "
             "ranks are missing, or it is of another model: --num_layers, --hidden_width, --vocab_size)"
         )
     return {rank: tensor for _, (rank, tensor) in sorted(first.items())}
