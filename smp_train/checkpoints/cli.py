@@ -269,9 +269,11 @@ def import_weights(options: argparse.Namespace) -> int:
     from smp_train.checkpoints.pretrained import load_weights
     from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
-    from smp_train.models.resolve import resolve
+    from smp_train.models.resolve import beside, resolve
 
     source = _weights(options.source)
+    if options.model is None and beside(source) is None:
+        raise ConfigError(f"{source} has no config.json beside it; say which model it is by --model FOLDER_OR_NAME")
     spec = resolve(
         argparse.Namespace(
             trust_remote_code=options.trust_remote_code, finetune=True, pretrained_model_name=options.model,

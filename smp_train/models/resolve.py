@@ -125,12 +125,18 @@ def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | 
     if file is not None:
         path = place(file)
         described = args.model_type or args.model_size or any(flag in given for flag in SHAPES)
-        return location or name or (None if described else _beside(path)), str(path)
+        location = location or name or (None if described else beside(path))
+        if location is None and not described:
+            raise ConfigError(
+                f"{path} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
+                "--model_type and its widths"
+            )
+        return location, str(path)
     return location or name, None
 
 
-def _beside(weights: Place) -> str:
-    """Return the file with the configuration that lies beside the weights; flags would say more than none."""
+def beside(weights: Place) -> str | None:
+    """Return the file with the configuration that lies beside the weights, if there is one."""
     folder = weights if weights.is_dir() else weights.parent
     for name in (CONFIG_FILE, OUR_META):
         if (folder / name).is_file():
@@ -140,10 +146,7 @@ def _beside(weights: Place) -> str:
             return str(folder / str(json.loads((folder / OUR_MARK).read_text(encoding="utf-8"))["root"]) / OUR_META)
         except (ValueError, RecursionError, KeyError, TypeError):
             raise ConfigError(f"{folder / OUR_MARK} cannot be read; {weights} is no checkpoint to start from") from None
-    raise ConfigError(
-        f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
-        "--model_type and its widths"
-    )
+    return None
 
 
 def _from_flags(args: Any, given: dict[str, Any]) -> ModelSpec:

@@ -220,6 +220,8 @@ def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert main(["show", str(tmp_path / "old")]) == 0
     assert "resume_from_sequence_number: 560" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"has no config.json beside it; .* --model "):
+        main(["import", str(tmp_path / "old"), str(tmp_path / "new")])
     assert main(["import", str(tmp_path / "old"), str(tmp_path / "new"), "--model", str(tmp_path / "theirs")]) == 0
     (path,) = (tmp_path / "new").iterdir()
     assert path.name.endswith("-70steps")
