@@ -38,7 +38,17 @@ class Alias:
     help: str = ""
     read: Reader | None = None
     switch: bool = False
-    """It may stand without a value."""
+    """It may stand without a value, where ``read`` reads it; see `is_switch`."""
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it may stand without a value, for 1."""
+        return self.switch or (self.read is None and all(flags()[name].switch for name in self.ours))
+
+    @property
+    def takes_many(self) -> bool:
+        """Whether several values may follow it."""
+        return self.read is None and flags()[self.ours[0]].many
 
 
 def _model_name(text: str) -> dict[str, Any]:
@@ -252,4 +262,5 @@ ALIASES: tuple[Alias, ...] = tuple(
         key=lambda alias: SYSTEMS.index(alias.system.split(", ")[0]),
     )
 )
-BY_NAME: dict[str, Alias] = {alias.name: alias for alias in ALIASES}
+NAMES: dict[str, Alias] = {name: Alias(name, "", (name,)) for name in flags()} | {each.name: each for each in ALIASES}
+"""Every name that sets a flag: our own, and the aliases."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smp_train.arguments.aliases import BY_NAME, Implied
+from smp_train.arguments.aliases import NAMES, Implied
 from smp_train.arguments.flag import show
 from smp_train.arguments.groups import Arguments, flags
 from smp_train.arguments.mp_parameters import read_mp_parameters
@@ -26,6 +26,7 @@ from smp_train.errors import ConfigError
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
+MP_PARAMETERS = "mp_parameters"
 NUMBER = re.compile(r"-(\d|\.\d)")
 
 
@@ -59,25 +60,12 @@ def canonical(name: str) -> str:
 
 def known_names() -> list[str]:
     """Return every name that may be given, aliases included."""
-    return [*flags(), *BY_NAME, "mp_parameters"]
+    return [*NAMES, MP_PARAMETERS]
 
 
 def _unknown(name: str, spelling: str) -> ConfigError:
     hint = nearest(canonical(name), known_names()).replace("mean ", "mean --" if spelling.startswith("-") else "mean ")
     return ConfigError(f"unknown flag {spelling}{hint or '; `smp-train train --help` lists all'}")
-
-
-def _is_switch(name: str) -> bool:
-    alias = BY_NAME.get(name)
-    if alias:
-        return alias.switch or (alias.read is None and all(flags()[ours].switch for ours in alias.ours))
-    return name in flags() and flags()[name].switch
-
-
-def _takes_many(name: str) -> bool:
-    alias = BY_NAME.get(name)
-    name = alias.ours[0] if alias and alias.read is None else name
-    return name in flags() and flags()[name].many
 
 
 def _is_flag(token: str) -> bool:
@@ -105,24 +93,26 @@ def _one_flag(token: str, words: list[str]) -> Given:
     if not written.startswith("--"):
         raise ConfigError(f"unknown flag {written}: flags begin with two dashes, as in --lr 1e-4")
     name = canonical(written[2:])
-    source = COMMAND_LINE
-    if name not in flags() and name not in BY_NAME and name != "mp_parameters":
-        if not (name.startswith("no_") and _is_switch(name[3:])):
+    if name not in known_names():
+        switch = NAMES.get(name.removeprefix("no_"))
+        if switch is None or not switch.is_switch:
             raise _unknown(name, written)
         if equals or words:
-            raise ConfigError(f"{written} takes no value; write --{name[3:]} {attached or words[0]}")
-        return Given(name[3:], "0", written, source)
+            raise ConfigError(f"{written} takes no value; write --{switch.name} {attached or words[0]}")
+        return Given(switch.name, "0", written, COMMAND_LINE)
+    known = NAMES.get(name)  # None: --mp_parameters
+    is_switch = known is not None and known.is_switch
     values = [attached, *words] if equals else words
     if not values:
-        if not _is_switch(name):
+        if not is_switch:
             raise ConfigError(f"{written} expects a value")
         values = ["1"]
-    if _takes_many(name):
-        return Given(name, values, written, source)
+    if known is not None and known.takes_many:
+        return Given(name, values, written, COMMAND_LINE)
     if len(values) > 1:
-        extra = values[1] if not _is_switch(name) or is_bool(values[0]) else values[0]
+        extra = values[1] if not is_switch or is_bool(values[0]) else values[0]
         raise ConfigError(f"unexpected argument {extra!r} after {written}")
-    return Given(name, values[0], written, source)
+    return Given(name, values[0], written, COMMAND_LINE)
 
 
 def read_command_line(argv: Sequence[str], notes: list[str]) -> list[Given]:
@@ -175,7 +165,7 @@ def read_config(path: str) -> list[Given]:
             raise _unknown(name, f"{key} in {path}")
         if name == "config":
             raise ConfigError(f"--config {path}: a configuration file cannot name another")
-        if isinstance(value, dict) and name != "mp_parameters":
+        if isinstance(value, dict) and name != MP_PARAMETERS:
             raise ConfigError(f"--config {path}: {key} holds a mapping; write its flags at the top level")
         found.append(Given(name, value, f"{key} in {path}", f"config file {path}"))
     return found
@@ -189,7 +179,7 @@ def read_smp_config(path: str) -> list[Given]:
         raise ConfigError(f"--smp_config {path}: {problem}; give a JSON file of SMP's configuration keys") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--smp_config {path}: expected an object of SMP's configuration keys")
-    return [Given("mp_parameters", content, f"--smp_config {path}", f"config file {path}")]
+    return [Given(MP_PARAMETERS, content, f"--smp_config {path}", f"config file {path}")]
 
 
 def launched_by_smp(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -197,46 +187,41 @@ def launched_by_smp(environ: Mapping[str, str]) -> dict[str, Any]:
     variable = "SM_HP_MP_PARAMETERS"
     if variable not in environ:
         return {}
-    given = Given("mp_parameters", environ[variable], variable, variable)
+    given = Given(MP_PARAMETERS, environ[variable], variable, variable)
     return {name: value for name, value, _ in _settings(given, [])}
 
 
 def _settings(given: Given, notes: list[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield (our flag, its value, source) for a setting under any name; empty ones are dropped."""
-    if given.name == "mp_parameters":
-        pairs, tolerated = read_mp_parameters(given.value, given.spelling)
-        notes.extend(f"{given.spelling}: {key} has no effect" for key in tolerated)
-        for key, value in pairs.items():
-            converted = convert(flags()[key], value, f"{given.spelling} {key}")
-            if converted is not NOT_GIVEN:
-                yield key, converted, _via(given)
-        return
-    alias = BY_NAME.get(given.name)
-    if alias is None:
-        converted = convert(flags()[given.name], given.value, given.spelling)
-        if converted is not NOT_GIVEN:
-            yield given.name, converted, given.source
-        return
-    if alias.read is None:
-        values = dict.fromkeys(alias.ours, given.value)
-    elif given.value in (None, "", "None"):
-        return
-    else:
-        try:
-            values = alias.read(str(given.value))
-        except ValueError as problem:
-            raise ConfigError(f"{given.spelling} {given.value!r}: {problem}") from None
-    if not alias.ours:
-        notes.append(f"{given.spelling} {given.value} has no effect ({alias.help})")
-    for ours, value in values.items():
+    via = given.source
+    if given.name not in flags() and via == COMMAND_LINE:
+        via = f"{COMMAND_LINE}, {given.spelling}"
+    for ours, value in _values(given, notes).items():
         implied = isinstance(value, Implied)
-        converted = convert(flags()[ours], value.value if implied else value, given.spelling)
+        key = f"{given.spelling} {ours}" if given.name == MP_PARAMETERS else given.spelling
+        converted = convert(flags()[ours], value.value if implied else value, key)
         if converted is not NOT_GIVEN:
-            yield ours, Implied(converted) if implied else converted, _via(given)
+            yield ours, Implied(converted) if implied else converted, via
 
 
-def _via(given: Given) -> str:
-    return f"{COMMAND_LINE}, {given.spelling}" if given.source == COMMAND_LINE else given.source
+def _values(given: Given, notes: list[str]) -> dict[str, Any]:
+    """Return what a setting gives our flags, as text or as the source holds it."""
+    if given.name == MP_PARAMETERS:
+        values, tolerated = read_mp_parameters(given.value, given.spelling)
+        notes.extend(f"{given.spelling}: {key} has no effect" for key in tolerated)
+        return values
+    known = NAMES[given.name]
+    if known.read is None:
+        return dict.fromkeys(known.ours, given.value)
+    if given.value in (None, "", "None"):
+        return {}
+    try:
+        values = known.read(str(given.value))
+    except ValueError as problem:
+        raise ConfigError(f"{given.spelling} {given.value!r}: {problem}") from None
+    if not known.ours:
+        notes.append(f"{given.spelling} {given.value} has no effect ({known.help})")
+    return values
 
 
 def _merge(layer: list[Given], notes: list[str]) -> dict[str, tuple[Any, str]]:
@@ -263,7 +248,7 @@ def _settle(name: str, first: Given, second: Given, before: str, after: str, not
     """Note that ``second`` overrides ``first``; refuse where they have no order, or SMP's configuration says other."""
     both = f"{first.spelling} and {second.spelling} both set {name}, to {before} and {after}"
     ordered = first.source == second.source == COMMAND_LINE
-    if not ordered or "mp_parameters" in (first.name, second.name):
+    if not ordered or MP_PARAMETERS in (first.name, second.name):
         raise ConfigError(f"{both}; give one of them")
     notes.append(f"{both}; the last one counts")
 
