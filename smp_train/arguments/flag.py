@@ -45,6 +45,14 @@ class Only(NamedTuple):
     why: str
 
 
+def share_or(counted: str) -> Rule:
+    """Return the rule for a share below 1 that is a whole number from 1 on."""
+    return Rule(
+        f"must be at least 0; a share is below 1, and from 1 on it counts {counted}",
+        lambda number: 0 <= number < 1 or (number >= 1 and number == int(number)),
+    )
+
+
 @dataclass(frozen=True)
 class Flag:
     """One flag. `flag` declares a row; `flags_of` adds the fields after ``aka``, which the dataclass knows."""
@@ -64,6 +72,8 @@ class Flag:
     """It may stand alone, for 1, and after ``--no-``, for 0. Text that may has those under 1 and 0 in ``values``."""
     must: Rule | None = None
     needs: str = ""
+    """The flag without which it is refused."""
+    idle_without: str = ""
     """The flag without which it has no effect."""
     only: Only | None = None
     """The values that this version accepts."""

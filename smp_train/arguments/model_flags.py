@@ -21,6 +21,7 @@ from smp_train.arguments.flag import (
     TRAINER,
     Only,
     flag,
+    share_or,
 )
 
 
@@ -31,7 +32,7 @@ def shape(help: str, **known: Any) -> Any:
 
 def of_experts(default: Any, help: str, **known: Any) -> Any:
     """Declare a flag of SMP's mixture of experts."""
-    return flag(default, help, needs="moe", no_effect_natively="it is of SMP's experts (--moe 1)", **known)
+    return flag(default, help, idle_without="moe", no_effect_natively="it is of SMP's experts (--moe 1)", **known)
 
 
 @dataclass
@@ -104,16 +105,17 @@ class FinetuneArguments:
     pretrained_model_name: str | None = flag(
         None,
         "The pretrained model's folder (also s3://) or name: its configuration, and its weights if no others are given",
+        needs="finetune",
     )
     pretrained_checkpoint_file: str | None = flag(
         None,
         "The pretrained weights: a file (.safetensors, .bin, .pt), or a folder of them or of a checkpoint; also "
         "s3://. The model is that of --pretrained_model_name, else of --model_type and its widths, else that of "
-        "config.json beside it",
+        "config.json beside it", needs="finetune",
     )
     finetune_checkpoint_load_dir: str | None = flag(
         None, "Folder with the weights of --pretrained_model_name, or of models by name; also s3://",
-        shown="the model's own",
+        shown="the model's own", needs="finetune",
     )
 
 
@@ -165,11 +167,11 @@ class ParallelArguments:
         False, "Compute the decoder layers' linear layers in 8-bit floating point, on Hopper GPUs, by torchao"
     )
     fp8_amax_history_len: int = flag(
-        1024, "Steps of history that FP8 scales are taken from", unit="steps", must=AT_LEAST_1, needs="fp8",
+        1024, "Steps of history that FP8 scales are taken from", unit="steps", must=AT_LEAST_1, idle_without="fp8",
         no_effect_natively="each tensor is scaled by its own largest value, and no history is kept",
     )
     fp8_amax_compute_algo: str = flag(
-        "max", "How an FP8 scale follows from its history", choices=("max", "most_recent"), needs="fp8",
+        "max", "How an FP8 scale follows from its history", choices=("max", "most_recent"), idle_without="fp8",
         no_effect_natively="each tensor is scaled by its own largest value, and no history is kept",
     )
     activation_checkpointing: str = flag(
@@ -184,7 +186,7 @@ class ParallelArguments:
     )
     selective_checkpointing: float = flag(
         1.0, "Checkpoint in full every N-th layer only, or a share of the layers when below 1 (0.5, 1/3)",
-        must=AT_LEAST_0,
+        must=share_or("every N-th layer"),
     )
     sm_activation_offloading: bool = flag(
         False, "Keep in host memory what a layer's backward pass needs, until it is needed", smp_key=True,
@@ -192,7 +194,7 @@ class ParallelArguments:
     )
     activation_loading_horizon: int = flag(
         2, "Layers ahead that offloaded activations are loaded", unit="layers", must=AT_LEAST_1,
-        needs="sm_activation_offloading", smp_key=True,
+        idle_without="sm_activation_offloading", smp_key=True,
     )
     cpu_offload: bool = flag(False, "Keep parameters, gradients and optimizer states in host memory")
     memory_check: bool = flag(
@@ -203,7 +205,7 @@ class ParallelArguments:
     )
     use_torch_compile: bool = flag(False, "Compile each decoder layer", aka={TRAINER: "torch_compile"})
     torch_compile_backend: str = flag(
-        "inductor", "What compiles it: a backend's name in torch.compile", needs="use_torch_compile"
+        "inductor", "What compiles it: a backend's name in torch.compile", idle_without="use_torch_compile"
     )
     limit_all_gathers: bool = flag(
         True, "Bound the all-gathers in flight",

@@ -22,6 +22,7 @@ from smp_train.arguments.flag import (
     TRAINER,
     Only,
     flag,
+    share_or,
 )
 
 NODE_LOCAL = "local:"
@@ -62,7 +63,8 @@ class OptimizerArguments:
         None, "Steps the schedule is stretched over", unit="steps", shown="the run's", must=AT_LEAST_1
     )
     warmup: float = flag(
-        0.0032, "Linear warm-up: a fraction of lr_decay_iters below 1, a number of steps from 1 on", must=AT_LEAST_0
+        0.0032, "Linear warm-up: a fraction of lr_decay_iters below 1, a number of steps from 1 on",
+        must=share_or("whole steps"),
     )
     plateau: float = flag(
         0.0, "Time at the peak before the decay, counted like warmup; wsd without it decays over the last fifth",
@@ -132,12 +134,12 @@ class DataArguments:
         "Text to tokenise on the fly: a file or folder of jsonl, parquet or text, s3://, or a name on the Hugging "
         "Face hub, such as allenai/c4", aka={TRAINER: "dataset_name train_file"},
     )
-    dataset_config_name: str | None = flag(None, "Its configuration on the hub, such as en")
+    dataset_config_name: str | None = flag(None, "Its configuration on the hub, such as en", needs="dataset")
     tokenizer: str | None = flag(
         None, "Tokenizer of that text: tokenizer.json, a folder, or a name on the hub", shown="the model's own",
         aka={TRAINER: "tokenizer_name"},
     )
-    text_column: str = flag("text", "Field or column of that text")
+    text_column: str = flag("text", "Field or column of that text", idle_without="dataset")
     validation_freq: int | None = flag(
         None, "Steps between validations", unit="steps", shown="never", must=AT_LEAST_1, aka={TRAINER: "eval_steps"}
     )

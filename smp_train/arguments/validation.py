@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from smp_train.arguments import checkpointing
 from smp_train.arguments.flag import Flag, show
@@ -28,7 +27,7 @@ def validate(args: Arguments, world_size: int, local_world_size: int | None = No
     ``local_world_size`` of them are on a node; by default all.
     """
     for flag in flags().values():
-        _check_values(flag, getattr(args, flag.name))
+        _check_values(args, flag)
     if _natively(args):
         refuse_natively(args)
     _check_degrees(args, world_size, local_world_size or world_size)
@@ -39,10 +38,13 @@ def validate(args: Arguments, world_size: int, local_world_size: int | None = No
     _check_data(args)
 
 
-def _check_values(flag: Flag, value: Any) -> None:
+def _check_values(args: Arguments, flag: Flag) -> None:
     """Hold what a flag is set to against its row."""
+    value = getattr(args, flag.name)
     if flag.only and value not in flag.only.values:
         raise ConfigError(f"--{flag.name} {show(value)}: {flag.only.why}")
+    if value and flag.needs and not getattr(args, flag.needs):
+        raise ConfigError(f"--{flag.name} {show(value)} needs {_turned_on(flag.needs)}")
     for each in value if isinstance(value, list) else [value]:
         if each is None:
             continue
@@ -50,6 +52,17 @@ def _check_values(flag: Flag, value: Any) -> None:
             raise ConfigError(f"--{flag.name} {show(each)}: is not one of {', '.join(map(str, flag.choices))}")
         if flag.must and not flag.must.holds(each):
             raise ConfigError(f"--{flag.name} {show(each)}: {flag.must.says}")
+
+
+def _turned_on(name: str) -> str:
+    return f"--{name} 1" if flags()[name].switch else f"--{name}"
+
+
+def _choose_one(what: str, *given: tuple[str, object]) -> None:
+    """Refuse two flags, each a name and whether it is given, that say the same thing."""
+    names = [name for name, value in given if value]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} both {what}; give one of them")
 
 
 def refuse_natively(args: Arguments) -> None:
@@ -76,11 +89,9 @@ def _check_degrees(args: Arguments, world_size: int, local_world_size: int) -> N
 
 
 def _check_model(args: Arguments) -> None:
-    if args.hf_pretrained_model_name_or_dir and (args.from_scratch or args.model_size):
-        other = "--from_scratch" if args.from_scratch else f"--model_size {args.model_size}"
-        raise ConfigError(
-            f"--hf_pretrained_model_name_or_dir (--hf_model) and {other} both choose the model; give one of them"
-        )
+    other = "--from_scratch" if args.from_scratch else f"--model_size {args.model_size}"
+    hub = ("--hf_pretrained_model_name_or_dir (--hf_model)", args.hf_pretrained_model_name_or_dir)
+    _choose_one("choose the model", hub, (other, args.from_scratch or args.model_size))
     _check_finetuning(args)
     width, heads, kv = args.hidden_width, args.num_heads, args.num_key_value_heads
     if width and heads and width % heads:
@@ -99,35 +110,21 @@ def _check_finetuning(args: Arguments) -> None:
     model, file, folder = (
         args.pretrained_model_name, args.pretrained_checkpoint_file, args.finetune_checkpoint_load_dir,
     )  # fmt: skip
-    if not args.finetune:
-        for name in ("pretrained_model_name", "pretrained_checkpoint_file", "finetune_checkpoint_load_dir"):
-            if getattr(args, name):
-                raise ConfigError(f"--{name} {getattr(args, name)} needs --finetune 1")
-        return
-    if not (model or file or args.hf_pretrained_model_name_or_dir):
+    hub = args.hf_pretrained_model_name_or_dir
+    if args.finetune and not (model or file or hub):
         raise ConfigError(
             "--finetune 1 needs weights: give --pretrained_model_name (with --finetune_checkpoint_load_dir where they "
             "lie elsewhere) or --pretrained_checkpoint_file"
         )
-    if model and args.hf_pretrained_model_name_or_dir:
-        raise ConfigError(
-            "--pretrained_model_name and --hf_pretrained_model_name_or_dir both choose the model; give one of them"
-        )
-    if file and folder:
-        raise ConfigError(
-            "--pretrained_checkpoint_file and --finetune_checkpoint_load_dir both choose the weights; give one of them"
-        )
-    if folder and not (model or args.hf_pretrained_model_name_or_dir):
+    _choose_one("choose the model", ("--pretrained_model_name", model), ("--hf_pretrained_model_name_or_dir", hub))
+    weights = ("--pretrained_checkpoint_file", file), ("--finetune_checkpoint_load_dir", folder)
+    _choose_one("choose the weights", *weights)
+    if folder and not (model or hub):
         raise ConfigError("--finetune_checkpoint_load_dir needs --pretrained_model_name, to know the model's shape")
 
 
 def _check_activations(args: Arguments) -> None:
     setting, selective = args.activation_checkpointing, args.selective_checkpointing
-    if selective > 1 and selective != int(selective):
-        raise ConfigError(
-            f"--selective_checkpointing {show(selective)}: a share of the layers is below 1, and from 1 on it is "
-            "every N-th layer"
-        )
     for name, value in (("fp8", args.fp8), ("attn_implementation", args.attn_implementation.startswith("flash"))):
         if value and not args.bf16:
             raise ConfigError(f"--{name} {show(getattr(args, name))} does not compute in float32; give --bf16 1")
@@ -142,8 +139,6 @@ def _check_activations(args: Arguments) -> None:
 def _check_schedule(args: Arguments) -> None:
     if args.min_lr > args.lr and args.lr_decay_style != "constant":
         raise ConfigError(f"--min_lr {show(args.min_lr)} is above --lr {show(args.lr)}; give a lower --min_lr")
-    if args.warmup >= 1 and args.warmup != int(args.warmup):
-        raise ConfigError(f"--warmup {show(args.warmup)}: a fraction is below 1, and from 1 on it counts whole steps")
     if args.warmup < 1 and args.warmup + args.plateau > 1:
         raise ConfigError(
             f"--warmup {show(args.warmup)} and --plateau {show(args.plateau)} are fractions of one run: "
@@ -159,9 +154,8 @@ def _check_checkpoints(args: Arguments) -> None:
         length = len(getattr(args, name))
         if length != folders:
             raise ConfigError(
-                f"--checkpoint_dir has {folders} {'entry' if folders == 1 else 'entries'} "
-                f"and --{name} {length}: "
-                "give one value per folder"
+                f"--checkpoint_dir has {folders} {'entry' if folders == 1 else 'entries'} and --{name} {length}: give "
+                "one value per folder"
             )
     if len(set(args.checkpoint_dir)) != len(args.checkpoint_dir):
         raise ConfigError("--checkpoint_dir names one folder twice; give each policy a folder of its own")
@@ -229,8 +223,6 @@ def _check_data(args: Arguments) -> None:
         )
     if args.dataset:
         _check_text(args)
-    elif args.dataset_config_name:
-        raise ConfigError(f"--dataset_config_name {args.dataset_config_name} needs --dataset")
     if args.use_synthetic_data or _of_hub(args.dataset):
         return
     if not args.training_dir and not args.dataset:
@@ -245,9 +237,10 @@ def _check_data(args: Arguments) -> None:
 
 def _check_text(args: Arguments) -> None:
     """Streamed text is all there is to train on, its documents joined end to end."""
-    if args.use_synthetic_data or args.training_dir:
-        other = "--use_synthetic_data" if args.use_synthetic_data else "--training_dir (or the SageMaker channel train)"
-        raise ConfigError(f"--dataset {args.dataset} and {other} both say what to train on; give one of them")
+    _choose_one(
+        "say what to train on", (f"--dataset {args.dataset}", True), ("--use_synthetic_data", args.use_synthetic_data),
+        ("--training_dir (or the SageMaker channel train)", args.training_dir),
+    )  # fmt: skip
     if not args.tokenizer and not args.hf_pretrained_model_name_or_dir and not args.pretrained_model_name:
         raise ConfigError(f"--dataset {args.dataset} needs --tokenizer: a tokenizer.json, a folder, or a name")
     if args.epochs is not None:
@@ -278,8 +271,6 @@ def _idle_data(args: Arguments) -> dict[str, str]:
     if args.dataset:
         of_shards = ("data_cache_dir", "data_num_workers", "dataset_type")
         idle.update(dict.fromkeys(of_shards, "streamed text is not cached"))
-    else:
-        idle["text_column"] = "it needs --dataset"
     if args.use_synthetic_data:
         idle.update(dict.fromkeys(OF_FILES, "--use_synthetic_data 1 trains on random tokens"))
     if args.bad_rows != "skip":
@@ -302,8 +293,8 @@ def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
     lines = list(resolved.notes)
     for name, flag in flags().items():
         why = flag.no_effect if backend == "smp" else flag.idle
-        if not why and flag.needs and not getattr(args, flag.needs):
-            why = f"it needs --{flag.needs} 1"
+        if not why and flag.idle_without and not getattr(args, flag.idle_without):
+            why = f"it needs {_turned_on(flag.idle_without)}"
         if why and resolved.given(name):
             lines.append(f"--{name} {show(getattr(args, name))} has no effect: {why}")
     for name, why in _idle_data(args).items():

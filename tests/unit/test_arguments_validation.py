@@ -78,7 +78,7 @@ COMBINATIONS = {
     "--num_heads 8 --num_key_value_heads 3": "1, 2, 4, 8 would",
     "--num_experts_per_tok 4 --num_local_experts 2": "is above --num_local_experts 2",
     "--sharding_strategy no_shard --hybrid_shard_degree 4": "contradict each other",
-    "--selective_checkpointing 1.5": "from 1 on it is every N-th layer",
+    "--selective_checkpointing 1.5": "from 1 on it counts every N-th layer",
     "--activation_checkpointing sometimes": "is not none, full, selective:op",
     "--activation_checkpointing selective:1.5": "is not none, full, selective:op",
     "--activation_checkpointing selective:op --selective_checkpointing 0.5": "contradict each other",
@@ -167,7 +167,7 @@ def test_places_in_s3_are_refused(name: str) -> None:
 
 def test_a_flag_is_not_both_refused_and_without_effect() -> None:
     assert not [name for name in {*REFUSED, *REFUSED_NATIVELY} if flags()[name].idle]
-    assert all(flag.needs in flags() for flag in flags().values() if flag.needs)
+    assert all(name in flags() for flag in flags().values() for name in (flag.needs, flag.idle_without) if name)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_NATIVELY))
