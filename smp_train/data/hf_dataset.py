@@ -1,7 +1,7 @@
 """Hugging Face data sets on disk, as ``save_to_disk`` of ``datasets`` wrote them: mapped, and read without a copy.
 
-Files are checked once, and what was found is kept beside the token caches. The files are mapped as ``load_from_disk``
-maps them, by pyarrow alone: ``datasets`` takes seconds to import, and would copy what is in S3 to a folder of its own.
+Files are checked once, and what was found is kept beside the token caches. They are mapped as ``load_from_disk`` maps
+them, by pyarrow alone: ``datasets`` takes twenty times as long to import, and copies what is in S3 elsewhere.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ class RowParser:
         self.labelled: bool | None = None
         """Whether the rows have labels; None before the first."""
         self._simd = Parser and Parser()
+        self._last_mask: tuple[bytes, np.ndarray] = (b"", np.empty(0, dtype=np.int64))
+        """The end of the last line that ended in its mask, and that mask: most shards have one, all ones."""
 
     def __call__(self, line: bytes) -> Row:
         """Return the row, its ids and labels int64; ValueError: reason; what to do."""
@@ -87,11 +89,19 @@ class RowParser:
             )
 
     def _fast(self, line: bytes) -> Lists | None:
-        """Read a line of well-formed lists; None leaves every doubtful line to `_strict`."""
+        """Read a line of well-formed lists; None leaves every doubtful line to `_strict`.
+
+        A mask at the end is not parsed again where it is the last one: ``{a, b}`` is a JSON object if ``{a}`` and
+        ``{b}`` are.
+        """
+        comma = line.rfind(b",", 0, max(0, line.rfind(_QUOTED[1])))
+        tail, known = line[comma:], None
+        if comma > 0 and tail == self._last_mask[0]:
+            line, known = line[:comma] + b"}", self._last_mask[1]
         counts = [line.count(name) for name in _QUOTED]
         # An escape may write a field's name in another way; the buffer of a nested list is that of a flat one.
         doubtful = counts[0] != 1 or max(counts) > 1 or line.count(b"[") != sum(counts) or b"\\" in line
-        if self._simd is None or doubtful or not line.startswith(b"{"):
+        if self._simd is None or doubtful or not line.startswith(b"{") or (known is not None and counts[1]):
             return None
         try:
             record = self._simd.parse(line)
@@ -99,11 +109,17 @@ class RowParser:
                 np.frombuffer(record[field].as_buffer(of_type="i"), dtype=np.int64) if count else None
                 for field, count in zip(FIELDS, counts, strict=True)
             )
-            return None if ids is None else (ids, mask, labels)
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
             # What failed may still be held by its traceback, and a parser whose document is held parses no other.
             self._simd = Parser()
             return None
+        # What is behind the mask's comma must be the mask alone, in the outermost object.
+        if (
+            mask is not None and labels is None
+            and [tail.count(mark) for mark in (b"[", b'"', b"{", b"}")] == [1, 2, 0, 1]
+        ):  # fmt: skip
+            self._last_mask = tail, mask
+        return None if ids is None else (ids, mask if known is None else known, labels)
 
 
 def _strict(line: bytes) -> Lists:

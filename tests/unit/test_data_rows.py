@@ -104,6 +104,7 @@ def test_good_rows(name, simdjson, monkeypatch):
         monkeypatch.setattr("smp_train.data.rows.Parser", None)
     line, ids, mask = GOOD[name]
     parser = RowParser(100)
+    # Twice: the second time the mask may be a remembered one.
     for _ in range(2):
         got, counted, *_ = parser(line)
         assert got.tolist() == ids
@@ -155,3 +156,34 @@ def test_agrees_with_json_on_mangled_lines():
         mask = record.get("attention_mask", [1] * ids.size)
         assert ([1] * ids.size if counted is None else counted.tolist()) == mask
     assert read > 1000
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_remembered_masks_are_the_right_ones(ragged):
+    rng = random.Random(1)
+    parser = RowParser(100)
+    for _ in range(500):
+        n = rng.randrange(2, 6) if ragged else 4
+        mask = [1, 1] + [rng.randrange(2) for _ in range(n - 2)]
+        ids = [rng.randrange(100) for _ in range(n)]
+        got, counted, *_ = parser(json.dumps({"input_ids": ids, "attention_mask": mask}).encode())
+        assert got.tolist() == ids
+        assert ([True] * n if counted is None else counted.tolist()) == [bool(m) for m in mask]
+
+
+REMEMBERED = b', "attention_mask": [1, 1]}'
+
+
+@pytest.mark.parametrize(("line", "reason"), [
+    (b'{"t": {"input_ids": [1, 2]' + REMEMBERED, "broken JSON"),
+    (b'{"input_ids": [1, 2' + REMEMBERED, "broken JSON"),
+    (b'{"input_ids": [1, 2],' + REMEMBERED, "broken JSON"),
+    (b'{"input_ids": [1, 2]}' + REMEMBERED, "broken JSON"),
+    (b'{"t": "}", "input_ids": [1, 2], "attention_mask": [1, 0]' + REMEMBERED, "given twice"),
+    (b'{"input_ids": [1, 2, 3]' + REMEMBERED, "attention_mask 2"),
+])  # fmt: skip
+def test_a_remembered_mask_at_the_end_of_a_bad_line(line, reason):
+    parser = RowParser(100)
+    assert parser(b'{"input_ids": [3, 4]' + REMEMBERED).counted is None
+    with pytest.raises(ValueError, match=reason):
+        parser(line)
