@@ -45,6 +45,16 @@ def hostile(code: int) -> Callable[[Case], Case]:
     return enter
 
 
+def row(code: int, name: str, read: Case, damage: Callable[[Path], object] = lambda folder: None) -> None:
+    """Enter a case: ``damage`` makes the input, ``read`` returns the command that reads it."""
+
+    def case(folder: Path) -> list[str]:
+        damage(folder)
+        return read(folder)
+
+    CASES[name] = (code, case)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
@@ -88,22 +98,15 @@ def export(folder: Path) -> list[str]:
     return ["checkpoint", "export", str(of(folder)), str(folder / "out")]
 
 
-@hostile(CHECKPOINT)
-def committed_names_a_file_above_its_folder(folder: Path) -> list[str]:
-    commit(folder, {"../../secret": len(SECRET)})
-    return verify(folder)
-
-
-@hostile(CHECKPOINT)
-def committed_names_an_absolute_file(folder: Path) -> list[str]:
-    commit(folder, {str(folder / "secret"): len(SECRET)})
-    return verify(folder)
-
-
-@hostile(CHECKPOINT)
-def committed_names_a_root_outside(folder: Path) -> list[str]:
-    commit(folder, root="..")
-    return verify(folder)
+row(
+    CHECKPOINT, "committed_names_a_file_above_its_folder", verify,
+    lambda folder: commit(folder, {"../../secret": len(SECRET)})
+)
+row(
+    CHECKPOINT, "committed_names_an_absolute_file", verify,
+    lambda folder: commit(folder, {str(folder / "secret"): len(SECRET)})
+)
+row(CHECKPOINT, "committed_names_a_root_outside", verify, lambda folder: commit(folder, root=".."))
 
 
 @hostile(CHECKPOINT)
@@ -135,34 +138,14 @@ def committed_is_a_link_to_an_endless_device(folder: Path) -> list[str]:
     return ["checkpoint", "show", str(of(folder))]
 
 
-@hostile(CHECKPOINT)
-def committed_is_very_large(folder: Path) -> list[str]:
-    os.truncate(of(folder) / "COMMITTED", 1 << 40)
-    return verify(folder)
-
-
-@hostile(CHECKPOINT)
-def committed_is_nested_very_deep(folder: Path) -> list[str]:
-    (of(folder) / "COMMITTED").write_text("[" * 1_000_000)
-    return verify(folder)
-
-
-@hostile(CHECKPOINT)
-def committed_says_another_step_than_meta(folder: Path) -> list[str]:
-    commit(folder, step=7)
-    return resume(folder)
-
-
-@hostile(CHECKPOINT)
-def committed_says_another_model_type_than_meta(folder: Path) -> list[str]:
-    commit(folder, model_type="llama_v3")
-    return verify(folder)
-
-
-@hostile(CHECKPOINT)
-def committed_says_an_endless_step(folder: Path) -> list[str]:
-    commit(folder, step=float("inf"))
-    return verify(folder)
+row(CHECKPOINT, "committed_is_very_large", verify, lambda folder: os.truncate(of(folder) / "COMMITTED", 1 << 40))
+row(
+    CHECKPOINT, "committed_is_nested_very_deep", verify,
+    lambda folder: (of(folder) / "COMMITTED").write_text("[" * 1_000_000)
+)
+row(CHECKPOINT, "committed_says_another_step_than_meta", resume, lambda folder: commit(folder, step=7))
+row(CHECKPOINT, "committed_says_another_model_type_than_meta", verify, lambda at: commit(at, model_type="llama_v3"))
+row(CHECKPOINT, "committed_says_an_endless_step", verify, lambda folder: commit(folder, step=float("inf")))
 
 
 @hostile(CHECKPOINT)
@@ -177,16 +160,8 @@ def meta(folder: Path, text: str) -> None:
     commit(folder)
 
 
-@hostile(CHECKPOINT)
-def meta_is_a_list(folder: Path) -> list[str]:
-    meta(folder, "[1]")
-    return export(folder)
-
-
-@hostile(CHECKPOINT)
-def meta_is_nested_very_deep(folder: Path) -> list[str]:
-    meta(folder, "[" * 1_000_000)
-    return resume(folder)
+row(CHECKPOINT, "meta_is_a_list", export, lambda folder: meta(folder, "[1]"))
+row(CHECKPOINT, "meta_is_nested_very_deep", resume, lambda folder: meta(folder, "[" * 1_000_000))
 
 
 @hostile(CHECKPOINT)
@@ -196,10 +171,10 @@ def meta_is_not_what_was_committed(folder: Path) -> list[str]:
     return ["checkpoint", "show", str(of(folder))]
 
 
-@hostile(CHECKPOINT)
-def meta_says_a_model_that_is_none(folder: Path) -> list[str]:
-    meta(folder, json.dumps({"step": 1, "model_config": [1]}))
-    return export(folder)
+row(
+    CHECKPOINT, "meta_says_a_model_that_is_none", export,
+    lambda folder: meta(folder, json.dumps({"step": 1, "model_config": [1]}))
+)
 
 
 @hostile(CHECKPOINT)
@@ -238,28 +213,19 @@ def built(target: bytes, state: bytes) -> bytes:
 OVERWRITE = b"}X\x04\x00\x00\x00openNs"
 
 
-@hostile(CHECKPOINT)
-def index_calls_a_function(folder: Path) -> list[str]:
-    index(folder, Code())
-    return resume(folder)
-
-
-@hostile(CHECKPOINT)
-def index_sets_attributes_of_a_class(folder: Path) -> list[str]:
-    index(folder, built(b"cpathlib\nPath\n", OVERWRITE))
-    return export(folder)
-
-
-@hostile(CHECKPOINT)
-def index_sets_attributes_of_a_function(folder: Path) -> list[str]:
-    index(folder, built(b"ctorch.serialization\n_get_layout\n", OVERWRITE))
-    return export(folder)
-
-
-@hostile(CHECKPOINT)
-def index_sets_attributes_of_a_record_class(folder: Path) -> list[str]:
-    index(folder, built(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", OVERWRITE))
-    return verify(folder)
+row(CHECKPOINT, "index_calls_a_function", resume, lambda folder: index(folder, Code()))
+row(
+    CHECKPOINT, "index_sets_attributes_of_a_class", export,
+    lambda folder: index(folder, built(b"cpathlib\nPath\n", OVERWRITE))
+)
+row(
+    CHECKPOINT, "index_sets_attributes_of_a_function", export,
+    lambda folder: index(folder, built(b"ctorch.serialization\n_get_layout\n", OVERWRITE))
+)
+row(
+    CHECKPOINT, "index_sets_attributes_of_a_record_class", verify,
+    lambda folder: index(folder, built(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", OVERWRITE))
+)
 
 
 @hostile(CHECKPOINT)
@@ -268,10 +234,7 @@ def index_asks_for_much_memory(folder: Path) -> list[str]:
     return verify(folder)
 
 
-@hostile(CHECKPOINT)
-def index_is_not_an_index(folder: Path) -> list[str]:
-    index(folder, {"state_dict_metadata": {}})
-    return export(folder)
+row(CHECKPOINT, "index_is_not_an_index", export, lambda folder: index(folder, {"state_dict_metadata": {}}))
 
 
 def with_files_at(folder: Path, path: str) -> None:
@@ -353,9 +316,10 @@ def train_on(folder: Path, path: Path, **changes: Any) -> list[str]:
     return ["train", *flags(folder, **own, hf_pretrained_model_name_or_dir=path, **changes)]
 
 
-@hostile(CONFIG)
-def configuration_brings_code(folder: Path) -> list[str]:
-    return train_on(folder, model(folder, **LLAMA | {"model_type": "foreign"} | CODE))
+row(
+    CONFIG, "configuration_brings_code",
+    lambda folder: train_on(folder, model(folder, **LLAMA | {"model_type": "foreign"} | CODE))
+)
 
 
 @hostile(CONFIG)
@@ -364,9 +328,10 @@ def configuration_beside_weights_brings_code(folder: Path) -> list[str]:
     return ["checkpoint", "import", str(there), str(folder / "imported")]
 
 
-@hostile(CONFIG)
-def configuration_names_a_kernel_of_the_hub(folder: Path) -> list[str]:
-    return train_on(folder, model(folder, **LLAMA, attn_implementation="foreign/kernel"))
+row(
+    CONFIG, "configuration_names_a_kernel_of_the_hub",
+    lambda folder: train_on(folder, model(folder, **LLAMA, attn_implementation="foreign/kernel"))
+)
 
 
 @hostile(CONFIG)
@@ -383,19 +348,18 @@ def configuration_is_nested_very_deep(folder: Path) -> list[str]:
     return train_on(folder, there)
 
 
-@hostile(CONFIG)
-def configuration_has_no_heads(folder: Path) -> list[str]:
-    return train_on(folder, model(folder, **LLAMA | {"num_attention_heads": 0}))
-
-
-@hostile(CONFIG)
-def configuration_is_of_an_enormous_model(folder: Path) -> list[str]:
-    return train_on(folder, model(folder, **LLAMA | {"vocab_size": 10**12}))
-
-
-@hostile(CONFIG)
-def configuration_has_text_for_a_width(folder: Path) -> list[str]:
-    return train_on(folder, model(folder, **LLAMA | {"hidden_size": "wide"}))
+row(
+    CONFIG, "configuration_has_no_heads",
+    lambda folder: train_on(folder, model(folder, **LLAMA | {"num_attention_heads": 0}))
+)
+row(
+    CONFIG, "configuration_is_of_an_enormous_model",
+    lambda folder: train_on(folder, model(folder, **LLAMA | {"vocab_size": 10**12}))
+)
+row(
+    CONFIG, "configuration_has_text_for_a_width",
+    lambda folder: train_on(folder, model(folder, **LLAMA | {"hidden_size": "wide"}))
+)
 
 
 def tokenizer(folder: Path, **settings: Any) -> Path:
@@ -407,9 +371,10 @@ def tokenizer(folder: Path, **settings: Any) -> Path:
 TOKENIZER_CODE = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]}}
 
 
-@hostile(CONFIG)
-def tokenizer_brings_code_to_an_export(folder: Path) -> list[str]:
-    return [*export(folder), f"--tokenizer={tokenizer(folder, **TOKENIZER_CODE)}"]
+row(
+    CONFIG, "tokenizer_brings_code_to_an_export",
+    lambda folder: [*export(folder), f"--tokenizer={tokenizer(folder, **TOKENIZER_CODE)}"]
+)
 
 
 @hostile(CONFIG)
@@ -420,9 +385,10 @@ def tokenizer_brings_code_to_prepare(folder: Path) -> list[str]:
     return ["prepare", f"--input={folder / 'text'}", f"--output={folder / 'out'}", f"--tokenizer={there}"]
 
 
-@hostile(CONFIG)
-def tokenizer_names_a_file_outside(folder: Path) -> list[str]:
-    return [*export(folder), f"--tokenizer={tokenizer(folder, tokenizer_file=str(folder / 'secret'))}"]
+row(
+    CONFIG, "tokenizer_names_a_file_outside",
+    lambda folder: [*export(folder), f"--tokenizer={tokenizer(folder, tokenizer_file=str(folder / 'secret'))}"]
+)
 
 
 def test_code_of_a_model_runs_when_it_is_trusted(tmp_path: Path) -> None:
@@ -456,14 +422,11 @@ def bomb(gibibytes: int) -> bytes:
     return gzip.compress(b" " * (64 << 20), 1) * (16 * gibibytes)
 
 
-@hostile(DATA)
-def a_line_of_a_zipped_shard_never_ends(folder: Path) -> list[str]:
-    return shard(folder, "a.json.gz", bomb(3))
-
-
-@hostile(DATA)
-def a_line_of_a_shard_is_nested_very_deep(folder: Path) -> list[str]:
-    return shard(folder, "a.json", b'{"input_ids":' + b"[" * 1_000_000 + b"\n")
+row(DATA, "a_line_of_a_zipped_shard_never_ends", lambda folder: shard(folder, "a.json.gz", bomb(3)))
+row(
+    DATA, "a_line_of_a_shard_is_nested_very_deep",
+    lambda folder: shard(folder, "a.json", b'{"input_ids":' + b"[" * 1_000_000 + b"\n")
+)
 
 
 @hostile(DATA)
@@ -504,19 +467,9 @@ def test_nothing_is_written_that_everybody_may_change(tmp_path: Path) -> None:
 SIGNED = f"https://user:{SECRET}@example.invalid/data?X-Amz-Signature={SECRET}"
 
 
-@hostile(DATA)
-def a_signed_url_is_no_data_folder(folder: Path) -> list[str]:
-    return read(folder, training_dir=SIGNED)
-
-
-@hostile(CONFIG)
-def a_signed_url_is_no_checkpoint_folder(folder: Path) -> list[str]:
-    return ["train", *flags(folder, checkpoint_dir=SIGNED)]
-
-
-@hostile(CONFIG)
-def a_signed_url_is_no_tokenizer(folder: Path) -> list[str]:
-    return [*export(folder), f"--tokenizer={SIGNED}"]
+row(DATA, "a_signed_url_is_no_data_folder", lambda folder: read(folder, training_dir=SIGNED))
+row(CONFIG, "a_signed_url_is_no_checkpoint_folder", lambda folder: ["train", *flags(folder, checkpoint_dir=SIGNED)])
+row(CONFIG, "a_signed_url_is_no_tokenizer", lambda folder: [*export(folder), f"--tokenizer={SIGNED}"])
 
 
 def test_the_secrets_of_urls_are_not_stored(tmp_path: Path) -> None:
@@ -577,19 +530,15 @@ def an_index_of_weights_names_a_file_outside(folder: Path) -> list[str]:
     return weights(folder, "model.safetensors.index.json", json.dumps(index).encode())
 
 
-@hostile(CHECKPOINT)
-def an_index_of_weights_is_a_list(folder: Path) -> list[str]:
-    return weights(folder, "model.safetensors.index.json", b'{"weight_map": [1]}')
-
-
-@hostile(CHECKPOINT)
-def pickled_weights_run_code(folder: Path) -> list[str]:
-    return weights(folder, "pytorch_model.bin", saved({"w": Code()}))
-
-
-@hostile(CHECKPOINT)
-def pickled_weights_of_the_old_format_run_code(folder: Path) -> list[str]:
-    return weights(folder, "pytorch_model.bin", pickle.dumps(Code()))
+row(
+    CHECKPOINT, "an_index_of_weights_is_a_list",
+    lambda folder: weights(folder, "model.safetensors.index.json", b'{"weight_map": [1]}')
+)
+row(CHECKPOINT, "pickled_weights_run_code", lambda folder: weights(folder, "pytorch_model.bin", saved({"w": Code()})))
+row(
+    CHECKPOINT, "pickled_weights_of_the_old_format_run_code",
+    lambda folder: weights(folder, "pytorch_model.bin", pickle.dumps(Code()))
+)
 
 
 @hostile(CHECKPOINT)
