@@ -16,169 +16,20 @@ from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.groups import flags
 from smp_train.arguments.mp_parameters import SMP_KEYS
 from smp_train.errors import ConfigError
+from tests.command_lines import LINES
 
 
 def read(line: str, environ: dict[str, str] | None = None) -> Arguments:
     return parse(shlex.split(line), environ or {}).args
 
 
-# Command lines of the five systems, as their documentation has them, with what they must mean here.
 COMMAND_LINES: dict[str, tuple[str, dict[str, Any]]] = {
-    "FSDP sample, 7B": (
-        "--num_key_value_heads=32 --intermediate_size=11008 --max_context_width=4096 --hidden_width=4096 "
-        "--num_layers=32 --num_heads=32 --model_type=llama_v2 --checkpoint_freq=1000 --validation_freq=500 "
-        "--checkpoint_dir=./checkpoints --resume_from_checkpoint=./checkpoints --test_dir t",
-        {
-            "num_key_value_heads": 32, "intermediate_size": 11008, "max_context_width": 4096,
-            "hidden_width": 4096,
-            "num_layers": 32, "num_heads": 32, "model_type": "llama_v2", "checkpoint_freq": [1000],
-            "validation_freq": 500, "checkpoint_dir": ["./checkpoints"],
-            "resume_from_checkpoint": "./checkpoints",
-            "sharding_strategy": "full_shard",
-        },
-    ),
-    "FSDP sample, 13B": (
-        "--num_key_value_heads=40 --intermediate_size=13824 --max_context_width=4096 --hidden_width=5120 "
-        "--num_layers=40 --num_heads=40 --model_type=llama_v2 --checkpoint_freq=50 --validation_freq=500 "
-        "--checkpoint_dir=./checkpoints --resume_from_checkpoint=./checkpoints",
-        {"num_layers": 40, "hidden_width": 5120, "intermediate_size": 13824},
-    ),
-    "FSDP sample, 70B": (
-        "--num_key_value_heads=8 --intermediate_size=28672 --max_context_width=4096 --hidden_width=8192 "
-        "--num_layers=80 --num_heads=64 --model_type=llama_v2 --checkpoint_freq=50 --validation_freq=500 "
-        "--checkpoint_dir=./checkpoints --resume_from_checkpoint=./checkpoints",
-        {"num_layers": 80, "num_key_value_heads": 8},
-    ),
-    "FSDP sample, Mixtral": (
-        "--train_batch_size=4 --val_batch_size=4 --max_steps=5000 --seed=42 --bf16=1 --grad_clip=1.0 "
-        "--weight_decay=0.2 --beta1=0.9 --beta2=0.95 --activation_checkpointing=1 --intermediate_size=14336 "
-        "--num_key_value_heads=8 --logging_freq=1 --max_context_width=32768 --vocab_size=32000 "
-        "--hidden_width=4096 --num_layers=32 --num_heads=32 --resid_pdrop=0.1 --embd_pdrop=0.1 "
-        "--attn_pdrop=0.1 --summary_first_pdrop=0.1 --initializer_range=0.02 --model_type=mixtral "
-        "--rotary_pct=0.25 --rotary_emb_base=10000 --lr=0.0001 --lr_decay_style=cosine --min_lr=1e-5 "
-        "--warmup=0.0032 --plateau=0.0 --dataset=c4 --tokenizer=mistralai/mixtral-8x7B-v0.1 --epochs=3 "
-        "--checkpoint_dir=./checkpoints/mixtral-8x7B --resume_from_checkpoint=./checkpoints/mixtral-8x7B "
-        "--max_training_steps=5000 --validation_batches=10 --sliding_window=4096 --num_experts_per_tok=2 "
-        "--num_local_experts=8",
-        {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096, "max_steps": 5000,
-        "epochs": 3},
-    ),
-    "FSDP sample, today": (
-        "--model_type=llama_v3 --dataset=allenai/c4 --dataset_config_name=en --tokenizer=hf-internal/llama "
-        "--sharding_strategy=full --offload_activations=1 --activation_checkpointing=1 --train_batch_size=1",
-        {
-            "dataset": "allenai/c4", "dataset_config_name": "en", "tokenizer": "hf-internal/llama",
-            "sharding_strategy": "full_shard", "sm_activation_offloading": True,
-        },
-    ),
-    "FSDP profiling sample": (
-        "--model_name=llama2_7b --ckpt_load_path=/fsx/llama2/pretrain/ckpt "
-        "--ckpt_save_path=/fsx/llama2/pretrain/ckpt --data_path=/fsx/data/ "
-        "--fsdp_activation_checkpointing=False --selective_checkpointing=1 --sharding_strategy=hsdp "
-        "--low_cpu_fsdp=False --batch_size=2 --report_interval=200 --checkpoint_interval=20000 "
-        "--use_torch_compile=False --use_profiler=True",
-        {
-            "model_type": "llama_v2", "model_size": "7b",
-            "resume_from_checkpoint": "/fsx/llama2/pretrain/ckpt",
-            "checkpoint_dir": ["/fsx/llama2/pretrain/ckpt"], "training_dir": ["/fsx/data/"],
-            "activation_checkpointing": "none", "selective_checkpointing": 1.0,
-            "sharding_strategy": "hybrid_shard",
-            "delayed_param": False, "train_batch_size": 2, "logging_freq": 200, "checkpoint_freq": [20000],
-            "use_torch_compile": False, "use_profiler": True,
-        },
-    ),
-    "minimal_fsdp": (
-        "--environment pbs --model mingpt --run_name shakespeare --vocab_size 50257 --seq_len 256 "
-        "--num_heads 8 "
-        "--num_layers 8 --embed_size 512 --restart_checkpoint_file ckpt --sharding hybrid-grad-shard "
-        "--precision bf16 --cpu_offload 0 --activation_checkpoints --meta_init --train_data data/train "
-        "--val_data data/val --max_epochs 3 --lr 3e-4 --dropout 0.1 --batch_size 16",
-        {
-            "environment": "pbs", "model_type": "gpt2", "run_name": "shakespeare",
-            "run_dir": "runs/shakespeare",
-            "max_context_width": 256, "hidden_width": 512, "resume_from_checkpoint": "ckpt",
-            "sharding_strategy": "_hybrid_shard_zero2", "bf16": True, "cpu_offload": False,
-            "activation_checkpointing": "full", "training_dir": ["data/train"], "test_dir": "data/val",
-            "epochs": 3,
-            "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "train_batch_size": 16,
-        },
-    ),
-    "minimal_fsdp, evaluation": (
-        "--environment local --model mingpt --precision float32 --max_epochs -1 --prompt 'To be' "
-        "--num_tokens 32",
+    **{name: (line.text, line.means) for name, line in LINES.items()},
+    "002, evaluation": (
+        "--environment local --model mingpt --precision float32 --max_epochs -1 --prompt 'To be' --num_tokens 32",
         {"evaluate_only": True, "epochs": None, "bf16": False, "prompt": "To be", "num_tokens": 32},
     ),
-    "SMP sample": (
-        "--train_batch_size 4 --max_steps 100 --hidden_width 8192 --num_layers 80 --num_heads 64 "
-        "--llama_intermediate_size 28672 --shard_degree 16 --model_type llama_v2 --profile_nsys 1 "
-        "--use_smp_implementation 1 --max_context_width 4096 --tensor_parallel_degree 1 "
-        "--use_synthetic_data 1 "
-        "--training_dir /fsx/train --test_dir /fsx/test --dataset_type hf --checkpoint_dir /fsx/ckpt "
-        "--checkpoint_freq 100",
-        {
-            "intermediate_size": 28672, "hybrid_shard_degree": 16, "sharding_strategy": "hybrid_shard",
-            "profile_nsys": True, "use_smp_implementation": True, "dataset_type": "hf",
-            "checkpoint_freq": [100],
-        },
-    ),
-    "SMP sample, resume": (
-        "--model_type llama_v2 --shard_degree 8 --resume_from_checkpoint /fsx/ckpt/llama_v2-100steps",
-        {"resume_from_checkpoint": "/fsx/ckpt/llama_v2-100steps"},
-    ),
-    "SMP sample, fine-tuning by name": (
-        "--finetune 1 --pretrained_model_name llama-2-7b --finetune_checkpoint_load_dir /fsx/pretrained",
-        {
-            "finetune": True, "pretrained_model_name": "llama-2-7b",
-            "finetune_checkpoint_load_dir": "/fsx/pretrained",
-        },
-    ),
-    "SMP sample, fine-tuning from a file": (
-        "--finetune 1 --pretrained_checkpoint_file /fsx/full_model/llama.pt "
-        "--resume_from_checkpoint /fsx/ckpt",
-        {"pretrained_checkpoint_file": "/fsx/full_model/llama.pt"},
-    ),
-    "FSDP2, quick start": (
-        "--hf-model meta-llama/Llama-2-7b-hf --batch-size 4 --grad-accum-steps 2 --mixed-precision",
-        {
-            "hf_pretrained_model_name_or_dir": "meta-llama/Llama-2-7b-hf", "train_batch_size": 4,
-            "gradient_accumulation_steps": 2, "bf16": True, "label": "Llama-2-7b-hf",
-        },
-    ),
-    "FSDP2, from scratch": (
-        "--from-scratch --model-size 7B --batch-size 4 --grad-accum-steps 2 --mixed-precision",
-        {"model_type": "scratch", "model_size": "7b", "label": "scratch-7b"},
-    ),
-    "FSDP2, example 1": (
-        "--hf-model meta-llama/Llama-2-7b-hf --batch-size 4 --grad-accum-steps 2 --max-lr 2e-5 "
-        "--warmup-steps 100 --max-steps 10000 --checkpoint-dir checkpoints/llama2-7b-finetuned "
-        "--mixed-precision",
-        {"lr": 2e-5, "warmup": 100.0, "max_steps": 10000,
-        "checkpoint_dir": ["checkpoints/llama2-7b-finetuned"]},
-    ),
-    "FSDP2, example 2": (
-        "--hf-model mistralai/Mistral-7B-v0.1 --seq-len 4096 --batch-size 2 --grad-accum-steps 4 "
-        "--mixed-precision",
-        {"max_context_width": 4096},
-    ),
-    "FSDP2, example 3": (
-        "--from-scratch --model-size 13B --vocab-size 32000 --seq-len 2048 --batch-size 2 "
-        "--grad-accum-steps 4 "
-        "--max-lr 3e-4 --mixed-precision",
-        {"model_type": "scratch", "model_size": "13b", "vocab_size": 32000, "lr": 3e-4},
-    ),
-    "FSDP2, example 4": (
-        "--hf-model meta-llama/Llama-2-70b-hf --batch-size 2 --grad-accum-steps 8",
-        {"gradient_accumulation_steps": 8},
-    ),
-    "FSDP2, all flags": (
-        "--from-scratch --num-epochs 2 --steps-per-epoch 1000 --min-lr 3e-5 --weight-decay 0.1 "
-        "--grad-clip 1.0 "
-        "--use-flash-attn --checkpoint-interval 1000 --log-interval 10",
-        {
-            "model_size": "7b", "epochs": 2, "steps_per_epoch": 1000, "min_lr": 3e-5, "weight_decay": 0.1,
-            "attn_implementation": "flash_attention_2", "checkpoint_freq": [1000], "logging_freq": 10,
-        },
-    ),
+    "004, its defaults": ("--from-scratch", {"model_size": "7b"}),
     "Hugging Face's run_clm": (
         "--model_name_or_path meta-llama/Llama-3.1-8B --dataset_name allenai/c4 --dataset_config_name en --do_train "
         "--do_eval --per_device_train_batch_size 4 --per_device_eval_batch_size 8 --gradient_accumulation_steps 2 "
