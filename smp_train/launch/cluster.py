@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smp_train.errors import ConfigError
 from smp_train.launch import timing
+from smp_train.launch.command import ask
 from smp_train.launch.spec import Spec
 
 PROBE_SECONDS = 60
@@ -21,23 +21,14 @@ PROBE = (
 )
 
 
-def said(*command: str) -> str:
-    """Return what a command of Slurm prints; "" where it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
-
-
 def configuration() -> dict[str, str]:
     """Return the cluster's settings by name."""
-    return dict(re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", said("scontrol", "show", "config"), re.MULTILINE))
+    return dict(re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", ask("scontrol", "show", "config")[1], re.MULTILINE))
 
 
 def partition(name: str | None) -> dict[str, str]:
     """Return the settings of a partition by name; of the default one without ``name``; {} where there is none."""
-    shown = said("scontrol", "show", "partition", *([name] if name else []), "--oneliner").splitlines()
+    shown = ask("scontrol", "show", "partition", *([name] if name else []), "--oneliner")[1].splitlines()
     found = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in shown]
     return next((one for one in found if name or one.get("Default") == "YES"), {})
 
@@ -51,7 +42,7 @@ def warnings(spec: Spec, options: Mapping[str, Any]) -> list[str]:
     if not shutil.which("scontrol"):
         return []
     config, place = configuration(), partition(options["partition"])
-    helped = said("srun", "--help")
+    helped = ask("srun", "--help")[1]
     if options["image"] and "--container-image" not in helped:
         raise ConfigError(
             "this cluster's srun knows no --container-image; install pyxis, or use --python instead of --image"
@@ -64,7 +55,7 @@ def warnings(spec: Spec, options: Mapping[str, Any]) -> list[str]:
         if options["gpus_per_node"]:
             told.append(("--gpus_per_node", "Slurm does not swap nodes of jobs with GRES"))
         found += [f"{setting}: {why}; a lost node is answered by a requeue" for setting, why in told]
-    gres = said("sinfo", "-h", "-o", "%G")
+    gres = ask("sinfo", "-h", "-o", "%G")[1]
     if "gpu" in gres and not options["gpus_per_node"]:
         found.append("this cluster has GRES: without --gpus_per_node the job may see no GPU")
     return [*found, *_time(spec, options, config, place)]
@@ -120,13 +111,10 @@ def probe(options: Mapping[str, Any], needed: Sequence[str]) -> list[str]:
     ]
     command = ["srun", "--nodes=1", "--ntasks=1", "--time=2", f"--immediate={PROBE_SECONDS}", "--quiet", *place]
     words = [*command, "bash", "-c", f"hostname; IMAGE={'1' if options['image'] else ''}; {PROBE}", "probe", *needed]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=PROBE_SECONDS + 120)
-    except subprocess.TimeoutExpired:
-        return [f"--probe: no compute node answered within {PROBE_SECONDS + 120} s"]
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        return [f"--probe: no compute node could be asked: {' '.join(done.stderr.split())[:200] or 'no answer'}"]
+    code, output = ask(*words, seconds=PROBE_SECONDS + 120)
+    lines = output.splitlines()
+    if code or not lines:
+        return [f"--probe: no compute node could be asked: {' '.join(output.split())[:200] or 'no answer'}"]
     lacking = [line.removeprefix(LACKING) for line in lines if line.startswith(LACKING)]
     if "pyxis" in lacking:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a container keeps: folders that are mounted into it. The rest goes away with it, without a word."""
+"""What a container keeps: folders that are mounted into it. The rest is lost with it, without a message."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from smp_train.arguments.training_flags import NODE_LOCAL
+from smp_train.errors import ConfigError
+
 MOUNTS = Path("/proc/self/mountinfo")
 
 
-def kept_by_nobody(folders: Sequence[str]) -> list[str]:
-    """Return those of ``folders`` that lie on the root file system of this process, on no mount of their own."""
+def refuse_lost(folders: Sequence[str]) -> None:
+    """Refuse, inside of a container, folders of checkpoints that are on its root file system."""
     points: list[str] = []
     with suppress(OSError):
         # proc(5): the fifth field is the mount point, a space in it written in octal.
         points = [line.split()[4].replace("\\040", " ") for line in MOUNTS.read_text(encoding="utf-8").splitlines()]
-    mounted = [point.rstrip("/") + "/" for point in points if point != "/"]
     if "/" not in points:
-        return []  # not to be told
-    return [folder for folder in folders if not (os.path.realpath(folder) + "/").startswith(tuple(mounted))]
+        return  # unknown
+    mounted = tuple(point.rstrip("/") + "/" for point in points if point != "/")
+    for folder in folders:
+        elsewhere = "://" in folder or folder.startswith(NODE_LOCAL)
+        if not elsewhere and not (os.path.realpath(folder) + "/").startswith(mounted):
+            raise ConfigError(
+                f"--checkpoint_dir {folder} is in the container alone, and its checkpoints are lost with it; give a "
+                "folder on a file system that all nodes mount (FSX_MOUNT of the scripts, --mounts)"
+            )

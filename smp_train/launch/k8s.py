@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +11,7 @@ from smp_train.arguments import parse
 from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
 from smp_train.launch import timing
+from smp_train.launch.command import call
 from smp_train.launch.flags import inline_files, named, without
 from smp_train.launch.images import check_image
 from smp_train.launch.manifests import GRACE_SECONDS, Target, manifest
@@ -188,33 +187,19 @@ def warnings(target: Target) -> list[str]:
     return found
 
 
-def kubectl(*words: str, text: str | None = None) -> str:
-    """Run kubectl and return what it prints.
-
-    Raises:
-        ConfigError: with kubectl's own words and what to do about them.
-    """
-    if not shutil.which("kubectl"):
-        raise ConfigError("there is no kubectl here; install it, or add --dry_run to see the manifest")
-    done = subprocess.run(["kubectl", *words], input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise ConfigError(f"kubectl {words[0]}: {said}{_advice(said)}")
-    return done.stdout.strip()
+def kubectl(*words: str, text: str = "") -> None:
+    """Run kubectl; `ConfigError` with its own error and what to do about it."""
+    call("kubectl", *words, text=text, absent="install it, or add --dry_run to see the manifest", advice=ADVICE)
 
 
-def _advice(said: str) -> str:
-    for part, advice in (
-        ("no matches for kind", "the operator of this kind is not installed in the cluster"),
-        ("AlreadyExists", "delete the finished job with kubectl delete, or give another --job_name"),
-        ("persistentvolumeclaims", "`kubectl get pvc -n NAMESPACE` lists the claims"),
-        ("secrets", "`kubectl create secret generic NAME --from-literal=KEY=VALUE` makes one"),
-        ("unable to connect", "`aws eks update-kubeconfig --name CLUSTER` connects kubectl"),
-        ("connection to the server", "`aws eks update-kubeconfig --name CLUSTER` connects kubectl"),
-    ):
-        if part.lower() in said.lower():
-            return f"; {advice}"
-    return ""
+ADVICE = (
+    ("no matches for kind", "the operator of this kind is not installed in the cluster"),
+    ("AlreadyExists", "delete the finished job with kubectl delete, or give another --job_name"),
+    ("persistentvolumeclaims", "`kubectl get pvc -n NAMESPACE` lists the claims"),
+    ("secrets", "`kubectl create secret generic NAME --from-literal=KEY=VALUE` makes one"),
+    ("unable to connect", "`aws eks update-kubeconfig --name CLUSTER` connects kubectl"),
+    ("connection to the server", "`aws eks update-kubeconfig --name CLUSTER` connects kubectl"),
+)
 
 
 def check(text: str, target: Target) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smp_train.launch import node_agent, preflight
+from smp_train.launch import node_agent, nsys, preflight
 from smp_train.launch.options import COMMON, Option, helped, split
 from smp_train.launch.spec import build, profile_flags, tell
 
@@ -60,7 +60,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     preflight.check_data(spec.resolved.args)
     if options["profile"] == "nsys":
-        node_agent.nsys_command(Path(spec.run_dir) / "profile", [])  # refuses where there is none
+        nsys.command(Path(spec.run_dir) / "profile", [])  # refuses where there is none
     tell(spec)
     if options["check"]:
         return 0

@@ -21,16 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from smp_train.arguments import Resolved
-from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed import expand_hostlist
 from smp_train.distributed.group import RENDEZVOUS_SECONDS
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import environment, instances, network_check, preflight, timing
+from smp_train.launch import container, environment, instances, network_check, nsys, preflight, timing
 from smp_train.launch import flags as launch_flags
-from smp_train.launch.container import kept_by_nobody
 from smp_train.launch.environment import lint
 from smp_train.launch.instances import Instance
-from smp_train.launch.nsys import recording
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 
 INSIDE = "/.smp-train-inside"
@@ -250,33 +247,6 @@ class CrashLoopError(SmpTrainError):
 CAUSES = {ConfigError: "configuration", BadNodeError: "node", CrashLoopError: "crash-loop"}
 
 
-def refuse_lost(folders: Sequence[str]) -> None:
-    """Refuse, inside of a container, folders of checkpoints that would go away with it."""
-    lost = kept_by_nobody([place for place in folders if "://" not in place and not place.startswith(NODE_LOCAL)])
-    if lost:
-        raise ConfigError(
-            f"--checkpoint_dir {lost[0]} is in the container alone, and its checkpoints would go away with it; give a "
-            "folder on a file system that all nodes mount (FSX_MOUNT of the scripts, --mounts)"
-        )
-
-
-def nsys_command(report: Path, words: Sequence[str]) -> list[str]:
-    """Return the command that records this node: from cudaProfilerStart to Stop, which the training calls.
-
-    Raises:
-        ConfigError: when nsys is not to be found.
-    """
-    target = "target-linux-sbsa-armv8" if platform.machine() == "aarch64" else "target-linux-x64"
-    own = os.environ.get("NSYS_DIR") or "/fsx/nsight-efa"
-    places = ["nsys", f"{own}/nsys", f"{own}/{target}/nsys", "/usr/local/cuda/bin/nsys"]
-    nsys = next((found for found in map(shutil.which, places) if found), None)
-    if nsys is None:
-        raise ConfigError(
-            f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
-        )
-    return recording(nsys, str(report), words)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Find out where this node stands, check it, and run its processes; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -305,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "installed on this compute node"
             )
         if options.inside:
-            refuse_lost(resolved.args.checkpoint_dir)
+            container.refuse_lost(resolved.args.checkpoint_dir)
         told = bool(options.instance_type)
         instance = instances.find(options.instance_type) if told else instances.here()
         place = find_place(os.environ, 1)
@@ -330,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.nsys and NSYS not in os.environ:
             _make(run_dir / "profile")
             report = run_dir / "profile" / f"{attempt}_node{node}_{socket.gethostname()}"
-            again = nsys_command(
+            again = nsys.command(
                 report, [sys.executable, "-m", "smp_train.launch.node_agent", *before, "--", *training]
             )
             os.execve(again[0], again, {**os.environ, NSYS: "1"})

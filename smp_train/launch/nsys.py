@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
+
+from smp_train.errors import ConfigError
 
 
 def recording(nsys: str, report: str, words: Sequence[str]) -> list[str]:
@@ -11,3 +17,16 @@ def recording(nsys: str, report: str, words: Sequence[str]) -> list[str]:
         nsys, "profile", "--trace", "cuda,nvtx", "--sample", "none", "--capture-range", "cudaProfilerApi",
         "--capture-range-end", "stop", "--force-overwrite", "true", "--output", report, *words,
     ]  # fmt: skip
+
+
+def command(report: Path, words: Sequence[str]) -> list[str]:
+    """Return the command that records ``words`` on this machine; `ConfigError` where nsys is not installed."""
+    target = "target-linux-sbsa-armv8" if platform.machine() == "aarch64" else "target-linux-x64"
+    own = os.environ.get("NSYS_DIR") or "/fsx/nsight-efa"
+    places = ["nsys", f"{own}/nsys", f"{own}/{target}/nsys", "/usr/local/cuda/bin/nsys"]
+    nsys = next((found for found in map(shutil.which, places) if found), None)
+    if nsys is None:
+        raise ConfigError(
+            f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
+        )
+    return recording(nsys, str(report), words)

@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from smp_train.arguments import Resolved
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed.degrees import before_launch, check_model
 from smp_train.errors import ConfigError
+from smp_train.launch.command import ask
 from smp_train.launch.instances import Instance
 from smp_train.models.flops import STATE_BYTES
 from smp_train.models.resolve import presets, settled_flags
@@ -218,11 +218,6 @@ def _not_shared(needed: Sequence[str]) -> list[str]:
 
 
 def file_system(place: str | Path) -> str:
-    """Return the kind of file system that ``place`` is on, such as lustre or ext2/ext3; "" where nobody tells."""
-    try:
-        asked = subprocess.run(
-            ["stat", "--file-system", "--format=%T", place], capture_output=True, text=True, check=False, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return asked.stdout.strip()
+    """Return the kind of file system that ``place`` is on, such as lustre or ext2/ext3; "" where it is unknown."""
+    code, kind = ask("stat", "--file-system", "--format=%T", str(place))
+    return "" if code else kind

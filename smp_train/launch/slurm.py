@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from smp_train.arguments import Resolved
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, preflight, timing
+from smp_train.launch.command import ask, call
 from smp_train.launch.images import check_image
 from smp_train.launch.options import COMMON, Option, helped, split
 from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, profile_flags, tell
@@ -206,12 +206,8 @@ def _written(spec: Spec) -> list[Path]:
 
 def _check_interpreter(python: str) -> None:
     """Refuse an interpreter that has no torch: every process of the run would."""
-    asked = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    try:
-        done = subprocess.run([python, "-c", asked], capture_output=True, check=False)
-    except OSError:  # for the nodes' processors, say, and not for this machine's
-        return
-    if done.returncode == 1:
+    # It may be for the nodes' processors, and not run on this machine.
+    if ask(python, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)")[0] == 1:
         raise ConfigError(
             f"{python} has no torch: give --python of an environment that has it (setup_conda_env.sh makes one), or "
             "--image"
@@ -231,33 +227,19 @@ def _seen_by_nodes(spec: Spec, options: dict[str, Any]) -> list[str]:
 
 
 def sbatch(script: str, *options: str) -> str:
-    """Hand a script to sbatch and return what it says: its answer alone, or with `--test-only` what it says about it.
-
-    Raises:
-        ConfigError: with sbatch's own words and what to do about them.
-    """
-    if not shutil.which("sbatch"):
-        raise ConfigError(
-            "there is no sbatch here; run this on a node of the cluster, or add --dry_run to see the script"
-        )
-    done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, check=False)
-    said = (done.stdout + done.stderr).strip()
-    if done.returncode:
-        raise ConfigError(f"sbatch refuses: {' '.join(said.split())}{_advice(said)}")
-    # Plugins of the cluster may say things on stderr beside the answer.
-    return said if "--test-only" in options else done.stdout.strip()
+    """Hand a script to sbatch and return its answer alone, or with `--test-only` all that it says."""
+    absent = "run this on a node of the cluster, or add --dry_run to see the script"
+    done = call("sbatch", *options, text=script, absent=absent, advice=ADVICE)
+    # Plugins of the cluster may write to stderr beside the answer.
+    return (done.stdout + (done.stderr if "--test-only" in options else "")).strip()
 
 
-def _advice(said: str) -> str:
-    for text, advice in (
-        ("generic resource", "leave --gpus_per_node out: this cluster has no GRES"),
-        ("Invalid partition", "`sinfo` lists the partitions"),
-        ("node configuration is not available", "fewer --nodes, or another --partition; `sinfo -N` lists the nodes"),
-        ("Invalid account", "`sacctmgr show assoc user=$USER` lists accounts"),
-    ):
-        if text.lower() in said.lower():
-            return f"; {advice}"
-    return ""
+ADVICE = (
+    ("generic resource", "leave --gpus_per_node out: this cluster has no GRES"),
+    ("Invalid partition", "`sinfo` lists the partitions"),
+    ("node configuration is not available", "fewer --nodes, or another --partition; `sinfo -N` lists the nodes"),
+    ("Invalid account", "`sacctmgr show assoc user=$USER` lists accounts"),
+)
 
 
 def main(words: Sequence[str]) -> int:

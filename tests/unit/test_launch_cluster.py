@@ -124,5 +124,5 @@ def test_probe_where_no_node_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def late(*_: Any, **__: Any) -> None:
         raise subprocess.TimeoutExpired("srun", 1)
 
-    monkeypatch.setattr(cluster.subprocess, "run", late)
-    assert "no compute node answered" in probe(tmp_path, monkeypatch, NODE)[0]
+    monkeypatch.setattr(subprocess, "run", late)
+    assert "no answer within" in probe(tmp_path, monkeypatch, NODE)[0]

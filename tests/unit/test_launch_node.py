@@ -17,7 +17,7 @@ import pytest
 
 from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import container, environment, flags, instances, local, network_check, supervisor, timing
+from smp_train.launch import container, environment, flags, instances, local, network_check, nsys, supervisor, timing
 from smp_train.launch import node_agent as agent
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
@@ -638,21 +638,21 @@ def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypa
         "3 1 0:2 /x /runs rw - lustre /x rw\n"
     )
     monkeypatch.setattr(container, "MOUNTS", mounts)
-    agent.refuse_lost(["/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck"])
+    container.refuse_lost(["/fsx/my data/ck", "/runs", "s3://b/ck", "local:/nvme/ck"])
     for lost in ("/fsx/ck", "/runs2", "/lustre/ck"):
         with pytest.raises(ConfigError, match=f"--checkpoint_dir {lost} "):
-            agent.refuse_lost(["/runs", lost])
+            container.refuse_lost(["/runs", lost])
     monkeypatch.setattr(container, "MOUNTS", tmp_path / "none")
-    agent.refuse_lost(["/anywhere"])
+    container.refuse_lost(["/anywhere"])
 
 
 def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="nsys"):
-        agent.nsys_command(tmp_path, ["x"])
+        nsys.command(tmp_path, ["x"])
     (tmp_path / "nsys").write_text("#!/bin/sh\n")
     (tmp_path / "nsys").chmod(0o755)
-    command = agent.nsys_command(tmp_path / "run/report", ["python", "-m", "x"])
+    command = nsys.command(tmp_path / "run/report", ["python", "-m", "x"])
     assert command[:2] == [str(tmp_path / "nsys"), "profile"]
     assert command[-3:] == ["python", "-m", "x"]
     assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
@@ -661,7 +661,7 @@ def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "own").mkdir()
     (tmp_path / "elsewhere").rename(tmp_path / "own/nsys")
     monkeypatch.setenv("NSYS_DIR", str(tmp_path / "own"))
-    assert agent.nsys_command(tmp_path, ["x"])[0] == str(tmp_path / "own/nsys")
+    assert nsys.command(tmp_path, ["x"])[0] == str(tmp_path / "own/nsys")
 
 
 def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

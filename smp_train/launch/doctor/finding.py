@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import dataclass
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -35,14 +34,3 @@ def warn(name: str, seen: str, fix: str) -> Finding:
 def fail(name: str, seen: str, fix: str) -> Finding:
     """Return a finding that stops what this machine is evidently there for."""
     return Finding(name, FAIL, seen, fix)
-
-
-def ask(*command: str, seconds: float = 30) -> tuple[int, str]:
-    """Run a command; return (exit code, what it said): 124 when it does not end, 127 when it is not there."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds, errors="replace")
-    except subprocess.TimeoutExpired:
-        return 124, f"no answer within {seconds:g} s"
-    except OSError as problem:
-        return 127, str(problem)
-    return done.returncode, (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()

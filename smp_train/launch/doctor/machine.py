@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smp_train.launch import instances
-from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
+from smp_train.launch.command import ask
+from smp_train.launch.doctor.finding import Finding, fail, ok, warn
 from smp_train.launch.node_agent import count_efa
 from smp_train.launch.preflight import LOCAL_DISKS, PLUGIN_PLACES, file_system, nccl_plugin
 

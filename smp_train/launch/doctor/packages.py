@@ -14,7 +14,8 @@ from packaging.version import Version
 from smp_train import __version__
 from smp_train.distributed import smp_installed
 from smp_train.errors import install
-from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
+from smp_train.launch.command import ask
+from smp_train.launch.doctor.finding import Finding, fail, ok, warn
 from smp_train.launch.images import SMP_TORCH
 from smp_train.launch.spec import CODE_DIR
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from smp_train.errors import install
 from smp_train.launch import cluster
-from smp_train.launch.doctor.finding import Finding, ask, fail, ok, warn
+from smp_train.launch.command import ask
+from smp_train.launch.doctor.finding import Finding, fail, ok, warn
 from smp_train.launch.environment import lint
 
 HYPERPOD = Path("/opt/sagemaker_cluster")
@@ -40,7 +41,7 @@ def slurm() -> Iterator[Finding]:
         return
     _, nodes = ask("sinfo", "-h", "-o", "%P %a %D %T")
     yield ok("Slurm", f"answers{' (HyperPod)' if HYPERPOD.is_dir() else ''}; {'; '.join(nodes.splitlines()[:6])}")
-    config, helped = cluster.configuration(), cluster.said("srun", "--help")
+    config, helped = cluster.configuration(), ask("srun", "--help")[1]
     if "--container-image" in helped:
         yield ok("pyxis", "srun knows --container-image; `launch slurm --probe` asks a compute node")
     else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError, install
+from smp_train.launch.command import advise
 from smp_train.launch.sagemaker.job import ECR_IMAGE, Job
 from smp_train.launch.sagemaker.source import archive, stage
 
@@ -40,9 +41,10 @@ def check_account(job: Job, session: Any) -> list[str]:
             if code in ("AccessDenied", "AccessDeniedException", "403"):
                 unknown.append(f"{what}: may not be asked ({code})")
                 return None
-            raise ConfigError(f"{what}: {problem.response['Error'].get('Message') or code}{_advice(code)}") from None
+            message = problem.response["Error"].get("Message") or code
+            raise ConfigError(f"{what}: {message}{advise(code, ADVICE)}") from None
         except BotoCoreError as problem:
-            raise ConfigError(f"{what}: {' '.join(str(problem).split())}{_advice(type(problem).__name__)}") from None
+            raise ConfigError(f"{what}: {problem}{advise(type(problem).__name__, ADVICE)}") from None
 
     ask(f"role {job.role}", iam.get_role, RoleName=job.role.rpartition("/")[2])
     named = [(name, getattr(job, name)) for name in ("train", "test", "checkpoints", "output")]
@@ -70,25 +72,21 @@ def check_account(job: Job, session: Any) -> list[str]:
     return unknown
 
 
-def _advice(code: str) -> str:
-    """Return what to do about an error of AWS, by its code or its class."""
-    for name, advice in (
-        ("404", "`aws s3 mb` makes a bucket"),
-        ("301", "the bucket is in another region: give --region, or a bucket of this one"),
-        ("PermanentRedirect", "the bucket is in another region: give --region, or a bucket of this one"),
-        ("NoCredentials", "`aws configure` or `aws sso login`, or run where a role is attached"),
-        ("PartialCredentials", "`aws configure` or `aws sso login`, or run where a role is attached"),
-        ("ExpiredToken", "log in again: `aws sso login`"),
-        ("InvalidClientTokenId", "these credentials are not known: `aws configure`"),
-        ("UnrecognizedClient", "these credentials are not known: `aws configure`"),
-        ("EndpointConnection", "is --region right, and is there a way to AWS from here?"),
-        ("ResourceLimitExceeded", "ask for more in Service Quotas: SageMaker, '... for training job usage'"),
-        ("AccessDenied", "these credentials need sagemaker:CreateTrainingJob and iam:PassRole for the role"),
-        ("ResourceInUse", "a job of this name is there already: give another --job_name"),
-    ):
-        if name in code:
-            return f"; {advice}"
-    return ""
+ADVICE = (
+    ("404", "`aws s3 mb` makes a bucket"),
+    ("301", "the bucket is in another region: give --region, or a bucket of this one"),
+    ("PermanentRedirect", "the bucket is in another region: give --region, or a bucket of this one"),
+    ("NoCredentials", "`aws configure` or `aws sso login`, or run where a role is attached"),
+    ("PartialCredentials", "`aws configure` or `aws sso login`, or run where a role is attached"),
+    ("ExpiredToken", "log in again: `aws sso login`"),
+    ("InvalidClientTokenId", "these credentials are not known: `aws configure`"),
+    ("UnrecognizedClient", "these credentials are not known: `aws configure`"),
+    ("EndpointConnection", "is --region right, and is there a way to AWS from here?"),
+    ("ResourceLimitExceeded", "ask for more in Service Quotas: SageMaker, '... for training job usage'"),
+    ("AccessDenied", "these credentials need sagemaker:CreateTrainingJob and iam:PassRole for the role"),
+    ("ResourceInUse", "a job of this name is there already: give another --job_name"),
+)
+"""By an error's code or its class."""
 
 
 def submit(wanted: Mapping[str, Any], session: Any, code: str) -> None:
@@ -108,7 +106,7 @@ def submit(wanted: Mapping[str, Any], session: Any, code: str) -> None:
         session.client("sagemaker").create_training_job(**wanted)
     except ClientError as problem:
         error = problem.response["Error"]
-        said = f"{error.get('Code')}: {error.get('Message')}{_advice(error.get('Code', ''))}"
+        said = f"{error.get('Code')}: {error.get('Message')}{advise(error.get('Code', ''), ADVICE)}"
         raise ConfigError(f"{doing}: {' '.join(said.split())}") from None
     except BotoCoreError as problem:
-        raise ConfigError(f"{doing}: {' '.join(str(problem).split())}{_advice(type(problem).__name__)}") from None
+        raise ConfigError(f"{doing}: {problem}{advise(type(problem).__name__, ADVICE)}") from None

@@ -37,6 +37,11 @@ ECR_IMAGE = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<name>[^:@]+)(:(?P<tag>[\w.-]+))?"
 )
 DAY = 24 * 3600
+PASSED_ON = (
+    "train", "test", "checkpoints", "output", "image", "fsx", "input_mode", "max_run", "spot", "keep_alive",
+    "volume_gb", "retries",
+)  # fmt: skip
+"""Options that are fields of a job as they are."""
 
 
 @dataclass(frozen=True)
@@ -257,14 +262,8 @@ def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = Non
         subnets=tuple(values["subnets"]),
         security_groups=tuple(values["security_groups"]),
         max_wait=values["max_wait"] or (values["max_run"] + DAY if values["spot"] else None),
-        **{
-            name: values[name]
-            for name in (
-                "train", "test", "checkpoints", "output", "image", "fsx", "input_mode", "max_run", "spot", "keep_alive",
-                "volume_gb", "retries",
-            )
-        },
-    )  # fmt: skip
+        **{name: values[name] for name in PASSED_ON},
+    )
     _check(job)
     return job
 

@@ -47,14 +47,6 @@ def request(
             toolkit["mp_parameters"] = job.mp_parameters
     hyper = {name: encode(value) for name, value in job.hyperparameters.items()}
     hyper |= {name: json.dumps(value) for name, value in toolkit.items()}
-    resources: dict[str, Any] = {
-        "InstanceType": job.instance_type, "InstanceCount": job.instance_count, "VolumeSizeInGB": job.volume_gb,
-    }  # fmt: skip
-    if job.keep_alive:
-        resources["KeepAlivePeriodInSeconds"] = job.keep_alive
-    stopping = {"MaxRuntimeInSeconds": job.max_run}
-    if job.max_wait:
-        stopping["MaxWaitTimeInSeconds"] = job.max_wait
     wanted: dict[str, Any] = {
         "TrainingJobName": name,
         "RoleArn": job.role,
@@ -65,28 +57,31 @@ def request(
             "MetricDefinitions": [dict(one) for one in METRIC_DEFINITIONS],
         },
         "HyperParameters": hyper,
-        "ResourceConfig": resources,
-        "StoppingCondition": stopping,
+        "InputDataConfig": _channels(job),
+        "ResourceConfig": _given(
+            InstanceType=job.instance_type,
+            InstanceCount=job.instance_count,
+            VolumeSizeInGB=job.volume_gb,
+            KeepAlivePeriodInSeconds=job.keep_alive,
+        ),
+        "StoppingCondition": _given(MaxRuntimeInSeconds=job.max_run, MaxWaitTimeInSeconds=job.max_wait),
+        "EnableManagedSpotTraining": job.spot,
+        "CheckpointConfig": {"S3Uri": job.checkpoints, "LocalPath": CHECKPOINTS} if job.checkpoints else {},
         "OutputDataConfig": {"S3OutputPath": job.output or code.rpartition("/")[0]},
+        "VpcConfig": _given(Subnets=list(job.subnets), SecurityGroupIds=list(job.security_groups)),
+        "Environment": dict(job.environment),
+        "Tags": [{"Key": key, "Value": value} for key, value in job.tags.items()],
+        "RetryStrategy": _given(MaximumRetryAttempts=job.retries),
         "ProfilerConfig": {"DisableProfiler": True},
     }
-    if job.spot:
-        wanted["EnableManagedSpotTraining"] = True
-    channels = _channels(job)
-    if channels:
-        wanted["InputDataConfig"] = channels
-    if job.checkpoints:
-        wanted["CheckpointConfig"] = {"S3Uri": job.checkpoints, "LocalPath": CHECKPOINTS}
-    if job.subnets or job.security_groups:
-        wanted["VpcConfig"] = {"Subnets": list(job.subnets), "SecurityGroupIds": list(job.security_groups)}
-    if job.environment:
-        wanted["Environment"] = dict(job.environment)
-    if job.tags:
-        wanted["Tags"] = [{"Key": key, "Value": value} for key, value in job.tags.items()]
-    if job.retries:
-        wanted["RetryStrategy"] = {"MaximumRetryAttempts": job.retries}
+    wanted = _given(**wanted)
     check_limits(wanted)
     return wanted
+
+
+def _given(**members: Any) -> dict[str, Any]:
+    """Return the members of a request that have a value."""
+    return {name: value for name, value in members.items() if value}
 
 
 def review(
