@@ -97,7 +97,7 @@ class _Record:
 def _records(run: Path, peers: int) -> dict[int, list[_Record]]:
     """Return, by step in order, what each rank consumed in it, by rank, of the newest attempt that took the step.
 
-    ``peers`` neighbouring ranks share a model where the records do not say who does.
+    Where records have no data-parallel rank, ``peers`` neighbouring ranks share a model.
     """
     files = sorted(run.glob("data_audit-rank*.jsonl"))
     if not files:
@@ -213,7 +213,7 @@ def _shares(drawn: dict[str, int], weights: list[float], seed: int | None) -> li
 
 
 def torn(steps: dict[int, list[str]]) -> list[str]:
-    """Return where documents of streamed text do not go on where they were cut.
+    """Return where documents of streamed text do not continue at the token where the sample before ended.
 
     Samples are ``document[begin:end]``, joined by ``+``. A document may begin again when it was read to its end, which
     is known when another has followed it in a sample.

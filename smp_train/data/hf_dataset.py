@@ -57,8 +57,8 @@ def _known(caches: Caches, shard: Shard) -> Checked | None:
     for base in caches.bases(shard):
         try:
             kept = json.loads(Path(base + CHECKED).read_text())
-            if kept["version"] == CHECK_VERSION:
-                return Checked(**kept)
+            if kept["version"] == CHECK_VERSION and (found := Checked(**kept)).fits():
+                return found
         except (OSError, ValueError, TypeError, KeyError):
             continue
     return None
@@ -250,7 +250,7 @@ def is_hf_dataset(names: set[str]) -> bool:
 
 
 def columns(location: str) -> set[str]:
-    """Return the columns of a data set, by what ``save_to_disk`` wrote of it; none where that cannot be read."""
+    """Return the names of columns that ``save_to_disk`` wrote down; none where they cannot be read."""
     path = f"{location.rstrip('/')}/{INFO}"
     try:
         text = s3.read_small(path) if s3.is_s3(path) else Path(path).read_bytes()

@@ -170,6 +170,14 @@ class Checked:
     """The largest index that the first target of a row has, leading padding left out."""
     version: int = CHECK_VERSION
 
+    def fits(self) -> bool:
+        """True when the numbers of a check that was kept are possible ones."""
+        numbers = (self.rows, self.tokens, self.attended, self.counted, self.longest, self.longest_row, self.latest)
+        rows = self.rows + len(self.left_out)
+        return all(type(n) is int and n >= 0 for n in numbers) and all(
+            type(row) is int and 0 <= row < rows for row in self.left_out
+        )
+
 
 def check(path: str, vocab_size: int, bad: Callable[[int, str], None] | None = None) -> Checked:
     """Look at every token of a file.

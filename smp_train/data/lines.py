@@ -58,7 +58,7 @@ def read_lines(
 ) -> Iterator[tuple[int, bytes]]:
     r"""Yield (line number from 1, line), blank lines left out but counted.
 
-    Lines end at ``\n`` alone. ``tick`` is told of every few bytes of the file that have been read. Raises
+    Lines end at ``\n`` alone. ``tick`` is called with the number of bytes read since its last call. Raises
     DataError with the line when the gzip stream is damaged or cut short; messages call the file ``shown``.
     """
     with open_file(path) as raw:

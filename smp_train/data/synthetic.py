@@ -1,4 +1,4 @@
-"""Rows made from a seed: for measuring, and for trying a configuration with no data at hand."""
+"""Rows made from a seed: for measuring, and for trying a configuration without data."""
 
 from __future__ import annotations
 

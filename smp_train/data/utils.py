@@ -96,7 +96,7 @@ def list_shards(location: str, zipped: bool | None = None) -> list[Shard]:
 
 
 def is_shard_name(name: str) -> bool:
-    """Tell whether a file of this name is taken for a shard."""
+    """True when a file of this name is taken for a shard."""
     return name.lower().endswith(SUFFIXES) and name[0] not in "._"
 
 

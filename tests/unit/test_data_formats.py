@@ -195,7 +195,8 @@ def test_what_another_version_kept_is_checked_again(tmp_path):
     opened(tmp_path)
     (kept,) = (tmp_path / BESIDE).glob("*.checked")
     found = json.loads(kept.read_text())
-    for damage in ({**found, "version": 1}, {"rows": 50}, []):
+    damaged = ({**found, "version": 1}, {**found, "left_out": [-1]}, {**found, "rows": "50"}, {"rows": 50}, [])
+    for damage in damaged:
         kept.write_text(json.dumps(damage))
         assert convert_place(str(tmp_path), vocab_size=100) == 1
         assert json.loads(kept.read_text()) == found

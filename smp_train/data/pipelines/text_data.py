@@ -49,7 +49,7 @@ class TextData(Dealing):
         reading: how it is tokenised.
         identity: what else decides which tokens are read: digest of the tokenizer.
         merge: returns the largest of each number over all ranks; collective. Default: this rank is alone.
-        streams: V; default: by the files alone. A resume goes on with those of the run before it.
+        streams: V, by default a function of the files alone. A resumed run keeps those of its checkpoint.
         dealt: as in `Dealing`.
     """
 

@@ -1,4 +1,4 @@
-"""Which documents are held out for validation, and where one is among all."""
+"""The documents of a preparation in order, and which of them are held out for validation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smp_train.data.text.read import documents
 
 
 class Place(NamedTuple):
-    """Where a document is: the ``number``-th of all that are not blank, after ``before`` others of file ``file``."""
+    """The position of a document: the ``number``-th that is not blank, after ``before`` others of file ``file``."""
 
     file: int = 0
     before: int = 0
@@ -39,6 +39,6 @@ def numbered(
 
 
 def held_out(number: int, fraction: float) -> bool:
-    """Tell whether document ``number`` is for validation: by a hash of its number, so always the same."""
+    """True when document ``number`` is for validation: a function of its number alone."""
     draw = hashlib.blake2b(f"smp-train document {number}".encode(), digest_size=8).digest()
     return int.from_bytes(draw, "big") < fraction * 2**64

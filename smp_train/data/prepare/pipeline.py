@@ -1,7 +1,7 @@
-"""Documents to shards: read here, tokenised and written in several processes, and gone on with after an interruption.
+"""Documents to shards: read in this process, tokenised and written in several, resumed after an interruption.
 
-What is written does not depend on the number of processes, nor on how often the work was interrupted: documents are
-packed in one order, here, and a shard counts when all before it are there too (`PROGRESS`).
+The output does not depend on the number of processes, nor on how often the work was interrupted: this process packs the
+documents in one order, and a shard counts as done when all before it are done too (`PROGRESS`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PROGRESS = "_progress.json"
 SPLITS = ("train", "test")
 BATCH_CHARACTERS = 1 << 19
 WORTH_BYTES = 32 << 20
-"""Of input; below this, starting processes takes longer than they save."""
+"""Of input; with less, starting processes takes longer than it saves."""
 SAVE_SECONDS = 5.0
-"""At least so long between two saves of the progress."""
+"""Between two saves of the progress, at least."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Job:
 
 
 class _Here(Executor):
-    """Does at once, in this process, what it is given."""
+    """Runs each call at once, in this process."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -72,14 +72,14 @@ _tokenizer: list[Tokenizer] = []
 
 
 def use_tokenizer(tokenizer: Tokenizer) -> None:
-    """Tokenise in this process with this."""
-    # What a document says about ends of documents is text like any other.
+    """Set the tokenizer of this process."""
+    # An end token that is spelled out in a document is text like any other.
     tokenizer.encode_special_tokens = True
     _tokenizer[:] = [tokenizer]
 
 
 def _start(path: str) -> None:
-    """Set a process up: one core each, and an end with its parent, however that ends."""
+    """Set a worker process up: it uses one core, and ends when its parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from smp_train.data.conversion import follow_parent
 
@@ -92,7 +92,7 @@ def _tokenise(texts: list[str], end: int) -> list[np.ndarray]:
 
 
 def processes_for(asked: int | None, files: Sequence[TextFile]) -> int:
-    """Return how many processes to prepare with: as asked, or one for each core when there is enough to do."""
+    """Return the number of processes: as asked, or one for each core when there is enough input."""
     if asked is not None:
         return asked
     known = sum(file.size for file in files)
@@ -103,7 +103,7 @@ def processes_for(asked: int | None, files: Sequence[TextFile]) -> int:
 def run(job: Job, files: Sequence[TextFile], processes: int, advance: Callable[[int], None]) -> dict[str, Packer]:
     """Write all shards; return the packers, with their totals, and the shards under ``packer.begin.shards``.
 
-    Goes on behind the shards of an interrupted run where `PROGRESS` knows of some. Raises DataError.
+    Continues after the shards of an interrupted run that `PROGRESS` lists. Raises DataError.
     """
     work = _Work(job, advance)
     if processes == 1:
@@ -156,7 +156,7 @@ class _Work:
         self._settle(self.window)
 
     def _settle(self, most: int) -> None:
-        """Take note of finished shards, in their order; wait until at most ``most`` are not."""
+        """Record finished shards, in order; wait until at most ``most`` are unfinished."""
         while self.written and (len(self.written) > most or self.written[0][2].done()):
             split, done, future = self.written.popleft()
             done.shards = [*self.done[split].shards, future.result()]
@@ -211,20 +211,20 @@ class _Work:
         train, test = self.packers["train"], self.packers["test"]
         packer = train
         if held_out(place.number, self.job.validation_fraction):
-            # A document goes to one side whole. Once validation has all it wants, the rest is for training.
+            # A document goes to one split whole. Once validation is full, the rest is for training.
             packer = test if _was_taken(test, place) or not test.full else train
         if place.number >= packer.begin.place.number and (_was_taken(packer, place) or not packer.full):
             packer.add(place, ids)
 
 
 def _was_taken(packer: Packer, place: Place) -> bool:
-    """Tell whether an interrupted run gave a document to this side: it is before where this one goes on, or begun."""
+    """True when an interrupted run gave a document to this split: it is done, or partly done."""
     begin = packer.begin
     return place.number < begin.place.number or (place == begin.place and begin.offset > 0)
 
 
 def read_progress(output: Path) -> dict[str, Done]:
-    """Return what is done of each split, as far as the shards are there as they were written."""
+    """Return what is done of each split; nothing where a shard is not as it was written."""
     found = {split: Done() for split in SPLITS}
     try:
         for split, entry in json.loads((output / PROGRESS).read_text()).items():
@@ -239,7 +239,7 @@ def read_progress(output: Path) -> dict[str, Done]:
 
 
 def write_progress(output: Path, done: dict[str, Done]) -> None:
-    """Keep what is done, for a run after this one is interrupted."""
+    """Save what is done, for the run after an interruption."""
     try:
         with atomic_file(str(output / PROGRESS)) as file:
             file.write(json.dumps({split: asdict(one) for split, one in done.items()}).encode())

@@ -15,7 +15,7 @@ from smp_train.data.prepare.documents import BEGIN, Place
 
 @dataclass
 class Done:
-    """What of a split is in finished shards: all that is needed to go on behind them."""
+    """What of a split is in finished shards: all that is needed to continue after them."""
 
     place: Place = BEGIN
     """The document that the next row begins in."""
@@ -30,7 +30,7 @@ class Done:
 
 
 class _Part(NamedTuple):
-    """What of a document is in no shard yet."""
+    """A document of which tokens are in no shard yet."""
 
     place: Place
     begin: int
@@ -50,7 +50,7 @@ class Packer:
         rows_per_shard: rows per file.
         max_rows: stop there; None for no limit.
         vocab_size: length of `counts`.
-        done: where to go on.
+        done: what an earlier run has done.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def load(name: str) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, texts: list[str], end: int) -> list[np.ndarray]:
     """Return the tokens of each text with the end token behind them, uint32; none of an empty text."""
-    # Since 0.20: without places in the text, which nobody asks for here.
+    # Since 0.20: faster, as it leaves out offsets into the text, which are not needed here.
     batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
     encoded = batch(texts, add_special_tokens=False)
     return [

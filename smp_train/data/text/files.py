@@ -29,7 +29,7 @@ logger = logging.getLogger("smp_train.data")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".txt.gz")
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".ndjson", ".ndjson.gz")
 LOOKED_INTO = ".json"
-"""Of what else is called so, a file is taken when its first line is an object with the field of the text."""
+"""A file of this suffix is taken when its first line is an object with the field of the text."""
 FIRST_LINE_BYTES = 1 << 20
 LOOKED_INTO_TOGETHER = 16
 PARQUET_SUFFIXES = (".parquet",)
@@ -49,9 +49,9 @@ class TextFile:
     name: str
     """Its name within its data set."""
     size: int
-    """Bytes; 0 when nobody knows."""
+    """Bytes; 0 where they are not known."""
     version: str = ""
-    """What tells another content under the same name: the time it was written, or S3's ETag."""
+    """Differs between contents of the same name: the modification time, or S3's ETag."""
     split: Split | None = None
     """The data set of the hub that this is a shard of."""
     shard: int = 0
@@ -68,7 +68,7 @@ class TextFile:
 
     @property
     def remote(self) -> bool:
-        """True of what is on no file system: then a size of 0 is one that nobody knows."""
+        """True of objects in S3 and shards of the hub, whose size of 0 means that it is not known."""
         return self.split is not None or s3.is_s3(self.path)
 
     @property
@@ -89,7 +89,7 @@ def find_files(
 ) -> list[TextFile]:
     """List the files below ``inputs``: files, folders, ``s3://`` places, and names of data sets of the hub.
 
-    In the order of a hash of their names: always the same, and its beginning is a fair sample of the whole.
+    They are ordered by a hash of their names: always the same, and the first of them are a fair sample of all.
 
     ``patterns`` select by file name, or, when empty, `SUFFIXES`, and of files called ``.json`` those whose first line
     is an object with the field ``column``. A file or folder whose name matches one of ``exclude`` is left out with all

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp_train.data")
 
 HELD_OUT = ("validation", "test")
-"""Splits of the hub that are validated on, the first there is."""
+"""Splits of the hub to validate on: the first of these that a data set has."""
 
 
 def open_text(
@@ -136,14 +136,14 @@ def _split_of_hub(name: str, config: str | None) -> list[TextFile]:
 
 
 def holds_text(location: str, column: str = "text") -> bool:
-    """Tell whether a place holds text, and not token shards, by its first record. Raises DataError."""
+    """True when a place holds text, and not token shards, by its first record. Raises DataError."""
     try:
         kind = formats.kind_of(location)
         if kind == formats.PREPARED or (kind == formats.ARROW and "input_ids" in hf_dataset.columns(location)):
             return False
         files = find_files([location], column=column, flag="--test_dir")
     except DataError:
-        # Whoever opens it as shards says what is wrong with it.
+        # It is then opened as shards, which names what is wrong with it.
         return False
     if files[0].kind != "lines":
         return True

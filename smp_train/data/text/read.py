@@ -47,7 +47,7 @@ def documents(
     Part p of n is every n-th document from the p-th on; ``start`` of the part's own are left out, unparsed. A text
     file is one document, with number 1. Documents without a visible character come as empty texts, and so do malformed
     ones where there is a ``left_out`` to count them: so the others keep their places. Raises DataError with file and
-    line; always where a file is damaged, as nobody knows what is missing of it.
+    line; always where a file is damaged, as it is not known what is missing.
     """
     first, kind = start * parts + part, file.kind
     for place, number, value in _records(file, column, first):

@@ -59,7 +59,7 @@ class Piece:
 
     @property
     def size(self) -> float:
-        """Bytes, or 1 where nobody knows."""
+        """Bytes, or 1 where they are not known."""
         return (self.file.size or 1) / self.parts
 
 
