@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.checkpoints.saver import Saver
-from smp_train.models import heads
+from smp_train.models.traits import check_loss
 
 if TYPE_CHECKING:
     from smp_train.models.resolve import ModelSpec
@@ -52,7 +52,7 @@ class Backend(ABC):
 
         Called on every rank before the data is opened, and before `build`.
         """
-        heads.check(spec.config)
+        check_loss(spec.config)
 
     @abstractmethod
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:

@@ -17,10 +17,9 @@ from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.distributed.degrees import plan
-from smp_train.models import build, moe
-from smp_train.models.heads import can_chunk
+from smp_train.models import build
 from smp_train.models.initialization import initialise
-from smp_train.models.packing import packed_inputs
+from smp_train.models.traits import can_chunk, check_experts, packed_inputs
 from smp_train.parallel import (
     activation_checkpointing,
     activation_offloading,
@@ -78,7 +77,7 @@ class NativeBackend(Backend):
         """See `Backend.check`."""
         super().check(spec, seq_len=seq_len)
         args, degrees, config = self.args, self.mesh.degrees, spec.config
-        moe.check(config)
+        check_experts(config)
         context_parallel.check(degrees.context, seq_len, args.attn_implementation, config)
         tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
         activation_checkpointing.check(

@@ -28,12 +28,10 @@ from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.degrees import check_model, plan
 from smp_train.errors import ConfigError, DataError
 from smp_train.models import build
-from smp_train.models.heads import can_chunk
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.initialization import module_initialiser
-from smp_train.models.moe import split_sizes
-from smp_train.models.packing import packed_inputs
 from smp_train.models.smp_names import HubModel, Ranks
+from smp_train.models.traits import can_chunk, packed_inputs, split_sizes
 from smp_train.storage import is_s3
 
 if TYPE_CHECKING:

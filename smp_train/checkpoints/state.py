@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_train.distributed.dtensor import local_tensor
+from smp_train.distributed.dtensor import local_tensor, part_of
 from smp_train.models.hub_names import HubNames, canonical_name, hub_names, is_split
-from smp_train.models.parts import part_of
 
 
 class State(dict[str, Any]):

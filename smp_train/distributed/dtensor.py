@@ -1,17 +1,77 @@
-"""DTensor, wherever this torch has it, and the part of a tensor that this rank holds."""
+"""DTensor under any supported torch, and the elements of a parameter that this rank holds."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp_train.errors import SmpTrainError
 
 try:
     from torch.distributed.tensor import DTensor, Shard
 except ImportError:  # torch 2.4, of SMP's older containers
     from torch.distributed._tensor import DTensor, Shard
 
-__all__ = ["DTensor", "Shard", "local_tensor"]
+__all__ = ["DTensor", "Part", "Shard", "local_tensor", "part_of"]
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Return the plain tensor that this rank holds of a DTensor; anything else as it is."""
+    """Return the local shard of a DTensor; anything else as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """The elements of a parameter that a rank holds: the product of the given indices of each dimension.
+
+    Attributes:
+        shape: shape of the whole parameter.
+        indices: for each dimension the indices held, int64, ascending.
+    """
+
+    shape: tuple[int, ...]
+    indices: tuple[Tensor, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the rank's tensor."""
+        return tuple(len(index) for index in self.indices)
+
+    def runs(self) -> tuple[Tensor, Tensor]:
+        """Return (starts, offsets): row o, column j is flat element starts[o] + offsets[j]."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        starts = torch.zeros(1, dtype=torch.int64)
+        for index, stride in zip(self.indices[:-1], strides[:-1], strict=True):
+            starts = (starts[:, None] + index[None, :] * stride).flatten()
+        offsets = self.indices[-1] if self.indices else torch.zeros(1, dtype=torch.int64)
+        return starts, offsets
+
+
+def part_of(param: Tensor) -> Part:
+    """Return the elements of ``param`` that this rank holds (all of a plain tensor's).
+
+    The indices are split as the placements split the tensor, which holds for every layout, `_StridedShard` included.
+    """
+    indices = [torch.arange(size) for size in param.shape]
+    if isinstance(param, DTensor):
+        coordinate = param.device_mesh.get_coordinate()
+        if coordinate is None:
+            return Part(tuple(param.shape), tuple(index[:0] for index in indices))
+        for mesh_dim, placement in enumerate(param.placements):
+            if placement.is_partial():
+                raise SmpTrainError("a parameter with a Partial placement cannot be initialised")
+            if not placement.is_replicate():
+                dim = placement.dim  # type: ignore[attr-defined]
+                count = param.device_mesh.size(mesh_dim)
+                indices[dim] = _piece(placement, indices[dim], count, coordinate[mesh_dim])
+    return Part(tuple(param.shape), tuple(indices))
+
+
+def _piece(placement: object, index: Tensor, count: int, position: int) -> Tensor:
+    # Shard is torch.chunk. _StridedShard chunks each of the pieces that a later mesh dimension will take.
+    blocks = torch.chunk(index, getattr(placement, "split_factor", 1))
+    pieces = [torch.chunk(block, count) for block in blocks]
+    return torch.cat([piece[position] for piece in pieces if position < len(piece)] or [index[:0]])

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_train.distributed.dtensor import local_tensor
+from smp_train.distributed.dtensor import local_tensor, part_of
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import HubTensor, canonical_name, hub_names
-from smp_train.models.parts import part_of
 from smp_train.models.weight_files import Block, WeightFiles
 from smp_train.storage.paths import place
 

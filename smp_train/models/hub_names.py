@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_train.distributed.dtensor import DTensor
-from smp_train.models.parts import Part
+from smp_train.distributed.dtensor import DTensor, Part
 
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 HUB_NAMES = "_smp_train_hub_names"

@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from smp_train.distributed.dtensor import local_tensor
+from smp_train.distributed.dtensor import Part, local_tensor, part_of
 from smp_train.errors import SmpTrainError
 from smp_train.models import counter_random
 from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names
-from smp_train.models.parts import Part, part_of
 from smp_train.models.recording import OVERWRITES, PROGRAMS, REPLAYABLE, Program, Step
 
 # Elements at a time: about ten float64 temporaries of this size fit a core's cache; a device wants large

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from smp_train.errors import CheckpointError
-from smp_train.models.weight_files import Mapped
 from smp_train.storage import Entry, Range, s3
 from smp_train.storage.paths import S3Path
 
@@ -171,11 +170,12 @@ def _stored(path: S3Path, entry: Entry, begin: int, stored: dict[str, Any]) -> S
     return Streamed(path, entry.etag, begin + first, dtype, shape)
 
 
-def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[[Tensor], Any]]:
-    """Open a file of ``torch.save``; return its content, and what gives the block of each tensor in it.
+def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[[Tensor], Any] | None]:
+    """Open a file of ``torch.save``; return its content, and a function that returns the block of each tensor in it.
 
     Only the file's own pickle is fetched, by ``load``, which is `torch.load` for tensors and plain values; the tensors
-    in it have no memory. Where this torch, or the file, is too old for that, the whole of it is taken into memory.
+    in it have no memory. Where this torch, or the file, is too old for that, all of it is read into memory, and the
+    function is None.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -191,7 +191,7 @@ def open_pickled(path: S3Path, load: Callable[..., Any]) -> tuple[Any, Callable[
         logger.info("%s is not of a form that can be read in parts: fetching all of it into memory", path)
         file.seek(0)
         whole = io.BytesIO(file.read())
-    return load(whole), Mapped
+    return load(whole), None
 
 
 def _has_places(content: Any) -> bool:

@@ -126,7 +126,8 @@ def _open_pickled(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[s
         if isinstance(path, S3Path):
             from smp_train.models.streamed import open_pickled
 
-            content, block = open_pickled(path, load)
+            content, fetched = open_pickled(path, load)
+            block = fetched or Mapped
         else:
             with path.open("rb") as file:
                 refuse_compressed(file)

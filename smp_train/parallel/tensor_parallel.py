@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from smp_train.distributed.degrees import check_model
 from smp_train.errors import ConfigError
-from smp_train.models.moe import split_sizes
+from smp_train.models.traits import split_sizes
 from smp_train.parallel import expert_parallel, local_parameters
 from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole
 

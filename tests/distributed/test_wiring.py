@@ -56,10 +56,10 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
 
     from smp_train import arguments
     from smp_train.backends import native
-    from smp_train.models import heads
+    from smp_train.models import traits
     from smp_train.models.resolve import resolve
 
-    native.can_chunk = heads.can_chunk
+    native.can_chunk = traits.can_chunk
 
     class Watch(TorchDispatchMode):
         """Counts operations, and notes the most elements that one of them gives."""

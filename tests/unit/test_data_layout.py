@@ -14,7 +14,7 @@ from smp_train.data.pipelines.batch import collate, crop
 from smp_train.data.pipelines.data_pipeline import Row, Source, TrainingData, ValidationData
 from smp_train.data.source import lengths, trimmed
 from smp_train.errors import ConfigError, DataError
-from smp_train.models.packing import packed_inputs
+from smp_train.models.traits import packed_inputs
 
 
 class Documents(Source):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 from smp_train.arguments import Arguments, validate
 from smp_train.distributed.degrees import Degrees, plan
 from smp_train.errors import ConfigError
-from smp_train.models import heads, moe
+from smp_train.models import traits
 from smp_train.parallel import context_parallel, tensor_parallel
 
 TWO_OF_EACH = Degrees(2, 2, 2, 2)
@@ -214,14 +214,14 @@ def test_experts_count_as_the_model_calls_them() -> None:
 
 
 def test_mixtures_need_a_transformers_that_stacks_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    moe.check(AutoConfig.for_model("mixtral"))
+    traits.check_experts(AutoConfig.for_model("mixtral"))
     monkeypatch.setattr("transformers.__version__", "4.57.3")
-    moe.check(LLAMA)
+    traits.check_experts(LLAMA)
     with pytest.raises(ConfigError, match=r"mixtral.*transformers 5"):
-        moe.check(AutoConfig.for_model("mixtral"))
+        traits.check_experts(AutoConfig.for_model("mixtral"))
 
 
 def test_a_loss_beside_the_cross_entropy_is_refused() -> None:
-    heads.check(AutoConfig.for_model("mixtral"))
+    traits.check_loss(AutoConfig.for_model("mixtral"))
     with pytest.raises(ConfigError, match=r"output_router_logits .*mixtral"):
-        heads.check(AutoConfig.for_model("mixtral", output_router_logits=True))
+        traits.check_loss(AutoConfig.for_model("mixtral", output_router_logits=True))

@@ -1,0 +1,93 @@
+"""Properties of a Hugging Face model that its loss, its packed rows and its split over ranks depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp_train.errors import ConfigError
+
+PLAIN_HEADS = frozenset(
+    {"falcon", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt", "phi", "qwen2", "qwen3", "stablelm"}
+)
+"""Model types whose logits are exactly the product of the head and the last hidden states, not scaled or capped."""
+WITHOUT_DERIVED_MASK = frozenset({"falcon"})
+"""Model types for which transformers 5 does not derive the attention mask of packed rows from positions."""
+OLDEST_TRANSFORMERS_OF_EXPERTS = 5
+"""Older ones have one module per expert: an expert without tokens has no gradient, so ranks would reduce different
+sets of gradients."""
+
+
+def check_loss(config: Any) -> None:
+    """Raise `ConfigError` for a configuration that adds a term to the cross entropy."""
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            f"output_router_logits of this {config.model_type} asks for a load-balancing loss beside the cross "
+            "entropy, which is not available; set it to false in config.json"
+        )
+
+
+def can_chunk(model: nn.Module) -> bool:
+    """Return whether the loss can be computed from the last hidden states and the head's weight, in chunks."""
+    config: Any = model.config
+    return config.model_type in PLAIN_HEADS
+
+
+def packed_inputs(model: nn.Module, position_ids: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of ``forward`` for rows that hold several documents.
+
+    transformers derives the block-diagonal mask from positions that restart when no mask is given, in the form that the
+    attention kernel needs. For the models that do not (`WITHOUT_DERIVED_MASK`), the mask is built here.
+
+    Args:
+        model: a causal language model of transformers.
+        position_ids: int64 ``[batch, seq]``, 0 where a document begins.
+    """
+    config: Any = model.config
+    inputs = {"position_ids": position_ids}
+    if config.model_type in WITHOUT_DERIVED_MASK:
+        document = (position_ids == 0).cumsum(dim=1)
+        seq = position_ids.shape[1]
+        causal = torch.ones(seq, seq, dtype=torch.bool, device=position_ids.device).tril()
+        allowed = ((document[:, :, None] == document[:, None, :]) & causal).unsqueeze(1)
+        if config._attn_implementation != "sdpa":
+            # An additive mask, where SDPA takes a boolean one.
+            allowed = torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, torch.finfo().min)
+        inputs["attention_mask"] = allowed
+    return inputs
+
+
+def number_of_experts(config: Any) -> int:
+    """Return the number of experts per layer, 0 for a dense model."""
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count > 1:
+            return count
+    return 0
+
+
+def check_experts(config: Any) -> None:
+    """Raise `ConfigError` for a mixture of experts where the installed transformers cannot train it sharded."""
+    from transformers import __version__
+
+    if number_of_experts(config) and int(__version__.split(".")[0]) < OLDEST_TRANSFORMERS_OF_EXPERTS:
+        raise ConfigError(
+            f"a mixture of experts ({config.model_type}) needs transformers {OLDEST_TRANSFORMERS_OF_EXPERTS} or newer "
+            f"on the native backend, this is {__version__}; upgrade transformers, or use --backend smp"
+        )
+
+
+def split_sizes(config: Any) -> dict[str, int]:
+    """Return the sizes that tensor parallelism splits, by their names in messages."""
+    heads = int(config.num_attention_heads)
+    sizes = {
+        "attention heads": heads,
+        "key-value heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "tokens of vocabulary": int(config.vocab_size),
+    }
+    if experts := number_of_experts(config):
+        return sizes | {"experts": experts}
+    inner = getattr(config, "intermediate_size", None)
+    return sizes | ({"columns of the feed-forward layer": int(inner)} if inner else {})
