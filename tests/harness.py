@@ -101,22 +101,19 @@ def forkserver() -> Any:
     return context
 
 
+def as_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun gives to a rank, but for those of an agent that serves the store."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }  # fmt: skip
+
+
 def _body(function: Callable[..., Any], rank: int, world: int, port: int, out: str, args: tuple, kwargs: dict) -> None:
     os.setpgid(0, 0)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
-        GROUP_RANK="0",
-        GROUP_WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="test",
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        OMP_NUM_THREADS="1",
-    )
+    store = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(as_torchrun(rank, world, port) | store | {"OMP_NUM_THREADS": "1"})
     import torch
 
     torch.set_num_threads(1)

@@ -30,7 +30,7 @@ from smp_train.checkpoints.finding import committed_names, open_checkpoint
 from smp_train.checkpoints.record import parse_folder_name
 from smp_train.checkpoints.storage import open_storage
 from smp_train.telemetry.metrics import read_metrics
-from tests.harness import forkserver, free_port, run
+from tests.harness import as_torchrun, forkserver, free_port, run
 from tests.s3_server import environment, serving
 from tests.training import flags, train
 
@@ -48,9 +48,7 @@ def rank(number: int, port: int, variables: dict[str, str], log: str, words: lis
     with open(log, "a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    own = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD, "GROUP_RANK": 0}
-    own |= {"GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "soak"}
-    os.environ.update({name: str(value) for name, value in own.items()} | variables | {"OMP_NUM_THREADS": "1"})
+    os.environ.update(as_torchrun(number, WORLD, port) | variables | {"OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
     os._exit(train(words))
 

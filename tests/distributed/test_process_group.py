@@ -34,13 +34,7 @@ def meet() -> tuple:
 
     total = torch.tensor([place.rank + 1])
     dist.all_reduce(total)
-    seen = (
-        distributed.rank(),
-        distributed.world_size(),
-        device.type,
-        dist.get_backend(),
-        int(total),
-    )
+    seen = (distributed.rank(), distributed.world_size(), device.type, dist.get_backend(), int(total))
     distributed.stop()
     distributed.stop()  # twice is harmless
     return (*seen, distributed.rank(), distributed.world_size())
@@ -48,9 +42,7 @@ def meet() -> tuple:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_start_and_stop(world: int) -> None:
-    expected = [
-        (rank, world, "cpu", "gloo", world * (world + 1) // 2, 0, 1) for rank in range(world)
-    ]
+    expected = [(rank, world, "cpu", "gloo", world * (world + 1) // 2, 0, 1) for rank in range(world)]
     assert run(meet, world) == expected
 
 
@@ -66,12 +58,7 @@ def agree(failing: dict[int, Exception]) -> Any:
             if place.rank in failing:
                 raise failing[place.rank]
     except SmpTrainError as error:
-        outcome = (
-            type(error).__name__,
-            str(error),
-            type(error.__cause__).__name__,
-            getattr(error, "repeats", None),
-        )
+        outcome = (type(error).__name__, str(error), type(error.__cause__).__name__, getattr(error, "repeats", None))
     total = torch.tensor([1])
     dist.all_reduce(total)
     assert int(total) == place.world_size
@@ -150,9 +137,7 @@ sys.exit(cli.main(["train", "--use_synthetic_data", "1", "--run_name", sys.argv[
 """
 
 
-def processes(
-    folder: Path, world: int, *words: str, started: int | None = None
-) -> list[subprocess.Popen[str]]:
+def processes(folder: Path, world: int, *words: str, started: int | None = None) -> list[subprocess.Popen[str]]:
     """Start ``started`` of ``world`` processes of a stand-in for training, as Open MPI would."""
     script = folder / "train.py"
     script.write_text(TRAIN)
@@ -183,9 +168,7 @@ def finish(ranks: list[subprocess.Popen[str]], seconds: float = 240) -> list[tup
     try:
         for process in ranks:
             _, err = process.communicate(timeout=seconds)
-            results.append(
-                (process.returncode, [line for line in err.splitlines() if line.startswith("smp-train")])
-            )
+            results.append((process.returncode, [line for line in err.splitlines() if line.startswith("smp-train")]))
     finally:
         for process in ranks:
             process.kill()
@@ -313,11 +296,7 @@ def devices(count: int, launcher: str, local_rank: int, local_world: int) -> str
     from smp_train.distributed.group import device_of
 
     place = dataclasses.replace(
-        detect({}),
-        launcher=launcher,
-        local_rank=local_rank,
-        local_world_size=local_world,
-        world_size=local_world,
+        detect({}), launcher=launcher, local_rank=local_rank, local_world_size=local_world, world_size=local_world
     )
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
@@ -341,15 +320,7 @@ def test_start_in_a_world_of_one_needs_no_port() -> None:
 
 
 def world_of_one() -> str:
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "GROUP_RANK",
-    ):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"):
         del os.environ[name]
     del os.environ["TORCHELASTIC_RUN_ID"]
     _, place, _ = begin()
@@ -364,17 +335,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-    ]
-    done = subprocess.run(
-        [*command, str(script), "together"], env=environ, text=True, capture_output=True, timeout=400
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run([*command, str(script), "together"], env=environ, text=True, capture_output=True, timeout=400)
     assert done.returncode == 1  # torchrun's own, whatever its workers' is
     assert done.stderr.count("smp-train: [rank") == 2
     assert "exitcode  : 3" in done.stderr

@@ -246,15 +246,6 @@ class Ranks:
         return "".join(rank.err for rank in self.ranks)
 
 
-def as_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun gives to a rank."""
-    return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test",
-    }  # fmt: skip
-
-
 def write_shard(path: Path, rows: int, *, tokens: int = 16, vocab: int = 256, first: int = 0) -> None:
     """Write a shard of ``rows`` rows, each unlike the others, counting from ``first``."""
     path.parent.mkdir(parents=True, exist_ok=True)

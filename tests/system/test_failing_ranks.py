@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.system.command import Command, Ranks, as_torchrun, torchrun, warm, write_shard
+from tests.harness import as_torchrun
+from tests.system.command import Command, Ranks, torchrun, warm, write_shard
 from tests.training import flags
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]

@@ -23,7 +23,8 @@ import pytest
 
 from smp_train import cli
 from smp_train.telemetry.metrics import read_metrics
-from tests.system.command import Ranks, as_torchrun
+from tests.harness import as_torchrun
+from tests.system.command import Ranks
 from tests.system.rig import HERE, MISSING, ROOT, USABLE, Rig
 from tests.training import TINY, read_checkpoint
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.system.command import Command, Ranks, as_torchrun, warm
+from tests.harness import as_torchrun
+from tests.system.command import Command, Ranks, warm
 from tests.training import TINY
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]

@@ -19,7 +19,8 @@ import torch
 
 from smp_train.telemetry.metrics import history, read_metrics
 from tests import harness
-from tests.system.command import Command, Ranks, as_torchrun, torchrun, warm
+from tests.harness import as_torchrun
+from tests.system.command import Command, Ranks, torchrun, warm
 from tests.training import flags, read_checkpoint, train
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]

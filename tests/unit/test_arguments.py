@@ -309,6 +309,7 @@ def test_switches() -> None:
 REFUSED_LINES = {
     "--train_batchsize 4": "unknown flag --train_batchsize; did you mean --train_batch_size?",
     "--leraning-rate 4": "unknown flag --leraning-rate",
+    "--qqq 1": "`smp-train train --help` lists all",
     "--hidden_widht=4": "did you mean --hidden_width?",
     "--max_step 4": "did you mean --max_steps?",  # no abbreviations
     "--no-lr": "unknown flag --no-lr",

@@ -6,25 +6,7 @@ from hypothesis import strategies as st
 from smp_train.data.order import Order, permute
 from smp_train.errors import ConfigError
 
-SIZES = [
-    *range(1, 70),
-    100,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
-    1000,
-    1023,
-    1024,
-    1025,
-    2047,
-    2048,
-    2049,
-    4096,
-    4097,
-]
+SIZES = [*range(1, 70), 100, 127, 128, 129, 255, 256, 257, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 4096, 4097]
 
 
 POWERS = [4**exponent for exponent in range(1, 8)]

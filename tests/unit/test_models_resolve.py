@@ -85,11 +85,7 @@ def test_the_original_systems_defaults() -> None:
     config = spec().config
     assert config.model_type == "gpt_neox"
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (768, 12, 12)
-    assert (config.vocab_size, config.max_position_embeddings, config.intermediate_size) == (
-        50432,
-        2048,
-        3072,
-    )
+    assert (config.vocab_size, config.max_position_embeddings, config.intermediate_size) == (50432, 2048, 3072)
     assert rope(config)["rope_theta"] == 10000
 
 
@@ -98,9 +94,7 @@ ROWS = [("7b", 11008, 32, 4096, 32, 32), ("13b", 13824, 40, 5120, 40, 40), ("70b
 
 
 @pytest.mark.parametrize(("size", "width", "kv", "hidden", "layers", "heads"), ROWS)
-def test_explicit_widths_equal_the_preset(
-    size: str, width: int, kv: int, hidden: int, layers: int, heads: int
-) -> None:
+def test_explicit_widths_equal_the_preset(size: str, width: int, kv: int, hidden: int, layers: int, heads: int) -> None:
     given = spec(
         model_type="llama_v2",
         max_context_width=4096,
@@ -123,9 +117,7 @@ def test_rope_parameters_reach_the_configuration() -> None:
     assert preset["rope_type"] == "llama3"
     assert preset["factor"] == 8.0
     assert preset["original_max_position_embeddings"] == 8192
-    longer = spec(
-        model_type="llama_v3", model_size="8b", rope_scaling_factor=32.0, rotary_emb_base=1000000
-    ).config
+    longer = spec(model_type="llama_v3", model_size="8b", rope_scaling_factor=32.0, rotary_emb_base=1000000).config
     assert rope(longer)["factor"] == 32.0
     assert rope(longer)["rope_theta"] == 1000000
     plain = spec(model_type="llama_v3", model_size="8b", rope_scaling_type="default").config
@@ -141,9 +133,7 @@ def test_flags_over_a_configuration_file(tmp_path: Path) -> None:
     file = str(tmp_path / "config.json")
     same = spec(hf_pretrained_model_name_or_dir=file)
     assert same.pretrained is None
-    changed = spec(
-        hf_pretrained_model_name_or_dir=file, num_layers=3, hidden_width=128, rope_scaling_factor=16.0
-    )
+    changed = spec(hf_pretrained_model_name_or_dir=file, num_layers=3, hidden_width=128, rope_scaling_factor=16.0)
     assert changed.config.num_hidden_layers == 3
     assert changed.config.head_dim == 32
     assert rope(changed.config) == rope(same.config) | {"factor": 16.0}
@@ -155,10 +145,7 @@ TINY = {"hidden_width": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64, "
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_tiny_one_of_every_family_by_flags_alone(family: str) -> None:
     more = {"rotary_pct": 0.5} if family in ("gpt_neox", "phi") else {}
-    for base in (
-        TINY,
-        TINY | {"model_size": next(s for f, s in presets() if f == family), "intermediate_size": 96},
-    ):
+    for base in (TINY, TINY | {"model_size": next(s for f, s in presets() if f == family), "intermediate_size": 96}):
         if "model_size" in base and family in ("falcon", "llama_v2", "llama_v3", "codellama", "scratch"):
             more["num_key_value_heads"] = 1
         elif "model_size" in base and FAMILIES[family].fields.get("num_key_value_heads"):

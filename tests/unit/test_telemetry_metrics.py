@@ -10,14 +10,7 @@ import pytest
 
 from smp_train.errors import ConfigError
 from smp_train.telemetry import metrics
-from smp_train.telemetry.metrics import (
-    STEP_FIELDS,
-    MetricsWriter,
-    Throughput,
-    history,
-    peak_flops,
-    read_metrics,
-)
+from smp_train.telemetry.metrics import STEP_FIELDS, MetricsWriter, Throughput, history, peak_flops, read_metrics
 
 
 def strict(text):
@@ -146,9 +139,7 @@ def test_tensorboard_gets_the_numbers_of_steps_and_evaluations(tmp_path, monkeyp
             seen.append("closed")
 
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(
-        sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter)
-    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
     writer = MetricsWriter(tmp_path, tensorboard_dir=[str(tmp_path / "board")])
     writer.step({"step": 7, "loss": 2.0, "mfu": None})
     writer.event("evaluate", step=7, loss=3.0)
@@ -193,7 +184,6 @@ def test_a_pause_is_left_out_when_its_body_fails_and_waits_for_the_device_at_bot
     speed = Throughput(devices=1, clock=clock, synchronize=lambda: waits.append(clock.now))
     speed.add(samples=1, tokens=1)
     clock.now += 1
-
 
     def failing_save():
         with speed.pause():
