@@ -268,10 +268,7 @@ def _leave(code: int) -> None:
 
     Leaving in order would wait for them: destroying the group, and threads of its backends.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-    if distributed.get_world_size() > 1:
+    if world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -59,19 +59,6 @@ def _model_name(text: str) -> dict[str, Any]:
     return {"model_type": f"llama_v{match[1]}", "model_size": match[2]}
 
 
-def _model(text: str) -> dict[str, Any]:
-    if text.strip().lower() != "mingpt":
-        raise ValueError("is not mingpt; any other model is chosen by --model_type and --model_size")
-    return {"model_type": "gpt2"}
-
-
-def _precision(text: str) -> dict[str, Any]:
-    known = {"float32": False, "fp32": False, "bf16": True, "bfloat16": True}
-    if text.strip().lower() not in known:
-        raise ValueError("is not float32 or bf16")
-    return {"bf16": known[text.strip().lower()]}
-
-
 def _max_epochs(text: str) -> dict[str, Any]:
     epochs = read_int(text)
     return {"evaluate_only": True} if epochs < 0 else {"epochs": epochs}
@@ -84,34 +71,13 @@ def _output_dir(text: str) -> dict[str, Any]:
     return {"run_dir": Implied(folder), "checkpoint_dir": Implied([f"{folder}/checkpoints"])}
 
 
-def _lr_scheduler(text: str) -> dict[str, Any]:
-    known: dict[str, dict[str, Any]] = {
-        "linear": {"lr_decay_style": "linear", "min_lr": Implied(0.0)},
-        "cosine": {"lr_decay_style": "cosine", "min_lr": Implied(0.0)},
-        "cosine_with_min_lr": {"lr_decay_style": "cosine"},
-        "constant": {"lr_decay_style": "constant", "warmup": Implied(0.0)},
-        "constant_with_warmup": {"lr_decay_style": "constant"},
-        "warmup_stable_decay": {"lr_decay_style": "wsd"},
-    }
-    return _chosen(text, known)
-
-
 def _fsdp(text: str) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    strategies = {name: {"sharding_strategy": name} for name in ("full_shard", "shard_grad_op", "no_shard")}
-    strategies["hybrid_shard"] = {"sharding_strategy": "hybrid_shard"}
-    strategies["hybrid_shard_zero2"] = {"sharding_strategy": "_hybrid_shard_zero2"}
-    for word in unquote(text).split():
-        # Every decoder layer is wrapped, without being asked.
-        values |= _chosen(word, strategies | {"auto_wrap": {}, "offload": {"cpu_offload": True}})
-    return values
-
-
-def _chosen(text: str, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    word = unquote(text).strip().lower()
-    if word not in known:
-        raise ValueError(f"is not one of {', '.join(known)}")
-    return known[word]
+    # Every decoder layer is wrapped, without being asked.
+    known: dict[str, dict[str, Any]] = {"auto_wrap": {}, "offload": {"cpu_offload": True}}
+    for name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"):
+        known[name] = {"sharding_strategy": "_hybrid_shard_zero2" if name == "hybrid_shard_zero2" else name}
+    read = _choice(known, f"the words are {', '.join(known)}")
+    return {flag: value for word in unquote(text).split() for flag, value in read(word).items()}
 
 
 def _warmup_ratio(text: str) -> dict[str, Any]:
@@ -125,6 +91,15 @@ BOARDS: dict[str, dict[str, Any]] = {
     "none": {"tensorboard_dir": None},
     "tensorboard": {"tensorboard_dir": Implied(["{run_dir}/tensorboard"])},
 }
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "linear": {"lr_decay_style": "linear", "min_lr": Implied(0.0)},
+    "cosine": {"lr_decay_style": "cosine", "min_lr": Implied(0.0)},
+    "cosine_with_min_lr": {"lr_decay_style": "cosine"},
+    "constant": {"lr_decay_style": "constant", "warmup": Implied(0.0)},
+    "constant_with_warmup": {"lr_decay_style": "constant"},
+    "warmup_stable_decay": {"lr_decay_style": "wsd"},
+}
+PRECISIONS = {"float32": False, "fp32": False, "bf16": True, "bfloat16": True}
 EVAL: dict[str, dict[str, Any]] = {"steps": {}, "no": {"validation_freq": None}}
 
 
@@ -132,18 +107,24 @@ def _choice(known: dict[str, dict[str, Any]], otherwise: str) -> Reader:
     """Read one of a few words; any other is refused with what to do."""
 
     def read(text: str) -> dict[str, Any]:
-        try:
-            return _chosen(text, known)
-        except ValueError:
-            raise ValueError(f"is not available; {otherwise}") from None
+        word = unquote(text).strip().lower()
+        if word not in known:
+            raise ValueError(f"is not available; {otherwise}")
+        return known[word]
 
     return read
 
 
 TRANSLATED: tuple[Alias, ...] = (
     Alias("model_name", PROFILING, ("model_type", "model_size"), "such as llama2_7b", _model_name),
-    Alias("model", MINIMAL, ("model_type",), "mingpt", _model),
-    Alias("precision", MINIMAL, ("bf16",), "float32 or bf16", _precision),
+    Alias(
+        "model", MINIMAL, ("model_type",), "mingpt",
+        _choice({"mingpt": {"model_type": "gpt2"}}, "any other model is chosen by --model_type and --model_size"),
+    ),
+    Alias(
+        "precision", MINIMAL, ("bf16",), "float32 or bf16",
+        _choice({word: {"bf16": on} for word, on in PRECISIONS.items()}, "give float32 or bf16"),
+    ),
     Alias("max_epochs", MINIMAL, ("epochs", "evaluate_only"), "below 0: evaluate only", _max_epochs),
     Alias(
         "warmup_steps", f"{FSDP2}, {TRAINER}", ("warmup",), "a number of steps",
@@ -157,7 +138,7 @@ TRANSLATED: tuple[Alias, ...] = (
     Alias("warmup_ratio", TRAINER, ("warmup",), "a share of the run", _warmup_ratio),
     Alias(
         "lr_scheduler_type", TRAINER, ("lr_decay_style", "min_lr", "warmup"),
-        "linear and cosine end at 0, constant has no warm-up", _lr_scheduler,
+        "linear and cosine end at 0, constant has no warm-up", _choice(SCHEDULES, f"give {' or '.join(SCHEDULES)}"),
     ),
     Alias(
         "report_to", TRAINER, ("tensorboard_dir",), "tensorboard (in RUN_DIR/tensorboard) or none",

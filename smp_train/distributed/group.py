@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import uuid
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ def start(
     _attempted = True
     device = device_of(runtime, distributed_backend)
     backend = _group_backend(device, distributed_backend)
+    # torch before 2.6, of a group for GPUs: objects go through its backend for the CPU, as they should.
+    warnings.filterwarnings("ignore", message="Multiple backends are registered")
     limit = min(rendezvous_seconds, timeout_seconds)
     try:
         store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)

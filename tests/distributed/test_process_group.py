@@ -105,6 +105,28 @@ def test_together_alone_lets_the_error_through() -> None:
     assert caught.value is error
 
 
+def values() -> list[Any]:
+    """Return what each function of agreement gives this rank, together and alone."""
+    distributed, place, _ = begin()
+    mine = place.rank
+    seen = [
+        distributed.gather("telling", lambda: ("rank", mine)),
+        distributed.on_main("choosing", lambda: f"by {mine}"),
+        distributed.any_rank(mine == 1),
+        distributed.any_rank(False),
+        distributed.largest([mine, -mine]),
+        list(distributed.exchange(b"" if mine == 1 else b"abc"[: mine + 1])),
+    ]
+    with distributed.alone():
+        seen += [distributed.gather("telling", lambda: mine), distributed.any_rank(mine == 1), distributed.rank()]
+    return [*seen, distributed.rank()]
+
+
+def test_values_are_known_to_all_ranks_unless_alone() -> None:
+    shared = [[("rank", 0), ("rank", 1), ("rank", 2)], "by 0", True, False, [2, 0], [b"a", b"abc"]]
+    assert run(values, 3) == [[*shared, [rank], rank == 1, 0, rank] for rank in range(3)]
+
+
 TRAIN = """
 import sys, types
 from pathlib import Path

@@ -330,8 +330,8 @@ REFUSED_LINES = {
     "--checkpoint_freq [1": "is not a list such as [1, 2]",
     "--sharding zero": "--sharding 'zero': is not one of",
     "--model_name gpt4": "--model_name 'gpt4': is not a name such as llama2_7b",
-    "--model bert": "--model 'bert': is not mingpt",
-    "--precision fp8": "--precision 'fp8': is not float32 or bf16",
+    "--model bert": "--model 'bert': is not available; any other model",
+    "--precision fp8": "--precision 'fp8': is not available; give float32 or bf16",
     "--warmup-steps 0.1": "--warmup-steps '0.1': expects an integer",
     "--config nowhere.yaml": "--config nowhere.yaml: No such file or directory",
 }

@@ -154,8 +154,7 @@ def test_refused(case: tuple[dict[str, str], str]) -> None:
 
 def test_all_processes_of_a_job_derive_one_port() -> None:
     ports = {
-        detect(without(SRUN, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0")).master_port
-        for rank in "012"
+        detect(without(SRUN, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0")).master_port for rank in "012"
     }
     assert len(ports) == 1
     assert 20000 <= ports.pop() < 30000
