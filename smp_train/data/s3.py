@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 
-from smp_train.data.utils import Shard
+from smp_train.data.shard import Shard
 from smp_train.errors import DataError
 from smp_train.storage import is_s3, split
 from smp_train.storage.client import AT_ONCE, SCHEME

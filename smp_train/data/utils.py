@@ -7,11 +7,12 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from smp_train.data.lines import is_gzip
+from smp_train.data.s3 import list_folder
+from smp_train.data.shard import Shard
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 
@@ -19,20 +20,6 @@ logger = logging.getLogger("smp_train.data")
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz")
 """Of shards, in small letters or capitals."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of rows, as it was when the folder was listed."""
-
-    path: str
-    """Where it is: a path, or ``s3://bucket/key``."""
-    name: str
-    """Its name within the data set."""
-    size: int
-    mtime_ns: int
-    etag: str = ""
-    """What S3 calls this version of its content."""
 
 
 def stem(name: str) -> str:
@@ -131,8 +118,6 @@ def _folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[st
 
 
 def _s3_folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str], list[str]]:
-    from smp_train.data.s3 import list_folder
-
     objects, within = list_folder(location)
     found = [shard for shard in objects if is_shard_name(shard.name)]
     for shard in found:

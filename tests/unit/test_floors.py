@@ -35,10 +35,7 @@ CYCLES = {
     ("checkpoints.storage", "checkpoints.storage_s3"),
     ("checkpoints.storage_s3", "checkpoints.dcp_s3"),
     ("checkpoints.saver", "checkpoints.dcp"),
-    ("data.utils", "data.s3"),
     ("data.index", "data.conversion"),
-    ("data.text.files", "data.text.hub"),
-    ("data.text.files", "data.text.read"),
 }
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from smp_train.data.pipelines.batch import Batch, collate
 from smp_train.data.pipelines.dealing import Dealing
 from smp_train.data.source import Row, Source
-from smp_train.data.text.files import TextFile
 from smp_train.data.text.read import documents
 from smp_train.data.text.stream import Cursor, Reading, Span, Stream, assign_pieces, stream_count
+from smp_train.data.text.text_file import TextFile
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 

@@ -10,71 +10,25 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from smp_train.data import s3
 from smp_train.data.hf_dataset import refuse_dict
 from smp_train.data.lines import GZIP_ERRORS, GZIP_MAGIC, GzipFile
+from smp_train.data.text.hub import open_split
+from smp_train.data.text.text_file import LINES_SUFFIXES, LOOKED_INTO, TABLE_SUFFIXES, TEXT_SUFFIXES, TextFile
 from smp_train.data.utils import say_left_out
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 
-if TYPE_CHECKING:
-    from smp_train.data.text.hub import Split
-
 logger = logging.getLogger("smp_train.data")
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".txt.gz")
-LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".ndjson", ".ndjson.gz")
-LOOKED_INTO = ".json"
-"""A file of this suffix is taken when its first line is an object with the field of the text."""
 FIRST_LINE_BYTES = 1 << 20
 LOOKED_INTO_TOGETHER = 16
-PARQUET_SUFFIXES = (".parquet",)
-TABLE_SUFFIXES = (*PARQUET_SUFFIXES, ".arrow")
 SUFFIXES = TEXT_SUFFIXES + LINES_SUFFIXES + TABLE_SUFFIXES
 OF_DATASETS = ("state.json", "dataset_info.json", "cache-*.arrow", "tmp*.arrow")
 """What ``datasets`` puts beside the Arrow files of a data set."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """One file of documents, as it was when it was listed."""
-
-    path: str
-    """A path, ``s3://bucket/key``, or the name of a data set of the hub."""
-    name: str
-    """Its name within its data set."""
-    size: int
-    """Bytes; 0 where they are not known."""
-    version: str = ""
-    """Differs between contents of the same name: the modification time, or S3's ETag."""
-    split: Split | None = None
-    """The data set of the hub that this is a shard of."""
-    shard: int = 0
-
-    @property
-    def kind(self) -> str:
-        """Which of `smp_train.data.text.read`'s readers it is for: ``hub``, ``table``, ``lines``, or ``whole``."""
-        name = self.name.lower()
-        if self.split is not None:
-            return "hub"
-        if name.endswith(TABLE_SUFFIXES):
-            return "table"
-        return "lines" if name.endswith((*LINES_SUFFIXES, LOOKED_INTO)) else "whole"
-
-    @property
-    def remote(self) -> bool:
-        """True of objects in S3 and shards of the hub, whose size of 0 means that it is not known."""
-        return self.split is not None or s3.is_s3(self.path)
-
-    @property
-    def shown(self) -> str:
-        """What messages call it."""
-        return self.path if self.split is None else f"{self.path}/{self.name}"
 
 
 def find_files(
@@ -104,8 +58,6 @@ def find_files(
         elif os.path.isfile(given):
             found.append(_local(Path(given), os.path.basename(given)))
         elif HUB_NAME.fullmatch(given):
-            from smp_train.data.text.hub import open_split
-
             found += open_split(given, config, split, flag).files()
         else:
             raise DataError(f"{given}: no such file or folder; check {flag}")
@@ -137,9 +89,7 @@ def _of_documents(found: list[TextFile], given: str, column: str) -> list[TextFi
 
 def _begins_with(file: TextFile, column: str) -> bool:
     """True when the first line of a file is an object with a field, or with tokens, which its reader refuses."""
-    from smp_train.data.text.read import open_bytes
-
-    with open_bytes(file) as raw:
+    with file.open() as raw:
         zipped = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         raw.seek(0)
         try:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from smp_train.data.text.files import TextFile
+from smp_train.data.text.read import texts_of
+from smp_train.data.text.text_file import TextFile
 from smp_train.errors import ConfigError, DataError, install
 
 ROWS_AT_ONCE = 1000
@@ -33,8 +34,6 @@ class Split:
 
     def documents(self, shard: int, column: str, start: int) -> Iterator[tuple[int, Any]]:
         """Yield (row from 1, value) of one shard, from row ``start`` (from 0) on. Raises DataError."""
-        from smp_train.data.text.read import texts_of
-
         here = f"{self.name}/{self.split}-{shard}"
         number = start
         try:

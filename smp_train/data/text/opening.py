@@ -17,9 +17,9 @@ from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.source import Source
-from smp_train.data.text.files import TextFile, find_files
-from smp_train.data.text.read import open_bytes
+from smp_train.data.text.files import find_files
 from smp_train.data.text.stream import Reading, spread_tokenizing
+from smp_train.data.text.text_file import TextFile
 from smp_train.errors import ConfigError, DataError
 from smp_train.storage.paths import on_this_machine
 
@@ -147,7 +147,7 @@ def holds_text(location: str, column: str = "text") -> bool:
         return False
     if files[0].kind != "lines":
         return True
-    with open_bytes(files[0]) as raw:
+    with files[0].open() as raw:
         for _, line in lines_of(raw, files[0].path):
             try:
                 return "input_ids" not in json.loads(line)

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import IO, Any
 
-from smp_train.data import s3
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.hf_dataset_check import END_MARK
-from smp_train.data.lines import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
-from smp_train.data.text.files import PARQUET_SUFFIXES, TextFile
+from smp_train.data.lines import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of
+from smp_train.data.text.text_file import PARQUET_SUFFIX, TextFile
 from smp_train.errors import ConfigError, DataError, install
 
 try:
@@ -24,13 +23,6 @@ except ImportError:
 
 UNPACKED_BYTES = 256 << 20
 """Of a text file that is gzipped, which is one document."""
-
-
-def open_bytes(file: TextFile) -> IO[bytes]:
-    """Open a local file or an object in S3, seekable. Raises DataError."""
-    if s3.is_s3(file.path):
-        return s3.open_ranges(file.path, file.size, file.version)
-    return open_file(file.path)
 
 
 def documents(
@@ -74,7 +66,7 @@ def _records(file: TextFile, column: str, first: int) -> Iterator[tuple[int, int
         for number, text in _of_table(file, column, first):
             yield number - 1, number, text
     elif file.kind == "lines":
-        with open_bytes(file) as raw:
+        with file.open() as raw:
             for place, (number, line) in enumerate(lines_of(raw, file.path)):
                 yield place, number, line
     elif first == 0:
@@ -113,7 +105,7 @@ def _text_of(file: TextFile, number: int, line: bytes, column: str) -> str | Val
 
 
 def _whole(file: TextFile) -> str | ValueError:
-    with open_bytes(file) as raw:
+    with file.open() as raw:
         try:
             content = raw.read()
             zipped = content.startswith(GZIP_MAGIC)
@@ -138,9 +130,9 @@ def _of_table(file: TextFile, column: str, first: int) -> Iterator[tuple[int, An
         import pyarrow as pa
     except ImportError:
         raise ConfigError(f"{file.path}: needs the package pyarrow: {install('text')}") from None
-    is_parquet = file.name.lower().endswith(PARQUET_SUFFIXES)
+    is_parquet = file.name.lower().endswith(PARQUET_SUFFIX)
     groups = _parquet_groups if is_parquet else _arrow_groups
-    with open_bytes(file) as raw:
+    with file.open() as raw:
         try:
             before = 0
             for rows, values in groups(raw, file, column):

@@ -20,8 +20,8 @@ import numpy as np
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.order import permute
 from smp_train.data.prepare.tokenizer import encode
-from smp_train.data.text.files import TextFile
 from smp_train.data.text.read import documents
+from smp_train.data.text.text_file import TextFile
 from smp_train.errors import DataError
 
 if TYPE_CHECKING:
