@@ -186,7 +186,7 @@ def packed_parameters() -> int:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_parameters_in_host_memory(world: int, tmp_path: Path) -> None:
     for plain, offloaded, resumed in harness.run(host_parameters, world, str(tmp_path)):
         assert offloaded == plain

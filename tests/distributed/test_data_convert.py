@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from smp_train import distributed
-from smp_train.data import conversion, token_cache, utils
+from smp_train.data import conversion, token_cache
 from smp_train.data.index import BESIDE, TokenShards, convert, open_source
 from smp_train.data.opening import open_data
 from smp_train.data.order import Order
@@ -87,7 +87,7 @@ def slow_and_bad(folder: str):
     in_the_middle = Path(folder, ".in-the-middle")
     ranks = distributed.detect()
     distributed.start(ranks, timeout_seconds=250)
-    read, reached = utils.read_lines, []
+    read, reached = token_cache.read_lines, []
 
     def endless(path, tick=lambda done: None, **options):
         until = time.monotonic() + 240

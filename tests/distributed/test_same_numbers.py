@@ -50,8 +50,7 @@ PLAIN = ("none", 0, 0)
 SOME = [("none", 1, 1), ("full", 0, 1), ("selective:op", 0, 0), ("selective:2", 1, 0)]
 """Every value of each, trained where SMP_TRAIN_WHOLE_TABLE is not 1."""
 CORE = {
-    ("llama", "fsdp2"), ("mixtral", "tp2"), ("gpt_neox", "tp2-fsdp2"), ("mistral", "cp2"), ("gpt2", "one"),
-    ("falcon", "tp2"),
+    ("llama", "fsdp2"), ("mixtral", "tp2"), ("mistral", "cp2"), ("gpt2", "one"), ("falcon", "tp2"),
 }  # fmt: skip
 
 UNSUPPORTED: list[tuple[str, str, str, str]] = [

@@ -264,6 +264,7 @@ def test_a_model_larger_than_the_memory(tmp_path: Path) -> None:
     assert "--memory_check 0" in line
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_memory_of_a_node_of_two(tmp_path: Path) -> None:
     with Ranks(tmp_path, 2, "train", *flags(tmp_path, **LARGE), launcher=as_torchrun) as ranks:
         assert ranks.codes(SECONDS) == [CONFIG, CONFIG], ranks.err

@@ -51,6 +51,7 @@ def test_show_names_model_run_and_time(folder: Path) -> None:
     assert facts["saved"].strip().endswith("Z")
 
 
+@pytest.mark.slow
 def test_the_benchmark_says_where_it_is(tmp_path: Path) -> None:
     words = ("bench", "checkpoint", "--gigabytes", "0.001", "--rounds", "1", "--rows", "1")
     with torchrun(tmp_path, 1, *words) as command:

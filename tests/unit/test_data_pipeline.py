@@ -21,6 +21,7 @@ from smp_train.data.pipelines.data_pipeline import Row, Source, TrainingData, Va
 from smp_train.data.pipelines.prefetch import Prefetch
 from smp_train.data.synthetic import Synthetic
 from smp_train.errors import ConfigError, DataError
+from tests.tiers import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,7 +241,9 @@ next(stream)
 """
 
 
-@pytest.mark.parametrize(("ending", "code"), [("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)])
+@pytest.mark.parametrize(
+    ("ending", "code"), slow([("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)], lambda case: case[1] != 7)
+)
 def test_the_process_ends_while_reading_ahead(ending, code):
     done = subprocess.run(
         [sys.executable, "-c", EXIT.format(ending=ending)],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from smp_train.arguments import parse
+from tests.tiers import slow
 
 ROOT = Path(__file__).parents[2]
 SLURM = ("launch_training_enroot.sh", "launch_training_conda.sh", "launch_slurm.sh")
@@ -33,7 +34,7 @@ def trained(shown: str) -> list[str]:
 
 
 @pytest.mark.parametrize("script", ["hyperpod_slurm/launch_slurm.sh", "local/launch_single_node.sh"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow(SIZES, lambda size: size != "7B"))
 def test_every_size_trains_from_scratch(script: str, size: str, tmp_path: Path) -> None:
     here = {"PYTHON": sys.executable} if "local" in script else {}
     done = run(ROOT / "launchers" / script, "--dry_run", cwd=tmp_path, MODEL_SIZE=size, **here)
@@ -42,7 +43,7 @@ def test_every_size_trains_from_scratch(script: str, size: str, tmp_path: Path) 
     assert (args.from_scratch, args.model_size) == (True, size.lower())
 
 
-@pytest.mark.parametrize("script", SLURM)
+@pytest.mark.parametrize("script", slow(SLURM, SLURM[:2].__contains__))
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
