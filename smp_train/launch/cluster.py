@@ -1,4 +1,4 @@
-"""What a Slurm cluster says of itself, and what that does to a run: asked on the head node, or on a compute node."""
+"""A Slurm cluster's configuration, and what it means for a run: asked on the head node, or on a compute node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smp_train.launch.command import ask
 from smp_train.launch.spec import Spec
 
 PROBE_SECONDS = 60
-# Printed by the probe for what is not there; the shell of a compute node may greet.
+# Marks the probe's own lines; the shell of a compute node may print a greeting.
 LACKING = "smp-train-lacks "
 PROBE = (
     f'for place in "$@"; do [ -e "$place" ] || echo "{LACKING}$place"; done; '
@@ -34,7 +34,7 @@ def partition(name: str | None) -> dict[str, str]:
 
 
 def warnings(spec: Spec, options: Mapping[str, Any]) -> list[str]:
-    """Return what this cluster's configuration will do to the run.
+    """Return what is lost with this cluster's configuration.
 
     Raises:
         ConfigError: for what cannot work there.
@@ -42,19 +42,19 @@ def warnings(spec: Spec, options: Mapping[str, Any]) -> list[str]:
     if not shutil.which("scontrol"):
         return []
     config, place = configuration(), partition(options["partition"])
-    helped = ask("srun", "--help")[1]
-    if options["image"] and "--container-image" not in helped:
+    usage = ask("srun", "--help")[1]
+    if options["image"] and "--container-image" not in usage:
         raise ConfigError(
             "this cluster's srun knows no --container-image; install pyxis, or use --python instead of --image"
         )
     found = []
     if config.get("JobRequeue") == "0":
         found.append("JobRequeue=0: this cluster does not requeue jobs by itself; a lost node ends the run")
-    if "--auto-resume" in helped:
-        told = auto_resume(config)
+    if "--auto-resume" in usage:
+        unprotected = auto_resume(config)
         if options["gpus_per_node"]:
-            told.append(("--gpus_per_node", "Slurm does not swap nodes of jobs with GRES"))
-        found += [f"{setting}: {why}; a lost node is answered by a requeue" for setting, why in told]
+            unprotected.append(("--gpus_per_node", "Slurm does not swap nodes of jobs with GRES"))
+        found += [f"{setting}: {why}; after a lost node the job is requeued" for setting, why in unprotected]
     gres = ask("sinfo", "-h", "-o", "%G")[1]
     if "gpu" in gres and not options["gpus_per_node"]:
         found.append("this cluster has GRES: without --gpus_per_node the job may see no GPU")
@@ -62,7 +62,7 @@ def warnings(spec: Spec, options: Mapping[str, Any]) -> list[str]:
 
 
 def auto_resume(config: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return (setting, why) for what HyperPod's plugin runs a step without its protection with."""
+    """Return (setting, reason) for each setting with which HyperPod's plugin does not protect a step."""
     found = []
     if config.get("TaskPlugin") not in ("task/none", "(null)"):
         found.append((f"TaskPlugin={config.get('TaskPlugin')}", "HyperPod's auto-resume needs task/none"))
@@ -90,7 +90,7 @@ def _time(spec: Spec, options: Mapping[str, Any], config: Mapping[str, str], pla
             )
     return [
         *found,
-        *timing.doubts(
+        *timing.save_warnings(
             spec.resolved, limit=limit, margin=margin, instance=spec.instance, nodes=spec.nodes,
             processes=spec.processes, setting="--save_before",
         ),
@@ -98,13 +98,13 @@ def _time(spec: Spec, options: Mapping[str, Any], config: Mapping[str, str], pla
 
 
 EXPECTED_SAVE = 60
-"""Seconds that a step and a checkpoint of a model of some size take."""
+"""Seconds for a step and a checkpoint of a large model."""
 
 
 def probe(options: Mapping[str, Any], needed: Sequence[str]) -> list[str]:
-    """Run one short step on a compute node and ask it for pyxis, image, code and folders.
+    """Check pyxis, image, code and folders in one short step on a compute node.
 
-    Returns what could not be asked; raises `ConfigError` for what is not there.
+    Returns why that was not possible, if so; raises `ConfigError` for what is missing there.
     """
     place = [
         f"--{key}={options[key]}" for key in ("partition", "account", "qos", "nodelist", "exclude") if options[key]

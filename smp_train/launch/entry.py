@@ -1,4 +1,4 @@
-"""What each process executes where the platform starts it: SageMaker's toolkit, or torchrun on Kubernetes."""
+"""The program of each process where the platform starts it: SageMaker's toolkit, or torchrun on Kubernetes."""
 
 import os
 import sys
@@ -9,12 +9,12 @@ from smp_train.launch.flags import complete
 
 
 def main() -> int:
-    """Train with the flags given, resuming from this run's own checkpoints as soon as there are any."""
+    """Train with the given flags, resuming from this run's own checkpoints as soon as there are any."""
     words = sys.argv[1:]
     try:
         words, _ = complete(words, os.environ, in_s3=True)
     except ConfigError:
-        pass  # the training says it, once per node
+        pass  # training reports it, once per node
     except SmpTrainError as problem:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"smp-train: error: {problem}", file=sys.stderr)

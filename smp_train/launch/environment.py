@@ -1,7 +1,7 @@
-"""Environment variables of a run: which the launchers set, and which they find set and advise to drop.
+"""Environment variables of a run: those that launchers set, and those that they advise to unset.
 
-Very few are needed. The EFA plugin of NCCL (aws-ofi-nccl) chooses provider, buffer sizes, protocol and tuner by
-itself for each instance type; most lines that scripts carry along were workarounds for old releases.
+Few are needed. The EFA plugin of NCCL (aws-ofi-nccl) chooses provider, buffer sizes, protocol and tuner for each
+instance type; most exports in older scripts were workarounds for old releases.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from smp_train.launch.instances import Instance
 
-# Why a variable that is often exported should not be.
+# Variables that are often exported, and why they should not be.
 DROPPED: dict[str, str] = {
     "FI_PROVIDER": "the NCCL plugin finds EFA by itself since its release 1.6, and without EFA this breaks the network",
     "FI_EFA_USE_DEVICE_RDMA": "on by itself since libfabric 1.18, and not supported on every instance type",
@@ -60,7 +60,7 @@ def variables(instance: Instance | None, *, tensor_parallel: bool = False, kuber
 
 
 def places(run_dir: str, logs: str, environ: Mapping[str, str], *, inside: bool) -> dict[str, str]:
-    """Return variables that keep below the run folder what would be lost with a node or a container.
+    """Return variables that place files below the run folder that would otherwise be lost with a node or a container.
 
     NCCL's flight recorder writes what each rank did when a collective hangs; and with ``inside``, a container, the
     models and data that Hugging Face downloads are kept for the next start.
@@ -73,7 +73,7 @@ def places(run_dir: str, logs: str, environ: Mapping[str, str], *, inside: bool)
 
 
 def lint(environ: Mapping[str, str]) -> list[str]:
-    """Return one line for each variable of ``environ`` that is better not set."""
+    """Return one line for each variable of ``environ`` that should not be set."""
     lines = [f"{name}={environ[name]} is set: {why}; unset it" for name, why in DROPPED.items() if name in environ]
     sockets = environ.get("NCCL_SOCKET_IFNAME", "")
     excluded = sockets.removeprefix("^").split(",")

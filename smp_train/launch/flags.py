@@ -1,4 +1,4 @@
-"""Training flags as launchers complete them: everything of a run below its run folder, and always resumable."""
+"""Training flags as launchers complete them: all files of a run below its run folder, and always resumable."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def without(words: Sequence[str], names: set[str]) -> list[str]:
 
 
 def inline_files(words: Sequence[str]) -> list[str]:
-    """Return ``words`` with what ``--config`` and ``--smp_config`` say as flags: the container has not these files.
+    """Return ``words`` with ``--config`` and ``--smp_config`` expanded to flags, for a container without these files.
 
-    What the command line says itself comes last, and so still wins.
+    The command line's own flags come last, and so take precedence.
     """
     args = parse(words, {}).args
     files = [
@@ -130,7 +130,7 @@ def complete(
 
 
 def check(words: Sequence[str]) -> None:
-    """Refuse training flags that no number of processes could be started with; `ConfigError` says which and why."""
+    """Raise `ConfigError` for training flags that are wrong for any number of processes."""
     args = parse(words, {}).args
     validate(args, fewest_ranks(args))
     settled_flags(args)  # an unknown preset

@@ -1,4 +1,4 @@
-"""Whether a container image can run on an instance type and with a backend: by its name, or by what is in the file."""
+"""Whether a container image can run on an instance type and with a backend, by its name or by the file's contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MACHINES = {0x3E: "x86_64", 0xB7: "aarch64"}  # e_machine of ELF
 NAMED = (
     (r"(?<![a-z0-9])(arm64|aarch64|sbsa)(?![a-z0-9])", "aarch64"),
     (r"(?<![a-z0-9])(amd64|x86_64|x86-64)(?![a-z0-9])", "x86_64"),
-    # AWS' training images say so where they are not for x86_64.
+    # AWS' training images have the architecture in their name unless it is x86_64.
     (rf"{SMP_NAME}|/pytorch-training:", "x86_64"),
 )
 
@@ -26,7 +26,7 @@ NAMED = (
 def check_image(instance: Instance | None, image: str, backend: str = "auto") -> None:
     """Refuse an image that the instance's GPUs, its processors or the backend cannot be used with.
 
-    What an image is made for is told by its name and tag (``cu124``, ``arm64``, SMP's own), and by the programs in an
+    CUDA and architecture are found by the name and tag (``cu124``, ``arm64``, SMP's own), and by the programs in an
     Enroot file where `unsquashfs` is installed; what nothing tells is let pass.
 
     Raises:
@@ -44,22 +44,22 @@ def check_image(instance: Instance | None, image: str, backend: str = "auto") ->
 
 
 def _check_cuda(instance: Instance, image: str) -> None:
-    told = re.search(r"\bcu(?:da)?(\d\d)\.?(\d)\b", image)
-    if told and not instance.runs_cuda(f"{told[1]}.{told[2]}"):
+    found = re.search(r"\bcu(?:da)?(\d\d)\.?(\d)\b", image)
+    if found and not instance.runs_cuda(f"{found[1]}.{found[2]}"):
         raise ConfigError(
-            f"--image {image}: CUDA {told[1]}.{told[2]} does not know the {instance.gpu} of {instance.name}, which "
+            f"--image {image}: CUDA {found[1]}.{found[2]} does not know the {instance.gpu} of {instance.name}, which "
             f"needs {instance.min_cuda}; take a newer image, or another instance type"
         )
 
 
 def _check_smp(image: str, backend: str) -> None:
-    told = re.search(rf"{SMP_NAME}:(\d+\.\d+\.\d+)", image)
-    if told is None:
+    found = re.search(rf"{SMP_NAME}:(\d+\.\d+\.\d+)", image)
+    if found is None:
         return
-    torch = release(told[1])
+    torch = release(found[1])
     if backend == "native" and torch < NATIVE_TORCH:
         raise ConfigError(
-            f"--image {image}: has torch {told[1]}, and --backend native needs 2.6 or newer; leave --backend out, or "
+            f"--image {image}: has torch {found[1]}, and --backend native needs 2.6 or newer; leave --backend out, or "
             "take an image without SMP"
         )
     if backend != "native" and torch not in SMP_TORCH:
@@ -68,14 +68,14 @@ def _check_smp(image: str, backend: str) -> None:
 
 
 def architecture(image: str) -> str | None:
-    """Return x86_64 or aarch64 where the image tells: its file, else its name; None where neither does."""
+    """Return x86_64 or aarch64 by the image's file, else by its name; None where neither shows it."""
     if os.path.isfile(image):
         return _of_file(image)
     return next((arch for pattern, arch in NAMED if re.search(pattern, image)), None)
 
 
 def _of_file(path: str) -> str | None:
-    """Return what a program in an Enroot file is made for; None where it cannot be looked at."""
+    """Return the architecture of a program in an Enroot file; None where the file cannot be read."""
     if not shutil.which("unsquashfs"):
         return None
     command = ["unsquashfs", "-cat", path, "usr/bin/env"]

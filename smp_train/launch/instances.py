@@ -1,4 +1,4 @@
-"""What each instance type has: GPUs, network adapters, memory; from one data file with its sources."""
+"""GPUs, network adapters and memory by instance type, from one data file with its sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from smp_train.errors import ConfigError
 
 PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
-"""Where EC2 tells a machine its own instance type."""
+"""File in which an EC2 machine finds its own instance type."""
 TABLE = Path(__file__).with_name("instances.json")
 
 
@@ -35,11 +35,11 @@ class Instance:
 
     @property
     def family(self) -> str:
-        """What is before the first dot, such as p5en."""
+        """The part before the first dot, such as p5en."""
         return self.name.partition(".")[0]
 
     def runs_cuda(self, version: str) -> bool:
-        """Say whether a program built for CUDA ``version`` (such as 12.4) runs on this instance's GPUs."""
+        """Return whether a program built for CUDA ``version`` (such as 12.4) runs on this instance's GPUs."""
         return release(version) >= release(self.min_cuda)
 
 

@@ -15,7 +15,7 @@ from smp_train.launch.command import call
 from smp_train.launch.flags import inline_files, named, without
 from smp_train.launch.images import check_image
 from smp_train.launch.manifests import GRACE_SECONDS, Target, manifest
-from smp_train.launch.options import COMMON, Option, helped, split
+from smp_train.launch.options import COMMON, Option, print_help, split
 from smp_train.launch.spec import VARIABLE, Spec, build, profile_flags, tell
 
 OPERATORS = ("kubeflow", "hyperpod")
@@ -140,7 +140,7 @@ def _job_name(given: str | None, spec: Spec) -> str:
 
 
 def _check_places(spec: Spec, target: Target) -> None:
-    """Refuse folders that pods do not have, or that end with them."""
+    """Refuse folders that pods do not have, or that are lost with them."""
     args = spec.resolved.args
     shared = [path for _, path in target.claims]
     mounted = [*shared, *(path for _, path in target.host_paths)]
@@ -170,7 +170,7 @@ def text_of(spec: Spec, target: Target) -> str:
 
 
 def warnings(target: Target) -> list[str]:
-    """Return what this job will not get where it goes."""
+    """Return what this job lacks on its cluster."""
     found = []
     if (
         target.on_hyperpod
@@ -203,7 +203,7 @@ ADVICE = (
 
 
 def check(text: str, target: Target) -> None:
-    """Ask the cluster whether it would take the manifest, and whether what it names is there."""
+    """Have the cluster validate the manifest, and look for the claims and secrets that it names."""
     kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", text=text)
     for claim, _ in target.claims:
         kubectl("get", "persistentvolumeclaims", claim, "-n", target.namespace, "-o", "name")
@@ -213,17 +213,17 @@ def check(text: str, target: Target) -> None:
 
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch k8s`` and return its exit code."""
-    if helped(words, USAGE, __doc__, OPTIONS):
+    if print_help(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
     spec, target = prepare(options, training)
     text = text_of(spec, target)
-    told = warnings(target)
-    told += timing.doubts(
+    found = warnings(target)
+    found += timing.save_warnings(
         spec.resolved, limit=None, margin=GRACE_SECONDS, instance=spec.instance, nodes=spec.nodes,
         processes=spec.processes,
     )  # fmt: skip
-    tell(spec, told)
+    tell(spec, found)
     if options["dry_run"]:
         print(text, end="")
         return 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from smp_train.launch import node_agent, nsys, preflight
-from smp_train.launch.options import COMMON, Option, helped, split
+from smp_train.launch.options import COMMON, Option, print_help, split
 from smp_train.launch.spec import build, profile_flags, tell
 
 USAGE = "smp-train launch local [--nproc N] [options] <training flags>"
@@ -28,7 +28,7 @@ OPTIONS = (
 
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch local`` and return its exit code: that of the first process that failed, or 0."""
-    if helped(words, USAGE, __doc__, OPTIONS):
+    if print_help(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
     given = {

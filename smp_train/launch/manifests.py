@@ -14,7 +14,7 @@ from smp_train.launch.nsys import recording
 from smp_train.launch.spec import Spec
 
 GRACE_SECONDS = 600
-"""How long a pod that is asked to go may take to save."""
+"""How long a pod may take to save after SIGTERM."""
 SHUTDOWN_SECONDS = GRACE_SECONDS - 30
 """How long its agent then waits for the processes."""
 CONTAINER = "pytorch"  # Kubeflow's operator looks for a container of this name
@@ -175,7 +175,7 @@ def _template(spec: Spec, target: Target) -> dict[str, Any]:
 
 
 def command(spec: Spec, target: Target) -> list[str]:
-    """Return what one pod executes, before Kubernetes' own expansion of ``$(NAME)``."""
+    """Return the command of a pod, before Kubernetes expands ``$(NAME)``."""
     agent = ["torchrun", f"--nnodes={spec.nodes}", f"--nproc_per_node={spec.processes}"]
     if target.operator == "hyperpod":
         # The operator watches what the agent writes below log_dir.
@@ -199,7 +199,7 @@ def _literal(word: str) -> str:
 def _environment(spec: Spec, target: Target) -> list[dict[str, Any]]:
     plain = {**spec.environment, "PYTHONUNBUFFERED": "1"}
     if target.operator != "hyperpod":
-        # As a variable: torchrun of torch 2.13 heeds it, older ones would refuse the flag.
+        # A variable, as torchrun before torch 2.13 refuses the flag of this name.
         plain.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     found: list[dict[str, Any]] = [{"name": name, "value": _literal(plain[name])} for name in sorted(plain)]
     for name, secret, key in target.secrets:

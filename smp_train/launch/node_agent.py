@@ -1,7 +1,7 @@
-"""``python -m smp_train.launch.node_agent [options] -- <training flags>``: what each node of a run executes, once.
+"""``python -m smp_train.launch.node_agent [options] -- <training flags>``: runs once on each node of a run.
 
-Standard library only. Everything that depends on where the node stands is found out here, at the last moment: a
-cluster may have swapped a node since the job was submitted, or since its batch script started.
+Standard library only. Everything that depends on the node is determined here, at the last moment: a cluster may have
+swapped a node since the job was submitted, or since its batch script started.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from smp_train.arguments import Resolved
 from smp_train.distributed import expand_hostlist
@@ -32,13 +33,13 @@ from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 
 INSIDE = "/.smp-train-inside"
 """Launchers mount something here; where it is missing, the container was not entered."""
-FIRST_PORT, PORTS = 20000, 10000  # below the range that systems hand out by themselves
+FIRST_PORT, PORTS = 20000, 10000  # below the range of ephemeral ports
 GUARD = "launches.jsonl"
 USR1_SECONDS = 300
-"""How long before the time limit the batch scripts have Slurm say so."""
+"""How long before the time limit Slurm signals the batch scripts."""
 ADAPTERS = Path("/sys/class/infiniband")
 NSYS = "SMP_TRAIN_UNDER_NSYS"
-"""Set for the second start of a task, the one that nsys makes."""
+"""Set in the environment of an agent that nsys started."""
 
 
 class BadNodeError(SmpTrainError):
@@ -72,7 +73,7 @@ def name() -> str:
 
 
 def find_place(environ: Mapping[str, str], processes: int) -> Place:
-    """Return where this node stands, from the step that srun started, or from NNODES and NODE_RANK set by hand.
+    """Return this node's rank and peers, from the step that srun started, or from NNODES and NODE_RANK set by hand.
 
     Raises:
         ConfigError: naming the variables that are missing or contradict each other.
@@ -137,10 +138,10 @@ def count_efa() -> int:
     return len(list(ADAPTERS.glob("*")))
 
 
-def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int = 1, told: bool = True) -> int:
+def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int = 1, given: bool = True) -> int:
     """Return how many processes to start, after comparing this node with what its instance type has.
 
-    Not ``told`` means that the node itself says what it is: then GPUs that somebody chose, and no EFA at all, are fine.
+    Not ``given``: the type is the machine's own, and a choice of GPUs, or no EFA at all, is accepted.
 
     Raises:
         BadNodeError: when GPUs or network adapters are missing.
@@ -155,7 +156,7 @@ def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int =
             "the nodes have"
         )
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpus < (wanted or instance.gpus) and (told or (wanted is None and chosen is None)):
+    if gpus < (wanted or instance.gpus) and (given or (wanted is None and chosen is None)):
         # What the environment chose is no fault of the node's: every node would be called bad.
         raise (BadNodeError if chosen is None else ConfigError)(
             f"{here}: {gpus} of {wanted or instance.gpus} GPUs are visible on this {instance.name}"
@@ -164,7 +165,7 @@ def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int =
             + ("replace the node" if chosen is None else "unset it")
         )
     efa = count_efa()
-    if 0 < efa < instance.efa or (not efa and instance.efa and nodes > 1 and told):
+    if 0 < efa < instance.efa or (not efa and instance.efa and nodes > 1 and given):
         raise BadNodeError(
             f"{here}: {efa} of {instance.efa} EFA adapters are there; replace the node"
             + ("" if efa else ", or leave the instance type out where nodes are to do without EFA")
@@ -173,17 +174,17 @@ def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int =
 
 
 def warn(resolved: Resolved, instance: Instance | None, place: Place, left: float | None) -> None:
-    """Print what this node lacks, and why the run may not have saved when the job's time, ``left`` seconds, is up."""
-    told = lint(os.environ)
+    """Warn of what is missing on this node, and of a run that may not save before the job ends in ``left`` seconds."""
+    found = lint(os.environ)
     if left is not None:
-        told += timing.doubts(
+        found += timing.save_warnings(
             resolved, limit=left, margin=USR1_SECONDS, instance=instance, nodes=place.nodes, processes=place.processes,
             setting="--signal=B:USR1@SECONDS (sbatch)",
         )  # fmt: skip
-    told += preflight.lacks(resolved, os.environ)
+    found += preflight.missing_token(resolved, os.environ)
     if instance and instance.efa and place.nodes > 1 and resolved.args.distributed_backend != "gloo":
-        told += preflight.lacks_plugin(instance)
-    for line in told:
+        found += preflight.missing_plugin(instance)
+    for line in found:
         print(f"smp-train: warning: {line}", file=sys.stderr, flush=True)
 
 
@@ -197,31 +198,25 @@ def attempt_name(environ: Mapping[str, str]) -> str:
 
 
 def guard(
-    run_dir: Path, folders: Sequence[str], environ: Mapping[str, str], limit: int | None, attempt: str, *,
-    run_name: str = "", in_s3: bool = True,
-) -> None:  # fmt: skip
+    resolved: Resolved, environ: Mapping[str, str], limit: int | None, attempt: str, *, in_s3: bool = True
+) -> None:
     """Record this start, and refuse it when the ``limit`` before it in this job brought no new checkpoint.
 
-    Without ``limit`` (a person starts it, and sees) it is recorded alone. What ended in `DONE` or `STOPPED` was not in
-    vain.
+    Without ``limit`` (a person starts it, and watches) it is only recorded. Starts up to one that ended in `DONE` or
+    `STOPPED` do not count.
     """
-    job = environ.get("SLURM_JOB_ID")
-    step, _ = launch_flags.newest_committed(folders, run_name, in_s3=in_s3)
+    job, run_dir = environ.get("SLURM_JOB_ID"), Path(resolved.args.run_dir)
+    step, _ = launch_flags.newest_committed(resolved.args.checkpoint_dir, resolved.args.run_name, in_s3=in_s3)
     path = run_dir / GUARD
-    before: list[dict[str, object]] = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):
-                before.append(json.loads(line))
-    record = {
-        "attempt": attempt, "time": time.time(), "job": job, "committed_step": step,
-        "nodes": environ.get("SLURM_STEP_NODELIST") or socket.gethostname(),
-    }  # fmt: skip
+    before: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            before.append(json.loads(line))
     if job and limit:
-        ended = max((_time(run_dir / marker) for marker in ("DONE", "STOPPED")), default=0.0)
+        ended = max(_time(run_dir / marker) for marker in ("DONE", "STOPPED"))
         in_vain = [
             one for one in before
-            if one.get("job") == job and one.get("committed_step") == step and float(str(one.get("time", 0))) > ended
+            if one.get("job") == job and one.get("committed_step") == step and float(one.get("time", 0)) > ended
             and not (run_dir / "logs" / str(one.get("attempt")) / "ended-by-slurm").exists()
         ]  # fmt: skip
         if len(in_vain) >= limit:
@@ -229,46 +224,45 @@ def guard(
                 f"{len(in_vain)} starts of job {job} brought no checkpoint beyond step {step}: not trying again; the "
                 f"first failing rank of each is named in {run_dir}/logs. Lower --checkpoint_freq if they needed longer"
             )
+    start = {
+        "attempt": attempt, "time": time.time(), "job": job, "committed_step": step,
+        "nodes": environ.get("SLURM_STEP_NODELIST") or socket.gethostname(),
+    }  # fmt: skip
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps(start) + "\n")
 
 
 def _time(marker: Path) -> float:
-    """Return when a marker was written, by its own word; 0 without one."""
+    """Return the time that a marker contains; 0 without one."""
     with suppress(OSError, ValueError, TypeError):
         return float(json.loads(marker.read_text(encoding="utf-8"))["time"])
     return 0.0
 
 
 class CrashLoopError(SmpTrainError):
-    """The run fails again and again without getting further."""
+    """The run fails again and again without progress."""
 
 
 CAUSES = {ConfigError: "configuration", BadNodeError: "node", CrashLoopError: "crash-loop"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Find out where this node stands, check it, and run its processes; return the exit code."""
+    """Check this node and run its processes; return the exit code, and record what failed first."""
     words = list(sys.argv[1:] if argv is None else argv)
     before, training = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = parser().parse_args(before)
-    failures: Path | None = options.failures
     attempt = attempt_name(os.environ)
     node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
-    outside = options.inside and not os.path.exists(INSIDE)  # where the packages that S3 needs may be missing too
-    code, failure, resolved = 0, None, None
+    outside = options.inside and not os.path.exists(INSIDE)  # then packages that S3 needs may be missing, too
+    failures, resolved = options.failures, None
     try:
         training, resolved = launch_flags.complete(training, in_s3=not outside)
-        run_dir = Path(resolved.args.run_dir)
-        failures = failures or run_dir / "logs"
+        logs = Path(resolved.args.run_dir) / "logs" / attempt
+        failures = failures or logs.parent
         if not options.dry_run:
-            _make(run_dir / "logs" / attempt)
+            _make(logs)
             if node == 0 and NSYS not in os.environ:
-                folders = resolved.args.checkpoint_dir
-                guard(
-                    run_dir, folders, os.environ, options.max_attempts, attempt,
-                    run_name=resolved.args.run_name, in_s3=not outside,
-                )  # fmt: skip
+                guard(resolved, os.environ, options.max_attempts, attempt, in_s3=not outside)
         if outside:
             raise BadNodeError(
                 f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
@@ -276,61 +270,60 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if options.inside:
             container.refuse_lost(resolved.args.checkpoint_dir)
-        told = bool(options.instance_type)
-        instance = instances.find(options.instance_type) if told else instances.here()
-        place = find_place(os.environ, 1)
-        processes = check_node(instance, options.nproc, count_gpus(), nodes=place.nodes, told=told)
-        place = find_place(os.environ, processes)
-        if told or options.nproc == "auto":
-            preflight.check(resolved, instance, place.nodes, place.processes)
-        logs = run_dir / "logs" / attempt
-        if place.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ and not options.dry_run:
-            itself = network_check.Node(name(), processes, count_efa() if options.nproc == "auto" else 0)
-            hosts = expand_hostlist(os.environ["SLURM_STEP_NODELIST"])
-            try:
-                odd, message = network_check.compare(logs, hosts, place.node_rank, itself, RENDEZVOUS_SECONDS)
-            except OSError as problem:
-                odd, message = [name()], f"{name()}: cannot write {logs} ({problem.strerror}), as other nodes can"
-            if odd:
-                raise BadNodeError(message, ",".join(odd))
-        command = [sys.executable, "-m", "smp_train", "train", *training]
-        if options.dry_run:
-            print(json.dumps({"place": vars(place), "command": command}, indent=1))
-            return 0
-        if options.nsys and NSYS not in os.environ:
-            _make(run_dir / "profile")
-            report = run_dir / "profile" / f"{attempt}_node{node}_{socket.gethostname()}"
-            again = nsys.command(
-                report, [sys.executable, "-m", "smp_train.launch.node_agent", *before, "--", *training]
-            )
-            os.execve(again[0], again, {**os.environ, NSYS: "1"})
-        environ = {
-            **environment.variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1),
-            **environment.places(str(run_dir), f"{run_dir}/logs/{attempt}", os.environ, inside=options.inside),
-            **os.environ,
-        }
-        if node == 0:
-            warn(resolved, instance, place, timing.slurm_seconds(options.time_left))
-        if options.preflight and place.nodes > 1:
-            efa = instance.efa if instance else 0
-            backend = resolved.args.distributed_backend
-            code, failure = network_check.run(place, options.preflight, backend, efa, environ, logs)
-        if not code:
-            code, failure = supervise(command, place, environ=environ, log_dir=logs)
+        code, failure = start(options, before, training, resolved, logs)
     except SmpTrainError as error:
         print(f"smp-train: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = error.exit_code
         failure = Failure(-1, getattr(error, "node", None) or name(), code, CAUSES.get(type(error), "error"))
         print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
     if failure is not None and failures is not None:
-        _remember(failures / attempt, node, failure)
-        if node == 0 and resolved is not None and any("://" in place for place in resolved.args.checkpoint_dir):
-            with suppress(SmpTrainError, OSError):  # the batch script, which cannot look into S3, then starts again
-                step, _ = launch_flags.newest_committed(
-                    resolved.args.checkpoint_dir, resolved.args.run_name, in_s3=not outside
-                )
-                (failures / attempt / "committed-step").write_text(f"{step}\n", encoding="utf-8")
+        record(failures / attempt, node, failure, resolved, in_s3=not outside)
     return code
+
+
+def start(
+    options: argparse.Namespace, before: Sequence[str], training: Sequence[str], resolved: Resolved, logs: Path
+) -> tuple[int, Failure | None]:
+    """Check this node's hardware against its type and the other nodes, then run its processes to their end."""
+    given = bool(options.instance_type)
+    instance = instances.find(options.instance_type) if given else instances.here()
+    place = find_place(os.environ, 1)
+    processes = check_node(instance, options.nproc, count_gpus(), nodes=place.nodes, given=given)
+    place = find_place(os.environ, processes)
+    if given or options.nproc == "auto":
+        preflight.check(resolved, instance, place.nodes, place.processes)
+    if place.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ and not options.dry_run:
+        itself = network_check.Node(name(), processes, count_efa() if options.nproc == "auto" else 0)
+        hosts = expand_hostlist(os.environ["SLURM_STEP_NODELIST"])
+        try:
+            odd, message = network_check.compare(logs, hosts, place.node_rank, itself, RENDEZVOUS_SECONDS)
+        except OSError as problem:
+            odd, message = [name()], f"{name()}: cannot write {logs} ({problem.strerror}), as other nodes can"
+        if odd:
+            raise BadNodeError(message, ",".join(odd))
+    command = [sys.executable, "-m", "smp_train", "train", *training]
+    if options.dry_run:
+        print(json.dumps({"place": vars(place), "command": command}, indent=1))
+        return 0, None
+    if options.nsys and NSYS not in os.environ:
+        profiles = logs.parents[1] / "profile"
+        _make(profiles)
+        again = [sys.executable, "-m", "smp_train.launch.node_agent", *before, "--", *training]
+        again = nsys.command(profiles / f"{logs.name}_node{place.node_rank}_{socket.gethostname()}", again)
+        os.execve(again[0], again, {**os.environ, NSYS: "1"})
+    environ = {
+        **environment.variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1),
+        **environment.places(resolved.args.run_dir, str(logs), os.environ, inside=options.inside),
+        **os.environ,
+    }
+    if place.node_rank == 0:
+        warn(resolved, instance, place, timing.slurm_seconds(options.time_left))
+    if options.preflight and place.nodes > 1:
+        backend, efa = resolved.args.distributed_backend, instance.efa if instance else 0
+        code, failure = network_check.run(place, options.preflight, backend, efa, environ, logs)
+        if code:
+            return code, failure
+    return supervise(command, place, environ=environ, log_dir=logs)
 
 
 def _make(folder: Path) -> None:
@@ -346,11 +339,17 @@ def _make(folder: Path) -> None:
         raise ConfigError(f"{folder}: {problem.strerror}; set --run_dir to a folder that all nodes can write") from None
 
 
-def _remember(folder: Path, node: int, failure: Failure) -> None:
-    """Leave the failing rank where the batch script and people find it; what comes first sorts first."""
-    with suppress(OSError):
+def record(folder: Path, node: int, failure: Failure, resolved: Resolved | None, *, in_s3: bool) -> None:
+    """Record a failure for the batch script and for people, under a name that sorts by time.
+
+    The first node also records the newest checkpoint in S3, where the batch script cannot look.
+    """
+    with suppress(OSError, SmpTrainError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"failed-{time.time():.3f}-node-{node}").write_text(failure.line() + "\n", encoding="utf-8")
+        if node == 0 and resolved is not None and any("://" in place for place in resolved.args.checkpoint_dir):
+            step, _ = launch_flags.newest_committed(resolved.args.checkpoint_dir, resolved.args.run_name, in_s3=in_s3)
+            (folder / "committed-step").write_text(f"{step}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Options of `smp-train launch <where>`, told apart from the training flags on the same command line."""
+"""Options of `smp-train launch <where>`, which share a command line with the training flags."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _read(option: Option, spelling: str, given: list[str], before: Any) -> Any:
     return [*before, *given] if option.many else given[0]
 
 
-def helped(words: Sequence[str], usage: str, about: str | None, options: Sequence[Option]) -> bool:
+def print_help(words: Sequence[str], usage: str, about: str | None, options: Sequence[Option]) -> bool:
     """Print the help of one place to launch at if ``words`` ask for it, and return whether they do."""
     if not {"-h", "--help"} & set(words):
         return False

@@ -1,4 +1,4 @@
-"""What can be known of a run before it has a GPU: whether its model fits, what its GPUs cannot do, what it lacks."""
+"""Checks of a run before it has a GPU: memory, capabilities of the GPUs, data, disks, tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOCAL_DISKS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs")
 
 
 def parameters(resolved: Resolved) -> int | None:
-    """Return the number of parameters of the model where a preset tells it, else None."""
+    """Return the number of parameters of a preset, None for other models."""
     args = resolved.args
     if args.hf_pretrained_model_name_or_dir or any(resolved.given(name) for name in WIDTHS):
         return None
@@ -38,7 +38,7 @@ def parameters(resolved: Resolved) -> int | None:
 
 
 def check(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> None:
-    """Refuse what ``nodes`` with ``processes`` GPUs of ``instance`` each cannot do; None (unknown) can do everything.
+    """Refuse a run that ``nodes`` with ``processes`` GPUs of ``instance`` each cannot do; None: unknown, any run.
 
     Raises:
         ConfigError: with the setting to change.
@@ -76,7 +76,7 @@ def sharing(resolved: Resolved, nodes: int, processes: int) -> int:
 
 
 def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> str:
-    """Return what the model's states take of each GPU, for people; "" where nobody knows."""
+    """Return one line about the memory of the model's states on each GPU; "" where it is unknown."""
     count, over = parameters(resolved), sharing(resolved, nodes, processes)
     if count is None or instance is None or resolved.args.cpu_offload:
         return ""
@@ -86,8 +86,8 @@ def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes:
     )
 
 
-def lacks(resolved: Resolved, environ: Mapping[str, str], *, home: bool = True) -> list[str]:
-    """Return what this run will ask for and not find, as far as is known; ``home``: it sees this home folder."""
+def missing_token(resolved: Resolved, environ: Mapping[str, str], *, home: bool = True) -> list[str]:
+    """Warn of a gated model without a token; ``home``: the run has this home folder."""
     names = (resolved.args.hf_pretrained_model_name_or_dir, resolved.args.pretrained_model_name)
     model = next((str(name) for name in names if name and str(name).startswith(GATED)), None)
     if model is None or os.path.isdir(model) or environ.get("HF_TOKEN"):
@@ -111,8 +111,8 @@ def nccl_plugin(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def lacks_plugin(instance: Instance) -> list[str]:
-    """Return what is said where EFA adapters are and NCCL has nothing to use them through."""
+def missing_plugin(instance: Instance) -> list[str]:
+    """Warn of EFA adapters that NCCL has no plugin for."""
     if nccl_plugin(os.environ):
         return []
     return [
@@ -122,7 +122,7 @@ def lacks_plugin(instance: Instance) -> list[str]:
 
 
 def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
-    """Refuse degrees that do not divide the model, where flags or a preset tell its widths.
+    """Refuse degrees that do not divide the model, where flags or a preset give its widths.
 
     ``settled`` is what `settled_flags` says of the flags that were not given.
 
@@ -176,7 +176,7 @@ def check_data(args: Any) -> None:
 
 
 def places(resolved: Resolved, nodes: int, needed: Sequence[str] = ()) -> list[str]:
-    """Return what is wrong with the disks of a run: too small for its checkpoints, or not shared by its nodes.
+    """Warn of disks that are too small for a run's checkpoints, or that its nodes do not share.
 
     ``needed`` are further files and folders that every node has to see.
     """

@@ -1,4 +1,4 @@
-"""What the scripts of launchers/ make of the variables of the environment and of the flags after their name.
+"""The programs behind the scripts of launchers/: environment variables and flags to training flags and options.
 
 ``python -m smp_train.launch.script KIND SCRIPT [flags]``. A variable gives way to a flag, under whichever of its names
 that is given, and to a --config file. ``enroot``, ``conda`` and ``slurm`` submit the script that they are called from,

@@ -17,11 +17,11 @@ from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import cluster, preflight, timing
 from smp_train.launch.command import ask, call
 from smp_train.launch.images import check_image
-from smp_train.launch.options import COMMON, Option, helped, split
+from smp_train.launch.options import COMMON, Option, print_help, split
 from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, profile_flags, tell
 from smp_train.launch.srun_step import Job, command_line
 
-# A signal of Slurm's that comes before the batch job has its handlers is kept in $asked.
+# $asked: a signal that Slurm sent before the batch job has its handlers.
 BODY = """
 
 asked= && trap 'asked=USR1' USR1
@@ -109,7 +109,7 @@ def checkpoints_in_s3(resolved: Resolved) -> bool:
 
 
 def _export(spec: Spec, name: str) -> str:
-    """Return the line that sets a variable: what the user gave, or a default that gives way to the shell's."""
+    """Return the line that sets a variable; only the user's own overrides that of the submitting shell."""
     value = shlex.quote(spec.environment[name])
     return f"export {name}={value}" if name in spec.added else f"[ -n \"${{{name}+set}}\" ] || export {name}={value}"
 
@@ -120,7 +120,7 @@ def _code(spec: Spec) -> str:
 
 
 def stage(spec: Spec) -> None:
-    """Copy the package below the run folder, where it is installed among others: nodes and containers have theirs."""
+    """Copy the package below the run folder unless this is a checkout: nodes need no other package beside it."""
     if CHECKOUT:
         return
     new, place = Path(f"{_code(spec)}.{os.getpid()}"), Path(_code(spec))
@@ -170,9 +170,9 @@ UNSPEAKABLE = "; pyxis has no way to write a comma or a colon in a path: rename 
 
 
 def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
-    """Refuse what is missing on this machine, which shares its file system with the nodes.
+    """Refuse what is missing on this machine, which shares its file systems with the nodes.
 
-    Returns what will be trouble later.
+    Returns warnings.
     """
     image = options["image"]
     if image and image.startswith((".", "/")) and not Path(image).exists():
@@ -215,7 +215,7 @@ def _check_interpreter(python: str) -> None:
 
 
 def _seen_by_nodes(spec: Spec, options: dict[str, Any]) -> list[str]:
-    """Return what is read on every node: code, image or interpreter, data, and what is mounted."""
+    """Return what every node reads: code, image or interpreter, data, and mounts."""
     image = options["image"]
     start = [image] if image and image.startswith((".", "/")) else []
     if not image:
@@ -227,7 +227,7 @@ def _seen_by_nodes(spec: Spec, options: dict[str, Any]) -> list[str]:
 
 
 def sbatch(script: str, *options: str) -> str:
-    """Hand a script to sbatch and return its answer alone, or with `--test-only` all that it says."""
+    """Hand a script to sbatch and return its answer, with `--test-only` its messages as well."""
     absent = "run this on a node of the cluster, or add --dry_run to see the script"
     done = call("sbatch", *options, text=script, absent=absent, advice=ADVICE)
     # Plugins of the cluster may write to stderr beside the answer.
@@ -244,7 +244,7 @@ ADVICE = (
 
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch slurm`` and return its exit code."""
-    if helped(words, USAGE, __doc__, OPTIONS):
+    if print_help(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
     spec = build(
@@ -263,10 +263,10 @@ def main(words: Sequence[str]) -> int:
         tell(spec)
         print(script, end="")
         return 0
-    told = [*cluster.warnings(spec, options), *check_places(spec, options)]
+    found = [*cluster.warnings(spec, options), *check_places(spec, options)]
     if options["probe"]:
-        told += cluster.probe(options, _seen_by_nodes(spec, options))
-    tell(spec, told)
+        found += cluster.probe(options, _seen_by_nodes(spec, options))
+    tell(spec, found)
     print(sbatch(script, "--test-only"), file=sys.stderr)
     if options["check"]:
         return 0

@@ -1,4 +1,4 @@
-"""What to run and where, checked: one description from which every launcher's text is rendered."""
+"""A checked description of a run and its nodes, from which every launcher renders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smp_train.launch.instances import Instance, find
 CODE_DIR = Path(__file__).resolve().parents[2]
 """The folder that contains the package: a checkout, or site-packages."""
 CHECKOUT = (CODE_DIR / "launchers").is_dir()
-"""Whether it is a checkout, which has nothing besides that could be imported instead of what is installed."""
+"""Whether it is a checkout, with no other packages beside ours that could be imported by mistake."""
 PLACES = (
     "config", "smp_config", "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint",
     "hf_pretrained_model_name_or_dir",
@@ -41,7 +41,7 @@ class Spec:
     environment: dict[str, str] = field(default_factory=dict)
     """What the launcher exports: by instance type, and what the user added with --env."""
     added: frozenset[str] = frozenset()
-    """Names of those that the user added; the others give way to what is set where the run is submitted."""
+    """Names of those that the user added; the others are defaults, which the submitting shell overrides."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -88,11 +88,11 @@ def build(
     """Check a run and return it, its training flags completed.
 
     ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE;
-    ``environ`` (default ``os.environ``) is what the processes will find besides, which `lint` looks at; in a
-    ``container`` they find nothing of the home folder.
+    ``environ`` (default ``os.environ``) is the rest of the processes' environment, for `lint`; in a ``container`` they
+    have no home folder.
 
     Raises:
-        ConfigError: for everything that would stop the training at its start and that can be seen here.
+        ConfigError: for everything known here that would stop the training at its start.
     """
     instance = find(instance_type) if instance_type else None
     processes = _processes(processes, instance)
@@ -115,7 +115,7 @@ def build(
         environment=variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
         | added,
         added=frozenset(added),
-        warnings=(*lint(found), *ineffective(resolved), *preflight.lacks(resolved, found, home=not container)),
+        warnings=(*lint(found), *ineffective(resolved), *preflight.missing_token(resolved, found, home=not container)),
     )
 
 
@@ -149,13 +149,13 @@ def profile_flags(kind: str | None) -> list[str]:
 
 
 def tell(spec: Spec, further: Sequence[str] = ()) -> None:
-    """Print on stderr what this run is, its warnings, and ``further`` ones."""
+    """Print the description of the run on stderr, its warnings, and ``further`` ones."""
     for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *further])]:
         print(f"smp-train: {line}", file=sys.stderr)
 
 
 def explain(spec: Spec) -> list[str]:
-    """Return lines that say what this run is, for people."""
+    """Return a description of the run, in lines."""
     where = spec.instance.name if spec.instance else "nodes"
     plural = "es" if spec.processes > 1 else ""
     args: Any = spec.resolved.args

@@ -1,9 +1,9 @@
 """Starts the processes of one node, passes signals on to them, and ends as they end. Standard library only.
 
-What torchrun does for a fixed set of processes, with what users of a cluster miss in it: the exit code is that of
-the process that failed first, one line names its rank and node, and a signal that asks for a stop is
-answered by the workers, not by a traceback. There is no restart in place: a failed node ends the whole step,
-and the cluster (or the person) starts it again from the last checkpoint.
+As torchrun for a fixed set of processes, with three differences: the exit code is that of the process that failed
+first, one line names its rank and node, and a signal that asks for a stop reaches the workers without a traceback.
+There is no restart in place: a failed node ends the whole step, and the cluster (or the person) starts it again from
+the last checkpoint.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 GRACE_SECONDS = 15.0
-"""How long peers of a failed worker may take to leave by themselves: they have nobody to talk to, but a save to commit
-(`checkpoints.manager.ABANDON_SECONDS`), their reason to say, and a lock to give back."""
+"""How long peers of a failed worker may take to exit: they commit a save in progress
+(`checkpoints.manager.ABANDON_SECONDS`), print their reason, and release a lock."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code where a second ^C ended everything: the user's doing, and no failure."""
 # Left by an outer launcher, or by hooks of containers; ours are set anew for every worker.
@@ -44,7 +44,7 @@ STALE = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where this node stands: ``processes`` of its own, on each of ``nodes``; ranks follow the order of nodes."""
+    """A node's rank among the nodes of a run, each with ``processes``; ranks follow the order of nodes."""
 
     processes: int
     nodes: int = 1
@@ -78,9 +78,9 @@ def _cpus() -> int:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this machine now, and that the system gives to nobody who asks for any.
+    """Return a TCP port that is free on this machine now, outside of the range of ephemeral ports.
 
-    Rank 0 listens there seconds later: a port of the system's own range (Linux: from 32768 on) may be gone by then.
+    Rank 0 listens there seconds later: an ephemeral port (Linux: from 32768 on) may be taken by then.
     """
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
@@ -100,7 +100,7 @@ class Failure:
     cause: str
 
     def line(self) -> str:
-        """Return the one line that people search logs for."""
+        """Return the line to search logs for."""
         return f"LAUNCH-FAIL node={self.node} rank={self.rank} rc={self.code} cause={self.cause}"
 
 
@@ -257,7 +257,7 @@ class _Supervisor:
 
 
 def _die_with_parent() -> None:
-    """In the child: end with the supervisor, however that ends, and sleep through early requests to stop.
+    """In the child: end with the supervisor, however that ends, and ignore requests to stop during start-up.
 
     Until the program has its handlers, SIGUSR1 and SIGUSR2 would kill it; ignored signals stay ignored over exec.
     """
@@ -268,7 +268,7 @@ def _die_with_parent() -> None:
 
 
 def _copy(source: IO[bytes], path: Path, sink: TextIO) -> None:
-    """Write each line to the log and to our own output; go on reading when either cannot be written."""
+    """Write each line to the log and to our own output; continue reading when either cannot be written."""
     # A full disk, a folder that cannot be written or a closed terminal must not stop the reading: the worker would
     # wait for ever.
     with source, ExitStack() as opened:
@@ -285,9 +285,9 @@ def _copy(source: IO[bytes], path: Path, sink: TextIO) -> None:
 
 
 def _drain(pumps: Sequence[threading.Thread]) -> None:
-    """Wait until the workers' last words are copied, but not for ever: what they started may hold their output open.
+    """Wait until the workers' output is copied, within a limit: their children may hold it open.
 
-    In many short waits: a machine that stood still has used up one of them, and not the time for copying.
+    In many short waits: a machine that was suspended has then lost one of them, not the time for copying.
     """
     for _ in range(300):
         busy = next((pump for pump in pumps if pump.is_alive()), None)
@@ -301,7 +301,7 @@ def _shell_code(returncode: int) -> int:
 
 
 def _cause(code: int, asked: Sequence[signal.Signals]) -> str:
-    """Say in one word what an exit code means."""
+    """Return the cause of an exit code, in one word."""
     named = {2: "configuration", 3: "data", 4: "checkpoint", 137: "killed", 134: "aborted", 139: "segfault"}
     if code in (137, 143) and asked:
         return "stopped-before-saving"

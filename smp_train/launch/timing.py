@@ -1,4 +1,4 @@
-"""Whether a run can save before it is ended: its checkpoints against time limits, and against the time to save one."""
+"""Whether a run can save before its time limit: how often, and how long a checkpoint takes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from smp_train.models.resolve import presets, settled_flags
 from smp_train.telemetry.metrics import peak_flops
 
 WRITE_RATE = 1e9
-"""Bytes per second and node that a shared file system can be expected to take; more is told as doubtful."""
+"""Bytes per second and node that a shared file system is expected to take; a warning is printed above it."""
 MFU = 0.5
-"""What a run hardly exceeds, of its GPUs' peak: steps are estimated to be rather too short."""
+"""Upper bound of a run's share of its GPUs' peak, so that a step's time is not overestimated."""
 EARLY_SECONDS = 60
-"""Slurm sends its signal up to so much earlier than asked."""
+"""Slurm may send its signal up to so much earlier than asked."""
 
 
 def slurm_seconds(text: str | None) -> int | None:
@@ -36,7 +36,7 @@ def slurm_seconds(text: str | None) -> int | None:
 
 
 def check_limit(limit: float | None, margin: float, setting: str) -> None:
-    """Refuse a time limit that is over before the run could train: it is asked to save ``margin`` seconds before.
+    """Refuse a time limit that leaves no time to train before the request to save, ``margin`` seconds before it.
 
     Raises:
         ConfigError: naming ``setting``, with what to change.
@@ -86,7 +86,7 @@ def _measured(path: Path) -> float | None:
     return found[len(found) // 2] if found else None
 
 
-def doubts(
+def save_warnings(
     resolved: Resolved,
     *,
     limit: float | None,
@@ -96,7 +96,7 @@ def doubts(
     processes: int,
     setting: str = "",
 ) -> list[str]:
-    """Return what speaks against the run having saved when its time is up.
+    """Return warnings about saving before the time limit.
 
     Args:
         resolved: The training flags.

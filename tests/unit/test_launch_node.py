@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from smp_train.arguments import parse
+from smp_train.arguments import Resolved, parse
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import container, environment, flags, instances, local, network_check, nsys, supervisor, timing
 from smp_train.launch import node_agent as agent
@@ -300,11 +300,11 @@ def test_what_a_node_says_of_itself_does_not_overrule_the_user(monkeypatch: pyte
     p5 = find("p5.48xlarge")
     monkeypatch.setattr(agent, "count_efa", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert agent.check_node(p5, "2", 0, nodes=2, told=False) == 2, "on the CPU, say"
+    assert agent.check_node(p5, "2", 0, nodes=2, given=False) == 2, "on the CPU, say"
     with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs"):
-        agent.check_node(p5, "auto", 7, told=False)
+        agent.check_node(p5, "auto", 7, given=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert agent.check_node(p5, "auto", 2, told=False) == 2
+    assert agent.check_node(p5, "auto", 2, given=False) == 2
     # Chosen by the environment: no fault of a node, which would be left out of the next start.
     for nproc in ("auto", "8"):
         with pytest.raises(agent.ConfigError, match=r"2 of 8 GPUs .*CUDA_VISIBLE_DEVICES=0,1"):
@@ -494,15 +494,20 @@ def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
             flags.newest_committed(["s3://none/x"], in_s3=True)
 
 
+def below(run: Path) -> Resolved:
+    """Return the flags of a run in a folder."""
+    return parse(["--use_synthetic_data", "1", "--run_dir", str(run), "--checkpoint_dir", f"{run}/checkpoints"], {})
+
+
 def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for job in ("1", "2"):
         for number in "12":
-            agent.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": job}, 2, f"{job}.{number}")
+            agent.guard(below(tmp_path), {"SLURM_JOB_ID": job}, 2, f"{job}.{number}")
     with pytest.raises(agent.CrashLoopError, match=r"2 starts of job 2 .*step 0"):
-        agent.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
+        agent.guard(below(tmp_path), {"SLURM_JOB_ID": "2"}, 2, "2.3")
     committed(folder, 5)
-    agent.guard(tmp_path, [str(folder)], {"SLURM_JOB_ID": "2"}, 2, "2.3")
+    agent.guard(below(tmp_path), {"SLURM_JOB_ID": "2"}, 2, "2.3")
     lines = (tmp_path / "launches.jsonl").read_text().splitlines()
     assert [json.loads(line)["attempt"] for line in lines] == ["1.1", "1.2", "2.1", "2.2", "2.3"]
 
@@ -511,19 +516,19 @@ def test_guard_does_not_count_what_slurm_ended(tmp_path: Path) -> None:
     (lost := tmp_path / "logs/3.0.0").mkdir(parents=True)
     (lost / "ended-by-slurm").touch()
     for number in range(3):
-        agent.guard(tmp_path, [], {"SLURM_JOB_ID": "3"}, 2, f"3.{number}.0")
+        agent.guard(below(tmp_path), {"SLURM_JOB_ID": "3"}, 2, f"3.{number}.0")
     with pytest.raises(agent.CrashLoopError, match="2 starts of job 3"):
-        agent.guard(tmp_path, [], {"SLURM_JOB_ID": "3"}, 2, "3.3.0")
+        agent.guard(below(tmp_path), {"SLURM_JOB_ID": "3"}, 2, "3.3.0")
 
 
 def test_guard_lets_people_try_again_and_does_not_count_what_ended_well(tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "1"}
     for number in range(5):
-        agent.guard(tmp_path, [], job, None, f"1.0.{number}")
+        agent.guard(below(tmp_path), job, None, f"1.0.{number}")
     with pytest.raises(agent.CrashLoopError, match="5 starts of job 1"):
-        agent.guard(tmp_path, [], job, 3, "1.0.5")
+        agent.guard(below(tmp_path), job, 3, "1.0.5")
     (tmp_path / "STOPPED").write_text(json.dumps({"step": 0, "time": 4e9}))
-    agent.guard(tmp_path, [], job, 3, "1.0.5")
+    agent.guard(below(tmp_path), job, 3, "1.0.5")
 
 
 def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

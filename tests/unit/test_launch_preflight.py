@@ -78,26 +78,29 @@ def test_data(tmp_path: Path) -> None:
 def test_gated_model_without_a_token(tmp_path: Path) -> None:
     gated = parse(["--hf_model", "meta-llama/Llama-2-7b-hf"], {})
     home = {"HOME": str(tmp_path)}
-    assert "meta-llama/Llama-2-7b-hf is gated and there is no Hugging Face token" in preflight.lacks(gated, home)[0]
-    assert preflight.lacks(gated, {**home, "HF_TOKEN": "x"}) == []
+    assert (
+        "meta-llama/Llama-2-7b-hf is gated and there is no Hugging Face token"
+        in preflight.missing_token(gated, home)[0]
+    )
+    assert preflight.missing_token(gated, {**home, "HF_TOKEN": "x"}) == []
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub/token").touch()
-    assert preflight.lacks(gated, {"HF_HOME": str(tmp_path / "hub")}) == []
-    assert preflight.lacks(parse(["--hf_model", "gpt2"], {}), home) == []
-    in_container = preflight.lacks(gated, {"HF_HOME": str(tmp_path / "hub")}, home=False)
+    assert preflight.missing_token(gated, {"HF_HOME": str(tmp_path / "hub")}) == []
+    assert preflight.missing_token(parse(["--hf_model", "gpt2"], {}), home) == []
+    in_container = preflight.missing_token(gated, {"HF_HOME": str(tmp_path / "hub")}, home=False)
     assert "a container sees no login of this home folder: set HF_TOKEN" in in_container[0]
-    assert preflight.lacks(gated, {"HF_TOKEN": "x"}, home=False) == []
+    assert preflight.missing_token(gated, {"HF_TOKEN": "x"}, home=False) == []
 
 
 def test_plugin_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "PLUGIN_PLACES", (str(tmp_path / "ofi"),))
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    assert "p5.48xlarge has 32 adapters, and nodes would reach each other through TCP" in preflight.lacks_plugin(
+    assert "p5.48xlarge has 32 adapters, and nodes would reach each other through TCP" in preflight.missing_plugin(
         find("p5.48xlarge")
     )[0].replace("\n", " ")
     (tmp_path / "ofi/lib/x86_64-linux-gnu").mkdir(parents=True)
     (tmp_path / "ofi/lib/x86_64-linux-gnu/libnccl-net-ofi.so").touch()
-    assert preflight.lacks_plugin(find("p5.48xlarge")) == []
+    assert preflight.missing_plugin(find("p5.48xlarge")) == []
 
 
 def test_disks_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

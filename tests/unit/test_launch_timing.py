@@ -34,10 +34,12 @@ def test_limit_without_time_to_train() -> None:
     timing.check_limit(None, 300, "--time")
 
 
-def doubts(tmp_path: Path, *words: str, limit: float | None = 48 * HOUR, margin: float = 300, nodes: int = 8) -> str:
+def save_warnings(
+    tmp_path: Path, *words: str, limit: float | None = 48 * HOUR, margin: float = 300, nodes: int = 8
+) -> str:
     resolved = parse([*words, "--run_dir", str(tmp_path)], {})
     return "\n".join(
-        timing.doubts(
+        timing.save_warnings(
             resolved, limit=limit, margin=margin, instance=find("p5.48xlarge"), nodes=nodes, processes=8,
             setting="--save_before",
         )
@@ -46,30 +48,34 @@ def doubts(tmp_path: Path, *words: str, limit: float | None = 48 * HOUR, margin:
 
 def test_time_for_the_last_checkpoint(tmp_path: Path) -> None:
     small = ["--model_type", "llama_v2", "--model_size", "7b", "--checkpoint_freq", "10"]
-    assert doubts(tmp_path, *small) == ""
-    assert doubts(tmp_path, *LLAMA_70B, "--checkpoint_freq=10") == ""
-    assert "a checkpoint of this model has 828 GB, and there are 60 s to save one" in doubts(
+    assert save_warnings(tmp_path, *small) == ""
+    assert save_warnings(tmp_path, *LLAMA_70B, "--checkpoint_freq=10") == ""
+    assert "a checkpoint of this model has 828 GB, and there are 60 s to save one" in save_warnings(
         tmp_path, *LLAMA_70B, "--checkpoint_freq=10", margin=60
     )
-    assert "13.8 GB/s" in doubts(tmp_path, *LLAMA_70B, "--checkpoint_freq=10", margin=60)
-    assert "raise --save_before" in doubts(tmp_path, *LLAMA_70B, "--checkpoint_freq=10", nodes=1)
+    assert "13.8 GB/s" in save_warnings(tmp_path, *LLAMA_70B, "--checkpoint_freq=10", margin=60)
+    assert "raise --save_before" in save_warnings(tmp_path, *LLAMA_70B, "--checkpoint_freq=10", nodes=1)
 
 
 def test_interval_against_the_limit_by_the_peak_of_the_gpus(tmp_path: Path) -> None:
     many = [*LLAMA_70B, "--train_batch_size=4", "--max_context_width=4096", "--max_steps=100000"]
     # 6 x 69e9 x 64 x 4 x 4096 FLOP at half of 64 x 989e12 FLOP/s: 13.7 s a step.
-    said = doubts(tmp_path, *many, "--checkpoint_freq=1000", limit=3 * HOUR)
+    said = save_warnings(tmp_path, *many, "--checkpoint_freq=1000", limit=3 * HOUR)
     assert "--checkpoint_freq 1000: that takes 3.8 h (13.7 s a step, at 50% of the peak of 64 H100)" in said
     assert "--checkpoint_freq 191 would save some four times" in said
-    assert doubts(tmp_path, *many, "--checkpoint_freq=1000", limit=8 * HOUR) == ""
-    assert doubts(tmp_path, *many, "--checkpoint_freq=1000", limit=None) == ""
-    assert doubts(tmp_path, *many, "--checkpoint_freq=1000", "--max_steps=500", limit=3 * HOUR) == "", "it ends before"
-    assert doubts(tmp_path, *many, "--num_layers=2", "--checkpoint_freq=1000", limit=3 * HOUR) == "", "nobody knows"
+    assert save_warnings(tmp_path, *many, "--checkpoint_freq=1000", limit=8 * HOUR) == ""
+    assert save_warnings(tmp_path, *many, "--checkpoint_freq=1000", limit=None) == ""
+    assert save_warnings(tmp_path, *many, "--checkpoint_freq=1000", "--max_steps=500", limit=3 * HOUR) == "", (
+        "it ends before"
+    )
+    assert save_warnings(tmp_path, *many, "--num_layers=2", "--checkpoint_freq=1000", limit=3 * HOUR) == "", (
+        "nobody knows"
+    )
 
 
 def test_interval_against_the_limit_as_measured(tmp_path: Path) -> None:
     lines = [{"event": "start", "step": 0}, *({"step": step, "step_sec": 20.0} for step in range(1, 6))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n{torn\n")
-    said = doubts(tmp_path, "--hf_model", "some/model", "--checkpoint_freq", "500", "1000", limit=HOUR)
+    said = save_warnings(tmp_path, "--hf_model", "some/model", "--checkpoint_freq", "500", "1000", limit=HOUR)
     assert "that takes 2.8 h (20 s a step, as measured in this run folder)" in said
     assert "the time limit is 60 min" in said

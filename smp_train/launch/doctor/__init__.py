@@ -1,6 +1,6 @@
-"""`smp-train doctor`: what this machine has of what training and launching need, what it lacks, and how to mend it.
+"""`smp-train doctor`: what is missing on this machine for training and launching, and how to fix it.
 
-Imports no torch: what torch itself says is asked in a process of its own, which may hang or crash.
+Imports no torch: it is examined in a process of its own, which may hang or crash.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXIT_CODE = 2
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Yield what is found, one thing after the other; a check that breaks is a finding too."""
+    """Yield the findings of all checks; a check that raises is a finding too."""
     checks: list[Callable[[], Iterator[Finding]]] = [
         packages.python, packages.torch, packages.transformers, packages.smp, packages.extras, machine.gpus,
         machine.adapters, lambda: machine.folder(folder), machine.shared_memory, machine.limits, machine.host_name,
@@ -32,7 +32,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     for check in checks:
         try:
             yield from check()
-        except Exception as problem:  # whatever the machine has in store: the other checks go on
+        except Exception as problem:  # of any kind: the other checks continue
             name = getattr(check, "__name__", "folder").replace("<lambda>", "folder")
             yield fail(name, f"could not be looked at: {type(problem).__name__}: {problem}", "look at this yourself")
 

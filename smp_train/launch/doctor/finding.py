@@ -1,4 +1,4 @@
-"""One thing that the doctor looked at."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, how it is (ok, warn, fail), what was seen, and what to do about it."""
+    """A subject, its level (ok, warn, fail), what was found, and what to do about it."""
 
     name: str
     level: str
@@ -22,15 +22,15 @@ class Finding:
 
 
 def ok(name: str, seen: str, fix: str = "") -> Finding:
-    """Return a finding that needs nothing; ``fix`` is what could be had besides."""
+    """Return a finding that needs no action; ``fix`` is optional advice."""
     return Finding(name, OK, seen, fix)
 
 
 def warn(name: str, seen: str, fix: str) -> Finding:
-    """Return a finding that some runs will suffer from."""
+    """Return a finding that affects some runs."""
     return Finding(name, WARN, seen, fix)
 
 
 def fail(name: str, seen: str, fix: str) -> Finding:
-    """Return a finding that stops what this machine is evidently there for."""
+    """Return a finding that stops runs on this machine."""
     return Finding(name, FAIL, seen, fix)

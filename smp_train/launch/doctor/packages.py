@@ -1,4 +1,4 @@
-"""Python and its packages: what training needs, and what further places and formats need."""
+"""Python and its packages, for training and for optional features."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXTRAS = (
     ("tracking", "TensorBoard", ("tensorboard",)),
 )
 TORCH_SECONDS = 60
-"""How long torch may take to be imported; the first time on a shared file system it is slow."""
+"""Limit for the import of torch, which is slow the first time on a shared file system."""
 ASK_TORCH = """
 import json, torch
 print(json.dumps({"cuda": torch.version.cuda, "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -60,7 +60,7 @@ def python() -> Iterator[Finding]:
 
 
 def torch() -> Iterator[Finding]:
-    """Look at torch: there at all, able to be imported, made for the GPUs of this machine."""
+    """Look at torch: installed, importable, and built for the GPUs of this machine."""
     installed = version("torch")
     if installed is None:
         yield warn("torch", "is not here: this machine can launch and check runs, not train", install("train"))
@@ -112,7 +112,7 @@ def transformers() -> Iterator[Finding]:
 
 
 def smp() -> Iterator[Finding]:
-    """Look for SMP v2, which comes with AWS' containers alone."""
+    """Look for SMP v2, which exists in AWS' containers only."""
     if not smp_installed():
         yield ok("SMP v2", "is not here: --backend native is used", "docker_build.sh makes an image that has it")
         return
@@ -125,7 +125,7 @@ def smp() -> Iterator[Finding]:
 
 
 def extras() -> Iterator[Finding]:
-    """Look at what else can be installed, and at two packages that exclude each other."""
+    """Look at the optional extras, and at two packages that exclude each other."""
     lacking = {extra: (use, [name for name in names if version(name) is None]) for extra, use, names in EXTRAS}
     lacking = {extra: found for extra, found in lacking.items() if found[1]}
     if "train" in lacking and version("torch"):

@@ -1,4 +1,4 @@
-"""What this machine can hand runs to: Slurm, containers, Kubernetes, AWS; and variables that get in the way."""
+"""Services that runs are submitted to (Slurm, containers, Kubernetes, AWS), and harmful variables."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ HYPERPOD = Path("/opt/sagemaker_cluster")
 
 
 def variables() -> Iterator[Finding]:
-    """Look for variables that scripts carry along and that are better not set."""
-    told = lint(os.environ)
-    for line in told:
+    """Look for variables that older scripts export and that should not be set."""
+    found = lint(os.environ)
+    for line in found:
         name, _, why = line.partition(" is set: ")
         yield warn(f"variable {name}", *why.rpartition("; ")[::2])
-    if not told:
+    if not found:
         yield ok("variables", "none that is better unset")
 
 
 def slurm() -> Iterator[Finding]:
-    """Look for Slurm: whether it answers, has pyxis, and restarts what lost a node."""
+    """Look for Slurm, pyxis, and the restart of jobs that lose a node."""
     if not shutil.which("sbatch"):
         yield ok("Slurm", "is not here")
         return
@@ -41,24 +41,24 @@ def slurm() -> Iterator[Finding]:
         return
     _, nodes = ask("sinfo", "-h", "-o", "%P %a %D %T")
     yield ok("Slurm", f"answers{' (HyperPod)' if HYPERPOD.is_dir() else ''}; {'; '.join(nodes.splitlines()[:6])}")
-    config, helped = cluster.configuration(), ask("srun", "--help")[1]
-    if "--container-image" in helped:
+    config, usage = cluster.configuration(), ask("srun", "--help")[1]
+    if "--container-image" in usage:
         yield ok("pyxis", "srun knows --container-image; `launch slurm --probe` asks a compute node")
     else:
         fix = "install pyxis for launch_training_enroot.sh, or use launch_training_conda.sh"
         yield warn("pyxis", "srun knows no --container-image", fix)
     if config.get("JobRequeue") == "0":
         yield warn("requeue", "JobRequeue=0: a lost node ends a run", "set JobRequeue=1 in slurm.conf")
-    if "--auto-resume" in helped:
-        told = cluster.auto_resume(config)
-        for setting, why in told:
+    if "--auto-resume" in usage:
+        found = cluster.auto_resume(config)
+        for setting, why in found:
             yield warn("auto-resume", setting, why)
-        if not told:
+        if not found:
             yield ok("auto-resume", "srun knows it, and the configuration is one that it works with")
 
 
 def containers() -> Iterator[Finding]:
-    """Look for what makes images, and what runs them."""
+    """Look for the programs that build and run images."""
     engines = [name for name in ("docker", "podman") if shutil.which(name)]
     for name in engines:
         code, said = ask(name, "info")
@@ -95,7 +95,7 @@ def aws() -> Iterator[Finding]:
     if importlib.util.find_spec("boto3") is None:
         yield ok("AWS", "boto3 is not here: no s3:// places, no `launch sagemaker`", install("s3"))
         return
-    # Off EC2 nobody answers for the machine's role: do not wait for long.
+    # Outside of EC2 no service answers for the machine's role: do not wait long.
     os.environ.setdefault("AWS_METADATA_SERVICE_TIMEOUT", "1")
     os.environ.setdefault("AWS_METADATA_SERVICE_NUM_ATTEMPTS", "1")
     import boto3

@@ -17,7 +17,7 @@ from smp_train.arguments import ineffective
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight, timing
 from smp_train.launch.environment import lint
-from smp_train.launch.options import helped, split
+from smp_train.launch.options import print_help, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
 from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build, own_place
 from smp_train.launch.sagemaker.request import check_limits, request, warn
@@ -32,12 +32,12 @@ __all__ = [
 
 USAGE = "smp-train launch sagemaker --role ARN --instance_type ml.T --instance_count N [options] <training flags>"
 STOP_SECONDS = 120
-"""What SageMaker gives a container between SIGTERM and its end, at --max_run as at an interruption of spot."""
+"""Seconds between SIGTERM and the end of a container, at --max_run and at a spot interruption."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run ``smp-train launch sagemaker`` and return its exit code."""
-    if helped(words, USAGE, __doc__, OPTIONS):
+    if print_help(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
     dry_run, check, region = (options.pop(name) for name in ("dry_run", "check", "region"))
@@ -58,18 +58,18 @@ def main(words: Sequence[str]) -> int:
         warn(job.warnings)
         print(json.dumps(wanted, indent=2))
         return 0
-    told = [*job.warnings, *lint(job.environment), *ineffective(job.resolved)]
+    found = [*job.warnings, *lint(job.environment), *ineffective(job.resolved)]
     if job.subnets:
-        told.append(
+        found.append(
             "--subnets: packages are installed when the container starts; the subnets need a way to PyPI (NAT), or "
             "give an --image that has them"
         )
-    told += preflight.lacks(job.resolved, job.environment, home=False)
-    told += timing.doubts(
+    found += preflight.missing_token(job.resolved, job.environment, home=False)
+    found += timing.save_warnings(
         job.resolved, limit=job.max_run, margin=STOP_SECONDS, instance=job.instance, nodes=job.instance_count,
         processes=job.instance.gpus,
     )  # fmt: skip
-    warn([*told, *check_account(job, session)])
+    warn([*found, *check_account(job, session)])
     print(f"smp-train: {job.instance_count} x {job.instance_type}: role, data and limits are in order", file=sys.stderr)
     if check:
         return 0

@@ -1,4 +1,4 @@
-"""What only AWS can say of a job, and handing the job to it."""
+"""Checks of a job that only AWS can answer, and its submission."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smp_train.launch.sagemaker.source import archive, stage
 
 
 def boto3() -> Any:
-    """Return the module boto3; `ConfigError` says how to get it."""
+    """Return the module boto3; `ConfigError` says how to install it."""
     try:
         import boto3 as module
     except ModuleNotFoundError:

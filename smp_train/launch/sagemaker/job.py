@@ -25,7 +25,7 @@ from smp_train.launch.spec import read_env
 CHECKPOINTS = "/opt/ml/checkpoints"
 FSX = "/opt/ml/input/data/fsx"
 SCRATCH = "/tmp/"
-"""Checkpoints below this folder are meant to end with the instance, as for the trials of a tuner."""
+"""Checkpoints below this folder may be lost with the instance, as for the trials of a tuner."""
 # Newest PyTorch training image of SageMaker's SDK 2.257 that its torch_distributed accepts.
 TORCH = {"framework_version": "2.8.0", "py_version": "py312"}
 TORCH_IMAGE = "pytorch-training:2.8.0-gpu-py312"
@@ -102,7 +102,7 @@ class Job:
 
     @property
     def warnings(self) -> list[str]:
-        """What whoever submits the job should know."""
+        """Warnings for the person who submits the job."""
         return [
             f"--checkpoint_dir {place}: on the instance's own disk; these checkpoints are lost when the job ends"
             for place in self.lost_checkpoints
@@ -182,12 +182,12 @@ def _plain(text: Any) -> Any:
 
 
 def own_place(role: str | None, region: str | None, session: Any = None) -> str | None:
-    """Return where runs go that are told no place: the bucket and prefix of an SDK's session, or the bucket SDKs make.
+    """Return the default output prefix: the bucket and prefix of an SDK's session, or the SDKs' own default bucket.
 
-    None where it cannot be told without asking AWS.
+    None where it cannot be determined without a request to AWS.
     """
     account = re.match(r"arn:aws[a-z-]*:iam::(\d{12}):", role or "")
-    bucket = getattr(session, "_default_bucket_name_override", None)  # what it was given; the public call makes one
+    bucket = getattr(session, "_default_bucket_name_override", None)  # the public method creates a bucket
     if bucket is None and account and region:
         bucket = f"sagemaker-{region}-{account[1]}"
     prefix = getattr(session, "default_bucket_prefix", None)
@@ -211,7 +211,7 @@ def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = Non
     below which checkpoints are kept where the options name no place.
 
     Raises:
-        ConfigError: for everything that SageMaker or the training would refuse and that can be seen here.
+        ConfigError: for everything that SageMaker or the training would refuse, as far as it is known here.
     """
     values = {option.name: [] if option.many else option.default for option in OPTIONS}
     unknown = sorted(set(options) - set(values))
