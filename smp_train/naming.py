@@ -13,14 +13,15 @@ from smp_train import distributed
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.run_name import CHECKPOINTS, RUNS, fresh_names, named
 from smp_train.checkpoints import Checkpoint, RunId
+from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.finding import is_one_checkpoint
 from smp_train.checkpoints.node_local import is_node_local, storage_of
-from smp_train.checkpoints.owner import Origin, origin, summary
 from smp_train.checkpoints.record import parse_folder_name
-from smp_train.checkpoints.storage import open_storage, place_of
+from smp_train.checkpoints.runs import Origin, origin, summary
 from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, redacted
 from smp_train.models.resolve import resolve
+from smp_train.storage import normal
 from smp_train.telemetry.run_folder import RunFolder
 
 
@@ -47,7 +48,7 @@ def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
     """
     start = distributed.on_main("choosing the run's name", lambda: _choose(resolved))
     resolved = named(resolved, start.run.name, "the run that is resumed" if start.continues else "a fresh name")
-    if start.origin is not None and place_of(resolved.args.resume_from_checkpoint or "") != start.origin.place:
+    if start.origin is not None and normal(resolved.args.resume_from_checkpoint or "") != start.origin.place:
         resolved.args.resume_from_checkpoint = start.origin.place
     return resolved, start
 
@@ -73,11 +74,11 @@ def _origin(args: Arguments, place: str, name: str) -> Origin | None:
     places, own = [place], durable
     if not args.checkpoint_dir or args.checkpoint_dir == [f"{CHECKPOINTS}/{name}"]:
         own = [f"{CHECKPOINTS}/{name}"] if name else []
-        if place_of(place) == place_of(CHECKPOINTS):  # the folder of all runs
-            inside = [each for each in open_storage(CHECKPOINTS).names() if parse_folder_name(each) is None]
+        if normal(place) == normal(CHECKPOINTS):  # the folder of all runs
+            inside = [each for each in open_folder(CHECKPOINTS).names() if parse_folder_name(each) is None]
             places += own if name else [f"{CHECKPOINTS}/{each}" for each in inside]
             own = [*own, CHECKPOINTS]
-    if is_one_checkpoint(place_of(place)):  # that one, and no other
+    if is_one_checkpoint(normal(place)):  # that one, and no other
         own = []
     return origin(places, name=name, own=own, near=near, model_type=lambda: resolve(args).model_type)
 
@@ -119,7 +120,7 @@ def how_to_resume(resolved: Resolved, ranks: Runtime) -> str:
     """Say how to go on with this run: by the same command, or by one with what that lacks."""
     args = resolved.args
     folder = next(folder for folder in args.checkpoint_dir if not is_node_local(folder))
-    from_there = place_of(args.resume_from_checkpoint or "") == place_of(folder)
+    from_there = normal(args.resume_from_checkpoint or "") == normal(folder)
     if from_there and (resolved.given("run_name") or resolved.given("run_dir")):
         return "run the same command again to go on"
     words = list(sys.orig_argv)

@@ -12,10 +12,10 @@ from functools import partial
 from smp_train import distributed, train_utils
 from smp_train.build_run import Run, tokenizer_of
 from smp_train.checkpoints import RunId, open_checkpoint
+from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.export import export, export_weights
 from smp_train.checkpoints.node_local import is_node_local
-from smp_train.checkpoints.owner import committed
-from smp_train.checkpoints.storage import Storage, open_storage
+from smp_train.checkpoints.runs import committed
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, redacted
 from smp_train.models.hugging_face import CONFIG_FILE
@@ -89,14 +89,14 @@ def complete_models(run: Run, step: int) -> None:
     for folder in run.args.checkpoint_dir:
         if is_node_local(folder):
             continue
-        storage = open_storage(folder)
+        storage = open_folder(folder)
         lacking = distributed.on_main(f"looking into {folder}", partial(_without_model, storage, run.start.run, step))
         for name in lacking:
             path = os.path.join(storage.location, name)
             write_model(run, path, os.path.join(path, MODEL_FOLDER))
 
 
-def _without_model(storage: Storage, run: RunId, step: int) -> list[str]:
+def _without_model(storage: CheckpointFolder, run: RunId, step: int) -> list[str]:
     own = [entry.name for entry in committed(storage, run) if entry.step == step]
     return [name for name in own if not storage.has(name, f"{MODEL_FOLDER}/{CONFIG_FILE}")]
 

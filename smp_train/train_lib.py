@@ -12,12 +12,12 @@ from smp_train import distributed, train_utils
 from smp_train.arguments import Resolved
 from smp_train.build_run import Progress, Run, build_run, imported_position, layout
 from smp_train.checkpoints import Checkpoint
-from smp_train.checkpoints.storage import place_of
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
 from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.naming import how_to_resume
 from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model, save_last
+from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import batch_line, get_logger, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.profiling import Profiler
@@ -65,7 +65,7 @@ def resume(run: Run) -> None:
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
-    if place_of(run.args.resume_from_checkpoint or "") == found.path:  # the checkpoint itself was named, not its folder
+    if normal(run.args.resume_from_checkpoint or "") == found.path:  # the checkpoint itself was named, not its folder
         run.checkpoints.go_back(found)
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
     then, here = (layout(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))

@@ -163,14 +163,13 @@ PATIENCE_SECONDS = 300.0
 
 def bucket(server: Proxy, monkeypatch: Any, test: str) -> str:
     """Point this process at the server, without faults, and return a new bucket of the test's own, ``s3://...``."""
-    from smp_train.storage import client, s3, s3_folder
+    from smp_train.storage import client, s3
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in environment(server.url).items():
         monkeypatch.setenv(name, value)
-    for module in (s3, s3_folder):
-        monkeypatch.setattr(module, "WAIT_SECONDS", 0.002)
+    monkeypatch.setattr(s3, "WAIT_SECONDS", 0.002)
     monkeypatch.setattr(client, "READ_TIMEOUT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr("botocore.retryhandler.delay_exponential", lambda *_, **__: 0.002)
     server.faults.clear()

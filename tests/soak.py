@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
+from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.dcp import read_tensor, saved_entries
 from smp_train.checkpoints.finding import committed_names, open_checkpoint
 from smp_train.checkpoints.record import parse_folder_name
-from smp_train.checkpoints.storage import open_storage
 from smp_train.telemetry.metrics import read_metrics
 from tests.harness import as_torchrun, forkserver, free_port, run
 from tests.s3_server import environment, serving
@@ -109,7 +109,7 @@ class Soak:
 
     def check(self) -> None:
         """Nothing committed is lost or damaged."""
-        storage = open_storage(self.place)
+        storage = open_folder(self.place)
         steps = sorted(parse_folder_name(name)[1] for name in committed_names(storage, "llama_v2"))
         newest = steps[-1] if steps else 0
         records = read_metrics(self.folder / "run") if self.metrics.exists() else []
@@ -168,9 +168,9 @@ def soak(kills: int, *, s3: bool, seed: int, folder: Path, tell: Any = lambda li
             logging.getLogger("werkzeug").setLevel(logging.ERROR)
             variables = environment(stack.enter_context(serving()).url)
             os.environ.update(variables)
-            from smp_train.checkpoints.storage_s3 import S3Storage
+            from smp_train.storage.client import client
 
-            S3Storage("s3://soak").client.create_bucket(Bucket="soak")
+            client().create_bucket(Bucket="soak")
             place = "s3://soak/run"
         done = Soak(folder, place, seed, variables)
         for number in range(1, kills + 1):

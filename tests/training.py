@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.checkpoint_files import tree
+
 SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 
 TINY: dict[str, Any] = {
@@ -58,6 +60,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+    path = tree(path) if (path / "COMMITTED").exists() else path
     state: dict[str, Any] = {}
     _load_state_dict(
         state, storage_reader=dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.lock import Lock
+from smp_train.checkpoints.commit import CheckpointFolder, wait_for
+from smp_train.checkpoints.owner import Owner
 from smp_train.checkpoints.record import META, Committed, FileRecord
 from smp_train.checkpoints.saver import Saver
-from smp_train.checkpoints.storage import Storage, wait_for
 from smp_train.distributed.agree import any_rank, here, rank
 from smp_train.errors import CheckpointError
 
@@ -31,12 +31,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A checkpoint that is being written: into the folder ``staged`` of ``storage``, to be called ``name``."""
+    """A checkpoint that is being written, into ``staged`` of ``storage``."""
 
     what: str
     """What fails where it fails."""
-    storage: Storage
-    name: str
+    storage: CheckpointFolder
     staged: str
     after: float = 0.0
     """Time of the newest commit in the folder: this one counts as later, whatever the clock says."""
@@ -58,7 +57,7 @@ class Attempt:
         meta: dict[str, Any],
         *,
         model_type: str,
-        lock: Lock | None,
+        owner: Owner | None,
         on_stage: Callable[[str], None],
     ) -> str:
         """Make what the ranks have written a checkpoint, and return where it is; collective.
@@ -73,11 +72,10 @@ class Attempt:
             now = max(time.time(), self.after + 0.001)
             committed = Committed(meta["step"], model_type, files, run=self.storage.run, time=now)
             on_stage("commit")
-            if lock is not None:
-                lock.check()
-            self.storage.mark(self.staged, committed)
+            if owner is not None:
+                owner.check()
             on_stage("publish")
-            name = self.storage.publish(self.staged, self.name, committed)
+            name = self.storage.publish(self.staged, committed)
             return os.path.join(self.storage.location, name)
 
         return on_main(self.what, commit)
@@ -125,7 +123,7 @@ class Elsewhere:
 
 
 def _all_files(
-    storage: Storage, staged: str, shares: Sequence[tuple[str, dict[str, FileRecord]]]
+    storage: CheckpointFolder, staged: str, shares: Sequence[tuple[str, dict[str, FileRecord]]]
 ) -> dict[str, FileRecord]:
     """Join what the ranks wrote. Raises `CheckpointError` where rank 0 does not see another rank's files."""
     files = {file: record for _, records in shares for file, record in records.items()}

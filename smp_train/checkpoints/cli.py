@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.finding import (
     Checkpoint,
     is_checkpoint_folder,
     is_one_checkpoint,
     open_checkpoint,
 )
-from smp_train.checkpoints.lock import Lock
 from smp_train.checkpoints.manager import CheckpointManager
-from smp_train.checkpoints.owner import committed, committed_names, last_run, run_of
+from smp_train.checkpoints.owner import Owner
 from smp_train.checkpoints.record import (
     ABANDONED,
     COMMITTED,
@@ -30,9 +30,10 @@ from smp_train.checkpoints.record import (
     parse_folder_name,
 )
 from smp_train.checkpoints.retention import Policy
-from smp_train.checkpoints.storage import UNKNOWN, Storage, absent, interrupted, open_storage, parent_of, place_of
+from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
 from smp_train.errors import CheckpointError, ConfigError, redacted
 from smp_train.models.hugging_face import trust_code
+from smp_train.storage import normal
 from smp_train.storage.paths import Place, place
 
 ABANDONED_SECONDS = 3600.0
@@ -100,7 +101,7 @@ def ls(options: argparse.Namespace) -> int:
     """Print one line per checkpoint, finished or not, oldest step first; or a list of objects as JSON."""
     from smp_train.checkpoints import foreign
 
-    place = place_of(options.source)
+    place = normal(options.source)
     folder, only = parent_of(place) if is_one_checkpoint(place, other_programs=False) else (place, "")
     storage = _folder(folder)
     others = {name: kind for kind in (ABANDONED, DAMAGED) for name in storage.aside(kind)}
@@ -155,16 +156,16 @@ def show(options: argparse.Namespace) -> int:
     """Print what a checkpoint says of itself, and how many tensors of which kind it holds."""
     from smp_train.checkpoints.dcp import DCP_METADATA, plain_values, saved_entries
 
-    place = place_of(options.source)
+    place = normal(options.source)
     folder, name = parent_of(place)
-    if not is_checkpoint_folder(place) and open_storage(folder).has(name, DCP_METADATA):  # another program's
-        readers = [open_storage(folder).reader(name)]
+    if not is_checkpoint_folder(place) and open_folder(folder).has(name, DCP_METADATA):  # another program's
+        readers = [open_folder(folder).reader(name)]
         facts: dict[str, Any] = {"path": place, "format": "DCP tree of another program"}
         facts |= plain_values(readers[0])
     else:
         found = newest(options.source)
         readers = [found.reader(part) for part in found.parts]
-        run, saved = run_of(open_storage(parent_of(found.path)[0]), parent_of(found.path)[1])
+        run, saved = run_of(open_folder(parent_of(found.path)[0]), parent_of(found.path)[1])
         facts = {
             "path": found.path, "model": _of_model(found), "run": f"{run} ({run.id})" if run.id else f"{run}",
             "saved": _at(saved) or "unknown", "step": found.step,
@@ -187,10 +188,10 @@ def show(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Recompute all checksums; `CheckpointError` names what is damaged."""
-    place = place_of(options.source)
+    place = normal(options.source)
     if is_one_checkpoint(place, other_programs=False):
         folder, name = parent_of(place)
-        storage, names = open_storage(folder), [name]
+        storage, names = open_folder(folder), [name]
     else:
         storage = _folder(place)
         names = committed_names(storage)
@@ -244,7 +245,7 @@ def convert(options: argparse.Namespace) -> int:
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")
-    if os.path.realpath(place_of(options.target)) == os.path.realpath(place_of(folder)):
+    if os.path.realpath(normal(options.target)) == os.path.realpath(normal(folder)):
         raise ConfigError(f"{options.target} is where the weights are that are read; give another folder to write")
     with ExitStack() as stack:
         # Opened first: what cannot be read is no reason to remove what is in the other folder.
@@ -288,7 +289,7 @@ def import_weights(options: argparse.Namespace) -> int:
     manager.lock(advice="give another folder, or wait until that job has ended")
     try:
         if not options.overwrite:
-            _refuse_committed(open_storage(options.target), folder_name(spec.model_type, step))
+            _refuse_committed(open_folder(options.target), folder_name(spec.model_type, step))
         model = build_meta(spec)
         materialise(model, "cpu")
         size = sum(parameter.nbytes for parameter in model.parameters())
@@ -309,8 +310,8 @@ def import_weights(options: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_committed(storage: Storage, name: str) -> None:
-    if storage.has(name, COMMITTED) or name in interrupted(storage):
+def _refuse_committed(storage: CheckpointFolder, name: str) -> None:
+    if storage.has(name, COMMITTED):
         raise ConfigError(
             f"{os.path.join(storage.location, name)} is a committed checkpoint; give another --step or folder, or "
             "replace it with --overwrite 1"
@@ -330,14 +331,14 @@ def prune(options: argparse.Namespace) -> int:
         known = ", ".join(sorted(f"{run} ({run.id or 'no id'})" for run in runs))
         raise ConfigError(f"{storage.location} holds checkpoints of several runs: {known}; name one with --run_name")
     for run in runs or {UNKNOWN}:
-        _prune(open_storage(storage.location, run), options)
+        _prune(open_folder(storage.location, run), options)
     return 0
 
 
-def _prune(storage: Storage, options: argparse.Namespace) -> None:
-    lock = None if options.dry_run else _lock_or_say(storage)
+def _prune(storage: CheckpointFolder, options: argparse.Namespace) -> None:
+    owner = None if options.dry_run else _owner_or_say(storage)
     try:
-        if lock is not None:
+        if owner is not None:
             for done in storage.sweep(ABANDONED_SECONDS):
                 print(done)
         _delete_old(storage, options)
@@ -349,22 +350,22 @@ def _prune(storage: Storage, options: argparse.Namespace) -> None:
                     storage.drop_aside(name, kind)
                 print(f"{'would delete' if options.dry_run else 'deleted'} {name}, which is {kind}")
     finally:
-        if lock is not None:
-            lock.release()
+        if owner is not None:
+            owner.release()
 
 
-def _lock_or_say(storage: Storage) -> Lock | None:
-    """Return the lock of the folder; None, and a line, where a job is writing to it."""
-    lock = Lock(storage, advice="what interrupted saves left there stays")
+def _owner_or_say(storage: CheckpointFolder) -> Owner | None:
+    """Return this process as the owner of the folder; None, and a line, where a job is writing to it."""
+    owner = Owner(storage, advice="what interrupted saves left there stays")
     try:
-        lock.acquire()
+        owner.acquire()
     except CheckpointError as held:
         print(held)
         return None
-    return lock
+    return owner
 
 
-def _delete_old(storage: Storage, options: argparse.Namespace) -> None:
+def _delete_old(storage: CheckpointFolder, options: argparse.Namespace) -> None:
     kept: dict[str, int] = {}
     for entry in committed(storage, storage.run):
         kept[entry.model_type] = kept.get(entry.model_type, 0) + 1
@@ -379,7 +380,7 @@ def newest(location: str) -> Checkpoint:
 
     Raises `CheckpointError` where there is none.
     """
-    place = place_of(location)
+    place = normal(location)
     if is_one_checkpoint(place, other_programs=False):
         return open_checkpoint(place)
     storage = _folder(place)
@@ -398,11 +399,11 @@ def _weights(location: str) -> Place:
     return source
 
 
-def _folder(location: str) -> Storage:
-    problem = absent(place_of(location))
+def _folder(location: str) -> CheckpointFolder:
+    problem = absent(normal(location))
     if problem is not None:
         raise CheckpointError(f"{location} {problem}; give a folder of checkpoints")
-    return open_storage(location)
+    return open_folder(location)
 
 
 def in_bytes(number: float) -> str:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import math
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -29,21 +27,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from smp_train.checkpoints.collective import gather, one_line
-from smp_train.checkpoints.record import FileRecord, checksum
 from smp_train.checkpoints.saver import METADATA
 from smp_train.checkpoints.state import State, present
-from smp_train.checkpoints.storage import wait_for
-from smp_train.distributed.agree import group, here, is_alone, rank
+from smp_train.distributed.agree import group, is_alone, rank
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.storage.ranges import RangeFile
+
+if TYPE_CHECKING:
+    from smp_train.checkpoints.dcp_storage import TreeWriter
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +50,6 @@ NAMED_IN_MESSAGES = 3
 # What torch's own optimizer state dicts carry besides state. Hyper-parameters come from the arguments of the
 # run.
 NOT_NEEDED = ("optim.param_groups",)
-
-
-class Writer(StorageWriter):
-    """A DCP writer that keeps account of the files this rank wrote, for COMMITTED."""
-
-    records: dict[str, FileRecord]
-    on_stage: Callable[[str], None]
 
 
 class Reader(StorageReader):
@@ -70,61 +61,6 @@ class Reader(StorageReader):
     def preload(self) -> None:
         """Read the metadata. Raises `CheckpointError`."""
         raise NotImplementedError
-
-
-class LocalWriter(FileSystemWriter, Writer):
-    """Writes one file per rank, synced to disk, and checksums it while the page cache still holds it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=True)
-        self.records = {}
-        self.on_stage = lambda stage: None
-
-    def storage_meta(self) -> StorageMeta:
-        """Leave the folder's path, which is about to change, out of the metadata."""
-        return StorageMeta(save_id=self.save_id)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse to write where rank 0 has not made the folder."""
-        folder = Path(self.path)
-        if not wait_for(folder.is_dir):
-            raise CheckpointError(
-                here(
-                    f"does not see {folder.name}, which rank 0 made: the nodes do not share {folder.parent}; "
-                    "give a --checkpoint_dir that they do"
-                )
-            )
-        return super().prepare_local_plan(plan)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's share and record its files."""
-        folder = Path(self.path)
-        try:
-            self.on_stage("write")
-            results = super().write_data(plan, planner).wait()
-            self.on_stage("checksum")
-            for name in sorted({result.storage_data.relative_path for result in results}):
-                with (folder / name).open("rb") as stream:
-                    self.records[name] = checksum(stream)
-        except Exception as error:
-            # What is raised here is pickled on its way to the other ranks: a plain message always can be.
-            raise CheckpointError(here(_explain_write(error, folder))) from error
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-
-def _explain_write(error: Exception, folder: Path) -> str:
-    said = one_line(error)
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError:
-        return said
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    # torch's stream writer loses the reason for a short write.
-    if full or free < 1 << 20:
-        return f"{said} ({free >> 20} MiB free there)"
-    return said
 
 
 class LocalReader(FileSystemReader, Reader):
@@ -348,7 +284,7 @@ def _warn_of_other_dtypes(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -
             return
 
 
-def save_state(state: dict[str, Any], writer: Writer, save: Callable[..., None] | None = None) -> None:
+def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., None] | None = None) -> None:
     """Write ``state`` (nested dicts of tensors, DTensors and plain values). Collective.
 
     ``save`` takes the place of torch's. Raises `CheckpointError` on every rank that takes part when any of them failed.

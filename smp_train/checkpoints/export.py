@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.finding import Checkpoint
-from smp_train.checkpoints.model_folder import ModelFolder, put, put_made, writing
+from smp_train.checkpoints.model_folder import put, put_made, stream, writing
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import hub_names, note, to_hub
 from smp_train.models.hugging_face import load_tokenizer, model_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
+from smp_train.storage import Storage
 from smp_train.storage.paths import Place, on_this_machine, place
 
 SHARD_BYTES = 5_000_000_000
@@ -120,7 +121,7 @@ def export_weights(
 
 
 def _describe(
-    out: ModelFolder, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None, like: str | None
+    out: Storage, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None, like: str | None
 ) -> None:
     """Write what stands beside the weights, config.json last."""
     config.architectures = [type(plain).__name__]
@@ -192,7 +193,7 @@ def stored_item(files: WeightFiles, name: str, dtype: torch.dtype | None) -> Ite
 
 
 def write_weights(
-    out: ModelFolder,
+    out: Storage,
     items: Iterable[Item],
     shard_bytes: int = SHARD_BYTES,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -204,7 +205,7 @@ def write_weights(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with out.stream(name, sum(item.nbytes for item in shard)) as file:
+        with stream(out, name, sum(item.nbytes for item in shard)) as file:
             for written in _write_safetensors(file, shard):
                 done += written
                 on_progress(done, total)
@@ -254,7 +255,7 @@ def _write_safetensors(file: BinaryIO, items: list[Item]) -> Iterator[int]:
         yield item.nbytes
 
 
-def write_tokenizer(tokenizer: str | None, out: ModelFolder) -> None:
+def write_tokenizer(tokenizer: str | None, out: Storage) -> None:
     """Write a tokenizer's files, those of a folder or of a name. Raises `ConfigError` where it cannot be read."""
     if tokenizer is not None:
         with _opened(tokenizer) as found:

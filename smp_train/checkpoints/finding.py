@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.checkpoints.collective import gather, on_main
+from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.dcp import Reader, load_state
-from smp_train.checkpoints.owner import committed, committed_names, last_run, run_of
 from smp_train.checkpoints.record import (
     COMMITTED,
     META,
@@ -25,14 +25,14 @@ from smp_train.checkpoints.record import (
     name_before,
     parse_folder_name,
 )
+from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
 from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
-from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
 from smp_train.checkpoints.translated import RankReader, TranslatedReader, Tree
 from smp_train.distributed.agree import rank, world_size
 from smp_train.errors import CheckpointError, one_line
 from smp_train.models.hugging_face import config_of
 from smp_train.models.smp_names import HubModel, Ranks
-from smp_train.storage import is_s3
+from smp_train.storage import is_s3, normal
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Checkpoint:
     step: int
     meta: dict[str, Any]
     committed: Committed
-    _storage: Storage = field(repr=False, compare=False)
+    _storage: CheckpointFolder = field(repr=False, compare=False)
     _name: str = field(repr=False, compare=False)
 
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
@@ -136,7 +136,7 @@ class Checkpoint:
             on_progress(done, total)
             done += record.size
             try:
-                found = self._storage.checksum(self._folder, name)
+                found = self._storage.checksum(self._folder, name, record.size)
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise CheckpointError(
@@ -172,12 +172,12 @@ def find(
     nothing at ``location``; the one checkpoint asked for is not committed or is damaged; every committed one is damaged
     (starting afresh would hide the loss). Raises `ConfigError` for a location of a kind that is not supported.
     """
-    place = place_of(location)
+    place = normal(location)
     names = on_main("cannot resume", lambda: _candidates(place, missing_ok, run))
     if names is None:
         return None
     folder, candidates, single = names
-    storage = open_storage(folder)
+    storage = open_folder(folder)
     for position, name in enumerate(candidates):
         try:
             return open_intact(storage, name, checksums)
@@ -202,9 +202,9 @@ def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
 
     Raises `CheckpointError` where it is not committed, or not what was committed.
     """
-    place = place_of(location)
+    place = normal(location)
     folder, name = parent_of(place)
-    storage = open_storage(folder)
+    storage = open_folder(folder)
     if not name or not storage.has(name, COMMITTED):
         raise CheckpointError(f"{place} is not a complete checkpoint: it has no {COMMITTED} file")
     opened = _open(storage, name)
@@ -223,7 +223,7 @@ def _candidates(place: str, missing_ok: bool, run: RunId | None) -> tuple[str, l
         raise CheckpointError(f"{place} {problem}; give a folder of checkpoints or one checkpoint")
     if is_one_checkpoint(place):
         folder, name = parent_of(place)
-        storage = open_storage(folder)
+        storage = open_folder(folder)
         if not storage.has(name, COMMITTED):
             others = committed_names(storage)
             raise CheckpointError(
@@ -231,7 +231,7 @@ def _candidates(place: str, missing_ok: bool, run: RunId | None) -> tuple[str, l
                 f"{_others(others, folder)}"
             )
         return folder, [name], True
-    storage = open_storage(place)
+    storage = open_folder(place)
     entries = committed(storage)
     run = last_run(entries) if entries and run is None else run
     names = [entry.name for entry in entries if entry.run == run]
@@ -247,10 +247,10 @@ def _candidates(place: str, missing_ok: bool, run: RunId | None) -> tuple[str, l
 
 def is_checkpoint_folder(location: str | os.PathLike[str]) -> bool:
     """Return whether there is a checkpoint of this program, finished or not, or a folder with such in it."""
-    place = place_of(location)
+    place = normal(location)
     if absent(place) is not None:
         return False
-    return is_one_checkpoint(place, other_programs=False) or any(map(parse_folder_name, open_storage(place).names()))
+    return is_one_checkpoint(place, other_programs=False) or any(map(parse_folder_name, open_folder(place).names()))
 
 
 def is_one_checkpoint(place: str, other_programs: bool = True) -> bool:
@@ -258,7 +258,7 @@ def is_one_checkpoint(place: str, other_programs: bool = True) -> bool:
     folder, name = parent_of(place)
     if not name:
         return False
-    storage = open_storage(folder)
+    storage = open_folder(folder)
     if storage.has(name, COMMITTED) or storage.has(name, META):
         return True
     if not other_programs:
@@ -266,10 +266,10 @@ def is_one_checkpoint(place: str, other_programs: bool = True) -> bool:
     if not is_s3(place) and any(Path(place).glob("*.distcp")):
         return True
     named_so = parse_folder_name(name_before(name)) is not None
-    return named_so and not any(parse_folder_name(name) for name in open_storage(place).names())
+    return named_so and not any(parse_folder_name(name) for name in open_folder(place).names())
 
 
-def open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:
+def open_intact(storage: CheckpointFolder, name: str, checksums: bool) -> Checkpoint:
     """Open and verify one checkpoint. Collective. Raises `Damaged` on every rank when any finds it so."""
     label = os.path.join(storage.location, name)
     opened = on_main(f"cannot read {label}", lambda: _open(storage, name))
@@ -285,7 +285,7 @@ def open_intact(storage: Storage, name: str, checksums: bool) -> Checkpoint:
     return checkpoint
 
 
-def _open(storage: Storage, name: str) -> tuple[Committed, dict[str, Any]] | str:
+def _open(storage: CheckpointFolder, name: str) -> tuple[Committed, dict[str, Any]] | str:
     """Return the contents of COMMITTED and meta.json, or what is wrong with them or with the sizes."""
     try:
         committed = Committed.from_bytes(storage.read(name, COMMITTED))
@@ -310,7 +310,7 @@ def _open(storage: Storage, name: str) -> tuple[Committed, dict[str, Any]] | str
     return committed, meta
 
 
-def _set_aside(storage: Storage, name: str, why: str) -> None:
+def _set_aside(storage: CheckpointFolder, name: str, why: str) -> None:
     try:
         kept = storage.set_aside(name)
     except (OSError, CheckpointError) as error:

@@ -25,17 +25,18 @@ from typing import Any
 
 from smp_train.checkpoints import local_parts, rank_files
 from smp_train.checkpoints.collective import gather, on_main
+from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
 from smp_train.checkpoints.record import COMMITTED, META, Committed
 from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, SMP_NAMES, Saver
 from smp_train.checkpoints.state import State
-from smp_train.checkpoints.storage import Storage, absent, open_storage, parent_of, place_of
 from smp_train.checkpoints.translated import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.smp_names import Ranks, is_transformed
 from smp_train.models.weight_files import WeightFiles
+from smp_train.storage import normal
 from smp_train.storage.paths import place
 
 logger = logging.getLogger(__name__)
@@ -124,8 +125,8 @@ def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
     One of which something is missing is passed over with a warning; ``strict``, or asked for by its own name, it is an
     error, as it is where none is whole (`CheckpointError`). None where there are none at all.
     """
-    folder, names, single = on_main("cannot resume", lambda: _candidates(place_of(location)))
-    storage = open_storage(folder)
+    folder, names, single = on_main("cannot resume", lambda: _candidates(normal(location)))
+    storage = open_folder(folder)
     for name in names:
         label = os.path.join(folder, name)
         facts = on_main(f"cannot read {label}", partial(_look, storage, name, config))
@@ -146,19 +147,19 @@ def is_named(location: str) -> bool:
 
 def is_one(location: str) -> bool:
     """See `is_named`; not collective."""
-    folder, name = parent_of(place_of(location))
-    return bool(name) and absent(place_of(location)) is None and _is_foreign(open_storage(folder), name)
+    folder, name = parent_of(normal(location))
+    return bool(name) and absent(normal(location)) is None and _is_foreign(open_folder(folder), name)
 
 
 def has_trees(location: str) -> bool:
     """Tell whether ``location`` is one or more DCP trees of another program, rather than files of weights."""
-    folder, name = parent_of(place_of(location))
-    return is_one(location) and FULL not in open_storage(folder).sizes(name)
+    folder, name = parent_of(normal(location))
+    return is_one(location) and FULL not in open_folder(folder).sizes(name)
 
 
 def names_in(folder: str) -> list[str]:
     """Return the names of the sample's checkpoints in a folder, newest first."""
-    return _candidates(place_of(folder))[1]
+    return _candidates(normal(folder))[1]
 
 
 def _candidates(location: str) -> tuple[str, list[str], bool]:
@@ -168,12 +169,12 @@ def _candidates(location: str) -> tuple[str, list[str], bool]:
         return folder, [name], True
     if absent(location) is not None:
         return location, [], False
-    storage = open_storage(location)
+    storage = open_folder(location)
     found = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
     return location, [name for _, name in sorted(found, reverse=True) if _is_foreign(storage, name)], False
 
 
-def _is_foreign(storage: Storage, name: str) -> bool:
+def _is_foreign(storage: CheckpointFolder, name: str) -> bool:
     if storage.has(name, COMMITTED) or storage.has(name, META):
         return False
     files = storage.sizes(name)
@@ -182,7 +183,7 @@ def _is_foreign(storage: Storage, name: str) -> bool:
     return any(Ranks.of_folder(posixpath.dirname(file)) for file in files if _of_tree(file))
 
 
-def _reader(storage: Storage, name: str, part: str, files: Mapping[str, int]) -> Reader:
+def _reader(storage: CheckpointFolder, name: str, part: str, files: Mapping[str, int]) -> Reader:
     """Return the reader of a tree; of shard ranks' own trees each has a part of tensors that are in all together."""
     return storage.reader(posixpath.join(name, part), {posixpath.relpath(f, part or "."): n for f, n in files.items()})
 
@@ -196,7 +197,7 @@ def _shard(folder: str) -> int:
     return found[1] if found else 0
 
 
-def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
+def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] | str:
     """Return what there is to know of a checkpoint of the sample's, or what is missing of it."""
     match = _NAME.fullmatch(name)
     step = int(match["step"]) if match else 0
@@ -234,7 +235,7 @@ def _look(storage: Storage, name: str, config: Any) -> dict[str, Any] | str:
     }  # fmt: skip
 
 
-def _missing(storage: Storage, name: str, folders: list[str], files: Mapping[str, int]) -> str | None:
+def _missing(storage: CheckpointFolder, name: str, folders: list[str], files: Mapping[str, int]) -> str | None:
     """Say which tree, index or file is not there, or cut short."""
     for folder in folders:
         if Ranks.of_folder(folder) is None:

@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.attempt import Attempt, Elsewhere, Saved
 from smp_train.checkpoints.collective import gather, on_main
+from smp_train.checkpoints.commit import PROBE, UNKNOWN, CheckpointFolder, open_folder, wait_for
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
-from smp_train.checkpoints.lock import ADVICE, Lock
 from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
-from smp_train.checkpoints.owner import committed
+from smp_train.checkpoints.owner import ADVICE, Owner
 from smp_train.checkpoints.record import FileRecord, RunId, folder_name, parse_folder_name
 from smp_train.checkpoints.retention import Policy, retain, set_later_aside, sweep
+from smp_train.checkpoints.runs import committed
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.state import present
-from smp_train.checkpoints.storage import PROBE, UNKNOWN, LocalStorage, Storage, open_storage, wait_for
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.agree import alone, on_group, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.storage import is_s3
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.staging import Background, Stager
@@ -76,8 +77,8 @@ class CheckpointManager:
         self._newest_commit: dict[str, float] = {}
         self._back_to: int | None = None
         self._rules: dict[str, list[Policy]] = {}
-        self._storages: dict[str, Storage] = {}
-        self._locks: dict[str, Lock] = {}
+        self._storages: dict[str, CheckpointFolder] = {}
+        self._owners: dict[str, Owner] = {}
         self._durable = [policy.folder for policy in policies if not is_node_local(policy.folder)]
         self._node_local: set[str] = set()
         for policy in policies:
@@ -85,7 +86,7 @@ class CheckpointManager:
                 storage = storage_of(policy.folder, run)
                 self._node_local.add(storage.location)
             else:
-                storage = open_storage(policy.folder, run)
+                storage = open_folder(policy.folder, run)
             self._storages[storage.location] = storage
             self._rules.setdefault(storage.location, []).append(policy)
 
@@ -122,9 +123,10 @@ class CheckpointManager:
         def acquire() -> None:
             for place, storage in self._storages.items():
                 if rank() == 0 or place in self._node_local:
-                    lock = Lock(storage, advice)
-                    lock.acquire(force=force)
-                    self._locks[place] = lock
+                    owner = Owner(storage, advice)
+                    owner.acquire(force=force)
+                    self._owners[place] = owner
+                    storage.rescue()
 
         gather("cannot start", acquire)
 
@@ -164,7 +166,7 @@ class CheckpointManager:
         meta = {**json.loads(text), "step": step, **({"run": self.run.to_json()} if self.run.id else {})}
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
-        in_folders = all(isinstance(self._storages[place], LocalStorage) for place in due)
+        in_folders = not any(map(is_s3, due))
         if self.asynchronous and saver.begin is not None and in_folders:
             for place in due:
                 self._end_pending()
@@ -206,8 +208,8 @@ class CheckpointManager:
         """Let the folders go; a save that is under way, as the run failed, is given a few seconds. Not collective."""
         if self._pending is not None:
             self._pending.abandon(ABANDON_SECONDS)
-        for lock in self._locks.values():
-            lock.release()
+        for owner in self._owners.values():
+            owner.release()
 
     def _end_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -316,7 +318,7 @@ class CheckpointManager:
         def end(failure: Exception | None) -> list[Saved]:
             with attempt.cleared_on_failure():
                 listed = gather(attempt.what, lambda: unless(failure, saver.listed(storage, staged)))
-                files = dict(each for each in listed if each is not None).get(saver.part, [])
+                files = dict(each for each in listed if each is not None).get(saver.part, {})
                 saved = self._commit(attempt, lambda: saver.written(storage, staged, files), meta, began)
             self._retain(place, saved.step)
             return [saved]
@@ -336,38 +338,39 @@ class CheckpointManager:
         storage, name = self._storages[place], folder_name(self.model_type, meta["step"])
         what = f"cannot save {os.path.join(storage.location, name)}"
         staged = on_main(what, lambda: self._stage(storage, name))
-        return Attempt(what, storage, name, staged, self._newest_commit.get(storage.location, 0.0))
+        return Attempt(what, storage, staged, self._newest_commit.get(storage.location, 0.0))
 
     def _commit(
         self, attempt: Attempt, records: Callable[[], dict[str, FileRecord]], meta: dict[str, Any], began: float
     ) -> Saved:
         """Make what the ranks have written a checkpoint; collective."""
         place = attempt.storage.location
-        lock = self._locks.get(place)
-        path = attempt.commit(records, meta, model_type=self.model_type, lock=lock, on_stage=self.on_stage)
+        path = attempt.commit(
+            records, meta, model_type=self.model_type, owner=self._owners.get(place), on_stage=self.on_stage
+        )
         return Saved(meta["step"], path, time.monotonic() - began, place not in self._node_local)
 
     def _retain(self, place: str, step: int) -> None:
         retain(self._storages[place], self._rules[place], step, self.on_stage)
 
-    def _stage(self, storage: Storage, name: str) -> str:
+    def _stage(self, storage: CheckpointFolder, name: str) -> str:
         if storage.location not in self._swept:
             self._swept.add(storage.location)
             # Under the lock all that is unfinished is a dead job's; without it, what is older than this one.
-            sweep(storage, -math.inf if storage.location in self._locks else time.monotonic() - self._started)
+            sweep(storage, -math.inf if storage.location in self._owners else time.monotonic() - self._started)
             if self._back_to is not None:
                 set_later_aside(storage, self._back_to)
             self._newest_commit[storage.location] = max((entry.time for entry in committed(storage)), default=0.0)
         return storage.stage(name)
 
 
-def _put_probe(storage: Storage) -> str:
+def _put_probe(storage: CheckpointFolder) -> str:
     probe = storage.stage(PROBE)
     storage.put(probe, "probe", b"smp-train\n")
     return probe
 
 
-def _see_probe(storage: Storage, probe: str) -> None:
+def _see_probe(storage: CheckpointFolder, probe: str) -> None:
     if not wait_for(lambda: storage.has(probe, "probe")):
         raise CheckpointError(
             f"{storage.location} is not the folder that rank 0 sees; "

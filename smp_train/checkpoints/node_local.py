@@ -14,17 +14,18 @@ from typing import Any
 
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.checkpoints.collective import gather
+from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, open_folder
 from smp_train.checkpoints.finding import TORCHS, Checkpoint, find, open_intact
-from smp_train.checkpoints.owner import committed
 from smp_train.checkpoints.record import RunId
+from smp_train.checkpoints.runs import committed
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.state import present
-from smp_train.checkpoints.storage import UNKNOWN, Storage, open_storage, place_of
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.agree import alone, rank, world_size
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.storage import normal
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,9 @@ def is_node_local(folder: str) -> bool:
     return folder.startswith(PREFIX)
 
 
-def storage_of(folder: str, run: RunId = UNKNOWN) -> Storage:
+def storage_of(folder: str, run: RunId = UNKNOWN) -> CheckpointFolder:
     """Return the storage of this rank in a folder ``local:DIR``."""
-    return open_storage(f"{folder.removeprefix(PREFIX)}/rank{rank():05d}", run)
+    return open_folder(f"{folder.removeprefix(PREFIX)}/rank{rank():05d}", run)
 
 
 def local_part(state: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def check_saver(saver: Saver) -> None:
 
 def layout(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
     """Return what must be the same for a rank's part to be of use: who saves how, and for which durable folders."""
-    ours = {"world_size": world_size(), "rank": rank(), "mesh": mesh, "durable": sorted(map(place_of, durable))}
+    ours = {"world_size": world_size(), "rank": rank(), "mesh": mesh, "durable": sorted(map(normal, durable))}
     return {**ours, "names": HUGGING_FACE}
 
 
@@ -93,7 +94,7 @@ def find_newest(
     found = find(location, strict=strict, run=run, rename=rename)
     near = [folder for folder in folders if is_node_local(folder)]
     durable = [folder for folder in folders if not is_node_local(folder)]
-    if near and place_of(location) in map(place_of, durable):
+    if near and normal(location) in map(normal, durable):
         step = -1 if found is None else found.step
         found = _find_near(near, layout(durable, mesh), run, step) or found
     return found
@@ -126,7 +127,9 @@ def _itself(value: str | None) -> str | None:
     return value
 
 
-def _open(storage: Storage, name: str, wanted: dict[str, Any]) -> tuple[NodeLocalCheckpoint | None, str | None]:
+def _open(
+    storage: CheckpointFolder, name: str, wanted: dict[str, Any]
+) -> tuple[NodeLocalCheckpoint | None, str | None]:
     """Return this rank's part, or what is wrong with it."""
     try:
         with alone():

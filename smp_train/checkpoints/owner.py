@@ -1,177 +1,230 @@
-"""Which run a checkpoint is of, and which run a start goes on from. No collectives."""
+"""One job at a time writes a run's checkpoints to a folder: the one whose token stands in the owner file.
+
+The owner reads its token back before every commit, so that a job whose folder was taken over commits nothing more. A
+second job is refused while the owner lives. On this machine the owner holds a file lock, which the kernel releases
+with the process. From other machines it is seen by a file that it writes every few seconds; its age is told by the
+clock of the storage, so that clocks need not agree.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import errno
+import fcntl
 import json
-import posixpath
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
-from smp_train.arguments.run_name import is_run_name
-from smp_train.checkpoints.record import COMMITTED, META, Committed, RunId, name_before, parse_folder_name
-from smp_train.checkpoints.storage import UNKNOWN, Storage, absent, interrupted, open_storage, parent_of, place_of
-from smp_train.errors import CheckpointError
+from smp_train.checkpoints.commit import CheckpointFolder
+from smp_train.errors import CheckpointError, ConfigError
+from smp_train.storage.paths import private_folder
 
+logger = logging.getLogger(__name__)
 
-class Entry(NamedTuple):
-    """A committed checkpoint of a folder; in order of steps, and of the time of the commit where steps are equal."""
-
-    step: int
-    time: float
-    name: str
-    model_type: str
-    run: RunId
-
-
-def committed_names(storage: Storage, model_type: str | None = None) -> list[str]:
-    """Return the names of the committed checkpoints (of ``model_type``, where given), newest step first.
-
-    One that lost its name to a replacement that was cut short is among them, under its scratch name.
-    """
-    found = []
-    rescued = {scratch: name for name, scratch in interrupted(storage).items()}
-    for name in storage.names():
-        parsed = parse_folder_name(rescued.get(name, name))
-        if parsed is None or (model_type is not None and parsed[0] != model_type):
-            continue
-        if storage.has(name, COMMITTED):
-            found.append((parsed[1], name))
-    return [name for _, name in sorted(found, reverse=True)]
-
-
-def committed(storage: Storage, run: RunId | None = None) -> list[Entry]:
-    """Return the committed checkpoints (of ``run``, where given), newest step first."""
-    rescued = {scratch: name for name, scratch in interrupted(storage).items()}
-    found = _entries(storage, {name: rescued.get(name, name) for name in committed_names(storage)})
-    return [entry for entry in found if run in (None, entry.run)]
-
-
-def damaged(storage: Storage) -> list[Entry]:
-    """Return the checkpoints that were set aside as damaged, newest step first."""
-    return _entries(storage, {name: name_before(name) for name in storage.aside()})
-
-
-def _entries(storage: Storage, names: Mapping[str, str]) -> list[Entry]:
-    """Return what is known of checkpoints; ``names`` has what each is called when nothing has happened to it."""
-    found = []
-    for name, before in names.items():
-        parsed = parse_folder_name(before)
-        if parsed is None:
-            continue
-        try:
-            owner, time = run_of(storage, name)
-        except (OSError, CheckpointError):
-            if storage.has(name, COMMITTED):
-                raise
-            continue  # its own run has deleted it since
-        found.append(Entry(parsed[1], time, name, parsed[0], owner))
-    return sorted(found, reverse=True)
-
-
-def run_of(storage: Storage, name: str) -> tuple[RunId, float]:
-    """Return the run of a checkpoint, set aside or not, and when it was committed, as far as its files say.
-
-    Versions before wrote the run's name into meta.json alone.
-    """
-    root, time = "", 0.0
-    files = [COMMITTED] if storage.has(name, COMMITTED) else []
-    files = files or [file for file in storage.sizes(name) if file.startswith(COMMITTED)]
-    for file in files[-1:]:
-        try:
-            found = Committed.from_bytes(storage.read(name, file))
-        except ValueError:
-            break
-        if found.run.id:
-            return found.run, found.time
-        root, time = found.root, found.time
-    for file in sorted(storage.sizes(posixpath.join(name, root))):
-        if posixpath.basename(file) == META:
-            meta = _meta(storage, posixpath.join(name, root, posixpath.dirname(file)))
-            try:
-                return RunId.parse(meta["run"]), time
-            except (ValueError, KeyError, TypeError, AttributeError):
-                arguments = meta.get("arguments")
-                named = str(arguments.get("run_name", "")) if isinstance(arguments, dict) else ""
-                return RunId(name=named if is_run_name(named) else ""), time
-    return UNKNOWN, time
-
-
-def _meta(storage: Storage, folder: str) -> dict[str, Any]:
-    try:
-        found = json.loads(storage.read(folder, META))
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+OWNER = ".lock"
+BEAT_SECONDS = 10.0
+STALE_SECONDS = 60.0
+"""An owner on another machine that has not been seen for so long is dead."""
+POLL_SECONDS = 1.0
+ADVICE = "give another --run_name or --checkpoint_dir, or stop that job, or force it with --break_checkpoint_lock 1"
+JOBS = {"SLURM_JOB_ID": "Slurm job", "TRAINING_JOB_NAME": "training job", "PBS_JOBID": "PBS job"}
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What a start goes on from: the checkpoints of ``run`` at ``place``, a folder or one checkpoint."""
+class Token:
+    """What the owner file says: whose it is, and digits that no other job draws."""
 
-    place: str
-    run: RunId
+    host: str
+    pid: int
+    job: str
+    since: str
+    token: str
+
+    @classmethod
+    def fresh(cls) -> Token:
+        """Return a token of this process."""
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            job=next((f"{kind} {os.environ[name]}" for name, kind in JOBS.items() if os.environ.get(name)), ""),
+            since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            token=uuid.uuid4().hex,
+        )
+
+    @classmethod
+    def parse(cls, data: bytes) -> Token | None:
+        """Return what an owner file says, None where it says nothing."""
+        try:
+            content = json.loads(data)
+            found = cls(**{name: content[name] for name in cls.__dataclass_fields__})
+            return found if re.fullmatch("[0-9a-f]{32}", found.token) else None
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the owner file."""
+        return (json.dumps(asdict(self)) + "\n").encode()
+
+    def __str__(self) -> str:
+        return f"{self.job or 'a job'} on {self.host} (process {self.pid}, since {self.since})"
 
 
-def origin(
-    places: Sequence[str], *, name: str, own: Sequence[str], near: Sequence[Storage], model_type: Callable[[], str]
-) -> Origin | None:
-    """Return whose checkpoints at which of ``places`` a start goes on from; None where there are none for it.
+_held: dict[str, int] = {}
+"""Descriptors of the locked files of this process, by token."""
 
-    ``name`` is the run's, or empty; ``own`` are the folders that it saves to, and ``near`` those on this rank's disk,
-    which are looked at with them. A run with a name goes on from the checkpoints of that name; from those in its own
-    folders too, where ``places`` are others: what it began from has been used by then. Where there are none, and
-    ``places`` are its own, it goes on from those of no known run; else from the run that committed last, of several
-    model types from one of ``model_type``. Where there are none but damaged ones, their run counts: to begin afresh
-    would hide the loss.
-    """
-    first = place_of(places[0])
-    folder, last = parent_of(first)
-    if absent(first) is None and last and open_storage(folder).has(last, COMMITTED):
-        return Origin(first, run_of(open_storage(folder), last)[0])
-    mine = set(map(place_of, own))
-    there = list(map(place_of, places))
 
-    def listed(of: Callable[[Storage], list[Entry]], near: Sequence[Storage]) -> list[tuple[str, Entry]]:
-        found: list[tuple[str, Entry]] = []
-        for place in dict.fromkeys([*there, *([] if first in mine or not name else mine)]):
-            storages = [open_storage(place)] if absent(place) is None else []
-            for storage in [*storages, *(near if place in mine else [])]:
-                found += [(place, entry) for entry in of(storage)]
-        named = [(place, entry) for place, entry in found if name and entry.run.name == name]
-        if named:
-            return named
-        found = [(place, entry) for place, entry in found if place in there]
-        return [(place, entry) for place, entry in found if not (name and place in mine and entry.run.name)]
+def _locked_file(token: str) -> str:
+    # Not TMPDIR where possible, which a scheduler may remove with the job.
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return os.path.join(private_folder("smp-train-owners", parent), token)
 
-    chosen = listed(committed, near) or listed(damaged, ())
-    if len({entry.model_type for _, entry in chosen if not name or entry.run.name != name}) > 1:
-        wanted = model_type()
-        chosen = [(place, entry) for place, entry in chosen if entry.model_type == wanted] or chosen
-    if not chosen:
+
+def _hold(token: str) -> None:
+    """Lock a file of this machine until the process ends; forked children do not inherit the lock."""
+    with contextlib.suppress(OSError, ConfigError):  # then others go by the beats
+        descriptor = os.open(_locked_file(token), os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held[token] = descriptor
+
+
+def _let_go(token: str) -> None:
+    if token in _held:
+        with contextlib.suppress(OSError, ConfigError):
+            os.unlink(_locked_file(token))
+        os.close(_held.pop(token))
+
+
+def _lives_here(token: str) -> bool | None:
+    """Return whether the process that drew a token lives on this machine; None where it was on another."""
+    if token in _held:  # to open and close the file would release its lock
+        return True
+    try:
+        path = _locked_file(token)
+        descriptor = os.open(path, os.O_RDWR)
+    except (OSError, ConfigError):
         return None
-    run = last_run([entry for _, entry in chosen])
-    return Origin(max((entry, place) for place, entry in chosen if entry.run == run)[1], run)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+        return False
+    except OSError as error:
+        return True if error.errno in (errno.EACCES, errno.EAGAIN) else None
+    finally:
+        os.close(descriptor)
 
 
-def last_run(entries: Sequence[Entry]) -> RunId:
-    """Return the run that committed last."""
-    return max(entries, key=lambda entry: (entry.time, entry.step)).run
+class Owner:
+    """Ownership of one run's checkpoints in a folder, from `acquire` until `release` or the end of the process."""
 
+    def __init__(self, folder: CheckpointFolder, advice: str = ADVICE) -> None:
+        """``advice`` says what to do where another job owns it."""
+        self._folder, self._storage, self._advice = folder, folder.storage, advice
+        self._file = ".".join([OWNER, folder.run.key]) if folder.run.key else OWNER
+        self._mine = Token.fresh()
+        self._ended = threading.Event()
+        self._beating: threading.Thread | None = None
 
-def summary(location: str, run: RunId) -> str:
-    """Say in a few words whose checkpoints of which steps a folder holds; ``run`` is the one that asks."""
-    storage = open_storage(location, run)
-    steps: dict[RunId, list[int]] = {}
-    for entry in reversed(committed(storage)):
-        steps.setdefault(entry.run, []).append(entry.step)
-    words = [f"{owner} {_shortened(found)}{' (this run)' * (owner == run)}" for owner, found in steps.items()]
-    others = [name for name in storage.names() if parse_folder_name(name) and not storage.has(name, COMMITTED)]
-    others = [name for name in others if not any(file.startswith(COMMITTED) for file in storage.sizes(name))]
-    words += [f"{name} (not committed by this program)" for name in others[:3]]
-    return "; ".join(words) or "nothing yet"
+    def _beat_file(self, token: Token) -> str:
+        return f"{self._file}-{token.token}"
 
+    def _read(self) -> bytes | None:
+        try:
+            return self._storage.read(self._file) if self._storage.exists(self._file) else None
+        except FileNotFoundError:  # removed in between
+            return None
 
-def _shortened(steps: Sequence[int]) -> str:
-    shown = [str(step) for step in steps]
-    return f"step{'s' * (len(shown) > 1)} {', '.join(shown if len(shown) < 6 else [*shown[:2], '...', *shown[-2:]])}"
+    def _age(self, owner: Token | None) -> float:
+        """Return the seconds since the owner was last seen."""
+        files = [self._file, *([self._beat_file(owner)] if owner else [])]
+        seen = [entry.modified for entry in map(self._storage.entry, files) if entry is not None]
+        return self._storage.now() - max(seen) if seen else STALE_SECONDS
+
+    def acquire(self, *, force: bool = False, wait: Callable[[float], object] = time.sleep) -> None:
+        """Become the owner: in place of one that is dead at once, of one that may be dead after `STALE_SECONDS`.
+
+        With ``force`` in place of any. Raises `CheckpointError` that names the owner where it is alive.
+        """
+        before: float | None = None
+        _hold(self._mine.token)
+        try:
+            while not self._storage.put_if_absent(self._file, self._mine.to_bytes()):
+                data = self._read()
+                if data is None or data == self._mine.to_bytes():
+                    continue
+                owner = Token.parse(data)
+                alive = None if owner is None else _lives_here(owner.token)
+                age = self._age(owner)
+                if force or alive is False or (alive is None and age >= STALE_SECONDS):
+                    if self._take_over(data, owner):
+                        break
+                    continue
+                if alive or (before is not None and age < before):  # seen since
+                    run = f" of run {self._folder.run}" if self._folder.run.name else ""
+                    raise CheckpointError(
+                        f"checkpoint folder {self._folder.location}{run} is in use by {owner or 'an unknown job'}; "
+                        f"{self._advice}"
+                    )
+                if before is None:
+                    logger.warning(
+                        "%s was in use by %s %.0f s ago; waiting up to %.0f s to see whether it still is",
+                        self._folder.location, owner or "an unknown job", age, STALE_SECONDS - age,
+                    )  # fmt: skip
+                before = age
+                wait(POLL_SECONDS)
+        except BaseException:
+            _let_go(self._mine.token)
+            raise
+        self._beating = threading.Thread(target=self._beat, name="smp-train-owner", daemon=True)
+        self._beating.start()
+        atexit.register(self.release)
+
+    def _take_over(self, data: bytes, owner: Token | None) -> bool:
+        """Put the token in place of another; of two that do so in one moment the later is the owner."""
+        if self._read() != data:
+            return False
+        self._storage.put(self._file, self._mine.to_bytes())
+        if owner is not None:
+            self._storage.delete(self._beat_file(owner))
+        logger.warning("%s: took over the lock of %s", self._folder.location, owner or "an unknown job")
+        return self._read() == self._mine.to_bytes()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            # What goes wrong here is found out by `check`, or does not matter.
+            with contextlib.suppress(OSError, CheckpointError):
+                self._storage.put(self._beat_file(self._mine), b"")
+
+    def check(self) -> None:
+        """Raise `CheckpointError` where another job has become the owner meanwhile, or this one has given up."""
+        if self._ended.is_set():
+            raise CheckpointError(f"checkpoint folder {self._folder.location} has been let go; nothing is committed")
+        if self._storage.put_if_absent(self._file, self._mine.to_bytes()):  # somebody has tidied up by hand
+            return
+        data = self._read()
+        if data is not None and data != self._mine.to_bytes():
+            raise CheckpointError(
+                f"checkpoint folder {self._folder.location} was taken over by {Token.parse(data) or 'another job'}; "
+                "this step is not committed"
+            )
+
+    def release(self) -> None:
+        """Give the folder up, if it is still owned."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        atexit.unregister(self.release)
+        if self._beating is not None:
+            self._beating.join(BEAT_SECONDS)
+        with contextlib.suppress(OSError, CheckpointError):
+            self._storage.delete(self._beat_file(self._mine))
+            if self._read() == self._mine.to_bytes():
+                self._storage.delete(self._file)
+        _let_go(self._mine.token)

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from smp_train.checkpoints.owner import committed
+from smp_train.checkpoints.commit import CheckpointFolder
 from smp_train.checkpoints.record import ABANDONED
-from smp_train.checkpoints.storage import Storage
+from smp_train.checkpoints.runs import committed
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError, ConfigError
 
@@ -53,7 +53,7 @@ def steps_kept(steps: Sequence[int], rules: Sequence[Policy], newest: int) -> se
     return kept & set(steps)
 
 
-def retain(storage: Storage, rules: Sequence[Policy], step: int, on_stage: Callable[[str], None]) -> None:
+def retain(storage: CheckpointFolder, rules: Sequence[Policy], step: int, on_stage: Callable[[str], None]) -> None:
     """Delete, on rank 0, what no rule keeps of the run's checkpoints now that ``step`` is committed.
 
     A failure costs disk space, not the run: it is a warning.
@@ -74,7 +74,7 @@ def retain(storage: Storage, rules: Sequence[Policy], step: int, on_stage: Calla
         logger.warning("checkpoint folder %s: an old checkpoint cannot be deleted: %s", storage.location, error)
 
 
-def sweep(storage: Storage, idle: float) -> None:
+def sweep(storage: CheckpointFolder, idle: float) -> None:
     """Clear away what interrupted saves left and nobody has touched for ``idle`` seconds; a failure is a warning."""
     try:
         for done in storage.sweep(idle):
@@ -83,7 +83,7 @@ def sweep(storage: Storage, idle: float) -> None:
         logger.warning("checkpoint folder %s cannot be tidied: %s", storage.location, error)
 
 
-def set_later_aside(storage: Storage, step: int) -> None:
+def set_later_aside(storage: CheckpointFolder, step: int) -> None:
     """Rename the run's checkpoints of steps later than ``step``, to which it went back: they no longer count."""
     for entry in committed(storage, storage.run):
         if entry.step > step:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from smp_train.checkpoints.commit import CLAIM
 from smp_train.checkpoints.record import FileRecord
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
 from smp_train.models.smp_names import HubModel, Ranks
 
 if TYPE_CHECKING:
-    from smp_train.checkpoints.storage import Storage
+    from smp_train.checkpoints.commit import CheckpointFolder
 
 HUGGING_FACE = "huggingface"
 SMP_NAMES = "smp"
@@ -57,13 +58,13 @@ class Saver:
         """Whether this rank is the first of those that write its tree."""
         return (self.place or (rank(), 0))[0] == 0 and self.writes
 
-    def prepare(self, storage: Storage, staged: str) -> None:
+    def prepare(self, storage: CheckpointFolder, staged: str) -> None:
         """Make the folder of this rank's tree, on the rank that leads; not collective, and before all that is."""
         if self.part and self.leads:
             storage.make(self.folder(staged))
 
     def write(
-        self, state: dict[str, Any], storage: Storage, staged: str, on_stage: Callable[[str], None]
+        self, state: dict[str, Any], storage: CheckpointFolder, staged: str, on_stage: Callable[[str], None]
     ) -> dict[str, FileRecord]:
         """Write ``state`` into the folder ``staged`` and return the files that this rank answers for; collective."""
         from smp_train.checkpoints.dcp import save_state
@@ -74,34 +75,32 @@ class Saver:
         writer = storage.writer(folder)
         writer.on_stage = on_stage
         save_state(state, writer, self.save)
-        records = dict(writer.records)
-        if self.leads:
-            records[METADATA] = storage.checksum(folder, METADATA)
-        return self._placed(records)
+        return self._placed(writer.records)
 
     def folder(self, staged: str) -> str:
         """Return the folder of this rank's tree."""
         return os.path.join(staged, self.part) if self.part else staged
 
-    def listed(self, storage: Storage, staged: str) -> tuple[str, list[str]] | None:
-        """Return this rank's tree and the files that `begin` brought about for it, on the rank that leads.
+    def listed(self, storage: CheckpointFolder, staged: str) -> tuple[str, dict[str, int]] | None:
+        """Return this rank's tree and the files (name: size) that `begin` brought about for it, on the rank that leads.
 
         Raises `CheckpointError` where there is no index among them. Not collective.
         """
         if not self.leads:
             return None
-        files = sorted(storage.sizes(self.folder(staged)))
+        files = storage.sizes(self.folder(staged))
+        files.pop(CLAIM, None)
         if METADATA not in files:
             raise CheckpointError(f"what the saver of the backend's library wrote has no {METADATA}")
         return self.part, files
 
-    def written(self, storage: Storage, staged: str, files: list[str]) -> dict[str, FileRecord]:
+    def written(self, storage: CheckpointFolder, staged: str, files: Mapping[str, int]) -> dict[str, FileRecord]:
         """Make this rank's share of the ``files`` of its tree durable, and return their records; not collective."""
         if not self.writes or self.place is None:
             return {}
         which, among = self.place
         folder = self.folder(staged)
-        return self._placed({file: storage.secure(folder, file) for file in files[which::among]})
+        return self._placed({file: storage.secure(folder, file, files[file]) for file in sorted(files)[which::among]})
 
     def _placed(self, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
         return {os.path.join(self.part, file): record for file, record in records.items()}

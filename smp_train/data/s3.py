@@ -14,7 +14,7 @@ from smp_train.storage import is_s3, split
 from smp_train.storage.client import AT_ONCE, SCHEME
 from smp_train.storage.prefetch import prefetched
 from smp_train.storage.ranges import RangeFile
-from smp_train.storage.s3 import MISSING, UNREADABLE, S3Storage
+from smp_train.storage.s3 import UNREADABLE, S3Storage
 
 __all__ = ["AT_ONCE", "fetch", "is_s3", "list_folder", "open_ranges", "read_small", "staged"]
 
@@ -37,7 +37,7 @@ def list_folder(location: str, *, deep: bool = False) -> tuple[list[Shard], list
     found, folders = (storage.files(), []) if deep else storage.level()
     if not found and not folders and not location.endswith("/"):
         bucket, key = _object(location)
-        entry = bucket.entry(key, MISSING) if key else None
+        entry = bucket.entry(key) if key else None
         found = {} if entry is None else {os.path.basename(key): entry}
         storage = S3Storage(os.path.dirname(location), DataError)
     return [

@@ -44,6 +44,9 @@ class Storage(Protocol):
     def level(self, folder: str = "") -> tuple[dict[str, Entry], list[str]]:
         """Return the files directly in ``folder`` by name, and the names of the folders in it, in order."""
 
+    def entry(self, name: str) -> Entry | None:
+        """Return what is known of a file; None where it is not there."""
+
     def exists(self, name: str) -> bool:
         """Return whether there is such a file."""
 

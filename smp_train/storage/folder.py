@@ -55,6 +55,16 @@ class FolderStorage:
                         files[entry.name] = Entry(status.st_size, status.st_mtime)
         return files, sorted(folders)
 
+    def entry(self, name: str) -> Entry | None:
+        """Return what is known of a file."""
+        try:
+            # Opened first: network file systems ask their server then, and may answer from memory otherwise.
+            with (self.root / name).open("rb") as file:
+                status = os.fstat(file.fileno())
+        except FileNotFoundError:
+            return None
+        return Entry(status.st_size, status.st_mtime)
+
     def exists(self, name: str) -> bool:
         """Return whether there is such a file."""
         return (self.root / name).is_file()
@@ -83,7 +93,7 @@ class FolderStorage:
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Write a small file unless it is there."""
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make(path.parent)
         with _partial(path) as partial:
             _write(partial, data)
             try:
@@ -103,7 +113,7 @@ class FolderStorage:
     def writer(self, name: str, size: int = 0) -> Iterator[BinaryIO]:
         """Yield a stream into a file, which is renamed to ``name`` when it is on stable storage."""
         path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make(path.parent)
         with _partial(path) as partial:
             with partial.open("xb") as file:
                 yield file
@@ -115,7 +125,7 @@ class FolderStorage:
     def move(self, name: str, to: str) -> None:
         """Rename a file."""
         target = self.root / to
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _make(target.parent)
         (self.root / name).rename(target)
         sync_folder(target.parent)
 
@@ -124,9 +134,16 @@ class FolderStorage:
         (self.root / name).unlink(missing_ok=True)
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder and what is in it."""
+        """Remove a folder and what is in it, then those that it was in if they are empty."""
+        path = self.root / folder
         with contextlib.suppress(FileNotFoundError):  # another process removes it too
-            shutil.rmtree(self.root / folder)
+            shutil.rmtree(path)
+        for above in path.relative_to(self.root).parents:
+            try:
+                if above.name:
+                    (self.root / above).rmdir()
+            except OSError:
+                return
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
         """Remove partial files directly in the folder."""
@@ -145,6 +162,14 @@ class FolderStorage:
             return probe.stat().st_mtime
         finally:
             probe.unlink(missing_ok=True)
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and those that it is in, their names on stable storage."""
+    missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
 
 
 @contextmanager
@@ -167,10 +192,10 @@ def _write(path: Path, data: bytes) -> None:
 
 def sync_folder(path: Path) -> None:
     """Bring the names in a folder to stable storage."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        # Some network file systems have no fsync of a folder; their servers make renames durable.
-        with contextlib.suppress(OSError):
+    # Some network file systems have no fsync of a folder; their servers make renames durable.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)

@@ -74,7 +74,7 @@ class S3Path:
 
     def entry(self) -> Entry:
         """Return the object's size and version."""
-        found = self.storage.entry("")
+        found = self.storage.entry("", missing=())
         assert found is not None
         return found
 
@@ -126,13 +126,13 @@ def on_this_machine(location: str) -> Iterator[str]:
         yield copy
 
 
-def private_folder(name: str) -> str:
-    """Return a folder of the temporary directory that is this user's alone; it is made where it is missing.
+def private_folder(name: str, parent: str | None = None) -> str:
+    """Return a folder of the temporary directory, or of ``parent``, that is this user's alone; it is made if missing.
 
-    Everybody may write to the temporary directory, so that the name may be taken: raises `ConfigError` where it is a
+    Everybody may write there, so that the name may be taken: raises `ConfigError` where it is a
     link, another user's, or open to others.
     """
-    path = os.path.join(tempfile.gettempdir(), f"{name}-{os.getuid()}")
+    path = os.path.join(parent or tempfile.gettempdir(), f"{name}-{os.getuid()}")
     try:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)

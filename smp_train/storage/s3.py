@@ -71,7 +71,7 @@ class S3Storage:
         return self._listed(folder, Delimiter="/")
 
     def _listed(self, folder: str, **level: str) -> tuple[dict[str, Entry], list[str]]:
-        start = f"{self.key(folder)}/".lstrip("/")
+        start = f"{self.key(folder.rstrip('/'))}/".lstrip("/")
         found: dict[str, Entry] = {}
         folders: list[str] = []
         for page in self._pages("list_objects_v2", start, **level):
@@ -89,9 +89,9 @@ class S3Storage:
 
     def exists(self, name: str) -> bool:
         """Return whether there is such an object."""
-        return self.entry(name, missing=MISSING) is not None
+        return self.entry(name) is not None
 
-    def entry(self, name: str, missing: tuple[str, ...] = ()) -> Entry | None:
+    def entry(self, name: str, missing: tuple[str, ...] = MISSING) -> Entry | None:
         """Return what is known of one object; None for an error code in ``missing``."""
         answer = self._unless(missing, "head_object", name)
         return answer and Entry(answer["ContentLength"], answer["LastModified"].timestamp(), answer["ETag"])

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
-from smp_train.checkpoints import storage as storage_module
-from smp_train.checkpoints.lock import Lock
-from smp_train.checkpoints.storage import LocalStorage
+from smp_train.checkpoints import CheckpointManager, Policy, RunId, commit, find, gather_state
+from smp_train.checkpoints.commit import CheckpointFolder, open_folder
+from smp_train.checkpoints.owner import Owner
 from smp_train.errors import CheckpointError, SmpTrainError
+from tests.checkpoint_files import tree
 from tests.harness import RankFailed, run
 from tests.training import flags
 from tests.training import train as train_command
@@ -196,7 +196,7 @@ def replicated(folder: str) -> int:
         train("small", model, optimizer, range(1))
         CheckpointManager([Policy(folder, 1, 1)], model_type="m").save(1, gather_state(model, optimizer), {})
         find(folder).load(gather_state(model, optimizer))
-        return sum(path.stat().st_size for path in Path(folder, "m-1steps").glob("*.distcp"))
+        return sum(path.stat().st_size for path in Path(folder, "m-1steps").glob("*/*.distcp"))
 
 
 def test_replicas_are_written_once(tmp_path):
@@ -242,10 +242,10 @@ def failing(folder: str, scenario: str) -> str:
                 raise PermissionError(errno.EACCES, "Permission denied")
 
         if scenario == "lost" and rank == 0:
-            sizes = LocalStorage.sizes
-            LocalStorage.sizes = lambda *a: {k: v for k, v in sizes(*a).items() if not k.startswith("__1_")}
+            sizes = CheckpointFolder.sizes
+            CheckpointFolder.sizes = lambda *a: {k: v for k, v in sizes(*a).items() if not k.startswith("__1_")}
 
-        storage_module.VISIBLE_WITHIN_SECONDS = 0.3
+        commit.VISIBLE_WITHIN_SECONDS = 0.3
         mine = f"{folder}/node{rank}" if scenario in ("unshared", "probe") else folder
         manager = CheckpointManager([Policy(mine, 1, 2)], model_type="m", on_stage=on_stage)
         if scenario == "mount":
@@ -314,7 +314,7 @@ def test_a_folder_that_is_mounted_read_only_is_found_at_start(small_disk):
 
 
 def test_a_second_job_on_the_folder_is_refused_by_name(tmp_path):
-    held = Lock(LocalStorage(str(tmp_path / "checkpoints"), RunId.fresh("one")))
+    held = Owner(open_folder(tmp_path / "checkpoints", RunId.fresh("one")))
     held.acquire()
     with pytest.raises(RankFailed) as refused:
         run(train_command, 2, flags(tmp_path, run_name="one"))
@@ -364,7 +364,7 @@ def save_steps(folder: str, steps: list[int]) -> None:
 
 def find_damaged(folder: str) -> tuple[int, str]:
     with group():
-        path = Path(folder, "m-6steps", "__1_0.distcp")
+        path = tree(Path(folder, "m-6steps")) / "__1_0.distcp"
         if dist.get_rank() == 0:
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
@@ -380,4 +380,5 @@ def test_damage_that_one_rank_sees_is_acted_on_by_all(tmp_path):
     step, message = same_on_all(run(find_damaged, 2, str(tmp_path)))
     assert step == 3
     assert "__1_0.distcp has CRC-32" in message
-    assert committed(tmp_path) == ["m-3steps", "m-6steps.damaged"]
+    assert committed(tmp_path) == ["m-3steps", "m-6steps"]
+    assert (tmp_path / "m-6steps" / "COMMITTED.damaged").exists()

@@ -23,12 +23,11 @@ import torch.distributed as dist
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state, staging, storage_s3
+from smp_train.checkpoints import CheckpointManager, Policy, commit, find, gather_state, open_checkpoint, staging
 from smp_train.checkpoints import manager as manager_module
-from smp_train.checkpoints.finding import committed_names
-from smp_train.checkpoints.record import COMMITTED, parse_folder_name
-from smp_train.checkpoints.storage import open_storage
-from smp_train.checkpoints.storage_s3 import S3Storage
+from smp_train.checkpoints.commit import open_folder
+from smp_train.checkpoints.record import parse_folder_name
+from smp_train.checkpoints.runs import committed_names
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all, train
 from tests.harness import RankFailed, run
 from tests.s3_server import bucket, serving, there
@@ -177,19 +176,18 @@ def test_a_kill_at_any_stage_loses_nothing_and_training_goes_on_as_if_it_had_not
             run(there, WORLD, server.url, killed, where, cell, meeting)
         for victim in cell.victims:
             assert f"rank {victim}: no result (exit code -9, late: False)" in str(failed.value), cell
-        storage = open_storage(where)
+        storage = open_folder(where)
         assert max(parse_folder_name(name)[1] for name in committed_names(storage, "m")) == cell.newest, cell
-        if place == "folder":  # what has a checkpoint's name is one
-            named = [path for path in Path(where).iterdir() if parse_folder_name(path.name)]
-            assert all((path / COMMITTED).exists() for path in named), cell
+        for name in committed_names(storage, "m"):
+            assert open_checkpoint(f"{where}/{name}").verify() == [], cell
     starts = [(f"{tmp_path}/straight", False), *((where, cell.asynchronous) for where, cell in cells.items())]
     straight, *resumed = same_on_all(run(there, WORLD, server.url, all_in_turn, starts, timeout=900))
     assert sorted(straight) == [1, 2, 3, 4]
-    monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", -math.inf)
+    monkeypatch.setattr(commit, "IN_FLIGHT_SECONDS", -math.inf)
     for (where, cell), states in zip(cells.items(), resumed, strict=True):
         assert states == {step: straight[step] for step in range(cell.newest, LAST + 1)}, cell
         if place == "s3":  # its last requests may have been on their way: a start within the minute leaves them
-            S3Storage(where).sweep(-math.inf)
-        left = S3Storage(where).entries("") if place == "s3" else os.listdir(where)
-        names = {name.partition("/")[0] for name in left if not name.startswith(OF_A_MOMENT)}
-        assert names == {"m-3steps", "m-4steps"}, cell
+            open_folder(where).sweep(-math.inf)
+        left = {name for name in open_folder(where).storage.files() if not name.startswith(OF_A_MOMENT)}
+        assert {name.partition("/")[0] for name in left} == {"m-3steps", "m-4steps"}, cell
+        assert len({name.rpartition("/")[0] for name in left if name.endswith("meta.json")}) == 2, "one attempt each"

@@ -14,10 +14,11 @@ pytest.importorskip("moto.server")
 
 from transformers import AutoModelForCausalLM
 
+from smp_train import storage
 from smp_train.checkpoints import open_checkpoint
 from smp_train.checkpoints.export import export
-from smp_train.checkpoints.storage_s3 import S3Storage
 from smp_train.errors import CheckpointError
+from smp_train.storage import client
 from tests.distributed.test_checkpoints import resume, same_on_all, write
 from tests.distributed.test_resume import MESHES
 from tests.harness import run
@@ -37,7 +38,7 @@ def place(server, monkeypatch, request):
     for name, value in environment(server.url).items():
         monkeypatch.setenv(name, value)
     bucket = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
-    S3Storage(f"s3://{bucket}").client.create_bucket(Bucket=bucket)
+    client.client().create_bucket(Bucket=bucket)
     return f"s3://{bucket}/run"
 
 
@@ -69,7 +70,7 @@ def test_a_run_resumes_from_s3_as_if_it_had_never_stopped(server, place, tmp_pat
     assert steps(tmp_path / "s3")[-1]["step"] == 7
     said = (tmp_path / "s3" / "run" / "logs" / "rank-0.log").read_text()
     assert said.count("It was saved on another mesh") == 1
-    assert {key.partition("/")[0] for key in S3Storage(place).entries("")} == {"llama_v2-6steps", "llama_v2-7steps"}
+    assert {key.partition("/")[0] for key in storage.at(place).files()} == {"llama_v2-6steps", "llama_v2-7steps"}
     export(open_checkpoint(f"{place}/llama_v2-7steps"), tmp_path / "exported")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32).state_dict()
     for number, written in enumerate((final["model_dir"], f"{place}/llama_v2-7steps/hf")):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import harness
+from tests.checkpoint_files import tree
 from tests.distributed.test_text_training import audits, write_text
 from tests.system.command import write_shard
 from tests.tiers import slow
@@ -51,7 +52,7 @@ def test_a_damaged_row_saves_the_step_before(tmp_path: Path, changes: dict) -> N
     assert "DataError" in fails(cut, 2, **common)
     saved = cut / "checkpoints" / "llama_v2-3steps"
     assert (saved / "COMMITTED").exists()
-    assert json.loads((saved / "meta.json").read_text())["data"]["consumed"] == 3 * rows
+    assert json.loads((tree(saved) / "meta.json").read_text())["data"]["consumed"] == 3 * rows
     assert [path.name for path in (cut / "checkpoints").glob("*steps")] == [saved.name]
     assert not (cut / "run" / "DONE").exists()
 
@@ -111,7 +112,7 @@ def test_a_broken_line_of_streamed_text_saves_the_step_before(tmp_path: Path) ->
     message = fails(cut, 2, **common)
     assert "a.jsonl:" in message
     (saved,) = (cut / "checkpoints").glob("*steps")
-    assert 2 <= json.loads((saved / "meta.json").read_text())["step"] < 6
+    assert 2 <= json.loads((tree(saved) / "meta.json").read_text())["step"] < 6
 
     (text / "a.jsonl").write_bytes(mended)
     harness.run(train, 2, flags(cut, **common, resume_from_checkpoint=cut / "checkpoints"))

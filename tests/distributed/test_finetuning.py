@@ -21,6 +21,7 @@ from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.models.build import build_meta
 from smp_train.models.resolve import resolve
 from tests import harness
+from tests.checkpoint_files import tree
 from tests.s3_server import bucket, environment, serving, upload
 from tests.training import TINY, flags, read_checkpoint, records, steps, train
 
@@ -209,7 +210,7 @@ def test_weights_that_do_not_fit_are_refused_by_all_ranks(model: Path, tmp_path:
     cases = {name: {**changes, file: model / changes[file]} for name, (_, changes, _) in REFUSED.items()}
     damaged = tmp_path / "ours"
     shutil.copytree(model / "ours", damaged)
-    shard = damaged / "llama_v2-5steps" / "__0_0.distcp"
+    shard = tree(damaged / "llama_v2-5steps") / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     cases["damaged"] = {"pretrained_model_name": model / "tiny", "finetune_checkpoint_load_dir": damaged}
     expected = {name: rf"{kind.__name__}: .*{words}" for name, (kind, _, words) in REFUSED.items()}

@@ -11,10 +11,11 @@ import torch
 
 from smp_train.backends import smp_state
 from smp_train.checkpoints import cli, open_checkpoint
-from smp_train.checkpoints.storage import open_storage
+from smp_train.checkpoints.commit import open_folder
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import HubNames
 from tests import harness
+from tests.checkpoint_files import tree
 from tests.s3_server import bucket, download, environment, serving
 from tests.smp import (
     DATA,
@@ -129,13 +130,13 @@ def test_resume_is_exact(layout: str, tmp_path: Path, request: pytest.FixtureReq
     said = (tmp_path / "straight" / "run" / "logs" / "rank-0.log").read_text()
     assert ("training waits for each save" in said) == (layout in ("tp2 shard1", "tp2 shard2, in S3"))
     if environ:
-        assert open_storage(folders["straight"]).names() == [f"{kind}-2steps", f"{kind}-3steps"]
+        assert open_folder(folders["straight"]).names() == [f"{kind}-2steps", f"{kind}-3steps"]
         for name, place in folders.items():
             assert open_checkpoint(f"{place}/{kind}-3steps").verify() == []
             download(f"{place}/{kind}-3steps", tmp_path / "s3" / name)
         last = [next((tmp_path / "s3" / name).glob("*/meta.json")).parent for name in folders]
     else:
-        last = [Path(place) / f"{kind}-3steps" for place in folders.values()]
+        last = [tree(Path(place) / f"{kind}-3steps") for place in folders.values()]
     for part in parts:
         same(*(read_checkpoint(folder / part) for folder in last))
 
@@ -209,7 +210,7 @@ def test_the_final_model_is_what_anything_reads(
         torch.testing.assert_close(value, two[name], rtol=1e-3, atol=1e-5)
     (checkpoint,) = (tmp_path / "smp" / "checkpoints").glob("*steps")
     # What the command line makes of it: the parts' sum, and the same model, put together from the parts.
-    entries = sum(len(read_checkpoint(part)) for part in checkpoint.glob("tp*"))
+    entries = sum(len(read_checkpoint(part)) for part in tree(checkpoint).glob("tp*"))
     assert cli.main(["show", str(checkpoint)]) == 0
     shown = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
     assert sum(int(shown[kind].split()[0]) for kind in ("model.*", "optim.*")) == entries

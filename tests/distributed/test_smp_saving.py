@@ -21,13 +21,13 @@ def failing(command_line: list[str], where: str) -> str:
     """Train with a fault on rank 1, or on rank 0 where only that does it, and return what this rank says."""
     import torch.distributed as dist
 
-    from smp_train.checkpoints.storage import LocalStorage
+    from smp_train.checkpoints.commit import CheckpointFolder
 
     install()
     from torch.sagemaker.distributed.checkpoint.async_utils import AsyncCallsQueue
 
     real = AsyncCallsQueue.maybe_finalize_async_calls
-    checksum = LocalStorage.checksum
+    checksum = CheckpointFolder.checksum
 
     def finalise(self: Any, *args: Any, **kwargs: Any) -> list[int]:
         done = real(self, *args, **kwargs)
@@ -38,17 +38,17 @@ def failing(command_line: list[str], where: str) -> str:
     def make(self: Any, name: str) -> None:
         raise OSError(30, "Read-only file system")
 
-    def unreadable(self: Any, name: str, file: str) -> Any:
+    def unreadable(self: Any, name: str, file: str, size: int) -> Any:
         if file == ".metadata":
             raise OSError(5, "Input/output error")
-        return checksum(self, name, file)
+        return checksum(self, name, file, size)
 
     if where == "finalise":
         AsyncCallsQueue.maybe_finalize_async_calls = finalise
     elif where == "make":
-        LocalStorage.make = make  # type: ignore[method-assign]
+        CheckpointFolder.make = make  # type: ignore[method-assign]
     else:
-        LocalStorage.checksum = unreadable  # type: ignore[method-assign]
+        CheckpointFolder.checksum = unreadable  # type: ignore[method-assign]
     try:
         train(command_line)
     except CheckpointError as error:

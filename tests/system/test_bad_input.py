@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint_files import tree
 from tests.harness import as_torchrun
 from tests.system.command import Command, Ranks, cold, warm, write_shard
 from tests.training import flags
@@ -192,7 +193,7 @@ def resuming(trained: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def truncate_all(checkpoint: Path) -> None:
-    for file in checkpoint.glob("*.distcp"):
+    for file in tree(checkpoint).glob("*.distcp"):
         with file.open("r+b") as opened:
             opened.truncate(10)
 

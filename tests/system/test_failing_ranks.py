@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint_files import tree
 from tests.harness import as_torchrun
 from tests.system.command import Command, Ranks, torchrun, warm, write_shard
 from tests.training import flags
@@ -97,7 +98,7 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     with warm(tmp_path, "train", *flags(tmp_path, max_steps=1)) as command:
         assert command.code() == 0, command.err
     checkpoint = tmp_path / "checkpoints" / "llama_v2-1steps"
-    next(checkpoint.glob("*.distcp")).write_bytes(b"")
+    next(tree(checkpoint).glob("*.distcp")).write_bytes(b"")
     lines = refused(tmp_path, CHECKPOINT, resume_from_checkpoint=checkpoint)
     assert all(f"checkpoint {checkpoint} is damaged" in line for line in lines)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint_files import flat
 from tests.system.command import warm, write_shard
 from tests.tiers import core
 from tests.training import flags
@@ -61,6 +62,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with warm(folder, "train", *flags(folder, max_steps=1, checkpoint_freq=1)) as command:
         assert command.code() == 0, command.err
     (path,) = [path.parent for path in folder.glob("checkpoints/**/COMMITTED")]
+    flat(path)
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint_files import tree
 from tests.harness import as_torchrun
 from tests.system.command import Command, Ranks, warm
 from tests.training import TINY
@@ -46,7 +47,7 @@ def held(folder: Path) -> dict[str, list[int]]:
     """Return the steps of the committed checkpoints below ``folder``, by the name of their run."""
     found: dict[str, list[int]] = {}
     for marker in folder.rglob("[!.]*/COMMITTED"):
-        meta = json.loads((marker.parent / "meta.json").read_text())
+        meta = json.loads((tree(marker.parent) / "meta.json").read_text())
         found.setdefault(meta["run"]["name"], []).append(meta["step"])
     return {name: sorted(steps) for name, steps in found.items()}
 
@@ -175,7 +176,7 @@ def test_an_evaluation_is_no_start_of_the_run_that_it_evaluates(tmp_path: Path, 
 def test_another_runs_damaged_checkpoint_is_passed_over_and_left_as_it_is(tmp_path: Path) -> None:
     trained(tmp_path, max_steps=4, run_name="first")
     folder = tmp_path / "checkpoints" / "first"
-    shard = folder / "llama_v2-4steps" / "__0_0.distcp"
+    shard = tree(folder / "llama_v2-4steps") / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
     begun = trained(tmp_path, max_steps=6, run_name="second", resume_from_checkpoint="checkpoints/first")
     assert resumed_at(begun) == [2]
@@ -184,7 +185,7 @@ def test_another_runs_damaged_checkpoint_is_passed_over_and_left_as_it_is(tmp_pa
     assert resumed_at(evaluated) == [2]
     assert sorted(path.name for path in folder.iterdir()) == ["llama_v2-2steps", "llama_v2-4steps"]
     assert resumed_at(trained(tmp_path, max_steps=4, run_name="first", resume_from_checkpoint=folder)) == [2]
-    assert (folder / "llama_v2-4steps.damaged").is_dir()
+    assert (folder / "llama_v2-4steps" / "COMMITTED.damaged").is_file()
 
 
 def test_the_start_says_what_the_folder_holds(tmp_path: Path) -> None:

@@ -21,12 +21,14 @@ from smp_train.checkpoints import (
     find,
     policies,
 )
-from smp_train.checkpoints import storage as storage_module
 from smp_train.checkpoints.cli import main
-from smp_train.checkpoints.record import Committed, FileRecord, parse_folder_name
+from smp_train.checkpoints.commit import open_folder
+from smp_train.checkpoints.record import Committed, FileRecord
 from smp_train.checkpoints.retention import steps_kept
-from smp_train.checkpoints.storage import open_storage
+from smp_train.checkpoints.runs import committed as committed_entries
+from smp_train.checkpoints.runs import damaged
 from smp_train.errors import CheckpointError, ConfigError
+from tests.checkpoint_files import flat, tree
 
 
 def manager(folder: Path | str, every: int = 1, keep: int = 2, **more) -> CheckpointManager:
@@ -70,8 +72,8 @@ def stop_at(stage: str):
 # --- saving and finding
 
 
-def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """What a power failure would find: files and folder are synced, then renamed, then the name is synced."""
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypatch):
+    """What a power failure would find: files, and the names of files and folders, are synced before COMMITTED is."""
     done: list[tuple[str, str]] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -80,20 +82,22 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
         fsync(descriptor)
 
     def renamed(self: Path, target: Path) -> Path:
-        done.append(("rename", str(self)))
+        done.append(("rename", str(target)))
         return rename(self, target)
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "rename", renamed)
     save(tmp_path, 3)
-    published = next(i for i, (what, path) in enumerate(done) if what == "rename" and path.endswith(".staging"))
-    staged = done[published][1]
-    before = {path.removeprefix(staged).strip("/") for what, path in done[:published] if what == "sync"}
-    before = {name.removesuffix(".tmp") for name in before}
-    committed = json.loads((tmp_path / "llama_v2-3steps" / "COMMITTED").read_text())
-    small = {".COMMITTED", ".meta.json"}  # written under another name, then renamed
-    assert before == {"", *committed["files"], *small} - {"meta.json"}
-    assert done[published + 1] == ("sync", str(tmp_path))
+    folder = tmp_path / "llama_v2-3steps"
+    attempt = tree(folder)
+    committed = done.index(("rename", str(folder / "COMMITTED")))
+    for name in json.loads((folder / "COMMITTED").read_text())["files"]:
+        named = done.index(("rename", str(attempt / name)))
+        assert any(what == "sync" and f"/.{name}." in path for what, path in done[:named]), f"{name} is synced"
+        assert ("sync", str(attempt)) in done[named:committed], "then its name"
+    assert {("sync", str(path)) for path in (tmp_path, folder, attempt)} <= set(done[:committed])
+    assert any(what == "sync" and "/.COMMITTED." in path for what, path in done[:committed])
+    assert ("sync", str(folder)) in done[committed:]
 
 
 def test_what_is_saved_is_found_and_loaded(tmp_path):
@@ -117,12 +121,14 @@ def test_one_checkpoint_can_be_named(tmp_path):
 def test_the_folder_holds_the_documented_files_and_committed_lists_them(tmp_path):
     save(tmp_path, 7)
     folder = tmp_path / "llama_v2-7steps"
-    assert names(folder) == [".metadata", "COMMITTED", "__0_0.distcp", "meta.json"]
+    attempt = tree(folder)
+    assert names(folder) == sorted([attempt.name, "COMMITTED"])
+    assert names(attempt) == [".metadata", ".run", "__0_0.distcp", "meta.json"]
     committed = json.loads((folder / "COMMITTED").read_text())
     assert committed["step"] == 7
     assert set(committed["files"]) == {".metadata", "__0_0.distcp", "meta.json"}
     assert all(
-        record["size"] == (folder / name).stat().st_size for name, record in committed["files"].items()
+        record["size"] == (attempt / name).stat().st_size for name, record in committed["files"].items()
     )
 
 
@@ -173,7 +179,7 @@ def test_an_unfinished_checkpoint_that_is_named_is_refused_with_the_others(tmp_p
 def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_others(tmp_path):
     save(tmp_path, 3, 6)
     newest = tmp_path / "llama_v2-6steps"
-    next(newest.glob("*.distcp")).write_bytes(b"")
+    next(newest.glob("*/*.distcp")).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"6steps.*: llama_v2-3steps$"):
         find(newest)
     assert newest.exists()
@@ -220,23 +226,25 @@ def test_a_damaged_newest_one_is_named_and_set_aside_and_the_older_one_used(
     tmp_path, caplog, harm, file, said
 ):
     save(tmp_path, 3, 6)
-    harm(tmp_path / "llama_v2-6steps" / file)
+    newest = tmp_path / "llama_v2-6steps"
     if file == "COMMITTED":
-        (tmp_path / "llama_v2-6steps" / file).write_text("{")
+        (newest / file).write_text("{")
+    else:
+        harm(tree(newest) / file)
     with pytest.raises(CheckpointError, match=said):
         find(tmp_path, strict=True)
     assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-6steps"]
     found = find(tmp_path)
     assert found is not None
     assert found.step == 3
-    assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-6steps.damaged"]
+    assert "COMMITTED.damaged" in names(newest)
     assert "llama_v2-6steps is damaged" in caplog.text
     assert file in caplog.text
 
 
 def test_a_damaged_one_that_is_named_is_refused_and_left_alone(tmp_path):
     save(tmp_path, 3, 6)
-    flip(tmp_path / "llama_v2-6steps" / "__0_0.distcp")
+    flip(tree(tmp_path / "llama_v2-6steps") / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has CRC-32"):
         find(tmp_path / "llama_v2-6steps")
     assert "llama_v2-6steps" in names(tmp_path)
@@ -244,7 +252,7 @@ def test_a_damaged_one_that_is_named_is_refused_and_left_alone(tmp_path):
 
 def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(tmp_path):
     save(tmp_path, 3)
-    flip(tmp_path / "llama_v2-3steps" / "__0_0.distcp")
+    flip(tree(tmp_path / "llama_v2-3steps") / "__0_0.distcp")
     for _ in range(2):  # at the first start, and again when the scheduler starts the job anew
         with pytest.raises(CheckpointError, match="damaged"):
             find(tmp_path)
@@ -253,52 +261,45 @@ def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(tmp_path):
 def test_a_second_damaged_one_of_a_step_does_not_overwrite_the_first(tmp_path):
     for _ in range(2):
         save(tmp_path, 3, 6)
-        flip(tmp_path / "llama_v2-6steps" / "__0_0.distcp")
+        flip(tree(tmp_path / "llama_v2-6steps") / "__0_0.distcp")
         assert find(tmp_path).step == 3
-    assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-6steps.damaged", "llama_v2-6steps.damaged-2"]
+    folder = tmp_path / "llama_v2-6steps"
+    assert [name for name in names(folder) if "COMMITTED" in name] == ["COMMITTED.damaged", "COMMITTED.damaged-2"]
+    assert len(list(folder.glob("*/*.distcp"))) == 2
 
 
 def test_the_list_tells_damaged_ones_from_those_that_count(tmp_path, capsys):
     for _ in range(2):
         save(tmp_path, 3, 6)
-        flip(tmp_path / "llama_v2-6steps" / "__0_0.distcp")
+        flip(tree(tmp_path / "llama_v2-6steps") / "__0_0.distcp")
         find(tmp_path)
+    main(["ls", str(tmp_path)])
+    assert ["llama_v2-6steps", "damaged"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     save(tmp_path, 6)
     main(["ls", str(tmp_path)])
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
         ["llama_v2-3steps", "committed"],
         ["llama_v2-6steps", "committed"],
-        ["llama_v2-6steps.damaged", "damaged"],
-        ["llama_v2-6steps.damaged-2", "damaged"],
     ]
 
 
 def test_a_folder_is_listed_and_tidied_while_a_job_removes_what_is_in_it(tmp_path, monkeypatch, capsys):
     """What is there when its folder is read may be gone when it is looked at."""
     save(tmp_path, 3, 6)
-    left = tmp_path / ".llama_v2-2steps.0123abcd.deleting"
-    left.mkdir()
-    older, size, touched = tmp_path / "llama_v2-3steps", os.lstat, storage_module._last_touched
+    older, size = tree(tmp_path / "llama_v2-3steps"), os.lstat
 
     def gone(path, **more):
-        if Path(path).parent == older:
+        if Path(path).parent in (older, older.parent):
             Path(path).unlink(missing_ok=True)
         return size(path, **more)
 
-    def removed(folder):
-        found = touched(folder)
-        folder.rmdir()
-        return found
-
     monkeypatch.setattr(os, "lstat", gone)
-    monkeypatch.setattr(storage_module, "_last_touched", removed)
     assert main(["ls", str(tmp_path)]) == 0
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert ["llama_v2-6steps", "committed"] in listed
     assert ["llama_v2-3steps", "incomplete"] in listed
-    storage = open_storage(tmp_path)
-    assert storage.sweep(-math.inf) == []
-    assert not left.exists()
+    storage = open_folder(tmp_path)
+    storage.sweep(-math.inf)
     storage.delete("llama_v2-3steps")
     storage.delete("llama_v2-3steps")  # as `prune` and a job may at the same time
     assert names(tmp_path) == ["llama_v2-6steps"]
@@ -308,7 +309,7 @@ def test_verify_deals_the_files_out(tmp_path):
     save(tmp_path, 3)
     found = find(tmp_path)
     for file in found.committed.files:
-        flip(Path(found.path) / file)
+        flip(tree(found.path) / file)
     shares = [found.verify(rank, 2) for rank in range(2)]
     assert all(shares)
     assert len([problem for share in shares for problem in share]) == len(found.committed.files)
@@ -358,44 +359,46 @@ def test_what_is_there_under_the_name_is_left_alone(tmp_path):
         save(tmp_path, 3)
 
 
-def test_a_replacement_cut_short_between_its_two_renames_loses_nothing(tmp_path, monkeypatch):
-    save(tmp_path, 1, 3)
-    before = (tmp_path / "llama_v2-3steps" / "__0_0.distcp").read_bytes()
-    rename = Path.rename
-
-    def killed(self: Path, target: Path) -> Path:
-        if self.name.endswith(".staging"):
-            raise KeyboardInterrupt
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", killed)
-    monkeypatch.setattr("shutil.rmtree", lambda path: None)  # the process is gone: nobody tidies
-    with pytest.raises(KeyboardInterrupt):
-        manager(tmp_path).save(3, state(33), {})
-    monkeypatch.undo()
-    assert not (tmp_path / "llama_v2-3steps").exists()
-    found = find(tmp_path)
-    assert (found.step, found.meta) == (3, {"tokens": 30, "step": 3})
+def test_what_versions_before_wrote_is_loaded_replaced_and_deleted(tmp_path):
+    """Files beside COMMITTED, damaged ones renamed, and scratch folders of what was cut short."""
+    save(tmp_path, 1, 2, 3, 4)
+    for path in list(tmp_path.iterdir()):
+        flat(path)
+    assert names(tmp_path / "llama_v2-4steps") == [".metadata", "COMMITTED", "__0_0.distcp", "meta.json"]
+    (tmp_path / "llama_v2-4steps").rename(tmp_path / "llama_v2-4steps.damaged")
+    (tmp_path / "llama_v2-1steps").rename(tmp_path / ".llama_v2-1steps.0123abcd.replaced")
+    for left in (".llama_v2-5steps.0123abcd.staging", ".llama_v2-6steps.0123abcd.deleting"):
+        (tmp_path / left).mkdir()
+    assert find(tmp_path).step == 3
     target = state()
-    found.load(target)
+    find(tmp_path).load(target)
     assert torch.equal(target["model"]["w"], state(3)["model"]["w"])
-    age(tmp_path)
-    save(tmp_path, 5)
-    assert names(tmp_path) == ["llama_v2-1steps", "llama_v2-3steps", "llama_v2-5steps"]
-    assert (tmp_path / "llama_v2-3steps" / "__0_0.distcp").read_bytes() == before
+    assert [entry.step for entry in damaged(open_folder(tmp_path))] == [4]
+    again = manager(tmp_path, keep=9)
+    again.lock()
+    assert (find(tmp_path / "llama_v2-1steps").step, find(tmp_path / "llama_v2-1steps").verify()) == (1, [])
+    again.save(3, state(33), {})
+    again.close()
+    assert names(tmp_path / "llama_v2-3steps") == sorted([tree(tmp_path / "llama_v2-3steps").name, "COMMITTED"])
+    every = [f"llama_v2-{step}steps" for step in (1, 2, 3)]
+    assert names(tmp_path) == [*every, "llama_v2-4steps.damaged"]
+    assert main(["prune", str(tmp_path), "--keep", "1", "--damaged", "1"]) == 0
+    assert names(tmp_path) == every[-1:]
 
 
 def test_leftovers_are_swept_but_not_those_of_a_save_that_may_be_running(tmp_path):
-    old = tmp_path / ".llama_v2-2steps.0123abcd.staging"
-    old.mkdir()
+    old = tmp_path / "llama_v2-2steps" / "0123abcd"
+    old.mkdir(parents=True)
     (old / "__0_0.distcp").write_text("half")
     age(tmp_path)
     saver = manager(tmp_path)
-    new = tmp_path / ".llama_v2-2steps.0123abce.staging"
+    new = tmp_path / "llama_v2-2steps" / "0123abce"
     new.mkdir()
-    os.utime(new, (time.time() + 60, time.time() + 60))
+    (new / "__0_0.distcp").write_text("half")
+    os.utime(new / "__0_0.distcp", (time.time() + 60, time.time() + 60))
     saver.save(3, state(), {})
-    assert names(tmp_path) == [new.name, "llama_v2-3steps"]
+    assert names(tmp_path) == ["llama_v2-2steps", "llama_v2-3steps"]
+    assert names(tmp_path / "llama_v2-2steps") == [new.name]
 
 
 def test_meta_that_is_not_json_fails_before_anything_is_written(tmp_path):
@@ -456,7 +459,7 @@ def test_which_steps_are_kept(keep, steps, newest, kept):
 def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(tmp_path, caplog, capsys):
     save(tmp_path, 10, 20, 30)
     left = (tmp_path / "llama_v2-30steps" / "COMMITTED").read_bytes()
-    for new, kept in ((21, "llama_v2-30steps.abandoned"), (15, "llama_v2-20steps.abandoned")):
+    for new, kept in ((21, "llama_v2-30steps/COMMITTED.abandoned"), (15, "llama_v2-20steps/COMMITTED.abandoned")):
         saver = manager(tmp_path, keep=9)
         saver.go_back(find(tmp_path / f"llama_v2-{new // 10 * 10}steps"))
         assert find(tmp_path).step > new, "nothing has been written yet"
@@ -465,10 +468,10 @@ def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(tmp_path, caplog,
         assert f"kept as {kept}" in caplog.text
         saver.save(new + 20, state(), {})
         assert find(tmp_path).step == new + 20, "its own later ones count"
-    assert (tmp_path / "llama_v2-30steps.abandoned" / "COMMITTED").read_bytes() == left
+    assert (tmp_path / "llama_v2-30steps" / "COMMITTED.abandoned").read_bytes() == left
     assert main(["ls", str(tmp_path)]) == 0
     listed = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
-    assert listed["llama_v2-30steps.abandoned"] == "abandoned"
+    assert listed["llama_v2-30steps"] == "abandoned"
     assert main(["prune", str(tmp_path), "--keep", "9", "--abandoned", "1"]) == 0
     assert names(tmp_path) == ["llama_v2-10steps", "llama_v2-15steps", "llama_v2-35steps"]
 
@@ -504,7 +507,7 @@ def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_pa
     save(tmp_path, 1)
     monkeypatch.setattr("shutil.rmtree", lambda path: None)
     save(tmp_path, 2, keep=1)
-    assert [name for name in names(tmp_path) if parse_folder_name(name)] == ["llama_v2-2steps"]
+    assert [entry.name for entry in committed_entries(open_folder(tmp_path))] == ["llama_v2-2steps"]
     monkeypatch.undo()
     age(tmp_path)
     save(tmp_path, 3, keep=1)
@@ -571,6 +574,7 @@ class Evil:
 def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
     save(tmp_path, 1)
     folder = tmp_path / "llama_v2-1steps"
+    flat(folder)
     (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
     committed = Committed.from_bytes((folder / "COMMITTED").read_bytes())
     data = (folder / ".metadata").read_bytes()

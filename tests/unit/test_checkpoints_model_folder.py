@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.checkpoints.model_folder import ModelFolder, put, writing
+from smp_train.checkpoints.model_folder import put, writing
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.storage import Storage
 
 INDEX = "model.safetensors.index.json"
 OLD = {
@@ -31,7 +32,7 @@ def fill(folder: Path) -> None:
         (folder / name).write_bytes(data)
 
 
-def write(out: ModelFolder) -> None:
+def write(out: Storage) -> None:
     for name, data in NEW.items():
         put(out, name, data)
 

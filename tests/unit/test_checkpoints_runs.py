@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,11 @@ pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
 from smp_train.arguments import parse, validate
-from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, storage_s3
+from smp_train.checkpoints import CheckpointManager, Policy, RunId, commit, find
 from smp_train.checkpoints.cli import main
-from smp_train.checkpoints.lock import Lock
-from smp_train.checkpoints.owner import committed, origin
-from smp_train.checkpoints.storage import open_storage
+from smp_train.checkpoints.commit import open_folder
+from smp_train.checkpoints.owner import Owner
+from smp_train.checkpoints.runs import committed, origin
 from smp_train.errors import CheckpointError, ConfigError
 from tests.s3_server import bucket, serving
 from tests.unit.test_checkpoints import Stop, state, stop_at
@@ -34,8 +33,7 @@ def server():
 def place(request, tmp_path, monkeypatch) -> str:
     if request.param == "folder":
         return str(tmp_path / "runs")
-    monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", -math.inf)
-    monkeypatch.setattr(storage_s3, "STAMPED_TO_SECONDS", -math.inf)
+    monkeypatch.setattr(commit, "IN_FLIGHT_SECONDS", -math.inf)
     return f"{bucket(request.getfixturevalue('server'), monkeypatch, request.node.nodeid)}/runs"
 
 
@@ -50,7 +48,7 @@ def save(place: str, run: RunId, *steps: int, **more) -> None:
 
 
 def steps(place: str, run: RunId) -> list[int]:
-    return [entry.step for entry in committed(open_storage(place), run)]
+    return [entry.step for entry in committed(open_folder(place), run)]
 
 
 def goes_on_from(place: str, name: str = "", own: bool = True, model_type: str = "m") -> RunId | None:
@@ -76,7 +74,7 @@ def test_each_keeps_its_newest_whatever_the_other_does(place):
 def test_the_same_step_of_another_run_is_not_replaced(place):
     save(place, FIRST, 3)
     save(place, SECOND, 3, 3)
-    names = {entry.name: entry.run for entry in committed(open_storage(place))}
+    names = {entry.name: entry.run for entry in committed(open_folder(place))}
     assert names == {"m-3steps": FIRST, f"m-3steps-{SECOND.id}": SECOND}
     assert find(place, run=FIRST).meta["by"] == "first"
     assert find(f"{place}/m-3steps-{SECOND.id}").meta["by"] == "second"
@@ -99,12 +97,8 @@ def test_two_that_save_a_step_at_the_same_time_both_have_it(place, stage):
 
 def test_what_another_program_wrote_stays(place, tmp_path):
     """AWS's sample names its folders alike, and its trees have no COMMITTED."""
-    storage = open_storage(place)
-    if place.startswith("s3://"):
-        storage.put("m-2steps/tp0_ep0", "__0_0.distcp", b"theirs")
-    else:
-        (Path(place) / "m-2steps" / "tp0_ep0").mkdir(parents=True)
-        (Path(place) / "m-2steps" / "tp0_ep0" / "__0_0.distcp").write_bytes(b"theirs")
+    storage = open_folder(place)
+    storage.put("m-2steps/tp0_ep0", "__0_0.distcp", b"theirs")
     save(place, FIRST, 1, 2, 3, keep=1)
     save(place, FIRST, 2, keep=9)
     assert storage.read("m-2steps/tp0_ep0", "__0_0.distcp") == b"theirs"
@@ -115,9 +109,7 @@ def test_what_another_program_wrote_stays(place, tmp_path):
 @pytest.mark.parametrize("stage", ["write", "publish"])
 def test_only_leftovers_of_the_run_itself_are_swept(place, stage):
     def left(run: RunId) -> bool:
-        storage = open_storage(place)
-        names = storage.entries("") if place.startswith("s3://") else storage.names()
-        return any(f"-{run.key}" in name for name in names)
+        return any(f"-{run.key}" in name for name in open_folder(place).storage.files())
 
     for run in (FIRST, SECOND):
         killed = saver(place, run, on_stage=stop_at(stage))
@@ -129,19 +121,19 @@ def test_only_leftovers_of_the_run_itself_are_swept(place, stage):
     again = saver(place, RunId.fresh("first"))
     again.lock()
     again.save(1, state(), {})
-    assert not any("m-5steps" in name for name in open_storage(place).names())
+    assert not any("m-5steps" in name for name in open_folder(place).names())
     assert left(SECOND)
     again.close()
 
 
 def test_two_jobs_of_one_run_are_refused_and_of_two_runs_not(place):
-    first, second = (Lock(open_storage(place, run)) for run in (FIRST, SECOND))
+    first, second = (Owner(open_folder(place, run)) for run in (FIRST, SECOND))
     first.acquire()
     second.acquire()
     with pytest.raises(CheckpointError, match="first "):
-        Lock(open_storage(place, RunId.fresh("first"))).acquire()
+        Owner(open_folder(place, RunId.fresh("first"))).acquire()
     first.release()
-    Lock(open_storage(place, RunId.fresh("first"))).acquire()
+    Owner(open_folder(place, RunId.fresh("first"))).acquire()
     second.release()
 
 
@@ -164,7 +156,7 @@ def test_whose_checkpoints_a_start_goes_on_from(place):
 
 def test_a_run_with_damaged_checkpoints_only_does_not_begin_afresh(place):
     save(place, FIRST, 58, 60)
-    storage = open_storage(place)
+    storage = open_folder(place)
     for entry in committed(storage):
         storage.set_aside(entry.name)
     assert goes_on_from(place, "first") == goes_on_from(place) == FIRST
@@ -261,12 +253,12 @@ def test_another_runs_checkpoint_that_goes_while_it_is_looked_at_is_passed_over(
     place = str(tmp_path)
     save(place, FIRST, 1)
     save(place, SECOND, 2)
-    storage = open_storage(place)
+    storage = open_folder(place)
     read = storage.read
 
     def late(name: str, file: str) -> bytes:
         if name == "m-1steps":
-            open_storage(place, FIRST).delete(name)
+            open_folder(place, FIRST).delete(name)
         return read(name, file)
 
     monkeypatch.setattr(storage, "read", late)

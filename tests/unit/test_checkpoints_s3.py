@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
-import threading
-import time
 
 import pytest
 import torch
@@ -16,18 +13,13 @@ import torch
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from botocore.exceptions import EndpointConnectionError
 
-from smp_train.checkpoints import CheckpointManager, Policy, cli, find, open_checkpoint, storage_s3
-from smp_train.checkpoints.dcp_s3 import Pipe
-from smp_train.checkpoints.lock import LOCK, Lock
+from smp_train.checkpoints import CheckpointManager, Policy, cli, commit, find, open_checkpoint
+from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.model_folder import writing
-from smp_train.checkpoints.storage_s3 import S3Storage
+from smp_train.checkpoints.owner import Owner
 from smp_train.errors import CheckpointError
-from smp_train.storage import client as s3
-from smp_train.storage import s3_folder
-from smp_train.storage.s3_folder import S3Folder
-from tests.harness import free_port
+from smp_train.storage import client, s3
 from tests.s3_server import bucket, serving
 from tests.unit.test_checkpoints_model_folder import AFTER, OLD, OTHERS, write
 
@@ -43,7 +35,7 @@ def server():
 @pytest.fixture
 def place(server, monkeypatch, request):
     """Return a prefix of a bucket of this test's own."""
-    monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", -math.inf)
+    monkeypatch.setattr(commit, "IN_FLIGHT_SECONDS", -math.inf)
     return f"{bucket(server, monkeypatch, request.node.nodeid)}/runs/one"
 
 
@@ -78,22 +70,21 @@ def loaded(place: str, rows: int = 4, of_step: int | None = None) -> int:
 
 def keys(place: str) -> list[str]:
     """Return all keys of the prefix, attempts shown as *."""
-    return sorted(re.sub("/[0-9a-f]{8}/", "/*/", key) for key in S3Storage(place).entries(""))
+    return sorted(re.sub("/[0-9a-f]{8}/", "/*/", key) for key in open_folder(place).storage.files())
 
 
 def small_parts(monkeypatch) -> None:
     """Let 200 kB be several parts; S3 itself wants 5 MiB each."""
-    monkeypatch.setattr(s3_folder, "PART_BYTES", 1 << 16)
+    monkeypatch.setattr(s3, "PART_BYTES", 1 << 16)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1 << 10)
 
 
 def uploads(place: str) -> list[str]:
-    storage = S3Storage(place)
-    answer = storage.client.list_multipart_uploads(Bucket=storage.bucket)
+    answer = client.client().list_multipart_uploads(Bucket=s3.S3Storage(place).bucket)
     return [upload["Key"] for upload in answer.get("Uploads", ())]
 
 
-WHOLE = [".metadata", "0/__0_0.distcp", "meta.json"]
+WHOLE = [".metadata", ".run", "0/__0_0.distcp", "meta.json"]
 
 
 def files(name: str) -> list[str]:
@@ -123,23 +114,14 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_in_ranges(place, monkeyp
     rows = 20_000  # 240 kB
     save(place, 3, rows=rows)
     assert loaded(place, rows) == 3
-    (size,) = [size for file, size in S3Storage(place).sizes("llama_v2-3steps").items() if file.endswith("distcp")]
-    assert size > 3 * s3_folder.PART_BYTES
-
-
-def test_parts_grow_with_the_object():
-    """S3 takes 10,000 parts: a rank may hold more than 10,000 times the usual part."""
-    storage_s3_parts = s3_folder.PART_BYTES * 10_000
-    from smp_train.checkpoints.dcp_s3 import part_bytes
-
-    assert part_bytes(1000) == s3_folder.PART_BYTES
-    assert part_bytes(storage_s3_parts * 3) * storage_s3.MOST_PARTS >= storage_s3_parts * 3
+    (size,) = [size for file, size in open_folder(place).sizes("llama_v2-3steps").items() if file.endswith("distcp")]
+    assert size > 3 * s3.PART_BYTES
 
 
 def test_a_copy_of_it_in_a_folder_is_a_checkpoint_too(place, tmp_path):
     save(place, 3)
-    storage = S3Storage(place)
-    for file in storage.entries(""):
+    storage = open_folder(place)
+    for file in storage.storage.files():
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(storage.read("", file))
@@ -148,7 +130,7 @@ def test_a_copy_of_it_in_a_folder_is_a_checkpoint_too(place, tmp_path):
 
 def test_a_folder_copied_to_s3_is_a_checkpoint_too(place, tmp_path):
     save(str(tmp_path), 3)
-    storage = S3Storage(place)
+    storage = open_folder(place)
     for path in tmp_path.rglob("*"):
         if path.is_file():
             storage.put("", path.relative_to(tmp_path).as_posix(), path.read_bytes())
@@ -193,7 +175,7 @@ def test_a_writer_that_dies_after_any_request_loses_nothing(server, place, monke
         outcomes.append(loaded(run, rows, of_step=3))
         committed = {key.partition("/")[0] for key in keys(run) if key.endswith("COMMITTED")}
         assert f"llama_v2-{outcomes[-1]}steps" in committed
-        S3Storage(run).sweep(-math.inf)  # as the next job does once it holds the lock
+        open_folder(run).sweep(-math.inf)  # as the next job does once it holds the lock
         assert keys(run) == sorted(file for name in committed for file in files(name))
         assert uploads(run) == []
         if len(seen) <= after:
@@ -237,7 +219,7 @@ def test_a_save_that_fails_once_it_is_committed_takes_nothing_back(server, place
 @pytest.mark.parametrize("lands", [True, False])
 def test_a_committed_that_was_given_up_and_lands_later_names_a_whole_checkpoint(place, monkeypatch, lands):
     save(place, 2, 3)
-    put, late = S3Storage.put, []
+    put, late = CheckpointFolder.put, []
 
     def slow(self, name, file, data):
         if file == "COMMITTED":
@@ -247,7 +229,7 @@ def test_a_committed_that_was_given_up_and_lands_later_names_a_whole_checkpoint(
 
     again = manager(place)
     with monkeypatch.context() as patched:
-        patched.setattr(S3Storage, "put", slow)
+        patched.setattr(CheckpointFolder, "put", slow)
         with pytest.raises(CheckpointError, match="no answer"):
             again.save(3, state(3), {"tokens": 30, "again": True})
     assert loaded(place) == 3
@@ -255,17 +237,17 @@ def test_a_committed_that_was_given_up_and_lands_later_names_a_whole_checkpoint(
         put(*request)
     assert loaded(place) == 3
     assert find(place, strict=True).meta.get("again", False) == lands
-    S3Storage(place).sweep(-math.inf)
+    open_folder(place).sweep(-math.inf)
     assert keys(place) == files("llama_v2-2steps") + files("llama_v2-3steps")
 
 
 def test_the_last_request_of_the_dead_may_still_be_on_its_way(place, monkeypatch):
     """What would be left without its COMMITTED is not removed while that may come."""
-    monkeypatch.setattr(storage_s3, "IN_FLIGHT_SECONDS", 3600.0)
+    monkeypatch.setattr(commit, "IN_FLIGHT_SECONDS", 3600.0)
     save(place, 2, 3)
-    storage = S3Storage(place)
+    storage = open_folder(place)
     committed = storage.read("llama_v2-3steps", "COMMITTED")
-    storage.ask("delete_object", key=storage.key("llama_v2-3steps", "COMMITTED"))
+    storage.storage.delete("/".join(["llama_v2-3steps", "COMMITTED"]))
     following = manager(place, keep=10)
     following.lock()
     following.save(4, state(4), {"tokens": 40})
@@ -281,7 +263,7 @@ def test_what_is_deleted_is_no_checkpoint_from_the_first_request_on(server, plac
         save(run, 1, 2)
         seen = freeze(server, after)
         with contextlib.suppress(CheckpointError):
-            S3Storage(run).delete("llama_v2-1steps")
+            open_folder(run).delete("llama_v2-1steps")
         server.on_request = lambda method, path: None
         assert find(f"{run}/llama_v2-2steps").verify() == []
         if after:
@@ -316,14 +298,6 @@ def test_faults_on_every_request_are_mended(server, place, monkeypatch, fault, t
     save(place, 2, rows=20_000, keep=1)
     assert loaded(place, 20_000) == 2
     assert keys(place) == files("llama_v2-2steps")
-
-
-def test_a_stall_is_mended(server, place, monkeypatch):
-    monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 1.0)
-    stall = each_first("stall")
-    server.on_request = lambda method, path: stall(method, path) if "distcp" in path else None
-    save(place, 1)
-    assert loaded(place) == 1
 
 
 REFUSED = {
@@ -361,11 +335,11 @@ def test_a_bucket_that_is_not_there(place):
 
 
 def harm(place: str, name: str, ending: str, change) -> None:
-    storage = S3Storage(place)
+    storage = open_folder(place)
     (file,) = [file for file in storage.sizes(name) if file.endswith(ending)]
     data = change(storage.read(name, file))
     if data is None:
-        storage.ask("delete_object", key=storage.key(name, file))
+        storage.storage.delete("/".join([name, file]))
     else:
         storage.put(name, file, data)
 
@@ -412,7 +386,7 @@ def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(place, capsys):
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
         ["llama_v2-1steps", "committed"], ["llama_v2-2steps", "committed"], ["llama_v2-3steps", "abandoned"],
     ]  # fmt: skip
-    S3Storage(place).sweep(-math.inf)
+    open_folder(place).sweep(-math.inf)
     aside = ["llama_v2-2steps/COMMITTED.abandoned", "llama_v2-3steps/COMMITTED.abandoned"]
     assert [key for key in keys(place) if "abandoned" in key] == aside
     assert len([key for key in keys(place) if key.endswith("meta.json")]) == 4, "their files stay"
@@ -433,18 +407,18 @@ def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(place):
 
 
 def test_a_model_is_replaced_by_one_that_is_whole(place):
-    folder = S3Storage(place)
+    folder = open_folder(place)
     for name, data in {**OLD, **OTHERS}.items():
         folder.put("", name, data)
     with writing(place, replace=True) as out:
         write(out)
         assert all(folder.read("", name) == data for name, data in {**OLD, **OTHERS}.items())
-    assert {name: folder.read("", name) for name in folder.entries("")} == AFTER
+    assert {name: folder.read("", name) for name in folder.storage.files()} == AFTER
 
 
 def test_what_others_put_there_stays(place):
     save(place, 3)
-    storage = S3Storage(place)
+    storage = open_folder(place)
     for file in ("notes.txt", "tensorboard/events", "llama_v2-3steps/hf/config.json", "llama_v2-3stepsnot/x"):
         storage.put("", file, b"mine")
     save(place, 4)
@@ -456,7 +430,7 @@ def test_what_others_put_there_stays(place):
 def test_a_save_that_may_be_under_way_is_not_swept(server, place):
     save(place, 1)
     saver = manager(place)
-    other = S3Storage(place)
+    other = open_folder(place)
     other.put("llama_v2-9steps/0123abcd", "0/__0_0.distcp", b"half")
     assert other.sweep(60) == []
     saver.save(2, state(2), {"tokens": 20})
@@ -464,32 +438,11 @@ def test_a_save_that_may_be_under_way_is_not_swept(server, place):
     assert len(other.sweep(-math.inf)) == 1
 
 
-def test_a_stamp_that_is_late_does_not_take_a_lock_back(server, place):
-    """A request may be under way for minutes: by then the lock may be another job's."""
-    storage, taken = S3Storage(place), []
-    assert storage.swap(LOCK, None, b"first")
-    storage.stamp(LOCK, b"first")
-    assert storage.peek(LOCK)[0] == b"first"
-
-    def take(method: str, path: str) -> None:
-        if method == "PUT" and not taken:
-            taken.append(True)
-            assert S3Storage(place).swap(LOCK, b"first", b"second")
-
-    server.on_request = take
-    storage.stamp(LOCK, b"first")
-    assert taken
-    assert storage.peek(LOCK)[0] == b"second"
-    storage.drop(LOCK)
-    storage.stamp(LOCK, b"first")
-    assert storage.peek(LOCK) is None
-
-
 @pytest.mark.parametrize("conditions", [True, False])
 def test_the_second_job_is_refused_whatever_the_server_knows(server, place, monkeypatch, conditions):
     """Some servers take If-None-Match for no condition, and do not say so."""
     monkeypatch.setattr(server, "conditions", conditions)
-    first, second = Lock(S3Storage(place)), Lock(S3Storage(place))
+    first, second = Owner(open_folder(place)), Owner(open_folder(place))
     first.acquire()
     with pytest.raises(CheckpointError, match="in use by"):
         second.acquire()
@@ -497,19 +450,6 @@ def test_the_second_job_is_refused_whatever_the_server_knows(server, place, monk
     first.release()
     second.acquire()
     second.release()
-
-
-def test_an_endpoint_that_does_not_answer_is_told_within_seconds(place, monkeypatch, caplog):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr(s3, "ATTEMPTS", 3)
-    monkeypatch.setattr(s3, "READ_TIMEOUT_SECONDS", 5.0)
-    told = []
-    monkeypatch.setattr(s3.logger, "warning", lambda *said: told.append((time.monotonic(), said[0] % said[1:])))
-    began = time.monotonic()
-    with pytest.raises(EndpointConnectionError):
-        s3.client().list_buckets()
-    assert [line for _, line in told if os.environ["AWS_ENDPOINT_URL"] in line] == [told[0][1]], "once"
-    assert told[0][0] - began < 5
 
 
 # --- the verbs
@@ -534,31 +474,7 @@ def test_the_verbs(place, tmp_path, capsys):
     assert len([key for key in keys(place) if key.endswith("COMMITTED")]) == 3
     assert cli.main(["prune", place, "--keep", "1"]) == 0
     assert keys(place) == files("llama_v2-9steps")
-    assert json.loads(S3Storage(place).read("llama_v2-9steps", "COMMITTED"))["step"] == 9
-
-
-# --- memory: little of an object is held at once
-
-
-def test_a_pipe_holds_few_chunks_while_nobody_reads():
-    pipe = Pipe(4)
-    writer = threading.Thread(target=lambda: (pipe.write(memoryview(bytes(400))), pipe.end()), daemon=True)
-    writer.start()
-    while not pipe._chunks.full() and writer.is_alive():
-        time.sleep(0.001)
-    assert writer.is_alive()  # it waits
-    assert pipe._chunks.qsize() == 2
-    assert sum(len(chunk) for chunk in iter(pipe.read, b"")) == 400
-
-
-def test_no_more_requests_are_made_than_are_held(monkeypatch):
-    asked: list[int] = []
-    monkeypatch.setattr(S3Folder, "body", lambda self, key, span: asked.append(span[0]) or b"x")
-    coming = S3Folder("s3://b/x").ranges(("", "f", start, 1) for start in range(100))
-    for taken in range(1, 101):
-        assert next(coming) == b"x"
-        assert len(asked) <= taken - 1 + s3_folder.AT_ONCE
-    assert sorted(asked) == list(range(100))
+    assert json.loads(open_folder(place).read("llama_v2-9steps", "COMMITTED"))["step"] == 9
 
 
 def test_prune_lets_a_running_job_be_and_deletes_damaged_ones_when_asked(place, capsys):
@@ -567,7 +483,7 @@ def test_prune_lets_a_running_job_be_and_deletes_damaged_ones_when_asked(place, 
     assert loaded(place) == 6
     running = manager(place)
     running.lock()
-    S3Storage(place).put("llama_v2-12steps/0123abcd", "0/__0_0.distcp", b"half")
+    open_folder(place).put("llama_v2-12steps/0123abcd", "0/__0_0.distcp", b"half")
     assert cli.main(["prune", place, "--keep", "1", "--dry_run", "1", "--damaged", "1"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "would delete llama_v2-3steps", "would delete llama_v2-9steps, which is damaged",
@@ -577,4 +493,4 @@ def test_prune_lets_a_running_job_be_and_deletes_damaged_ones_when_asked(place, 
     running.close()
     assert keys(place) == sorted(["llama_v2-12steps/*/0/__0_0.distcp", *files("llama_v2-6steps")])
     assert cli.main(["prune", place, "--keep", "1"]) == 0
-    assert not S3Storage(place).has("", ".lock")
+    assert not open_folder(place).has("", ".lock")

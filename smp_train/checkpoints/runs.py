@@ -1,0 +1,179 @@
+"""Which run a checkpoint is of, and which run a start goes on from. No collectives."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from smp_train.arguments.run_name import is_run_name
+from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
+from smp_train.checkpoints.record import COMMITTED, META, Committed, RunId, name_before, parse_folder_name
+from smp_train.errors import CheckpointError
+from smp_train.storage import normal
+
+
+class Entry(NamedTuple):
+    """A committed checkpoint of a folder; in order of steps, and of the time of the commit where steps are equal."""
+
+    step: int
+    time: float
+    name: str
+    model_type: str
+    run: RunId
+
+
+def committed_names(storage: CheckpointFolder, model_type: str | None = None) -> list[str]:
+    """Return the names of the committed checkpoints (of ``model_type``, where given), newest step first."""
+    found = []
+    for name in storage.names():
+        parsed = parse_folder_name(name)
+        if parsed is None or (model_type is not None and parsed[0] != model_type):
+            continue
+        if storage.has(name, COMMITTED):
+            found.append((parsed[1], name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def committed(storage: CheckpointFolder, run: RunId | None = None) -> list[Entry]:
+    """Return the committed checkpoints (of ``run``, where given), newest step first."""
+    return [entry for entry in _entries(storage, committed_names(storage)) if run in (None, entry.run)]
+
+
+def damaged(storage: CheckpointFolder) -> list[Entry]:
+    """Return the checkpoints that were set aside as damaged, newest step first."""
+    return _entries(storage, storage.aside())
+
+
+def _entries(storage: CheckpointFolder, names: Iterable[str]) -> list[Entry]:
+    """Return what is known of checkpoints, set aside or not."""
+    found = []
+    for name in names:
+        parsed = parse_folder_name(name_before(name))
+        if parsed is None:
+            continue
+        try:
+            owner, time = run_of(storage, name)
+        except (OSError, CheckpointError):
+            if storage.has(name, COMMITTED):
+                raise
+            continue  # its own run has deleted it since
+        found.append(Entry(parsed[1], time, name, parsed[0], owner))
+    return sorted(found, reverse=True)
+
+
+def run_of(storage: CheckpointFolder, name: str) -> tuple[RunId, float]:
+    """Return the run of a checkpoint, set aside or not, and when it was committed, as far as its files say.
+
+    Versions before wrote the run's name into meta.json alone.
+    """
+    root, time = "", 0.0
+    files = [COMMITTED] if storage.has(name, COMMITTED) else []
+    files = files or [file for file in storage.sizes(name) if file.startswith(COMMITTED)]
+    for file in files[-1:]:
+        try:
+            found = Committed.from_bytes(storage.read(name, file))
+        except ValueError:
+            break
+        if found.run.id:
+            return found.run, found.time
+        root, time = found.root, found.time
+    for file in sorted(storage.sizes(posixpath.join(name, root))):
+        if posixpath.basename(file) == META:
+            meta = _meta(storage, posixpath.join(name, root, posixpath.dirname(file)))
+            try:
+                return RunId.parse(meta["run"]), time
+            except (ValueError, KeyError, TypeError, AttributeError):
+                arguments = meta.get("arguments")
+                named = str(arguments.get("run_name", "")) if isinstance(arguments, dict) else ""
+                return RunId(name=named if is_run_name(named) else ""), time
+    return UNKNOWN, time
+
+
+def _meta(storage: CheckpointFolder, folder: str) -> dict[str, Any]:
+    try:
+        found = json.loads(storage.read(folder, META))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a start goes on from: the checkpoints of ``run`` at ``place``, a folder or one checkpoint."""
+
+    place: str
+    run: RunId
+
+
+def origin(
+    places: Sequence[str],
+    *,
+    name: str,
+    own: Sequence[str],
+    near: Sequence[CheckpointFolder],
+    model_type: Callable[[], str],
+) -> Origin | None:
+    """Return whose checkpoints at which of ``places`` a start goes on from; None where there are none for it.
+
+    ``name`` is the run's, or empty; ``own`` are the folders that it saves to, and ``near`` those on this rank's disk,
+    which are looked at with them. A run with a name goes on from the checkpoints of that name; from those in its own
+    folders too, where ``places`` are others: what it began from has been used by then. Where there are none, and
+    ``places`` are its own, it goes on from those of no known run; else from the run that committed last, of several
+    model types from one of ``model_type``. Where there are none but damaged ones, their run counts: to begin afresh
+    would hide the loss.
+    """
+    first = normal(places[0])
+    folder, last = parent_of(first)
+    if absent(first) is None and last and open_folder(folder).has(last, COMMITTED):
+        return Origin(first, run_of(open_folder(folder), last)[0])
+    mine = set(map(normal, own))
+    there = list(map(normal, places))
+
+    def listed(
+        of: Callable[[CheckpointFolder], list[Entry]], near: Sequence[CheckpointFolder]
+    ) -> list[tuple[str, Entry]]:
+        found: list[tuple[str, Entry]] = []
+        for place in dict.fromkeys([*there, *([] if first in mine or not name else mine)]):
+            storages = [open_folder(place)] if absent(place) is None else []
+            for storage in [*storages, *(near if place in mine else [])]:
+                found += [(place, entry) for entry in of(storage)]
+        named = [(place, entry) for place, entry in found if name and entry.run.name == name]
+        if named:
+            return named
+        found = [(place, entry) for place, entry in found if place in there]
+        return [(place, entry) for place, entry in found if not (name and place in mine and entry.run.name)]
+
+    chosen = listed(committed, near) or listed(damaged, ())
+    if len({entry.model_type for _, entry in chosen if not name or entry.run.name != name}) > 1:
+        wanted = model_type()
+        chosen = [(place, entry) for place, entry in chosen if entry.model_type == wanted] or chosen
+    if not chosen:
+        return None
+    run = last_run([entry for _, entry in chosen])
+    return Origin(max((entry, place) for place, entry in chosen if entry.run == run)[1], run)
+
+
+def last_run(entries: Sequence[Entry]) -> RunId:
+    """Return the run that committed last."""
+    return max(entries, key=lambda entry: (entry.time, entry.step)).run
+
+
+def summary(location: str, run: RunId) -> str:
+    """Say in a few words whose checkpoints of which steps a folder holds; ``run`` is the one that asks."""
+    storage = open_folder(location, run)
+    steps: dict[RunId, list[int]] = {}
+    for entry in reversed(committed(storage)):
+        steps.setdefault(entry.run, []).append(entry.step)
+    words = [f"{owner} {_shortened(found)}{' (this run)' * (owner == run)}" for owner, found in steps.items()]
+    others = [name for name in storage.names() if parse_folder_name(name) and not storage.has(name, COMMITTED)]
+    others = [name for name in others if not any(file.startswith(COMMITTED) for file in storage.sizes(name))]
+    words += [f"{name} (not committed by this program)" for name in others[:3]]
+    return "; ".join(words) or "nothing yet"
+
+
+def _shortened(steps: Sequence[int]) -> str:
+    shown = [str(step) for step in steps]
+    return f"step{'s' * (len(shown) > 1)} {', '.join(shown if len(shown) < 6 else [*shown[:2], '...', *shown[-2:]])}"
