@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "the library fails": ("finalise", 4, {**PARTED, "checkpoint_type": "async_sharded"}, "rank 1 .*no room left there"),
     "a folder cannot be made": ("make", 4, {**PARTED, "checkpoint_type": "sharded"}, "rank 0 .*Read-only file system"),
     "so when asynchronous": ("make", 4, {**PARTED, "checkpoint_type": "async_sharded"}, "rank 0 .*Read-only file"),
-    "the index cannot be read": ("checksum", 2, {"checkpoint_type": "sharded"}, "rank 0 .*Input/output error"),
+    "the index cannot be read": ("checksum", 2, {"checkpoint_type": "async_sharded"}, "rank 0 .*Input/output error"),
 }
 
 
