@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.commit import CheckpointFolder, wait_for
+from smp_train.checkpoints.commit import CheckpointFolder
 from smp_train.checkpoints.owner import Owner
 from smp_train.checkpoints.record import META, Committed, FileRecord
 from smp_train.checkpoints.saver import Saver
 from smp_train.distributed.agree import any_rank, here, rank
 from smp_train.errors import CheckpointError
+from smp_train.storage import wait_for
 
 
 @dataclass(frozen=True)

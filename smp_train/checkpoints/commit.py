@@ -18,14 +18,14 @@ import posixpath
 import re
 import shutil
 import socket
-import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from smp_train import storage
+from smp_train.checkpoints.dcp import LocalReader, Reader
+from smp_train.checkpoints.dcp_storage import S3Reader, TreeWriter
 from smp_train.checkpoints.record import (
     COMMITTED,
     DAMAGED,
@@ -40,10 +40,6 @@ from smp_train.errors import CheckpointError
 from smp_train.storage import Range, is_s3
 from smp_train.storage.s3 import PART_BYTES
 
-if TYPE_CHECKING:
-    from smp_train.checkpoints.dcp import Reader
-    from smp_train.checkpoints.dcp_storage import TreeWriter
-
 logger = logging.getLogger(__name__)
 
 ASIDE = f"{COMMITTED}."
@@ -56,7 +52,6 @@ PROBE_SECONDS = 60.0
 """A probe, or a temporary file, that has not been touched for so long is nobody's."""
 IN_FLIGHT_SECONDS = 60.0
 """The last request of a killed process to S3, which may be its COMMITTED, may still take effect for so long."""
-VISIBLE_WITHIN_SECONDS = 5.0
 UNKNOWN = RunId()
 _ATTEMPT = re.compile("[0-9a-f]{8}(-(?P<key>[0-9a-f]{8}))?")
 _BEFORE = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}(-(?P<key>[0-9a-f]{8}))?\.(?P<kind>staging|replaced|deleting)")
@@ -80,19 +75,6 @@ def absent(place: str) -> str | None:
     if is_s3(place) or os.path.isdir(place):
         return None
     return "is a file" if os.path.exists(place) else "does not exist"
-
-
-def wait_for(seen: Callable[[], bool]) -> bool:
-    """Ask ``seen`` until it says yes or `VISIBLE_WITHIN_SECONDS` have passed; return what it said last.
-
-    A network file system may show what another node has written a little late.
-    """
-    deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
-    while not seen():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 class CheckpointFolder:
@@ -132,9 +114,6 @@ class CheckpointFolder:
 
     def reader(self, name: str, files: Mapping[str, int] | None = None) -> Reader:
         """Return the DCP reader of the tree ``name``, of its ``files`` (name: size) or of all that are there."""
-        from smp_train.checkpoints.dcp import LocalReader
-        from smp_train.checkpoints.dcp_storage import S3Reader
-
         files = self.sizes(name) if files is None else files
         if is_s3(self.location):
             return S3Reader(self.storage, posixpath.normpath(name), files)
@@ -191,9 +170,8 @@ class CheckpointFolder:
 
     def writer(self, name: str) -> TreeWriter:
         """Return the DCP writer of the tree ``name``, an attempt or a sub-folder of one."""
-        from smp_train.checkpoints.dcp_storage import TreeWriter
-
-        return TreeWriter(self.storage, name)
+        attempt = "/".join(name.split("/")[:2])
+        return TreeWriter(self.storage, name, begun=f"{attempt}/{CLAIM}")
 
     def make(self, name: str) -> None:
         """Make a sub-folder of an attempt, for a library that writes there itself."""

@@ -20,13 +20,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from smp_train.checkpoints.collective import one_line
-from smp_train.checkpoints.commit import CLAIM, wait_for
 from smp_train.checkpoints.dcp import DCP_METADATA, LocalReader
 from smp_train.checkpoints.record import Checksum, FileRecord, checksum_of
 from smp_train.distributed.agree import here
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
-from smp_train.storage import Range, Storage, is_s3, s3
+from smp_train.storage import Range, Storage, is_s3, s3, wait_for
 
 
 class _Checksummed(io.RawIOBase):
@@ -104,9 +103,10 @@ class _Files:
 class TreeWriter(FileSystemWriter):
     """Writes one file per rank into a tree, and keeps account of the files this rank wrote, for COMMITTED."""
 
-    def __init__(self, storage: Storage, place: str) -> None:
+    def __init__(self, storage: Storage, place: str, begun: str) -> None:
+        """``begun`` is a file of the attempt, which rank 0 has written."""
         super().__init__(place, single_file_per_rank=True, sync_files=False)
-        self._storage = storage
+        self._storage, self._begun = storage, begun
         self._files = _Files(storage)
         self.fs = self._files  # type: ignore[assignment]
         self.path = place
@@ -123,12 +123,11 @@ class TreeWriter(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse to write where this rank does not see the attempt that rank 0 has begun."""
-        attempt = "/".join(str(self.path).split("/")[:2])
-        if not wait_for(lambda: self._storage.exists(f"{attempt}/{CLAIM}")):
+        if not wait_for(lambda: self._storage.exists(self._begun)):
             location = self._storage.location
             raise CheckpointError(
                 here(
-                    f"does not see {attempt}, which rank 0 made: the nodes do not share {location}; "
+                    f"does not see {self._begun}, which rank 0 made: the nodes do not share {location}; "
                     "give a --checkpoint_dir that they do"
                 )
             )

@@ -19,6 +19,7 @@ from smp_train.checkpoints.dcp import Reader, load_state
 from smp_train.checkpoints.record import (
     COMMITTED,
     META,
+    METADATA,
     Committed,
     RunId,
     checksum_of,
@@ -26,7 +27,7 @@ from smp_train.checkpoints.record import (
     parse_folder_name,
 )
 from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
-from smp_train.checkpoints.saver import HUGGING_FACE, METADATA, Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.translated import RankReader, TranslatedReader, Tree
 from smp_train.distributed.agree import rank, world_size
 from smp_train.errors import CheckpointError, one_line

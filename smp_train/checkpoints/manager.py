@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp_train.checkpoints.attempt import Attempt, Elsewhere, Saved
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.commit import PROBE, UNKNOWN, CheckpointFolder, open_folder, wait_for
+from smp_train.checkpoints.commit import PROBE, UNKNOWN, CheckpointFolder, open_folder
 from smp_train.checkpoints.finding import TORCHS, Checkpoint
 from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
 from smp_train.checkpoints.owner import ADVICE, Owner
@@ -28,7 +28,7 @@ from smp_train.checkpoints.state import present
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.agree import alone, on_group, rank, unless
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.storage import is_s3
+from smp_train.storage import is_s3, wait_for
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.staging import Background, Stager

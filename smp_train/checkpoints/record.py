@@ -25,6 +25,8 @@ except ImportError:
 
 COMMITTED = "COMMITTED"
 META = "meta.json"
+METADATA = ".metadata"
+"""DCP's index of a tree."""
 FORMAT = 1
 CHUNK_BYTES = 4 << 20
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from smp_train.checkpoints.commit import CLAIM
-from smp_train.checkpoints.record import FileRecord
+from smp_train.checkpoints.commit import CLAIM, CheckpointFolder
+from smp_train.checkpoints.dcp import save_state
+from smp_train.checkpoints.record import METADATA, FileRecord
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
 from smp_train.models.smp_names import HubModel, Ranks
 
-if TYPE_CHECKING:
-    from smp_train.checkpoints.commit import CheckpointFolder
-
 HUGGING_FACE = "huggingface"
 SMP_NAMES = "smp"
 """Whose names parameters have once ``torch.sagemaker.transform`` has made the model its own."""
-METADATA = ".metadata"
-"""DCP's index of a tree."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,6 @@ class Saver:
         self, state: dict[str, Any], storage: CheckpointFolder, staged: str, on_stage: Callable[[str], None]
     ) -> dict[str, FileRecord]:
         """Write ``state`` into the folder ``staged`` and return the files that this rank answers for; collective."""
-        from smp_train.checkpoints.dcp import save_state
-
         if not self.writes:
             return {}
         folder = self.folder(staged)

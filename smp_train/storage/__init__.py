@@ -4,7 +4,20 @@
 boto3 is imported when a client is made, and torch nowhere.
 """
 
-from smp_train.storage.base import Entry, Range, Storage, at, normal
-from smp_train.storage.client import is_s3, split
+from __future__ import annotations
 
-__all__ = ["Entry", "Range", "Storage", "at", "is_s3", "normal", "split"]
+import os
+
+from smp_train.errors import CheckpointError, SmpTrainError
+from smp_train.storage.base import Entry, Range, Storage, normal, wait_for
+from smp_train.storage.client import is_s3, split
+from smp_train.storage.folder import FolderStorage
+from smp_train.storage.s3 import S3Storage
+
+__all__ = ["Entry", "Range", "Storage", "at", "is_s3", "normal", "split", "wait_for"]
+
+
+def at(location: str | os.PathLike[str], error: type[SmpTrainError] = CheckpointError) -> Storage:
+    """Return the storage at a location. Raises `ConfigError` for a kind of URL that is not supported."""
+    place = normal(location)
+    return S3Storage(place, error) if is_s3(place) else FolderStorage(place)

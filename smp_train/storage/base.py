@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import BinaryIO, NamedTuple, Protocol
 
-from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
+from smp_train.errors import ConfigError
 from smp_train.storage.client import SCHEME, is_s3, split
+
+VISIBLE_WITHIN_SECONDS = 5.0
 
 
 class Entry(NamedTuple):
@@ -84,18 +87,6 @@ class Storage(Protocol):
         """Return the time by the clock that `Entry.modified` is of; the machine's own may differ."""
 
 
-def at(location: str | os.PathLike[str], error: type[SmpTrainError] = CheckpointError) -> Storage:
-    """Return the storage at a location. Raises `ConfigError` for a kind of URL that is not supported."""
-    place = normal(location)
-    if is_s3(place):
-        from smp_train.storage.s3 import S3Storage
-
-        return S3Storage(place, error)
-    from smp_train.storage.folder import FolderStorage
-
-    return FolderStorage(place)
-
-
 def normal(location: str | os.PathLike[str]) -> str:
     """Return a location in its one normal form: an absolute path, or ``s3://bucket/prefix`` without a slash at the end.
 
@@ -109,3 +100,16 @@ def normal(location: str | os.PathLike[str]) -> str:
         raise ConfigError(f"{text}: {scheme[1]}:// is not supported; give a folder that all nodes share, or s3://")
     bucket, key = split(text)
     return posixpath.join(SCHEME + bucket, posixpath.normpath("/" + key)[1:]).rstrip("/")
+
+
+def wait_for(seen: Callable[[], bool]) -> bool:
+    """Ask ``seen`` until it says yes or `VISIBLE_WITHIN_SECONDS` have passed; return what it said last.
+
+    A network file system may show what another node has written a little late.
+    """
+    deadline = time.monotonic() + VISIBLE_WITHIN_SECONDS
+    while not seen():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.1)
+    return True

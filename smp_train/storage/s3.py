@@ -13,9 +13,12 @@ from smp_train.storage import client as s3_client
 from smp_train.storage.base import Entry, Range
 from smp_train.storage.client import SCHEME, code_of, explain, one_line, split
 from smp_train.storage.prefetch import prefetched
+from smp_train.storage.upload import Upload
 
 PART_BYTES = 16 << 20
 """Bytes of one request, up or down. A rank holds some twenty of them at most."""
+MOST_PARTS = 9000
+"""S3 takes 10,000 parts of one object."""
 CHUNK_BYTES = 1 << 17
 """Bytes per read of a body; what a read that breaks off had is lost."""
 LEAST_CHUNK_BYTES = 1 << 10
@@ -26,6 +29,11 @@ WAIT_SECONDS = 0.2
 MISSING = ("404", "NoSuchKey")
 UNREADABLE = (*MISSING, "NoSuchBucket", "403", "AccessDenied", "Forbidden")
 """Without permission to list, S3 answers for a missing object that access is denied."""
+
+
+def part_bytes(expected_bytes: int) -> int:
+    """Return the size of the parts in which an object of about ``expected_bytes`` goes up."""
+    return max(PART_BYTES, -(-expected_bytes // MOST_PARTS))
 
 
 class S3Storage:
@@ -192,9 +200,7 @@ class S3Storage:
     @contextmanager
     def writer(self, name: str, size: int = 0) -> Iterator[BinaryIO]:
         """Yield a stream into an object, which goes up in parts meanwhile."""
-        from smp_train.storage.upload import Upload
-
-        upload: Any = Upload(self, name, size)
+        upload: Any = Upload(self, name, part_bytes(size))
         try:
             yield upload
             upload.complete()

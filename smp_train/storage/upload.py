@@ -8,27 +8,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from smp_train.storage import client, s3
+from smp_train.storage import client
 from smp_train.storage.client import code_of
 
 if TYPE_CHECKING:
     from smp_train.storage.s3 import S3Storage
 
-MOST_PARTS = 9000
-"""S3 takes 10,000 parts of one object."""
-
-
-def part_bytes(expected_bytes: int) -> int:
-    """Return the size of the parts in which an object of about ``expected_bytes`` goes up."""
-    return max(s3.PART_BYTES, -(-expected_bytes // MOST_PARTS))
-
-
 class Upload(io.RawIOBase):
     """The object is there when `complete` has returned, or not at all. What S3 refuses is raised by any method."""
 
-    def __init__(self, storage: S3Storage, name: str, expected_bytes: int) -> None:
+    def __init__(self, storage: S3Storage, name: str, part_bytes: int) -> None:
         self._storage, self._name = storage, name
-        self._part_bytes = part_bytes(expected_bytes)
+        self._part_bytes = part_bytes
         self._buffer = bytearray()
         self._size = 0
         self._id = ""

@@ -21,10 +21,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from smp_train.checkpoints import CheckpointManager, Policy, RunId, commit, find, gather_state
+from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.owner import Owner
 from smp_train.errors import CheckpointError, SmpTrainError
+from smp_train.storage import base
 from tests.checkpoint_files import tree
 from tests.harness import RankFailed, run
 from tests.training import flags
@@ -245,7 +246,7 @@ def failing(folder: str, scenario: str) -> str:
             sizes = CheckpointFolder.sizes
             CheckpointFolder.sizes = lambda *a: {k: v for k, v in sizes(*a).items() if not k.startswith("__1_")}
 
-        commit.VISIBLE_WITHIN_SECONDS = 0.3
+        base.VISIBLE_WITHIN_SECONDS = 0.3
         mine = f"{folder}/node{rank}" if scenario in ("unshared", "probe") else folder
         manager = CheckpointManager([Policy(mine, 1, 2)], model_type="m", on_stage=on_stage)
         if scenario == "mount":
