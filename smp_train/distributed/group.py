@@ -106,7 +106,6 @@ def meet(runtime: Runtime, seconds: float) -> Any:
     import torch.distributed as dist
 
     global _meeting
-    deadline, pause = time.monotonic() + seconds, 0.01
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: Any = dist.TCPStore(
         runtime.master_addr,
@@ -116,6 +115,7 @@ def meet(runtime: Runtime, seconds: float) -> Any:
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
     )
+    deadline, pause = time.monotonic() + seconds, 0.01  # from here on: rank 0 may have started late
     everyone = [f"here/{rank}" for rank in range(runtime.world_size)]
     prefix = ""
     if runtime.is_main:
