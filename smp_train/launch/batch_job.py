@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch.srun_step import (
     Job,
-    RefusedError,
     ignore_term,
     make_folders,
     output,
@@ -94,7 +94,7 @@ class Start:
         return read(self.stop).strip() in ("USR1", "TERM")
 
     def count(self) -> None:
-        """Record this start; `RefusedError` where too many before it never reached the node agent."""
+        """Record this start; `SmpTrainError` where too many before it never reached the node agent."""
         before = self._counted()
         if before and self.saved():
             self._keep(0)
@@ -102,10 +102,10 @@ class Start:
         begun, newest = self._begun()
         in_vain = sum(committed == newest and restart not in begun for restart, committed in before)
         if in_vain >= self.job.max_attempts:
-            raise RefusedError(
+            raise SmpTrainError(
                 f"{in_vain} starts of job {self.id} ended before anything of smp-train ran: not trying again; see the "
-                "output of srun and of the nodes above, mend that, and submit the same script again", 1,
-            )  # fmt: skip
+                "output of srun and of the nodes above, mend that, and submit the same script again"
+            )
         with self.starts.open("a", encoding="utf-8") as file:
             file.write(f"{self.restart} {newest}\n")
 
@@ -217,10 +217,10 @@ class Start:
         if self.saved() or (self.asked and self.new("STOPPED")):
             self._keep(0)
         elif (in_vain := self._in_vain(last)) >= self.job.max_attempts:
-            raise RefusedError(
+            raise SmpTrainError(
                 f"{in_vain} starts of job {self.id} brought no new checkpoint: not trying again; logs: "
-                f"{self.attempts}.*. Lower --checkpoint_freq if they needed longer", 1,
-            )  # fmt: skip
+                f"{self.attempts}.*. Lower --checkpoint_freq if they needed longer"
+            )
         why = f"asked to stop by {self.asked}; " if self.asked else ""
         say(f"not finished ({why}srun returned {code}): putting the job back into the queue")
         return self._requeue(first["node"] if first and first["cause"] == "node" else None)
@@ -297,10 +297,10 @@ class Start:
         gone: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: gone.append(number))
         if subprocess.run(["scontrol", "requeue", self.id], check=False, preexec_fn=ignore_term).returncode:
-            raise RefusedError(
+            raise SmpTrainError(
                 "the job could not be requeued (is it submitted with --requeue, and does the cluster allow it?); "
-                "submit the same script again to go on", 1,
-            )  # fmt: skip
+                "submit the same script again to go on"
+            )
         if bad:
             self._exclude(bad)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(REQUEUED))
@@ -333,7 +333,7 @@ def run(job: Job, *, asked: str = "", dry_run: bool = False) -> int:
     """Run one start of a job, or print its srun command; return the exit code of the batch script."""
     try:
         if not dry_run and not os.environ.get("SLURM_JOB_ID"):
-            raise RefusedError("this is a batch script: submit it with sbatch")
+            raise ConfigError("this is a batch script: submit it with sbatch")
         # Slurm chooses GPUs where it has GRES; anything else comes from the shell that submitted this job.
         leaked = os.environ.get("CUDA_VISIBLE_DEVICES")
         by_slurm = os.environ.get("SLURM_JOB_GPUS") or os.environ.get("SLURM_GPUS_ON_NODE")
@@ -351,9 +351,9 @@ def run(job: Job, *, asked: str = "", dry_run: bool = False) -> int:
             return 0
         start.count()
         return start.conclude(start.run(command))
-    except RefusedError as refused:
+    except SmpTrainError as refused:
         say(f"error: {refused}")
-        return refused.code
+        return refused.exit_code
 
 
 if __name__ == "__main__":

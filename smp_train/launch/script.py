@@ -23,7 +23,7 @@ from smp_train.launch.batch_job import run
 from smp_train.launch.options import COMMON, split
 from smp_train.launch.slurm import checkpoints_in_s3
 from smp_train.launch.spec import CODE_DIR
-from smp_train.launch.srun_step import Job
+from smp_train.launch.srun_step import Job, mounts
 from smp_train.models.resolve import settled_flags
 
 Table = dict[str, tuple[str, str]]
@@ -153,13 +153,14 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
             preflight.check_data(resolved.args)
         except ConfigError as lacking:
             raise ConfigError(f"{socket.gethostname()}: {lacking}") from None
+    given, fsx = bool(environ.get("FSX_MOUNT")), values["FSX_MOUNT"].split(",")
     job = Job(
         flags=[*launch_flags.without(flags, {"run_dir"}), "--run_dir", run_dir],
         code_dir=str(CODE_DIR),
         run_dir=run_dir,
         python=values["PYTHON"] or ("python" if image else f"{CODE_DIR}/.venv/bin/python"),
         image=image,
-        mounts=_mounts(values) if image else [],
+        mounts=[mount for mount in fsx if mount and (given or os.path.exists(mount))] if image else [],
         folders=_read(resolved),
         written=_written(resolved, run_dir),
         container_env=values["CONTAINER_ENV"],
@@ -168,6 +169,8 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
         **{name.lower(): values[name] for name in ("INSTANCE_TYPE", "NPROC", "PREFLIGHT", "PROFILE")},
     )
     if not dry_run and not environ.get("SLURM_JOB_ID"):
+        if job.image:
+            mounts(job)
         os.execvp("sbatch", ["sbatch", script, *words])
     return run(job, asked=asked, dry_run=dry_run)
 
@@ -175,20 +178,6 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
 def _images() -> list[str]:
     """Return the files that docker_build.sh makes in the checkout, by preference."""
     return [f"{CODE_DIR}/{name}.sqsh" for name in ("smpv2", "smp-train")]
-
-
-def _mounts(values: Variables) -> list[str]:
-    """Return what FSX_MOUNT names; its default only where it is there.
-
-    Raises:
-        ConfigError: for a source that is not there.
-    """
-    given = bool(values.environ.get("FSX_MOUNT"))
-    mounts = [mount for mount in values["FSX_MOUNT"].split(",") if mount]
-    lacking = [mount for mount in mounts if not os.path.exists(mount.partition(":")[0])]
-    if lacking and given:
-        raise ConfigError(f"FSX_MOUNT: no {lacking[0].partition(':')[0]} to mount on {socket.gethostname()}")
-    return [mount for mount in mounts if mount not in lacking]
 
 
 def _read(resolved: Resolved) -> list[str]:

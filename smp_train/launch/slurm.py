@@ -19,7 +19,7 @@ from smp_train.launch.command import ask, call
 from smp_train.launch.images import check_image
 from smp_train.launch.options import COMMON, Option, print_help, split
 from smp_train.launch.spec import CHECKOUT, CODE_DIR, Spec, build, profile_flags, tell
-from smp_train.launch.srun_step import Job, command_line
+from smp_train.launch.srun_step import Job, command_line, mounts
 
 # $asked: a signal that Slurm sent before the batch job has its handlers.
 BODY = """
@@ -80,7 +80,6 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
     lines += [f"#SBATCH {_header('sbatch', word)}" for word in options["sbatch"]]
     lines += ["", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}"]
     lines += [_export(spec, name) for name in sorted(spec.environment)]
-    mounts, folders = _mounts(spec, options) if options["image"] else ([], [])
     own = (f"{spec.run_dir}/logs", f"{spec.run_dir}/checkpoints")  # the batch job knows these by itself
     job = Job(
         flags=list(spec.train_flags),
@@ -88,8 +87,8 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
         run_dir=spec.run_dir,
         python=options["python"] or ("python3" if options["image"] else sys.executable),
         image=options["image"] or "",
-        mounts=mounts,
-        folders=folders,
+        mounts=options["mounts"] if options["image"] else [],
+        folders=_folders(spec) if options["image"] else [],
         written=[place for place in map(str, _written(spec)) if place not in own],
         container_env=",".join(sorted(spec.environment)) if options["image"] else "",
         checkpoints_in_s3=checkpoints_in_s3(spec.resolved),
@@ -99,6 +98,8 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
         profile=options["profile"] or "",
         max_attempts=options["max_attempts"],
     )
+    if job.image:
+        mounts(job, dry_run=True)  # refuses what pyxis cannot mount
     body = BODY.replace("@CODE@", shlex.quote(_code(spec))).replace("@PYTHON@", shlex.quote(sys.executable))
     return "\n".join(lines) + body.replace("@OPTIONS@", " \\\n  ".join(map(shlex.join, command_line(job))))
 
@@ -152,21 +153,10 @@ def _header(key: str, value: str) -> str:
     return value
 
 
-def _mounts(spec: Spec, options: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return (what pyxis is to mount as the user wrote it, folders to be mounted where they are)."""
-    for mount in options["mounts"]:
-        if "," in mount or mount.count(":") > 2:
-            raise ConfigError(f"--mounts {mount}: is not SOURCE or SOURCE:TARGET[:FLAGS]{UNSPEAKABLE}")
+def _folders(spec: Spec) -> list[str]:
+    """Return the folders that the container needs besides those of the job; one below another comes with it."""
     places = [place for place in spec.local_places() if not place.startswith(spec.run_dir + "/")]
-    # A folder below another one comes with it.
-    folders = [one for one in places if not any(one.startswith(other.rstrip("/") + "/") for other in places)]
-    for folder in (spec.run_dir, _code(spec), os.getcwd(), *folders):
-        if "," in folder or ":" in folder:
-            raise ConfigError(f"{folder}: the container needs it, and{UNSPEAKABLE[1:]}")
-    return list(options["mounts"]), folders
-
-
-UNSPEAKABLE = "; pyxis has no way to write a comma or a colon in a path: rename it, or name it by a link that has none"
+    return [one for one in places if not any(one.startswith(other.rstrip("/") + "/") for other in places)]
 
 
 def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:

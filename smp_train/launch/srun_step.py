@@ -16,6 +16,8 @@ import subprocess
 import sys
 from typing import Any
 
+from smp_train.errors import ConfigError
+
 SMP_CLUSTER_LOGS = "/var/log/aws/clusters"  # the SMP library recognizes HyperPod by this folder
 INSIDE = "/.smp-train-inside"  # mounted into the container, so that the node agent can tell that it is in one
 # Variables that training reads and that images may set too; not GPUs and search paths, which differ inside.
@@ -50,14 +52,6 @@ class Job:
     max_attempts: int = 3
 
 
-class RefusedError(Exception):
-    """The job does not run: one line, and an exit code."""
-
-    def __init__(self, message: str, code: int = 2) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 def say(line: str) -> None:
     """Print a line of this script's."""
     print(f"smp-train: {line}", file=sys.stderr, flush=True)
@@ -81,7 +75,7 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
     """Return the srun command of the job, and export what it hands on.
 
     Raises:
-        RefusedError: for what is missing on this host; a dry run looks at no file.
+        ConfigError: for what is missing on this host; a dry run looks at no file.
     """
     here = socket.gethostname()
     words, flags = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--label"], list(job.flags)
@@ -103,7 +97,7 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
         flags += ["--profile_nsys", "1"]
         agent.append("--nsys")
     elif job.profile not in ("", "0", "none"):
-        raise RefusedError(f"PROFILE={job.profile}: is not torch or nsys")
+        raise ConfigError(f"PROFILE={job.profile}: is not torch or nsys")
     # The image has a Python of its own, for which the packages on this shell's PYTHONPATH are not made.
     further = [] if job.image else os.environ.get("PYTHONPATH", "").split(os.pathsep)
     further = [folder for folder in further if folder and folder != job.code_dir]
@@ -113,11 +107,11 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
     command = [job.python, "-m", "smp_train.launch.node_agent"]
     if job.image:
         if not dry_run and "--container-image" not in options:
-            raise RefusedError(
+            raise ConfigError(
                 "this cluster's srun knows no --container-image; install pyxis, or use launch_training_conda.sh"
             )
         if not dry_run and job.image.startswith(("./", "/")) and not os.path.exists(job.image):
-            raise RefusedError(f"no image {job.image} on {here}; make it with docker_build.sh, or set IMAGE")
+            raise ConfigError(f"no image {job.image} on {here}; make it with docker_build.sh, or set IMAGE")
         handed = {name for name in os.environ if HANDED_OVER.fullmatch(name)}
         handed |= {name for name in job.container_env.split(",") if name}
         words += [
@@ -129,28 +123,28 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
         # srun would look the interpreter up on this host; the image has its own.
         command = ["/bin/bash", "-c", 'exec "$@"', "task", *command]
     elif not dry_run and not shutil.which(job.python):
-        raise RefusedError(f"no interpreter {job.python} on {here}; run setup_conda_env.sh, or set PYTHON")
+        raise ConfigError(f"no interpreter {job.python} on {here}; run setup_conda_env.sh, or set PYTHON")
     return [*words, *command, *agent, "--", *flags]
 
 
 def mounts(job: Job, *, dry_run: bool = False) -> list[str]:
-    """Return what pyxis is to mount, once each; `RefusedError` for what it cannot mount."""
+    """Return what pyxis is to mount, once each; `ConfigError` for what it cannot mount."""
     found = [f"{job.code_dir}/smp_train/launch:{INSIDE}:ro"]
     for mount in job.mounts:
         if "," in mount or mount.count(":") > 2:
-            raise RefusedError(
+            raise ConfigError(
                 f"{mount} (FSX_MOUNT, --mounts): is not one mount, SOURCE or SOURCE:TARGET[:FLAGS]; pyxis cannot "
                 "express a comma or a colon in a path"
             )
         source = mount.partition(":")[0]
         if not dry_run and not os.path.exists(source):
-            raise RefusedError(f"no {source} to mount on {socket.gethostname()}; make it, or take it out of MOUNTS")
+            raise ConfigError(f"no {source} to mount on {socket.gethostname()}; make it, or take it out of MOUNTS")
         found.append(mount)
-    nsys = os.environ["NSYS_DIR"] if job.profile == "nsys" else ""
+    nsys = os.environ.get("NSYS_DIR", "") if job.profile == "nsys" else ""
     own = [place for place in (SMP_CLUSTER_LOGS, nsys) if os.path.isdir(place)]
     for folder in (*job.folders, os.getcwd(), job.code_dir, job.run_dir, *job.written, *own):
         if "," in folder or ":" in folder:
-            raise RefusedError(
+            raise ConfigError(
                 f"{folder}: pyxis cannot mount a path with a comma or a colon in it; rename it, or name it by a link "
                 "that has none"
             )
@@ -159,12 +153,12 @@ def mounts(job: Job, *, dry_run: bool = False) -> list[str]:
 
 
 def make_folders(job: Job) -> None:
-    """Make the folders that the run writes; `RefusedError` where that cannot be."""
+    """Make the folders that the run writes; `ConfigError` where that cannot be."""
     for folder in (*job.written, f"{job.run_dir}/logs"):
         try:
             os.makedirs(folder, exist_ok=True)
         except OSError as problem:
-            raise RefusedError(
+            raise ConfigError(
                 f"cannot write {folder} on {socket.gethostname()} ({problem.strerror}); RUN_DIR, CHECKPOINT_DIR and "
                 "flags must name folders on a shared file system"
             ) from None

@@ -143,8 +143,8 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--profile", "x"], "--profile x: is not torch or nsys"),
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--env", "1X=2"], "is not NAME=VALUE"),
         (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--time", "5"], "nothing would be trained"),
-        ([*CONTAINER, "--mounts", "/a,b"], "--mounts /a,b: is not SOURCE or SOURCE:TARGET[:FLAGS]; pyxis has no way"),
-        ([*CONTAINER, "--run_dir", "/a:b"], "/a:b: the container needs it, and pyxis has no way to write a comma"),
+        ([*CONTAINER, "--mounts", "/a,b"], "/a,b (FSX_MOUNT, --mounts): is not one mount"),
+        ([*CONTAINER, "--run_dir", "/a:b"], "/a:b: pyxis cannot mount a path with a comma or a colon"),
         (["local", "--nproc", "2", "--nnodes", "2", "--use_synthetic_data=1"], "needs NODE_RANK (0 to 1"),
         (["local", "--nproc", "2", "--training_dir", "/no/data", "--check"], "--training_dir /no/data: no such folder"),
         (
@@ -409,6 +409,10 @@ def test_the_script_looks_for_checkpoints_where_the_run_writes_them(capsys: pyte
         assert f"\n  --written {folder} " in text
         assert "--checkpoints_in_s3" not in text
     assert "\n  --checkpoints_in_s3 " in dry_run(capsys, *words, "--checkpoint_dir", "s3://bucket/x")
+
+
+def test_without_a_container_a_path_may_have_a_colon(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--run_dir /a:b " in dry_run(capsys, "slurm", "--nproc=2", "--use_synthetic_data=1", "--run_dir", "/a:b")
 
 
 def test_options_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
