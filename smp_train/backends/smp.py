@@ -22,7 +22,7 @@ from smp_train.arguments import checkpointing
 from smp_train.backends import smp_model, smp_saver, smp_state
 from smp_train.backends.base import Backend, Topology
 from smp_train.backends.smp_fp8 import Fp8
-from smp_train.checkpoints.saver import Saver
+from smp_train.checkpoints.saver import LibrarySaver, Saver
 from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.degrees import check_model, plan
@@ -82,7 +82,7 @@ class SmpBackend(Backend):
         self._vocab_size = 0
         self._matrices: set[str] = set()
         self._tree: smp_state.Tree | None = None
-        self._saver = Saver()
+        self._saver: Saver = Saver()
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
         """See `Backend.check`."""
@@ -146,14 +146,15 @@ class SmpBackend(Backend):
             ),
             in_folders=in_folders,
         )
-        if args.checkpoint_type == "async_sharded" and self._saver.begin is None and not self._saver.in_background:
+        library = self._saver.library if isinstance(self._saver, LibrarySaver) else None
+        if args.checkpoint_type == "async_sharded" and library is not None and not library.asynchronous:
             why = "what is cut over ranks, and --hybrid_shard_degree is 1"
             if not in_folders:
                 why = "what goes to folders, where tensor or expert ranks have trees of their own"
             logger.info("--checkpoint_type async_sharded: training waits for each save, as SMP begins in the "
                         "background only %s", why)  # fmt: skip
         self._tree = smp_state.Tree(
-            self._root, names, sharded=sharded, device=self.device, raw=self._saver.begin is not None
+            self._root, names, sharded=sharded, device=self.device, raw=library is not None and library.asynchronous
         )
         return wrapped
 

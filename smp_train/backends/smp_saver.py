@@ -8,14 +8,12 @@ own names and cuts, and each has a tree of its own, ``tp<rank>_ep<rank>``.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from smp_train.backends import smp_library
-from smp_train.checkpoints.saver import Saver
+from smp_train.checkpoints.saver import Library, LibrarySaver, Saver
 from smp_train.distributed import gather
 from smp_train.errors import ConfigError
 from smp_train.models.smp_names import HubModel, Ranks
@@ -34,6 +32,35 @@ def each_tree_once(told: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
         if len(groups) != 1 or set(groups.pop()) != {rank for rank, _ in writers}:
             return False
     return True
+
+
+class SmpLibrary(Library):
+    """SMP's checkpoint modules, for the ranks of a shard group. Raises `ConfigError` where this SMP has none."""
+
+    def __init__(self, group: Any, coordinator: int, *, asynchronous: bool) -> None:
+        self._saving = smp_library.part("distributed.checkpoint.state_dict_saver", "saving through SMP", "2.5")
+        self._loading = smp_library.part("distributed.checkpoint.state_dict_loader", "loading through SMP", "2.5")
+        calls = smp_library.part("distributed.checkpoint.async_utils", "saving through SMP", "2.5")
+        self._queue = calls.AsyncCallsQueue()
+        self._group = group
+        self._own = {"process_group": group, "coordinator_rank": coordinator}
+        self.asynchronous = asynchronous
+
+    def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
+        """See `Library.save`."""
+        self._saving.save(state, storage_writer=storage_writer, **self._own)
+
+    def load(self, state: dict[str, Any], *, storage_reader: Any, planner: Any) -> None:
+        """See `Library.load`."""
+        self._loading.load(state, storage_reader=storage_reader, planner=planner, **self._own)
+
+    def begin(self, state: dict[str, Any], folder: str) -> None:
+        """See `Library.begin`."""
+        self._saving.async_save(state, checkpoint_id=folder, queue=self._queue, **self._own)
+
+    def ended(self, wait: bool) -> bool:
+        """See `Library.ended`."""
+        return bool(self._queue.maybe_finalize_async_calls(blocking=wait, process_group=self._group))
 
 
 def make(
@@ -57,11 +84,7 @@ def make(
         # Each rank holds all there is of its tree. Without parts that is what torch's DCP writes best.
         if not parted:
             return torchs
-        from smp_train.checkpoints.dcp import load_alone, save_alone
-
-        return replace(
-            torchs, writes=first, place=(0, 1), save=save_alone, load=load_alone, in_background=False
-        )
+        return LibrarySaver(hub=hub, ranks=ranks, part=torchs.part, writes=first, library=Library())
     group = root.process_group
     process_groups = smp_library.part("utils.process_group_utils", "--backend smp")
     members = process_groups.get_global_ranks(group)
@@ -72,27 +95,14 @@ def make(
     if not in_folders and not parted:
         logger.info("Checkpoints: torch's own saver, which --checkpoint_dir in S3 has a writer for")
         return torchs
-    own = {"process_group": group, "coordinator_rank": min(members)}
     try:
-        saving = smp_library.part("distributed.checkpoint.state_dict_saver", "saving through SMP", "2.5")
-        loading = smp_library.part("distributed.checkpoint.state_dict_loader", "loading through SMP", "2.5")
-        calls = smp_library.part("distributed.checkpoint.async_utils", "saving through SMP", "2.5")
+        library = SmpLibrary(group, min(members), asynchronous=in_folders)  # its synchronous saver takes any writer
     except ConfigError as missing:
         if parted:
             raise
         logger.info("Checkpoints: torch's own saver; %s", missing)
         return torchs
-    queue = calls.AsyncCallsQueue()
-
-    def begin(state: dict[str, Any], folder: str) -> None:
-        saving.async_save(state, checkpoint_id=folder, queue=queue, **own)
-
-    def ended(wait: bool) -> bool:
-        return bool(queue.maybe_finalize_async_calls(blocking=wait, process_group=group))
-
-    # SMP's synchronous saver takes any writer.
-    later: dict[str, Any] = {"begin": begin, "ended": ended} if in_folders else {}
-    return replace(
-        torchs, writes=first, place=(members.index(dist.get_rank()), len(members)), save=partial(saving.save, **own),
-        load=partial(loading.load, **own), in_background=False, **later,
-    )  # fmt: skip
+    which, among = members.index(dist.get_rank()), len(members)
+    return LibrarySaver(
+        hub=hub, ranks=ranks, part=torchs.part, writes=first, library=library, which=which, among=among
+    )

@@ -14,7 +14,7 @@ from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import CheckpointFolder
 from smp_train.checkpoints.owner import Owner
 from smp_train.checkpoints.record import META, Committed, FileRecord
-from smp_train.checkpoints.saver import Saver
+from smp_train.checkpoints.saver import LibrarySaver
 from smp_train.distributed.agree import any_rank, here, rank
 from smp_train.errors import CheckpointError
 from smp_train.storage import wait_for
@@ -88,7 +88,7 @@ class Elsewhere:
     What goes wrong in the library on one rank is kept, for all ranks to learn of when the save is ended.
     """
 
-    def __init__(self, saver: Saver, end: Callable[[Exception | None], list[Saved]]) -> None:
+    def __init__(self, saver: LibrarySaver, end: Callable[[Exception | None], list[Saved]]) -> None:
         self._saver, self._end = saver, end
         self._ended = not saver.writes
         self._failure: Exception | None = None
@@ -108,9 +108,8 @@ class Elsewhere:
     def _ask(self, *, wait: bool) -> None:
         if self._ended:
             return
-        assert self._saver.ended is not None
         try:
-            self._ended = self._saver.ended(wait) or wait
+            self._ended = self._saver.library.ended(wait) or wait
         except Exception as error:
             self._failure, self._ended = error, True
 

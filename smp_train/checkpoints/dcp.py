@@ -284,19 +284,30 @@ def _warn_of_other_dtypes(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -
             return
 
 
-def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., None] | None = None) -> None:
-    """Write ``state`` (nested dicts of tensors, DTensors and plain values). Collective.
+def save_together(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:
+    """Write one tree of all ranks; collective."""
+    if is_alone():
+        save_alone(state, storage_writer=storage_writer)
+    else:
+        dcp.save(state, storage_writer=storage_writer, process_group=group())
 
-    ``save`` takes the place of torch's. Raises `CheckpointError` on every rank that takes part when any of them failed.
+
+def load_together(state: dict[str, Any], *, storage_reader: StorageReader, planner: Any) -> None:
+    """Fill ``state`` from one tree, which all ranks read; collective."""
+    if is_alone():
+        load_alone(state, storage_reader=storage_reader, planner=planner)
+    else:
+        dcp.load(state, storage_reader=storage_reader, planner=planner)
+
+
+def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., None] = save_together) -> None:
+    """Write ``state`` (nested dicts of tensors, DTensors and plain values) by ``save``. Collective.
+
+    Raises `CheckpointError` on every rank that takes part when any of them failed.
     """
     try:
         with _single_process_is_fine():
-            if save is not None:
-                save(state, storage_writer=writer)
-            elif is_alone():
-                _save_state_dict(state, storage_writer=writer, no_dist=True, planner=DefaultSavePlanner())
-            else:
-                dcp.save(state, storage_writer=writer, process_group=group())
+            save(state, storage_writer=writer)
     except CheckpointException as error:
         raise CheckpointError(one_line(error)) from error
 
@@ -306,12 +317,12 @@ def load_state(
     reader: Reader,
     label: str,
     ignored: Container[str] = (),
-    load: Callable[..., None] | None = None,
+    load: Callable[..., None] = load_together,
 ) -> None:
     """Fill ``state`` in place from what ``reader`` reads, on whatever mesh it is laid out. Collective.
 
     Where the checkpoint has names that parameters have in memory, it is read under these (`State.named_as`). Entries in
-    ``ignored`` may be there unasked for; ``load`` takes the place of torch's. Raises `CheckpointError` on
+    ``ignored`` may be there unasked for; it is read by ``load``. Raises `CheckpointError` on
     every rank when any rank failed, or when ``state`` and checkpoint do not match.
     """
     gather(f"cannot load {label}", reader.preload)
@@ -319,17 +330,14 @@ def load_state(
         state = state.named_as(saved_entries(reader))
     try:
         with _single_process_is_fine():
-            if load is None and is_alone():
-                _load_state_dict(state, storage_reader=reader, planner=StrictLoadPlanner(ignored), no_dist=True)
-            else:
-                (load or dcp.load)(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
+            load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
         raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
 
 
 def save_alone(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:
     """Write a tree that this rank holds whole; no collective. `dcp.save` of torch 2.5 cannot do without."""
-    _save_state_dict(state, storage_writer, no_dist=True)
+    _save_state_dict(state, storage_writer=storage_writer, no_dist=True, planner=DefaultSavePlanner())
 
 
 def load_alone(state: dict[str, Any], *, storage_reader: StorageReader, planner: Any = None) -> None:

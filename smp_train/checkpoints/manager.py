@@ -23,7 +23,7 @@ from smp_train.checkpoints.owner import ADVICE, Owner
 from smp_train.checkpoints.record import FileRecord, RunId, folder_name, parse_folder_name
 from smp_train.checkpoints.retention import Policy, retain, set_later_aside, sweep
 from smp_train.checkpoints.runs import committed
-from smp_train.checkpoints.saver import HUGGING_FACE, Saver
+from smp_train.checkpoints.saver import HUGGING_FACE, LibrarySaver, Saver
 from smp_train.checkpoints.state import present
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.agree import alone, on_group, rank, unless
@@ -167,7 +167,7 @@ class CheckpointManager:
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
         in_folders = not any(map(is_s3, due))
-        if self.asynchronous and saver.begin is not None and in_folders:
+        if self.asynchronous and in_folders and isinstance(saver, LibrarySaver) and saver.library.asynchronous:
             for place in due:
                 self._end_pending()
                 self._pending = self._begin_with(saver, place, state, meta, began)
@@ -176,7 +176,8 @@ class CheckpointManager:
         def write(state: dict[str, Any]) -> list[Saved]:
             return [self._save_to(place, state, meta, began, saver) for place in due]
 
-        if self.asynchronous and saver.in_background and self._has_room(state) and self._begin(state, write):
+        in_background = self.asynchronous and not isinstance(saver, LibrarySaver)
+        if in_background and self._has_room(state) and self._begin(state, write):
             return []
         saved = write(state)
         self._saved += saved
@@ -294,14 +295,14 @@ class CheckpointManager:
         attempt = self._attempt(place, meta)
         storage, staged = attempt.storage, attempt.staged
         with attempt.cleared_on_failure():
-            if saver.part:
+            if isinstance(saver, LibrarySaver) and saver.part:
                 gather(attempt.what, lambda: saver.prepare(storage, staged))
             records: dict[str, FileRecord] = {}
             failure: Exception | None = None
             try:
                 records = saver.write(state, storage, staged, self.on_stage)
             except CheckpointError as error:
-                if saver.save is None:  # every rank wrote, and every rank has this
+                if not isinstance(saver, LibrarySaver):  # every rank wrote, and every rank has this
                     raise CheckpointError(f"{attempt.what}: {error}") from error
                 failure = error
             except Exception as error:  # this rank's alone: the others learn of it as they commit
@@ -309,7 +310,7 @@ class CheckpointManager:
             return self._commit(attempt, lambda: unless(failure, records), meta, began)
 
     def _begin_with(
-        self, saver: Saver, place: str, state: dict[str, Any], meta: dict[str, Any], began: float
+        self, saver: LibrarySaver, place: str, state: dict[str, Any], meta: dict[str, Any], began: float
     ) -> Elsewhere:
         """Let the library that brought ``saver`` copy the state and write it; collective."""
         attempt = self._attempt(place, meta)
@@ -327,8 +328,7 @@ class CheckpointManager:
             gather(attempt.what, lambda: saver.prepare(storage, staged))
             failure: Exception | None = None
             try:
-                if saver.writes and saver.begin is not None:
-                    saver.begin(state, os.path.join(storage.location, saver.folder(staged)))
+                saver.begin(state, storage, staged)
             except Exception as error:
                 failure = error
             gather(attempt.what, lambda: unless(failure, None))

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smp_train.checkpoints.commit import CLAIM, CheckpointFolder
-from smp_train.checkpoints.dcp import save_state
+from smp_train.checkpoints.dcp import load_alone, load_together, save_alone, save_state, save_together
 from smp_train.checkpoints.record import METADATA, FileRecord
-from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError
 from smp_train.models.smp_names import HubModel, Ranks
 
@@ -21,7 +20,7 @@ SMP_NAMES = "smp"
 
 @dataclass(frozen=True)
 class Saver:
-    """One rank's part in writing and reading; as it stands, all ranks write one tree through torch's DCP."""
+    """Ranks write and read one tree through torch's DCP; a save may run in a thread while training goes on."""
 
     hub: HubModel | None = None
     """The model on the hub, where parameters have SMP's names here; None where they have the hub's."""
@@ -31,42 +30,27 @@ class Saver:
     """Sub-folder of the tree that this rank belongs to, where ranks do not share one."""
     writes: bool = True
     """Whether this rank takes part in writing; replicas of those that do need not."""
-    place: tuple[int, int] | None = None
-    """(which, of how many) this rank is among those that write its tree; None for its place among all ranks."""
-    save: Callable[..., None] | None = None
-    """Takes ``(state, storage_writer=...)``, as ``torch.distributed.checkpoint.save`` does; None for that."""
-    load: Callable[..., None] | None = None
-    """Takes ``(state, storage_reader=..., planner=...)``, as ``torch.distributed.checkpoint.load`` does."""
-    begin: Callable[[dict[str, Any], str], None] | None = None
-    """Copies the state and begins to write it to a folder; on ranks that write. None: nothing but `save`."""
-    ended: Callable[[bool], bool] | None = None
-    """Tells whether what was begun is written, and waits for that when asked to; on ranks that write."""
-    in_background: bool = True
-    """Whether `save` may run in a thread while training goes on."""
 
     @property
     def names(self) -> str:
         """Whose names the parameters have."""
         return HUGGING_FACE if self.hub is None else SMP_NAMES
 
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is the first of those that write its tree."""
-        return (self.place or (rank(), 0))[0] == 0 and self.writes
+    def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
+        """Write a tree; collective."""
+        save_together(state, storage_writer=storage_writer)
 
-    def prepare(self, storage: CheckpointFolder, staged: str) -> None:
-        """Make the folder of this rank's tree, on the rank that leads; not collective, and before all that is."""
-        if self.part and self.leads:
-            storage.make(self.folder(staged))
+    def load(self, state: dict[str, Any], *, storage_reader: Any, planner: Any) -> None:
+        """Fill ``state`` from a tree; collective."""
+        load_together(state, storage_reader=storage_reader, planner=planner)
 
     def write(
         self, state: dict[str, Any], storage: CheckpointFolder, staged: str, on_stage: Callable[[str], None]
     ) -> dict[str, FileRecord]:
-        """Write ``state`` into the folder ``staged`` and return the files that this rank answers for; collective."""
+        """Write ``state`` into the attempt ``staged`` and return the files that this rank has written; collective."""
         if not self.writes:
             return {}
-        folder = self.folder(staged)
-        writer = storage.writer(folder)
+        writer = storage.writer(self.folder(staged))
         writer.on_stage = on_stage
         save_state(state, writer, self.save)
         return self._placed(writer.records)
@@ -74,6 +58,64 @@ class Saver:
     def folder(self, staged: str) -> str:
         """Return the folder of this rank's tree."""
         return os.path.join(staged, self.part) if self.part else staged
+
+    def _placed(self, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        return {os.path.join(self.part, file): record for file, record in records.items()}
+
+
+class Library:
+    """How the ranks of a group write and read their tree; as it stands, for a group of one, through torch's DCP."""
+
+    asynchronous = False
+    """Whether it can write in the background: `begin` and `ended`."""
+
+    def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
+        """Write as ``torch.distributed.checkpoint.save`` does; on the ranks that write."""
+        save_alone(state, storage_writer=storage_writer)
+
+    def load(self, state: dict[str, Any], *, storage_reader: Any, planner: Any) -> None:
+        """Read as ``torch.distributed.checkpoint.load`` does."""
+        load_alone(state, storage_reader=storage_reader, planner=planner)
+
+    def begin(self, state: dict[str, Any], folder: str) -> None:
+        """Copy the state and begin to write it to a folder; on the ranks that write."""
+        raise NotImplementedError
+
+    def ended(self, wait: bool) -> bool:
+        """Return whether what was begun is written, and wait for that when asked to; on the ranks that write."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibrarySaver(Saver):
+    """The ranks of a group, ``which`` of ``among`` this is, write a tree through a backend's library."""
+
+    library: Library
+    which: int = 0
+    among: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that write its tree."""
+        return self.which == 0 and self.writes
+
+    def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
+        """See `Library.save`."""
+        self.library.save(state, storage_writer=storage_writer)
+
+    def load(self, state: dict[str, Any], *, storage_reader: Any, planner: Any) -> None:
+        """See `Library.load`."""
+        self.library.load(state, storage_reader=storage_reader, planner=planner)
+
+    def prepare(self, storage: CheckpointFolder, staged: str) -> None:
+        """Make the folder of this rank's tree, on the rank that leads; not collective, and before all that is."""
+        if self.part and self.leads:
+            storage.make(self.folder(staged))
+
+    def begin(self, state: dict[str, Any], storage: CheckpointFolder, staged: str) -> None:
+        """Begin to write ``state`` in the background."""
+        if self.writes:
+            self.library.begin(state, os.path.join(storage.location, self.folder(staged)))
 
     def listed(self, storage: CheckpointFolder, staged: str) -> tuple[str, dict[str, int]] | None:
         """Return this rank's tree and the files (name: size) that `begin` brought about for it, on the rank that leads.
@@ -90,11 +132,5 @@ class Saver:
 
     def written(self, storage: CheckpointFolder, staged: str, files: Mapping[str, int]) -> dict[str, FileRecord]:
         """Make this rank's share of the ``files`` of its tree durable, and return their records; not collective."""
-        if not self.writes or self.place is None:
-            return {}
-        which, among = self.place
-        folder = self.folder(staged)
-        return self._placed({file: storage.secure(folder, file, files[file]) for file in sorted(files)[which::among]})
-
-    def _placed(self, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
-        return {os.path.join(self.part, file): record for file, record in records.items()}
+        mine = sorted(files)[self.which :: self.among] if self.writes else []
+        return self._placed({file: storage.secure(self.folder(staged), file, files[file]) for file in mine})

@@ -58,7 +58,8 @@ def test_resume_is_bit_exact(world: int, changes: dict, tmp_path: Path) -> None:
         again = {"resume_from_checkpoint": checkpoint(broken, 3), "max_steps": 4}
         harness.run(train, world, flags(broken, **options, **again))
         kept = sorted(path.name for path in (broken / "checkpoints").iterdir())
-        assert kept == ["llama_v2-3steps", "llama_v2-4steps", "llama_v2-6steps.abandoned"]
+        assert kept == ["llama_v2-3steps", "llama_v2-4steps", "llama_v2-6steps"]
+        assert (checkpoint(broken, 6) / "COMMITTED.abandoned").exists()
 
 
 MESHES = {
