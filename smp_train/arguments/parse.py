@@ -225,7 +225,7 @@ def _values(given: Given, notes: list[str]) -> dict[str, Any]:
 
 
 def _merge(layer: list[Given], notes: list[str]) -> dict[str, tuple[Any, str]]:
-    """Return value and source by our flag's name; where two names disagree, `_settle` has the word."""
+    """Return value and source by our flag's name; where two names disagree, `_settle` decides."""
     merged: dict[str, tuple[Any, str]] = {}
     spellings: dict[str, Given] = {}
     implied: dict[str, tuple[Any, str]] = {}
@@ -274,12 +274,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
     environ = os.environ if environ is None else environ
     notes: list[str] = []
     layers = [_merge(read_command_line(argv, notes), notes), _merge(read_environment(environ), notes)]
-    config = next((layer["config"][0] for layer in layers if "config" in layer), None)
-    if config:
-        layers.append(_merge(read_config(config), notes))
-    smp_config = next((layer["smp_config"][0] for layer in layers if "smp_config" in layer), None)
-    if smp_config:
-        layers.append(_merge(read_smp_config(smp_config), notes))
+    for name, read in (("config", read_config), ("smp_config", read_smp_config)):
+        path = next((layer[name][0] for layer in layers if name in layer), None)
+        if path:
+            layers.append(_merge(read(path), notes))
     layers.append(_platform_defaults(environ))
     values: dict[str, Any] = {}
     sources = dict.fromkeys(flags(), DEFAULT)

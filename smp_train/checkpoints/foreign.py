@@ -32,6 +32,7 @@ from smp_train.checkpoints.record import COMMITTED, META, METADATA, Committed
 from smp_train.checkpoints.saver import HUGGING_FACE, SMP_NAMES, Saver
 from smp_train.checkpoints.state import State
 from smp_train.checkpoints.translated import MODEL_PREFIXES, MOMENTS, TensorReader, Tree
+from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.smp_names import Ranks, is_transformed
@@ -134,7 +135,9 @@ def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
             return Foreign(path=label, _storage=storage, _name=name, config=config, **facts)
         if strict or single:
             raise CheckpointError(f"{label}, of SMP's sample scripts, is not whole: {facts}")
-        logger.warning("%s, of SMP's sample scripts, is not whole: %s; trying the next older one", label, facts)
+        logger.warning(
+            "%s, of SMP's sample scripts, is not whole: %s; trying the next older one", label, facts, extra=ALL_RANKS
+        )
     if names:
         raise CheckpointError(f"no checkpoint of SMP's sample scripts in {folder} is whole; {label}: {facts}")
     return None
