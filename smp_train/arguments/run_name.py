@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 RUNS, CHECKPOINTS = "runs", "checkpoints"
 """Folders that hold the folders of runs, by default."""
+CHECKPOINT_NAME = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps(-[0-9a-f]{8})?")
+"""Names of checkpoints in a folder of them."""
 
 
 def is_run_name(text: str) -> bool:

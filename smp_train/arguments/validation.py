@@ -8,7 +8,7 @@ from smp_train.arguments import checkpointing
 from smp_train.arguments.flag import Flag, show
 from smp_train.arguments.groups import Arguments, flags
 from smp_train.arguments.parse import Resolved
-from smp_train.arguments.run_name import is_run_name
+from smp_train.arguments.run_name import CHECKPOINT_NAME, CHECKPOINTS, is_run_name
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed import smp_installed
 from smp_train.distributed.degrees import divisors, plan
@@ -149,6 +149,8 @@ def _check_schedule(args: Arguments) -> None:
 def _check_checkpoints(args: Arguments) -> None:
     if args.run_name and not is_run_name(args.run_name):
         raise ConfigError(f"--run_name {args.run_name!r}: is no name for a folder; give one such as llama-7b")
+    if f"{CHECKPOINTS}/{args.run_name}" in args.checkpoint_dir and CHECKPOINT_NAME.fullmatch(args.run_name):
+        raise ConfigError(f"--run_name {args.run_name}: names a checkpoint, not a folder of them; give another name")
     folders = len(args.checkpoint_dir) or 1
     for name in ("checkpoint_freq", "num_kept_checkpoints"):
         length = len(getattr(args, name))

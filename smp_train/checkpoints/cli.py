@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from smp_train.checkpoints import foreign
 from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.finding import (
     Checkpoint,
@@ -99,8 +100,6 @@ def main(argv: Sequence[str]) -> int:
 
 def ls(options: argparse.Namespace) -> int:
     """Print one line per checkpoint, finished or not, oldest step first; or a list of objects as JSON."""
-    from smp_train.checkpoints import foreign
-
     place = normal(options.source)
     folder, only = parent_of(place) if is_one_checkpoint(place, other_programs=False) else (place, "")
     storage = _folder(folder)
@@ -266,7 +265,6 @@ def import_weights(options: argparse.Namespace) -> int:
     """Make a committed checkpoint of weights of any form, or of a checkpoint of SMP's sample; holds it in memory."""
     import torch
 
-    from smp_train.checkpoints import foreign
     from smp_train.checkpoints.pretrained import load_weights
     from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
@@ -385,6 +383,9 @@ def newest(location: str) -> Checkpoint:
         return open_checkpoint(place)
     storage = _folder(place)
     entries = committed(storage)
+    if not entries and (samples := foreign.names_in(place)):
+        one = os.path.join(parent_of(place)[0] if foreign.is_one(place) else place, samples[0])
+        raise CheckpointError(f"{one} is of SMP's sample scripts; first `smp-train checkpoint import {one} FOLDER`")
     if not entries:
         raise CheckpointError(f"{location} holds no committed checkpoint")
     run = last_run(entries)

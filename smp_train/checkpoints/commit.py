@@ -53,7 +53,8 @@ PROBE_SECONDS = 60.0
 IN_FLIGHT_SECONDS = 60.0
 """The last request of a killed process to S3, which may be its COMMITTED, may still take effect for so long."""
 UNKNOWN = RunId()
-_ATTEMPT = re.compile("[0-9a-f]{8}(-(?P<key>[0-9a-f]{8}))?")
+ATTEMPT = re.compile("[0-9a-f]{8}(-(?P<key>[0-9a-f]{8}))?")
+"""Names of the sub-folders of a checkpoint, one for each attempt to save it."""
 _BEFORE = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}(-(?P<key>[0-9a-f]{8}))?\.(?P<kind>staging|replaced|deleting)")
 """Scratch folders of versions before. ``replaced`` holds the older checkpoint of a step that was being saved again."""
 
@@ -139,7 +140,7 @@ class CheckpointFolder:
 
     def _is_attempt(self, folder: str) -> bool:
         """Return whether a folder's name is that of an attempt of the run."""
-        attempt = _ATTEMPT.fullmatch(folder)
+        attempt = ATTEMPT.fullmatch(folder)
         return attempt is not None and (attempt["key"] or "") == self.run.key
 
     def _root(self, name: str, file: str = COMMITTED) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, NamedTuple
 
-from smp_train.arguments.run_name import is_run_name
+from smp_train.arguments.run_name import CHECKPOINT_NAME, is_run_name
 from smp_train.errors import CheckpointError
 
 try:  # the same CRC-32, several times faster
@@ -30,7 +30,6 @@ METADATA = ".metadata"
 FORMAT = 1
 CHUNK_BYTES = 4 << 20
 
-_FOLDER = re.compile(r"(?P<model_type>.+)-(?P<step>\d+)steps(-[0-9a-f]{8})?")
 DAMAGED, ABANDONED = "damaged", "abandoned"
 """Why a checkpoint was set aside: its files are not those written, or a run went back to before it."""
 _ASIDE = re.compile(rf"\.({DAMAGED}|{ABANDONED})(-\d+)?$")
@@ -79,7 +78,7 @@ def folder_name(model_type: str, step: int) -> str:
 
 def parse_folder_name(name: str) -> tuple[str, int] | None:
     """Return (model type, step), or None where ``name`` is not that of a checkpoint."""
-    match = _FOLDER.fullmatch(name)
+    match = CHECKPOINT_NAME.fullmatch(name)
     if match is None or name.startswith("."):
         return None
     return match["model_type"], int(match["step"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from smp_train.arguments.run_name import is_run_name
-from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
+from smp_train.checkpoints.commit import ATTEMPT, UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.record import COMMITTED, META, Committed, RunId, name_before, parse_folder_name
 from smp_train.errors import CheckpointError
 from smp_train.storage import normal
@@ -169,8 +169,11 @@ def summary(location: str, run: RunId) -> str:
         steps.setdefault(entry.run, []).append(entry.step)
     words = [f"{owner} {_shortened(found)}{' (this run)' * (owner == run)}" for owner, found in steps.items()]
     others = [name for name in storage.names() if parse_folder_name(name) and not storage.has(name, COMMITTED)]
-    others = [name for name in others if not any(file.startswith(COMMITTED) for file in storage.sizes(name))]
-    words += [f"{name} (not committed by this program)" for name in others[:3]]
+    files = {name: storage.sizes(name) for name in others}
+    others = [name for name in others if not any(file.startswith(COMMITTED) for file in files[name])]
+    for name in others[:3]:
+        unfinished = any(ATTEMPT.fullmatch(file.partition("/")[0]) for file in files[name])
+        words.append(f"{name} ({'unfinished' if unfinished else 'not committed by this program'})")
     return "; ".join(words) or "nothing yet"
 
 

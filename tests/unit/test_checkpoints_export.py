@@ -221,6 +221,8 @@ def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert main(["show", str(tmp_path / "old")]) == 0
     assert "resume_from_sequence_number: 560" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"smp-train checkpoint import .*/old FOLDER"):
+        main(["export", str(tmp_path / "old"), str(tmp_path / "back"), "--overwrite", "1"])
     with pytest.raises(ConfigError, match=r"has no config.json beside it; .* --model "):
         main(["import", str(tmp_path / "old"), str(tmp_path / "new")])
     assert main(["import", str(tmp_path / "old"), str(tmp_path / "new"), "--model", str(tmp_path / "theirs")]) == 0

@@ -18,6 +18,7 @@ from smp_train.checkpoints import CheckpointManager, Policy, cli, commit, find, 
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.model_folder import writing
 from smp_train.checkpoints.owner import Owner
+from smp_train.checkpoints.runs import summary
 from smp_train.errors import CheckpointError
 from smp_train.storage import client, s3
 from tests.s3_server import bucket, serving
@@ -173,6 +174,7 @@ def test_a_writer_that_dies_after_any_request_loses_nothing(server, place, monke
             save(run, 3, rows=rows, keep=1)
         server.on_request = lambda method, path: None
         outcomes.append(loaded(run, rows, of_step=3))
+        assert "this program" not in summary(run, commit.UNKNOWN)
         committed = {key.partition("/")[0] for key in keys(run) if key.endswith("COMMITTED")}
         assert f"llama_v2-{outcomes[-1]}steps" in committed
         open_folder(run).sweep(-math.inf)  # as the next job does once it holds the lock
