@@ -135,6 +135,7 @@ class _MetadataUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError("it changes what is no record of a checkpoint's index")
         super().load_build()  # type: ignore[misc]
 
+    del dispatch[pickle.BYTEARRAY8[0]]  # it allocates whatever length it is given; no index has one
     dispatch[pickle.BUILD[0]] = load_build
 
     ALLOWED: Mapping[str, frozenset[str]] = {

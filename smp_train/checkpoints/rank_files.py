@@ -88,6 +88,7 @@ class _Unpickler(pickle._Unpickler):
         del self.stack[-3:]
         self.stack.append(_Inert())
 
+    del dispatch[pickle.BYTEARRAY8[0]]  # it allocates whatever length it is given; torch.save writes none
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.NEWOBJ[0]] = load_newobj
     dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
