@@ -83,14 +83,21 @@ class Joined:
         """Return the number of its dimensions."""
         return len(self._shape)
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        parts, at, end = [], 0, self._start + self._shape.numel()
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block. Of the slices, what lies between its first number and its last is read."""
+        strides = torch.empty(self._shape, device="meta").stride()
+        lengths = [dim.stop - dim.start for dim in index]
+        if 0 in lengths:
+            return torch.empty(lengths, dtype=self.dtype)
+        start = self._start + sum(dim.start * stride for dim, stride in zip(index, strides, strict=True))
+        end = start + 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+        parts, at = [], 0
         for piece in self._slices:
-            first, last = max(self._start - at, 0), min(end - at, piece.numel())
+            first, last = max(start - at, 0), min(end - at, piece.numel())
             if first < last:
-                parts.append(piece[first:last])
+                parts.append(piece[...].flatten()[first:last])
             at += piece.numel()
-        return torch.cat(parts).view(self._shape)[index]
+        return torch.cat(parts).as_strided(lengths, strides)
 
 
 def is_local(keys: Iterable[str]) -> bool:

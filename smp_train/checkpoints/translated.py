@@ -56,8 +56,9 @@ class _Source:
     start: tuple[int, ...]
 
 
-_Requests = dict[ReadItem, tuple[ReadItem, tuple[Any, ...]]]
-"""Requests to a reader, each with the original one and the index in its tensor of what it fills."""
+_Requests = dict[ReadItem, list[tuple[ReadItem, tuple[Any, ...], tuple[Any, ...]]]]
+"""Requests to a reader, each with those that it answers: the original one, the index in its tensor of what is filled,
+and the index of that in what is read."""
 
 
 class _WholeReader(Reader):
@@ -198,22 +199,38 @@ class TranslatedReader(_WholeReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read from each tree what lies there."""
-        of_tree: dict[int, _Requests] = {}
+        """Read from each tree what lies there, each saved chunk once: readers load a chunk whole for every request."""
+        of_tree: dict[int, dict[MetadataIndex, list[tuple[ReadItem, tuple[int, ...], tuple[int, ...]]]]] = {}
         for item in plan.items:
             source = self._sources[item.storage_index]
             lead = len(source.start) - len(item.lengths)
             inner = [start + at for start, at in zip(source.start[lead:], item.storage_offsets, strict=True)]
-            there = replace(
-                item,
-                storage_index=source.index,
-                storage_offsets=torch.Size((*source.start[:lead], *inner)),
-                lengths=torch.Size((*[1] * lead, *item.lengths)),
-            )
-            of_tree.setdefault(self.trees.index(source.tree), {})[there] = (item, (None,) * lead)
-        for number, items in of_tree.items():
-            self.trees[number].reader.read_data(LoadPlan(list(items)), _Targets(planner, items)).wait()
+            wanted = (item, (*source.start[:lead], *inner), (*[1] * lead, *item.lengths))
+            of_tree.setdefault(self.trees.index(source.tree), {}).setdefault(source.index, []).append(wanted)
+        for number, chunks in of_tree.items():
+            requests = dict(_request(index, wanted) for index, wanted in chunks.items())
+            self.trees[number].reader.read_data(LoadPlan(list(requests)), _Targets(planner, requests)).wait()
         return _done()
+
+
+def _request(index: MetadataIndex, wanted: Sequence[tuple[ReadItem, tuple[int, ...], tuple[int, ...]]]) -> Any:
+    """Return one request to a saved chunk for all that is ``wanted`` of it (request, where, size), and its answers."""
+    low = [min(at) for at in zip(*(at for _, at, _ in wanted), strict=True)]
+    high = [max(ends) for ends in zip(*(map(sum, zip(at, size, strict=True)) for _, at, size in wanted), strict=True)]
+    there = replace(
+        wanted[0][0],
+        storage_index=index,
+        storage_offsets=torch.Size(low),
+        lengths=torch.Size(end - begin for begin, end in zip(low, high, strict=True)),
+    )
+    return there, [
+        (
+            item,
+            (None,) * (len(at) - len(item.lengths)),
+            tuple(slice(a - begin, a - begin + n) for a, n, begin in zip(at, size, low, strict=True)),
+        )
+        for item, at, size in wanted
+    ]
 
 
 class RankReader(_WholeReader):
@@ -279,7 +296,7 @@ class RankReader(_WholeReader):
             for part in create_read_items_for_chunk_list(key, entry, [wanted]):
                 inside = (slice(a, a + n) for a, n in zip(part.dest_offsets, part.lengths, strict=True))
                 # Several parameters may have their step from one tensor; where it goes tells their requests apart.
-                requests[replace(part, dest_index=item.dest_index)] = (item, (*[0] * lead, *inside))
+                requests[replace(part, dest_index=item.dest_index)] = [(item, (*[0] * lead, *inside), ())]
         return self.hub.read_data(LoadPlan(list(requests)), _Targets(planner, requests))
 
 
@@ -297,11 +314,16 @@ class _Targets(LoadPlanner):
 
     def resolve_tensor(self, there: ReadItem) -> torch.Tensor:
         """Return the memory that is to be filled, with the dimensions of the saved tensor."""
-        item, index = self._requests[there]
-        return self._planner.resolve_tensor(item)[index]
+        (item, index, _), *others = self._requests[there]
+        target = self._planner.resolve_tensor(item)
+        return torch.empty(there.lengths, dtype=target.dtype) if others else target[index]
 
     def commit_tensor(self, there: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: the tensors are those of the model and the optimizer themselves."""
+        """Hand on what was read for several; otherwise it is in the model's or the optimizer's own tensor."""
+        answered = self._requests[there]
+        if len(answered) > 1:
+            for item, index, within in answered:
+                self._planner.resolve_tensor(item).detach()[index].copy_(tensor[within])
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         """Not called: the plan is made."""

@@ -155,6 +155,28 @@ def test_another_model_of_the_same_shapes_is_refused(changed: dict[str, int], sa
     assert harness.run(smp_trees.take_up, 1, allowed)[0][0] == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [pytest.param("tp2 gpt-neox", "native", marks=needs_native), ("ep2 mixtral", "smp"), ("rank files", "smp")],
+)
+def test_finetunes_from_the_weights(name: str, backend: str, tmp_path: Path) -> None:
+    world, changes, _, _ = WRITTEN[name]
+    folder, saved = written(tmp_path, name)
+    config = smp_trees.config_of(tmp_path / "theirs" / "checkpoints" / folder.name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start = {"finetune": 1, "pretrained_model_name": tmp_path, "pretrained_checkpoint_file": folder}
+    same_run = {**SHARED, **changes} if backend == "smp" else SHARED
+    line = {**DATA, **same_run, **dict.fromkeys(OF_THE_MODEL), **start, "max_context_width": None}
+    if backend == "smp":
+        step, found = harness.run(smp_trees.take_up_on_smp, world, flags(tmp_path / "tuned", backend="smp", **line))[0]
+    else:
+        step, _, found = harness.run(smp_trees.take_up, 2, flags(tmp_path / "tuned", **line))[0]
+    assert step == 0
+    weights = {name for name in saved if name.startswith("model.")}
+    assert weights == {name for name in found if name.startswith("model.")}
+    assert [name for name in weights if not torch.equal(saved[name], found[name])] == []
+
+
 @needs_native
 @pytest.mark.core
 def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:

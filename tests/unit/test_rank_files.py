@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch._tensor import _rebuild_from_type_v2
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 
-from smp_train.checkpoints import local_parts, rank_files
+from smp_train.checkpoints import dcp, local_parts, rank_files
 from smp_train.checkpoints.local_parts import FlatPart
 from smp_train.errors import CheckpointError
 
@@ -73,6 +74,53 @@ def test_no_object_of_the_program_is_changed(tmp_path: Path) -> None:
     assert not hasattr(torch._utils._rebuild_tensor_v2, "marker")
 
 
+@pytest.mark.parametrize("unpickler", [rank_files._Unpickler, dcp._MetadataUnpickler])
+def test_no_memory_is_taken_for_what_is_not_there(unpickler: Any) -> None:
+    """An opcode that allocates whatever length it is given, before it reads as much."""
+    with pytest.raises(KeyError):
+        unpickler(io.BytesIO(pickle.dumps(bytearray(3), protocol=5))).load()
+
+
+def all_of(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor[tuple(slice(0, length) for length in tensor.size())]
+    return whole
+
+
+class Counted:
+    """A slice that counts how often it is read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.dtype, self.reads = tensor, tensor.dtype, 0
+
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.reads += 1
+        return self.tensor[index]
+
+
+def test_of_the_slices_those_are_read_that_a_block_lies_in() -> None:
+    whole = torch.arange(60.0)
+    slices = [Counted(part) for part in whole.split(7)]
+    joined = local_parts.Joined(slices, (5, 4, 2), 10)
+    view = whole[10:50].view(5, 4, 2)
+    every = slice(0, 4), slice(0, 2)
+    # Numbers 26 to 41 lie in the slices 3 to 5.
+    for index, read in (
+        ((slice(2, 4), *every), [3, 4, 5]),
+        ((slice(1, 2), slice(1, 3), slice(0, 2)), [2, 3]),
+        ((slice(0, 5), slice(3, 4), slice(1, 2)), [2, 3, 4, 5, 6, 7]),
+        ((slice(3, 3), *every), []),
+        ((slice(0, 5), *every), [1, 2, 3, 4, 5, 6, 7]),
+    ):
+        assert torch.equal(joined[index], view[index])
+        assert [number for number, each in enumerate(slices) if each.reads] == read
+        for each in slices:
+            assert each.reads <= 1
+            each.reads = 0
+
+
 def test_slices_of_ranks_are_joined_and_moments_found(tmp_path: Path) -> None:
     shapes = {"model.a.weight": (2, 3), "model.norm.weight": (2,)}
     whole = {"model.a.weight": torch.arange(6.0), "model.norm.weight": torch.arange(2.0)}
@@ -93,8 +141,8 @@ def test_slices_of_ranks_are_joined_and_moments_found(tmp_path: Path) -> None:
         ranks.append({"model": own, "optimizer": {"state": state, "param_groups": [{"params": [0]}, {"params": [1]}]}})
     found = local_parts.tensors(ranks, "llama", shapes)
     for name, shape in shapes.items():
-        assert torch.equal(found[f"model.{name}"][...], whole[name].view(shape))
-        assert torch.equal(found[f"optimizer.state.{name}.exp_avg_sq"][...], whole[name].view(shape) + 2)
+        assert torch.equal(all_of(found[f"model.{name}"]), whole[name].view(shape))
+        assert torch.equal(all_of(found[f"optimizer.state.{name}.exp_avg_sq"]), whole[name].view(shape) + 2)
         assert found[f"optimizer.state.{name}.step"] == 7
     with pytest.raises(CheckpointError):
         local_parts.tensors(ranks[:1], "llama", shapes)
@@ -150,9 +198,9 @@ def test_flat_parameters_are_taken_apart(units: dict[str, list[str]], shards: in
     whole, ranks = flat_ranks(units, shards, 1 if padded else 2, padded)
     found = local_parts.tensors(ranks, "llama", LLAMA)
     for name, value in whole.items():
-        assert torch.equal(found[f"model.{name}"][...], value)
-        assert torch.equal(found[f"optimizer.state.{name}.exp_avg"][...], value + 1)
-        assert torch.equal(found[f"optimizer.state.{name}.exp_avg_sq"][...], value + 2)
+        assert torch.equal(all_of(found[f"model.{name}"]), value)
+        assert torch.equal(all_of(found[f"optimizer.state.{name}.exp_avg"]), value + 1)
+        assert torch.equal(all_of(found[f"optimizer.state.{name}.exp_avg_sq"]), value + 2)
         assert found[f"optimizer.state.{name}.step"] == 7
     assert len(found) == 4 * len(LLAMA)
 
@@ -160,7 +208,7 @@ def test_flat_parameters_are_taken_apart(units: dict[str, list[str]], shards: in
 def test_replicas_need_not_follow_one_another() -> None:
     whole, ranks = flat_ranks(UNITS, 2, 2)
     found = local_parts.tensors([ranks[0], ranks[2], ranks[1], ranks[3]], "llama", LLAMA)
-    assert all(torch.equal(found[f"model.{name}"][...], value) for name, value in whole.items())
+    assert all(torch.equal(all_of(found[f"model.{name}"]), value) for name, value in whole.items())
 
 
 def test_flat_parameters_of_another_model_or_of_some_ranks_are_refused() -> None:

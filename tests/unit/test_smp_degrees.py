@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,6 +97,35 @@ def test_other_degrees_give_the_same_numbers(make: Any, before: int, after: int)
         assert all(torch.equal(one[name], two[name]) and not one[name].isnan().any() for name in one)
     back = flat(read(again, state_of({name: torch.full(shape, torch.nan) for name, shape in model.shapes.items()})))
     assert all(torch.equal(back[name], value) for name, value in flat(hub).items())
+
+
+class Counting(TensorReader):
+    """Counts how often each saved chunk is asked for."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self.requests: collections.Counter[str] = collections.Counter()
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        self.requests.update(item.storage_index.fqn for item in plan.items)
+        return super().read_data(plan, planner)
+
+
+@pytest.mark.parametrize("make", [llama_shapes, gpt_neox, mixtral], ids=["llama", "gpt-neox", "mixtral"])
+def test_a_saved_chunk_is_read_once(make: Any) -> None:
+    """Of a stack of experts or products by head, though many tensors of the hub lie in it."""
+    model, shapes, cut = make()
+    hub = state_of({name: torch.randn(shape) for name, shape in model.shapes.items()})
+    source = TranslatedReader([Tree(Ranks(), TensorReader(flat(hub)))], model)
+    tree = Counting(flat(pieces(source, Ranks(), model, shapes, cut)))
+    back = flat(read(TranslatedReader([Tree(Ranks(), tree)], model), state_of(
+        {name: torch.full(shape, torch.nan) for name, shape in model.shapes.items()})))  # fmt: skip
+    assert all(torch.equal(back[name], value) for name, value in flat(hub).items())
+    assert set(tree.requests.values()) == {1}
+    again = TranslatedReader([Tree(Ranks(), tree)], model)
+    half = Ranks(experts=2) if make is mixtral else Ranks(tensors=2)
+    pieces(again, half, model, shapes, cut)
+    assert {count for name, count in tree.requests.items() if not name.endswith("step")} == {2}
 
 
 def test_a_rank_holds_the_rows_and_columns_that_transformer_engine_gives_it() -> None:
