@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_train import distributed
 from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
-from smp_train.checkpoints.staging import leaves
+from smp_train.checkpoints.async_save import leaves
 
 KINDS = ("synchronous DCP", "this package, async_sharded", "this package, sharded", "gathered, torch.save")
 LOADED = ("torch's dcp.load", "this package")

@@ -14,9 +14,9 @@ from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.run_name import CHECKPOINTS, RUNS, fresh_names, named
 from smp_train.checkpoints import Checkpoint, RunId
 from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.finding import is_one_checkpoint
+from smp_train.checkpoints.discovery import is_one_checkpoint
+from smp_train.checkpoints.manifest import parse_folder_name
 from smp_train.checkpoints.node_local import is_node_local, storage_of
-from smp_train.checkpoints.record import parse_folder_name
 from smp_train.checkpoints.runs import Origin, origin, summary
 from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, redacted

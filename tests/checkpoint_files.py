@@ -14,7 +14,7 @@ def tree(checkpoint: Path | str) -> Path:
 
 def flat(checkpoint: Path) -> None:
     """Let a checkpoint lie as versions before wrote it in folders: its files beside COMMITTED."""
-    from smp_train.checkpoints.record import Committed
+    from smp_train.checkpoints.manifest import Committed
 
     attempt = tree(checkpoint)
     marker = checkpoint / "COMMITTED"

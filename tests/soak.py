@@ -27,8 +27,8 @@ import torch
 
 from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.dcp import read_tensor, saved_entries
-from smp_train.checkpoints.finding import committed_names, open_checkpoint
-from smp_train.checkpoints.record import parse_folder_name
+from smp_train.checkpoints.discovery import committed_names, open_checkpoint
+from smp_train.checkpoints.manifest import parse_folder_name
 from smp_train.telemetry.metrics import read_metrics
 from tests.harness import as_torchrun, forkserver, free_port, run
 from tests.s3_server import environment, serving

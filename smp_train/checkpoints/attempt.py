@@ -12,8 +12,8 @@ from typing import Any
 
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import CheckpointFolder
+from smp_train.checkpoints.manifest import META, Committed, FileRecord
 from smp_train.checkpoints.owner import Owner
-from smp_train.checkpoints.record import META, Committed, FileRecord
 from smp_train.checkpoints.saver import LibrarySaver
 from smp_train.distributed.agree import any_rank, here, rank
 from smp_train.errors import CheckpointError

@@ -13,15 +13,14 @@ from typing import Any, NoReturn
 
 from smp_train.checkpoints import foreign
 from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
-from smp_train.checkpoints.finding import (
+from smp_train.checkpoints.discovery import (
     Checkpoint,
     is_checkpoint_folder,
     is_one_checkpoint,
     open_checkpoint,
 )
 from smp_train.checkpoints.manager import CheckpointManager
-from smp_train.checkpoints.owner import Owner
-from smp_train.checkpoints.record import (
+from smp_train.checkpoints.manifest import (
     ABANDONED,
     COMMITTED,
     DAMAGED,
@@ -30,6 +29,7 @@ from smp_train.checkpoints.record import (
     name_before,
     parse_folder_name,
 )
+from smp_train.checkpoints.owner import Owner
 from smp_train.checkpoints.retention import Policy
 from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
 from smp_train.errors import CheckpointError, ConfigError, redacted

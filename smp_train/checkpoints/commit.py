@@ -26,7 +26,7 @@ from pathlib import Path
 from smp_train import storage
 from smp_train.checkpoints.dcp import LocalReader, Reader
 from smp_train.checkpoints.dcp_storage import S3Reader, TreeWriter
-from smp_train.checkpoints.record import (
+from smp_train.checkpoints.manifest import (
     COMMITTED,
     DAMAGED,
     Committed,

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from smp_train.checkpoints.collective import gather, one_line
-from smp_train.checkpoints.record import METADATA
+from smp_train.checkpoints.manifest import METADATA
 from smp_train.checkpoints.state import State, present
 from smp_train.distributed.agree import group, is_alone, rank
 from smp_train.errors import CheckpointError

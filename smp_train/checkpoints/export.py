@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
-from smp_train.checkpoints.finding import Checkpoint
+from smp_train.checkpoints.discovery import Checkpoint
 from smp_train.checkpoints.model_folder import put, put_made, stream, writing
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError

@@ -27,8 +27,8 @@ from smp_train.checkpoints import local_parts, rank_files
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.dcp import Reader, load_state, plain_values, saved_entries
-from smp_train.checkpoints.finding import TORCHS, Checkpoint
-from smp_train.checkpoints.record import COMMITTED, META, METADATA, Committed
+from smp_train.checkpoints.discovery import TORCHS, Checkpoint
+from smp_train.checkpoints.manifest import COMMITTED, META, METADATA, Committed
 from smp_train.checkpoints.saver import HUGGING_FACE, SMP_NAMES, Saver
 from smp_train.checkpoints.state import State
 from smp_train.checkpoints.translated import MODEL_PREFIXES, MOMENTS, TensorReader, Tree

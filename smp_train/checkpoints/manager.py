@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from smp_train.checkpoints.attempt import Attempt, Elsewhere, Saved
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import PROBE, UNKNOWN, CheckpointFolder, open_folder
-from smp_train.checkpoints.finding import TORCHS, Checkpoint
+from smp_train.checkpoints.discovery import TORCHS, Checkpoint
+from smp_train.checkpoints.manifest import FileRecord, RunId, folder_name, parse_folder_name
 from smp_train.checkpoints.node_local import META_KEY, is_node_local, layout, local_part, storage_of
 from smp_train.checkpoints.owner import ADVICE, Owner
-from smp_train.checkpoints.record import FileRecord, RunId, folder_name, parse_folder_name
 from smp_train.checkpoints.retention import Policy, retain, set_later_aside, sweep
 from smp_train.checkpoints.runs import committed
 from smp_train.checkpoints.saver import HUGGING_FACE, LibrarySaver, Saver
@@ -31,7 +31,7 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.storage import is_s3, wait_for
 
 if TYPE_CHECKING:
-    from smp_train.checkpoints.staging import Background, Stager
+    from smp_train.checkpoints.async_save import Background, Stager
 
 logger = logging.getLogger(__name__)
 
@@ -219,8 +219,8 @@ class CheckpointManager:
 
     def _has_room(self, state: dict[str, Any]) -> bool:
         """Return whether every host can hold a copy of what its ranks hold. Collective, the first time."""
+        from smp_train.checkpoints.async_save import MEMORY_SHARE, Stager, local_bytes
         from smp_train.checkpoints.host_memory import free_host_bytes
-        from smp_train.checkpoints.staging import MEMORY_SHARE, Stager, local_bytes
 
         if self._stager is not None:
             return True
@@ -243,7 +243,7 @@ class CheckpointManager:
         """Copy the state and begin to write it; return False, on all ranks, where any has no memory for it."""
         import torch.distributed as dist
 
-        from smp_train.checkpoints.staging import Background
+        from smp_train.checkpoints.async_save import Background
 
         assert self._stager is not None
         if self._group is None and dist.is_initialized():

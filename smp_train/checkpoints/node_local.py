@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from smp_train.arguments.training_flags import NODE_LOCAL
+from smp_train.checkpoints.async_save import leaves, put
 from smp_train.checkpoints.collective import gather
 from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, open_folder
-from smp_train.checkpoints.finding import TORCHS, Checkpoint, find, open_intact
-from smp_train.checkpoints.record import RunId
+from smp_train.checkpoints.discovery import TORCHS, Checkpoint, find, open_intact
+from smp_train.checkpoints.manifest import RunId
 from smp_train.checkpoints.runs import committed
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
-from smp_train.checkpoints.staging import leaves, put
 from smp_train.checkpoints.state import present
 from smp_train.distributed import ALL_RANKS
 from smp_train.distributed.agree import alone, rank, world_size

@@ -9,7 +9,7 @@ from torch import nn
 
 from smp_train.checkpoints import foreign
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.finding import find, is_checkpoint_folder
+from smp_train.checkpoints.discovery import find, is_checkpoint_folder
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import load_pretrained

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from smp_train.checkpoints.commit import CheckpointFolder
-from smp_train.checkpoints.record import ABANDONED
+from smp_train.checkpoints.manifest import ABANDONED
 from smp_train.checkpoints.runs import committed
 from smp_train.distributed.agree import rank
 from smp_train.errors import CheckpointError, ConfigError

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from smp_train.arguments.run_name import is_run_name
 from smp_train.checkpoints.commit import ATTEMPT, UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
-from smp_train.checkpoints.record import COMMITTED, META, Committed, RunId, name_before, parse_folder_name
+from smp_train.checkpoints.manifest import COMMITTED, META, Committed, RunId, name_before, parse_folder_name
 from smp_train.errors import CheckpointError
 from smp_train.storage import normal
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from smp_train.checkpoints.commit import CLAIM, CheckpointFolder
 from smp_train.checkpoints.dcp import load_alone, load_together, save_alone, save_state, save_together
-from smp_train.checkpoints.record import METADATA, FileRecord
+from smp_train.checkpoints.manifest import METADATA, FileRecord
 from smp_train.errors import CheckpointError
 from smp_train.models.smp_names import HubModel, Ranks
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
-from smp_train.checkpoints import staging as staging_module
+from smp_train.checkpoints import CheckpointManager, Policy, async_save, find, gather_state
 from smp_train.errors import CheckpointError
 from tests.distributed.test_checkpoints import Small, digests, group, prepare, same_message, same_on_all
 from tests.distributed.test_checkpoints import train as updates
@@ -28,7 +27,7 @@ from tests.training import flags, read_checkpoint, steps, train
 @contextmanager
 def late_copies() -> Iterator[None]:
     """Copy the state of a save no sooner than this thread has updated it, or waits for the copy so as not to."""
-    trains, updated, copy = threading.get_ident(), threading.Event(), staging_module._copy
+    trains, updated, copy = threading.get_ident(), threading.Event(), async_save._copy
 
     def late(*args: Any) -> None:
         updated.clear()
@@ -36,12 +35,12 @@ def late_copies() -> Iterator[None]:
             pass
         copy(*args)
 
-    staging_module._copy = late
+    async_save._copy = late
     hook = register_optimizer_step_post_hook(lambda *_: updated.set())
     try:
         yield
     finally:
-        staging_module._copy = copy
+        async_save._copy = copy
         hook.remove()
 
 
@@ -92,7 +91,7 @@ def test_an_update_waits_for_the_copy_and_not_for_the_file() -> None:
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters())
     state = gather_state(model, optimizer)
-    stager = staging_module.Stager()
+    stager = async_save.Stager()
     copy, complete = stager.begin(state)
     with torch.no_grad():
         before = model.first.weight.clone()
@@ -105,9 +104,9 @@ def test_an_update_waits_for_the_copy_and_not_for_the_file() -> None:
     model.seen += 1  # as a forward pass does: copied already
     complete()
     assert torch.equal(copy["model"]["seen"], torch.zeros(2))
-    addresses = {path: value.data_ptr() for path, value in staging_module.leaves(copy)}
+    addresses = {path: value.data_ptr() for path, value in async_save.leaves(copy)}
     copy, complete = stager.begin(state)
-    assert addresses == {path: value.data_ptr() for path, value in staging_module.leaves(copy)}
+    assert addresses == {path: value.data_ptr() for path, value in async_save.leaves(copy)}
 
 
 def failing(folder: str) -> tuple[str, int]:
@@ -208,9 +207,9 @@ def uncopied(folder: str, fault: str) -> list[str]:
                 raise RuntimeError("the device is gone")
 
             if fault == "begin":
-                staging_module.Stager.begin = fail  # type: ignore[assignment]
+                async_save.Stager.begin = fail  # type: ignore[assignment]
             else:
-                staging_module._copy = fail
+                async_save._copy = fail
         manager = CheckpointManager([Policy(folder, 1, 2)], model_type="m", asynchronous=True)
         model, optimizer = prepare("small", "fsdp", seed=1)
         try:

@@ -23,10 +23,10 @@ import torch.distributed as dist
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.checkpoints import CheckpointManager, Policy, commit, find, gather_state, open_checkpoint, staging
+from smp_train.checkpoints import CheckpointManager, Policy, async_save, commit, find, gather_state, open_checkpoint
 from smp_train.checkpoints import manager as manager_module
 from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.record import parse_folder_name
+from smp_train.checkpoints.manifest import parse_folder_name
 from smp_train.checkpoints.runs import committed_names
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all, train
 from tests.harness import RankFailed, run
@@ -122,7 +122,7 @@ def training(place: str, asynchronous: bool, killer: Killer | None = None) -> di
     )
     if killer is not None:
         manager._stage = killer.before("stage", manager._stage)  # type: ignore[method-assign]
-        staging._copy = killer.before("copy", staging._copy)
+        async_save._copy = killer.before("copy", async_save._copy)
     try:
         manager.lock()
         found = find(place, strict=True, missing_ok=True)

@@ -23,7 +23,7 @@ from smp_train.checkpoints import (
 )
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.commit import open_folder
-from smp_train.checkpoints.record import Committed, FileRecord
+from smp_train.checkpoints.manifest import Committed, FileRecord
 from smp_train.checkpoints.retention import steps_kept
 from smp_train.checkpoints.runs import committed as committed_entries
 from smp_train.checkpoints.runs import damaged

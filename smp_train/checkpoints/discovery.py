@@ -16,7 +16,7 @@ from typing import Any
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.dcp import Reader, load_state
-from smp_train.checkpoints.record import (
+from smp_train.checkpoints.manifest import (
     COMMITTED,
     META,
     METADATA,
