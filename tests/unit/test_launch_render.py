@@ -537,36 +537,6 @@ def test_every_script_shows_what_it_would_do(script: str, environ: dict[str, str
     compare(f"{Path(script).stem}.txt", done.stdout)
 
 
-@pytest.mark.parametrize(
-    "script",
-    ["hyperpod_slurm/launch_training_conda.sh", "hyperpod_slurm/launch_slurm.sh", "local/launch_single_node.sh"],
-)
-@pytest.mark.parametrize(
-    ("words", "there", "gone"),
-    [
-        (["--training_dir", str(SAMPLE / "train")], [], ["synthetic"]),
-        (["--dataset", "org/name", "--tokenizer", "gpt2"], [], ["synthetic", "training_dir"]),
-        (["--hf_model", "gpt2", "--use_synthetic_data"], ["runs/gpt2"], ["from-scratch", "model-size", "70b", "7b"]),
-        (["--train_batch_size", "3", "--use_synthetic_data"], [], ["--batch-size"]),
-    ],
-    ids=lambda value: value[0] if value else "",
-)
-def test_flags_win_over_what_scripts_choose(
-    script: str, words: list[str], there: list[str], gone: list[str], tmp_path: Path
-) -> None:
-    done = subprocess.run(
-        [ROOT / "launchers" / script, *words, "--dry_run"], capture_output=True, text=True, check=False, cwd=tmp_path,
-        env={
-            "PATH": os.environ["PATH"], "PYTHON": sys.executable, "NPROC": "1", "TEST_DIR": str(SAMPLE / "test"),
-            "TRAINING_DIR": "" if "training_dir" not in gone else str(SAMPLE / "train"),
-        },
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout.replace(str(tmp_path), "")
-    assert all(word in shown for word in [*there, "--test_dir"]), shown
-    assert not any(word in shown for word in gone), shown
-
-
 def test_multi_node_script_asks_for_what_it_needs() -> None:
     done = subprocess.run(
         [ROOT / "launchers/local/launch_multi_node.sh"],

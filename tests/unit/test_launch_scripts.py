@@ -7,22 +7,25 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from smp_train.arguments import parse
-from tests.tiers import slow
+from smp_train.launch import script
+from tests.training import SAMPLE
 
 ROOT = Path(__file__).parents[2]
+SLURM_KINDS = ("enroot", "conda", "slurm")
 SLURM = ("launch_training_enroot.sh", "launch_training_conda.sh", "launch_slurm.sh")
 SIZES = ("350M", "1B", "3B", "7B", "13B", "30B", "70B")
 
 
-def run(script: Path, *words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(path: Path, *words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     environ = {"PATH": os.environ["PATH"], "HOST_PYTHON": sys.executable, "PYTHON": "python", "NPROC": "1", **environ}
     return subprocess.run(
-        [str(shutil.which("bash")), script, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=240,
+        [str(shutil.which("bash")), path, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=240,
         check=False,
     )  # fmt: skip
 
@@ -33,56 +36,79 @@ def trained(shown: str) -> list[str]:
     return words[words.index("--") + 1 :]
 
 
-@pytest.mark.parametrize("script", ["hyperpod_slurm/launch_slurm.sh", "local/launch_single_node.sh"])
-@pytest.mark.parametrize("size", slow(SIZES, lambda size: size != "7B"))
-def test_every_size_trains_from_scratch(script: str, size: str, tmp_path: Path) -> None:
-    here = {"PYTHON": sys.executable} if "local" in script else {}
-    done = run(ROOT / "launchers" / script, "--dry_run", cwd=tmp_path, MODEL_SIZE=size, **here)
-    assert done.returncode == 0, done.stderr
-    args = parse(trained(done.stdout), {}).args
-    assert (args.from_scratch, args.model_size) == (True, size.lower())
+@dataclass
+class Shown:
+    """What the program behind a script prints, run in this process: the scripts themselves only start it."""
+
+    folder: Path
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, kind: str, *words: str, **environ: str) -> tuple[int, str, str]:
+        """Return (exit code, stdout, stderr)."""
+        environ = {"PATH": os.environ["PATH"], "PYTHON": "python", "NPROC": "1", **environ, "PWD": str(self.folder)}
+        self.monkeypatch.setattr(os, "environ", environ)
+        code = script.main([kind, "script.sh", *words])
+        return (code, *self.capsys.readouterr())
 
 
-@pytest.mark.parametrize("script", slow(SLURM, SLURM[:2].__contains__))
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shown:
+    monkeypatch.chdir(tmp_path)
+    return Shown(tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("kind", ["slurm", "local"])
+def test_every_size_trains_from_scratch(kind: str, shown: Shown) -> None:
+    for size in SIZES:
+        code, out, err = shown(kind, "--dry_run", MODEL_SIZE=size)
+        assert code == 0, err
+        args = parse(trained(out), {}).args
+        assert (args.from_scratch, args.model_size) == (True, size.lower())
+
+
+@pytest.mark.parametrize("kind", SLURM_KINDS)
+def test_flags_win_however_they_are_written(kind: str, shown: Shown) -> None:
+    here = shown.folder
+    (here / "run.yaml").write_text("model_type: gpt_neox\nmodel_size: 20b\nbatch_size: 3\nrun_dir: mine\n")
+    config = {"model_type": "gpt_neox", "train_batch_size": 3, "run_dir": f"{here}/mine"}
+    cases: list[tuple[list[str], dict[str, object]]] = [
         (["--from_scratch", "--model_size", "1b"], {"from_scratch": True, "model_size": "1b"}),
         (["--use_synthetic_data", "--lr", "1e-3"], {"use_synthetic_data": True, "lr": 1e-3}),
         (["--bf16", "--model_name_or_path", "gpt2"], {"hf_pretrained_model_name_or_dir": "gpt2"}),
-        (["--config", "{}/run.yaml"], {"model_type": "gpt_neox", "train_batch_size": 3, "run_dir": "{}/mine"}),
+        (["--config", f"{here}/run.yaml"], config),
         (["--run_dir", "/flag"], {"run_dir": "/flag"}),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_flags_win_however_they_are_written(
-    script: str, words: list[str], wanted: dict[str, object], tmp_path: Path
-) -> None:
-    (tmp_path / "run.yaml").write_text("model_type: gpt_neox\nmodel_size: 20b\nbatch_size: 3\nrun_dir: mine\n")
-    variables = {"RUN_DIR": "/variable"} if "--run_dir" in words else {}
-    words = [word.format(tmp_path) for word in words]
-    done = run(ROOT / "launchers/hyperpod_slurm" / script, *words, "--dry-run", cwd=tmp_path, **variables)
-    assert done.returncode == 0, done.stderr
-    args = vars(parse(trained(done.stdout), {}).args)
-    for name, value in wanted.items():
-        assert args[name] == (value.format(tmp_path) if isinstance(value, str) else value), name
+    ]
+    for words, wanted in cases:
+        code, out, err = shown(kind, *words, "--dry-run", **({"RUN_DIR": "/variable"} if "--run_dir" in words else {}))
+        assert code == 0, err
+        args = vars(parse(trained(out), {}).args)
+        assert {name: args[name] for name in wanted} == wanted
 
 
-@pytest.mark.parametrize("script", SLURM)
-def test_mistakes_are_known_before_a_job_is_submitted(script: str, tmp_path: Path) -> None:
-    done = run(ROOT / "launchers/hyperpod_slurm" / script, "--max_stepz", "7", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "--max_steps" in done.stderr
+@pytest.mark.parametrize("kind", ["conda", "slurm", "local"])
+def test_flags_win_over_what_scripts_choose(kind: str, shown: Shown) -> None:
+    cases: list[tuple[list[str], list[str], list[str]]] = [
+        (["--training_dir", str(SAMPLE / "train")], [], ["synthetic"]),
+        (["--dataset", "org/name", "--tokenizer", "gpt2"], [], ["synthetic", "training_dir"]),
+        (["--hf_model", "gpt2", "--use_synthetic_data"], ["runs/gpt2"], ["from-scratch", "model-size", "70b", "7b"]),
+        (["--train_batch_size", "3", "--use_synthetic_data"], [], ["--batch-size"]),
+    ]
+    for words, there, gone in cases:
+        training = str(SAMPLE / "train") if "training_dir" in gone else ""
+        code, out, err = shown(kind, *words, "--dry_run", TEST_DIR=str(SAMPLE / "test"), TRAINING_DIR=training)
+        assert code == 0, err
+        out = out.replace(str(shown.folder), "")
+        assert all(word in out for word in [*there, "--test_dir"]), out
+        assert not any(word in out for word in gone), out
 
 
-@pytest.mark.parametrize("script", SLURM)
-def test_a_degree_that_does_not_divide_the_model_is_refused_before_a_job_is_submitted(
-    script: str, tmp_path: Path
-) -> None:
-    words = ["--dry_run", "--vocab_size", "50257", "--tensor_parallel_degree", "2"]
-    done = run(ROOT / "launchers/hyperpod_slurm" / script, *words, cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "50257" in done.stderr
+@pytest.mark.parametrize("kind", SLURM_KINDS)
+def test_mistakes_are_known_before_a_job_is_submitted(kind: str, shown: Shown) -> None:
+    degrees = ["--dry_run", "--vocab_size", "50257", "--tensor_parallel_degree", "2"]
+    for words, said in ((["--max_stepz", "7"], "--max_steps"), (degrees, "50257")):
+        code, _, err = shown(kind, *words)
+        assert (code, err.count("\n"), said in err) == (2, 1, True), err
 
 
 @pytest.fixture
