@@ -18,6 +18,8 @@ from smp_train.launch import batch_job, srun_step
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
+BATCH_JOB = "smp_train.launch.batch_job"
+CONDA = "launch_training_conda.sh"
 JOB = "77"
 
 SRUN = """#!/bin/bash
@@ -65,10 +67,8 @@ class Cluster:
         """The run folder."""
         return self.folder / "run"
 
-    def start(
-        self, step: str, *words: str, script: str = "launch_training_conda.sh", **environ: str
-    ) -> tuple[int, str]:
-        """Run the batch script once; its srun does ``step``. Return (exit code, what was said)."""
+    def start(self, step: str, *words: str, script: str = "", **environ: str) -> tuple[int, str]:
+        """Run the job once, by a script or with options; its srun does ``step``. Return (exit code, its output)."""
         (self.folder / "step").write_text(f'logs="{self.run}/logs/{JOB}.{self.restarts}"; RUN="{self.run}"\n{step}\n')
         environ = {
             "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CLUSTER": str(self.folder), "HYPERPOD_PATH": str(ROOT),
@@ -76,8 +76,12 @@ class Cluster:
             "SLURM_RESTART_COUNT": str(self.restarts), "RUN_DIR": str(self.run), "PYTHON": sys.executable,
             "MAX_ATTEMPTS": "9", "SUBMITTED": "2020-01-01T00:00:00", **self.environ, **environ,
         }  # fmt: skip
+        job = ["--code_dir", str(ROOT), "--run_dir", str(self.run), "--python", sys.executable]
+        job += ["--max_attempts", environ["MAX_ATTEMPTS"], *words, "--", "--use_synthetic_data", "1"]
+        command = ["bash", SCRIPTS / script, *words] if script else [sys.executable, "-m", BATCH_JOB, *job]
+        environ |= {} if script else {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            ["bash", SCRIPTS / script, *words], cwd=self.folder, env=environ, start_new_session=True,
+            command, cwd=self.folder, env=environ, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, check=False,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in the background
         )  # fmt: skip
@@ -109,7 +113,7 @@ def words(cluster: Cluster) -> list[str]:
     return (cluster.folder / "srun-words").read_text().splitlines()
 
 
-UNPACK = "echo \"pyxis: couldn't start container\" >&2; exit 1"
+UNPACK = 'echo "pyxis: couldn\'t start container" >&2; exit 1'
 
 
 def test_starts_that_reach_no_task_come_to_an_end(cluster: Cluster) -> None:
@@ -161,7 +165,7 @@ def test_starts_that_slurm_ends_do_not_count(cluster: Cluster) -> None:
 
 def test_starts_that_reach_a_task_are_the_tasks_to_count(cluster: Cluster) -> None:
     """Where checkpoints are in S3, which a task alone may look at."""
-    far = ("--checkpoint_dir", "s3://bucket/run")
+    far = ("--checkpoints_in_s3",)
     for step in (0, 0, 10):
         reach(cluster, step)
         cluster.start(UNPACK, *far, MAX_ATTEMPTS="1")
@@ -175,7 +179,7 @@ def test_starts_that_reach_a_task_are_the_tasks_to_count(cluster: Cluster) -> No
 
 def test_a_task_that_could_look_into_s3_saves_a_start(cluster: Cluster) -> None:
     """Its last word is the newest checkpoint there; without it the next start has to look."""
-    far = ("--checkpoint_dir", "s3://bucket/run")
+    far = ("--checkpoints_in_s3",)
     ends = fails("killed") + 'echo {} >"$logs.0/committed-step"; exit 1'
     for step, reached, code in ((0, 10, 143), (10, 10, 143), (10, 10, 1)):
         reach(cluster, step)
@@ -277,7 +281,7 @@ def test_a_job_that_gives_way_as_soon_as_it_starts_comes_back(cluster: Cluster, 
     """Slurm's signal may come before srun is there to be told."""
     stopped = 'cat "$RUN/STOP" >"$CLUSTER/seen"; rm "$RUN/STOP"; echo now >"$RUN/STOPPED"'
     cluster.environ["HYPERPOD_PATH"] = ""  # for Slurm to be asked where the script is
-    code, said = cluster.start(stopped, EARLY=early)
+    code, said = cluster.start(stopped, EARLY=early, script=CONDA)
     assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"]), said
     assert "asked to stop by USR1" in said
     assert (cluster.folder / "seen").read_text() == "USR1\n"
@@ -339,7 +343,8 @@ def test_a_job_stays_off_a_bad_node_while_there_are_others(cluster: Cluster) -> 
 def test_gpus_of_the_shell_that_submitted_are_not_the_jobs(
     cluster: Cluster, environ: dict[str, str], left: str
 ) -> None:
-    cluster.start('echo "${CUDA_VISIBLE_DEVICES-none}" >"$CLUSTER/seen"', CUDA_VISIBLE_DEVICES="0", **environ)
+    seen = 'echo "${CUDA_VISIBLE_DEVICES-none}" >"$CLUSTER/seen"'
+    cluster.start(seen, CUDA_VISIBLE_DEVICES="0", script=CONDA, **environ)
     assert (cluster.folder / "seen").read_text() == f"{left}\n"
 
 
@@ -377,7 +382,7 @@ def test_a_mount_that_is_not_there_is_refused(cluster: Cluster, submitted: bool)
     environ |= {"SLURM_JOB_ID": JOB if submitted else ""}
     code, said = cluster.start("exit 1", script="launch_training_enroot.sh", **environ)
     assert (code, "/nowhere/at/all" in said, cluster.calls("srun")) == (2, True, [])
-    code, said = cluster.start("exit 1", DRY_RUN="1", **environ)
+    code, said = cluster.start("exit 1", DRY_RUN="1", **{**environ, "script": CONDA})
     assert (code, "/nowhere" in said) == (0, False), "a run without a container mounts nothing"
 
 
@@ -400,7 +405,8 @@ def test_paths_that_pyxis_cannot_express_are_refused(
     words = [word.format(cluster.folder) for word in flags]
     code, told = cluster.start("exit 1", *words, script="launch_training_enroot.sh", **container, **environ)
     assert (code, said in told) == (2, True), told
-    assert cluster.start("exit 1", *words, TRAINING_DIR=environ.get("TRAINING_DIR", ""))[0] == 143, "no container"
+    training = environ.get("TRAINING_DIR", "")
+    assert cluster.start("exit 1", *words, TRAINING_DIR=training, script=CONDA)[0] == 143, "no container"
 
 
 def test_what_the_image_must_not_overrule(cluster: Cluster) -> None:
@@ -418,11 +424,11 @@ def test_a_dry_run_can_be_a_variable(cluster: Cluster) -> None:
     (cluster.folder / "bin/sbatch").write_text('#!/bin/bash\necho "sbatch $*" >>"$CLUSTER/calls"\n')
     (cluster.folder / "bin/sbatch").chmod(0o755)
     for value, submitted in (("1", 0), ("0", 1), ("", 2)):
-        code, said = cluster.start("exit 1", "--max_steps", "7", DRY_RUN=value, SLURM_JOB_ID="")
+        code, said = cluster.start("exit 1", "--max_steps", "7", DRY_RUN=value, SLURM_JOB_ID="", script=CONDA)
         assert (code, len(cluster.calls("sbatch"))) == (0, submitted), said
         assert ("--max_steps 7" in said) is (submitted == 0)
     for job in (JOB, "in a shell on its nodes"):
-        code, said = cluster.start("exit 1", "--max_steps", "7", DRY_RUN="1", SLURM_JOB_ID=job)
+        code, said = cluster.start("exit 1", "--max_steps", "7", DRY_RUN="1", SLURM_JOB_ID=job, script=CONDA)
         assert (code, cluster.calls("srun"), cluster.calls("scontrol")) == (0, [], []), said
         assert "--max_steps 7" in said
 
