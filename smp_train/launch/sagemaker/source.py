@@ -20,7 +20,10 @@ from smp_train.launch.entry import main
 if __name__ == "__main__":
     sys.exit(main())
 '''
-REQUIREMENTS = ("transformers>=4.44.2,<6", "tokenizers", "safetensors", "orjson>=3.9", "isal>=1.5", "tqdm", "pyyaml>=6")
+REQUIREMENTS = (
+    "transformers>=4.44.2,<6", "tokenizers", "safetensors", "orjson>=3.9", "pysimdjson>=6", "isal>=1.5", "tqdm",
+    "pyyaml>=6",
+)  # fmt: skip
 
 
 def stage(folder: Path) -> Path:
