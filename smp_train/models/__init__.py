@@ -1,1 +1,1 @@
-"""Models: presets, building on meta, seeded initial weights, Hugging Face weights, counts and FLOPs."""
+"""Models: presets, configurations, construction, initial weights, Hugging Face weights, FLOPs."""

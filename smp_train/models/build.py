@@ -1,4 +1,4 @@
-"""From a configuration to a model: built on the meta device, sharded by others, then given memory."""
+"""Construction of a model on the meta device, its decoder layers, and allocation of its memory once it is sharded."""
 
 from __future__ import annotations
 
@@ -21,25 +21,22 @@ logger = logging.getLogger("smp_train.models")
 def build_meta(
     spec: ModelSpec, *, dtype: torch.dtype = torch.float32, attn_implementation: str = "sdpa"
 ) -> nn.Module:
-    """Return the Hugging Face causal LM of ``spec`` in training mode, parameters on meta, buffers real on
-    the CPU.
+    """Return the Hugging Face causal LM of ``spec`` in training mode, parameters on meta, buffers on the CPU.
 
-    Takes no memory for parameters and seconds for 400 B of them. What the constructor and ``_init_weights``
-    would have put in the parameters is noted on the model, for `initialise`, and the names that its tensors have on
-    the Hugging Face hub (`smp_train.models.hub_names`).
+    Allocates no parameters; 400 B of them take seconds. The model carries the recorded initialization of its
+    parameters, for `initialise`, and the table of their names on the Hugging Face hub (`smp_train.models.hub_names`).
 
     Raises:
         ConfigError: transformers refuses the configuration or the attention implementation.
     """
     from transformers import __version__
 
-    kind = {"dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype": dtype}
+    kind = "dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype"
     spec.config.use_cache = False
     attn_implementation = _available_attention(spec, attn_implementation)
     try:
-        model = construct_on_meta(
-            lambda: model_of(spec.config, attn_implementation=attn_implementation, **kind)
-        )
+        options: dict[str, Any] = {"attn_implementation": attn_implementation, kind: dtype}
+        model = construct_on_meta(lambda: model_of(spec.config, **options))
     except (ValueError, ImportError, KeyError) as failure:
         reason = str(failure).splitlines()[0]
         raise ConfigError(
@@ -53,7 +50,7 @@ def build_meta(
 
 
 def _available_attention(spec: ModelSpec, wanted: str) -> str:
-    """Return ``wanted``, or eager for the older models of transformers that have nothing but it and sdpa is wanted."""
+    """Return ``wanted``, or eager in place of sdpa for models that transformers has no sdpa for."""
     from transformers import AutoModelForCausalLM
 
     kind = AutoModelForCausalLM._model_mapping.get(type(spec.config), None)
@@ -72,7 +69,7 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     config: Any = getattr(model, "config", None)
     depth = getattr(config, "num_hidden_layers", None)
-    # A mixture's experts are a list too, within each layer: the outermost list holds the most parameters.
+    # The experts of a layer are a list too: the outermost list holds the most parameters.
     candidates = [entry for entry in lists if len(entry[1]) == depth] or lists
     if not candidates:
         raise ConfigError(f"{type(model).__name__} has no list of decoder layers")
@@ -87,11 +84,11 @@ FLASH_PACKAGES = {
         "pip install --no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper'",
     ),
 }
-"""Package that an attention implementation needs, as imported, and how it is installed."""
+"""By attention implementation: the module it needs and the command that installs it."""
 
 
 def check_attention(attn_implementation: str, device: torch.device) -> None:
-    """Raise `ConfigError` when the attention kernel cannot run here: its package is missing, or there is no GPU."""
+    """Raise `ConfigError` where the attention kernel has no GPU or its package is missing."""
     package, install = FLASH_PACKAGES.get(attn_implementation, (None, ""))
     if package is None:
         return
@@ -109,25 +106,23 @@ def check_attention(attn_implementation: str, device: torch.device) -> None:
 def materialise(
     model: nn.Module, device: torch.device | str, *, parameters: torch.device | str | None = None
 ) -> None:
-    """Give every meta parameter (plain or DTensor) memory, unset, and move all else to ``device``.
+    """Allocate every meta parameter (plain or DTensor), uninitialized, and move everything else to ``device``.
 
-    Parameters get theirs on the device too, or where ``parameters`` says (the host, when they are offloaded).
-    Tied parameters stay tied. Call it after sharding: only this rank's part is allocated.
+    Parameters are allocated on ``parameters`` where that is given (the host, for offloaded ones). Tied parameters stay
+    tied. Call it after sharding: only this rank's part is allocated.
     """
     device = torch.device(device)
     home = device if parameters is None else torch.device(parameters)
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for key, param in module._parameters.items():
-            if param is not None:
-                owners.setdefault(id(param), []).append((module, key))
-    tied = [places for places in owners.values() if len(places) > 1]
+        for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(param), []).append((module, key))
 
     def allocate(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device)
 
     model._apply(allocate)
-    # _apply replaces a plain meta parameter at each place anew.
-    for (first, key), *others in tied:
+    # _apply allocates a tied meta parameter once per name.
+    for (first, key), *others in owners.values():
         for module, name in others:
             module._parameters[name] = first._parameters[key]

@@ -1,4 +1,4 @@
-"""A model's configuration: flags laid over its fields, and what comes of it checked and made transformers' own."""
+"""A model's transformers configuration: flags applied to its fields, the widths checked, and two of them compared."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.models")
 
-# Flags that launch scripts of the original systems give to every family: answered, not refused, where one has no use.
+# Flags that launch scripts of the original systems give to every family: ignored with a log line by a family that has
+# no such setting.
 EVERYWHERE_GIVEN = ("rotary_pct", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-# Flags that change the shape of a weight: with weights given they may only confirm what these say.
+# Flags that change the shape of a weight: with pretrained weights they must equal the configuration's values.
 SHAPES = (
     "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
     "num_local_experts", "tie_word_embeddings",
@@ -28,11 +29,11 @@ SETTINGS_OF_A_RUN = re.compile(
     r"dropout|pdrop|token_id|initializer|max_position|^n_positions|^n_ctx|use_cache|router_aux|output_router|jitter|"
     r"summary_|pretraining_tp|^rope_parameters|scale_init"
 )
-"""Fields of configurations that do not change what a model computes of given weights, but how it is trained."""
+"""Configuration fields that do not change the function that given weights compute, only their training."""
 
 
 def overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, Any]) -> None:
-    """Write the given flags into the configuration fields; none is dropped in silence."""
+    """Write the given flags into the configuration fields; a flag without a field is logged or refused."""
     heads = given.get("num_heads", fields.get(family.fields.get("num_heads", "")))
     for flag, value in (following_heads(family, fields, given) | given).items():
         target = family.fields.get(flag)
@@ -42,7 +43,7 @@ def overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, 
             harmless = (
                 (flag.endswith("_pdrop") and value == 0)
                 or (flag == "num_key_value_heads" and value == heads)
-                or flag == "max_context_width"  # the length of a row too, which a model may leave open
+                or flag == "max_context_width"  # also the length of a row, whatever the model's positions
             )
             if flag in EVERYWHERE_GIVEN and not harmless:
                 logger.info("--%s %s has no effect: %s has no such setting", flag, value, name)
@@ -54,12 +55,12 @@ def overlay(fields: dict[str, Any], family: Family, name: str, given: dict[str, 
             fields[target] = bool(value) if flag == "tie_word_embeddings" else value
     _overlay_rope(fields, family, given)
     if family.hf_model_type == "falcon" and "num_key_value_heads" in given:
-        # One key-value head is Falcon 7B's layer, several are Falcon 40B's.
+        # Falcon 7B's layer has one key-value head, Falcon 40B's several.
         fields["new_decoder_architecture"] = given["num_key_value_heads"] > 1
 
 
 def following_heads(family: Family, fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return key-value heads equal to the given heads where the model has as many of one as of the other."""
+    """Return key-value heads equal to the given ``num_heads`` where the model's two numbers of heads are equal."""
     heads, key_value = (fields.get(family.fields.get(flag, "")) for flag in ("num_heads", "num_key_value_heads"))
     followed = "num_heads" in given and key_value is not None and key_value == heads
     return {"num_key_value_heads": given["num_heads"]} if followed else {}
@@ -73,22 +74,18 @@ def _overlay_rope(fields: dict[str, Any], family: Family, given: dict[str, Any])
     if kind == "default":
         fields.pop("rope_scaling", None)
     elif kind == "llama3":
-        base = {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
+        base = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        base |= {"original_max_position_embeddings": 8192}
         fields["rope_scaling"] = base | (fields.get("rope_scaling") or {}) | scaling | {"rope_type": kind}
     else:
         raise ConfigError(f"--rope_scaling_type {kind} is not known; known: default, llama3")
 
 
 def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
-    """Return what makes a checkpoint's model another function than ``config``'s, as "--num_heads 4 there, 8 here".
+    """Return the fields in which a checkpoint's model differs from ``config``, as "--num_heads 4 there, 8 here".
 
-    ``saved`` is its configuration as a dictionary, of any version of transformers: a field that one version does not
-    know has that version's default. Dropout, lengths, special tokens and precision are settings of a run.
+    ``saved`` is its configuration as a dictionary, written by any version of transformers: a field that a version does
+    not know has that version's default. Settings of a run (dropout, lengths, special tokens, precision) may differ.
     """
     from transformers import CONFIG_MAPPING, PretrainedConfig
 
@@ -113,17 +110,17 @@ def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
     ]
 
 
-def as_the_sample_says(told: dict[str, Any], config: PretrainedConfig) -> dict[str, Any] | None:
-    """Return the fields of ``config`` with those that flags of SMP's sample say and that change no shape.
+def with_sample_flags(recorded: dict[str, Any], config: PretrainedConfig) -> dict[str, Any] | None:
+    """Return the fields of ``config`` with those flags of SMP's sample that change no shape but the model's function.
 
-    ``told`` is what a checkpoint of the sample says of itself. Of its Mistral and Mixtral the rotary base is no flag.
-    None where it says nothing of these, or the model was a pretrained one.
+    ``recorded`` are the values that a checkpoint of the sample holds beside its tensors. For Mistral and Mixtral the
+    sample has no flag for the rotary base. None where it has none of these flags, or the model was pretrained.
     """
-    if "cli_args.hf_pretrained_model_name_or_dir" in told:
+    if "cli_args.hf_pretrained_model_name_or_dir" in recorded:
         return None
     flags = ["num_heads", *["rotary_emb_base", "rotary_pct"] * (config.model_type in ("llama", "gpt_neox"))]
     family = _family_of(config.model_type)
-    values = {family.fields[flag]: told.get(f"cli_args.{flag}") for flag in flags if flag in family.fields}
+    values = {family.fields[flag]: recorded.get(f"cli_args.{flag}") for flag in flags if flag in family.fields}
     there = {field: value for field, value in values.items() if isinstance(value, int | float)}
     return transformers4_names(config.to_dict(), config.model_type) | there if there else None
 
@@ -134,16 +131,14 @@ def _family_of(kind: str) -> Family:
 
 
 def configuration(hf_model_type: str, fields: dict[str, Any], name: str) -> PretrainedConfig:
-    """Return the configuration of ``fields``; `ConfigError` where they do not fit together, or transformers refuses."""
+    """Return the configuration of ``fields``; `ConfigError` where widths conflict or transformers rejects it."""
     from transformers import CONFIG_MAPPING
 
     return _made(lambda fields: CONFIG_MAPPING[hf_model_type](**fields), hf_model_type, fields, name)
 
 
-def lay_over(
-    config: PretrainedConfig, given: dict[str, Any], weights: str | None, location: str
-) -> PretrainedConfig:
-    """Return the configuration at ``location`` with the given flags laid over it.
+def with_flags(config: PretrainedConfig, given: dict[str, Any], weights: str | None, location: str) -> PretrainedConfig:
+    """Return the configuration at ``location`` with the given flags applied.
 
     Raises:
         ConfigError: for a shape that the ``weights`` do not have, and as `overlay` and `configuration` do.
@@ -155,32 +150,30 @@ def lay_over(
     fields = dict(before)
     overlay(fields, family, location, given)
     if {"hidden_width", "num_heads"} & given.keys() and not weights:
-        fields.pop("head_dim", None)  # It was written out for the widths of before.
+        fields.pop("head_dim", None)  # it follows from the former widths
     shapes = {target: flag for flag in SHAPES if (target := family.fields.get(flag))}
-    if family.hf_model_type == "gpt2":  # Its positions are weights.
+    if family.hf_model_type == "gpt2":  # learned position embeddings
         shapes["n_positions"] = "max_context_width"
     for target, flag in shapes.items():
         if weights and fields.get(target) != before.get(target):
-            raise ConfigError(
-                f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}"
-            )
+            raise ConfigError(f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}")
     return _made(type(config).from_dict, config.model_type, fields, location)
 
 
 def _made(
     make: Callable[[dict[str, Any]], PretrainedConfig], hf_model_type: str, fields: dict[str, Any], name: str
 ) -> PretrainedConfig:
-    """Return what ``make`` makes of the fields, checked; ``name`` is the model's, for messages."""
+    """Check the fields and return ``make(fields)``; ``name`` is the model's, for messages."""
     _drop_outside_tokens(fields, hf_model_type)
     _check_widths(hf_model_type, fields, name)
     try:
         return make(fields)
-    except Exception as failure:  # transformers' validation raises classes of several libraries.
+    except Exception as failure:  # transformers' validation raises exceptions of several libraries
         raise ConfigError(f"{name}: transformers refuses the configuration: {one_line(failure)}") from failure
 
 
 def _drop_outside_tokens(fields: dict[str, Any], hf_model_type: str) -> None:
-    # A vocabulary cut down by --vocab_size no longer holds the family's special tokens.
+    # A vocabulary reduced by --vocab_size may not hold the family's special tokens.
     from transformers import CONFIG_MAPPING
 
     defaults = CONFIG_MAPPING[hf_model_type]()
@@ -191,7 +184,7 @@ def _drop_outside_tokens(fields: dict[str, Any], hf_model_type: str) -> None:
 
 
 def _check_widths(hf_model_type: str, fields: dict[str, Any], name: str) -> None:
-    """Raise `ConfigError` for widths that do not fit together, named by their flags."""
+    """Raise `ConfigError` for inconsistent widths, named by their flags."""
 
     def value(*names: str) -> int | None:
         return next((fields[key] for key in names if fields.get(key) is not None), None)
@@ -219,9 +212,7 @@ def _check_widths(hf_model_type: str, fields: dict[str, Any], name: str) -> None
     if hidden is None or heads is None:
         return
     if kv_heads and heads % kv_heads:
-        raise ConfigError(
-            f"{name}: --num_heads {heads} is not a multiple of --num_key_value_heads {kv_heads}"
-        )
+        raise ConfigError(f"{name}: --num_heads {heads} is not a multiple of --num_key_value_heads {kv_heads}")
     if fields.get("head_dim"):
         return
     if hidden % heads:

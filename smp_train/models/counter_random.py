@@ -1,9 +1,8 @@
-"""Random numbers by index: element i of a stream is a function of (key, i) alone.
+"""Counter-based random numbers: element i of a stream is a function of (key, i) alone.
 
-Whoever needs a part of a stream computes that part, in any order, in pieces of any size, on any device, and
-gets the same bits: every step is an integer operation or one of + - * / sqrt in float64, which IEEE 754
-rounds in one way only. (A library's logarithm or error function may differ in the last bit from one machine
-to the next.)
+Any part of a stream can be computed alone, in any order and chunk size, on any device, with the same bits: all
+operations are integer operations or + - * / sqrt in float64, whose rounding IEEE 754 fixes. (A library's logarithm or
+error function may differ in the last bit between machines.)
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ def _signed(value: int) -> int:
 
 
 def stream_key(seed: int, name: str, ordinal: int = 0) -> int:
-    """Return the 64-bit key of the stream ``ordinal`` of what is called ``name``, as a signed integer."""
+    """Return the 64-bit key, as a signed integer, of stream number ``ordinal`` of the tensor ``name``."""
     digest = hashlib.blake2b(f"{seed}\0{name}\0{ordinal}".encode(), digest_size=8).digest()
     return _signed(int.from_bytes(digest, "little"))
 
 
 def _shift_xor(z: Tensor, bits: int) -> Tensor:
-    shifted = z >> bits  # Arithmetic: the mask makes it the logical shift that the generator is defined with.
+    shifted = z >> bits  # arithmetic; the mask makes it the logical shift of the generator's definition
     return z.bitwise_xor_(shifted.bitwise_and_((1 << (64 - bits)) - 1))
 
 
@@ -48,7 +47,7 @@ def bits(key: int, index: Tensor) -> Tensor:
 
 
 def centred(key: int, index: Tensor) -> Tensor:
-    """Return float64 uniform on (-1/2, 1/2): odd multiples of 2^-53, so exact to negate."""
+    """Return float64 uniform on (-1/2, 1/2): odd multiples of 2^-53, so the set is exactly symmetric."""
     top = bits(key, index)
     top >>= 12
     return top.to(torch.float64).add_(0.5).mul_(2.0**-52)
@@ -65,8 +64,7 @@ def normal(key: int, index: Tensor) -> Tensor:
 
 
 # Coefficients of algorithm AS 241, routine PPND16 (constant term last): relative accuracy about 1e-16.
-# M. J. Wichura: "Algorithm AS 241: The Percentage Points of the Normal Distribution", Applied Statistics 37
-# (1988).
+# M. J. Wichura: "Algorithm AS 241: The Percentage Points of the Normal Distribution", Applied Statistics 37 (1988).
 _A = (
     2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4,
     4.5921953931549871457e4, 1.3731693765509461125e4, 1.9715909503065514427e3,
@@ -110,16 +108,15 @@ def _ratio(top: tuple[float, ...], bottom: tuple[float, ...], x: Tensor) -> Tens
     return _polynomial(top, x).div_(_polynomial(bottom, x))
 
 
-# log((1 + s) / (1 - s)) = 2 (s + s^3/3 + s^5/5 + ...); |s| <= 0.1716 leaves the terms from s^23 on below
-# 1e-18.
+# log((1 + s) / (1 - s)) = 2 (s + s^3/3 + s^5/5 + ...); |s| <= 0.1716, so terms from s^23 on are below 1e-18.
 _SERIES = tuple(2.0 / k for k in range(21, 0, -2))
 _SQRT_HALF = math.sqrt(0.5)
 
 
 def log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of positive float64 numbers, in operations that round alike everywhere."""
+    """Return the natural logarithm of positive float64 numbers, by operations that round alike on every device."""
     mantissa, exponent = torch.frexp(x)
-    low = mantissa < _SQRT_HALF  # Moves the mantissa from [1/2, 1) to [sqrt(1/2), sqrt(2)).
+    low = mantissa < _SQRT_HALF  # moves the mantissa from [1/2, 1) to [sqrt(1/2), sqrt(2))
     mantissa = torch.where(low, mantissa * 2.0, mantissa)
     exponent = exponent.to(torch.float64).sub_(low.to(torch.float64))
     s = (mantissa - 1.0).div_(mantissa + 1.0)
@@ -130,7 +127,7 @@ def quantile(q: Tensor) -> Tensor:
     """Return the standard normal quantile of ``q + 1/2``, for float64 q in (-1/2, 1/2) of one dimension."""
     r = (q * q).neg_().add_(0.180625)
     out = _ratio(_A, _B, r).mul_(q)
-    outer = (r < 0).nonzero().squeeze(-1)  # Where |q| is above 0.425.
+    outer = (r < 0).nonzero().squeeze(-1)  # |q| > 0.425
     if outer.numel():
         tail = q[outer]
         r = log(tail.abs().neg_().add_(0.5)).neg_().sqrt_()

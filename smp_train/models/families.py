@@ -1,7 +1,7 @@
-"""What each model family calls the flags' fields, and what it takes where neither flag nor preset says.
+"""Model families: configuration fields by flag, and defaults where neither a flag nor a preset gives a value.
 
-Configurations are written with the names of transformers 4 (``rope_theta``, ``rope_scaling``, ``rotary_pct``,
-``partial_rotary_factor``): transformers 5 turns them into its ``rope_parameters`` itself.
+Field names are those of transformers 4 (``rope_theta``, ``rope_scaling``, ``rotary_pct``, ``partial_rotary_factor``);
+transformers 5 converts them to its ``rope_parameters`` itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-# Flag -> configuration field, where a family has it under the usual name.
+# Flag -> configuration field, under its most common name.
 COMMON = {
     "vocab_size": "vocab_size",
     "hidden_width": "hidden_size",
@@ -35,36 +35,36 @@ ROPE_SCALING = {
 }
 EXPERTS = {"num_experts_per_tok": "num_experts_per_tok", "num_local_experts": "num_local_experts"}
 WINDOW = {"sliding_window": "sliding_window"}
-# Every flag that says something of the model; each must reach the configuration or be refused.
+# All flags of the model; each must reach the configuration or be refused.
 MODEL_FLAGS = (
     *LLAMA_LIKE, "rotary_pct", "resid_pdrop", "embd_pdrop", *WINDOW, *EXPERTS, *ROPE_SCALING,
 )  # fmt: skip
 
 
 def llama_width(hidden: int) -> int:
-    """Return Llama's SwiGLU width: 8/3 of the hidden size, up to a multiple of 256 (11008 at 4096)."""
+    """Return Llama's SwiGLU width: 8/3 of the hidden size, rounded up to a multiple of 256 (11008 at 4096)."""
     return -(-8 * hidden // (3 * 256)) * 256
 
 
 def wide_width(hidden: int) -> int:
-    """Return the SwiGLU width of Llama 3 8B, Mistral and Mixtral: 3.5 of the hidden size (14336 at 4096)."""
+    """Return the SwiGLU width of Llama 3 8B, Mistral and Mixtral: 3.5 times the hidden size (14336 at 4096)."""
     return 7 * hidden // 2
 
 
 def four_width(hidden: int) -> int:
-    """Return the classic width of a feed-forward layer: 4 of the hidden size."""
+    """Return GPT's feed-forward width: 4 times the hidden size."""
     return 4 * hidden
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family: the transformers type behind it, its field names, and its defaults when built from widths.
+    """One model family.
 
     Attributes:
         hf_model_type: ``model_type`` of the transformers configuration.
         fields: flag -> configuration field.
-        defaults: fields of a model built from widths alone.
-        width: feed-forward width for a hidden size.
+        defaults: fields of a model built from widths, without a preset.
+        width: feed-forward width as a function of the hidden size.
     """
 
     hf_model_type: str
@@ -156,7 +156,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
 }
-# Names of transformers for what has a name of ours.
+# Other names of these families.
 SYNONYMS = {
     "llama": "llama_v2",
     "llama2": "llama_v2",
@@ -167,7 +167,7 @@ SYNONYMS = {
 
 
 def other_family(hf_model_type: str) -> Family:
-    """Return the family of a type of transformers that has no entry here: its fields that have the usual names."""
+    """Return a family for a transformers type without an entry here: those of its fields that have common names."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[hf_model_type]()

@@ -1,7 +1,7 @@
-"""The order in which FSDP1 flattens the parameters of a model as transformers 4.31 to 4.44 has it.
+"""The order of parameters within an FSDP1 flat parameter, for models of transformers 4.31 to 4.44.
 
-A flat parameter stores no names. Its parts follow one another in the order of ``named_parameters()``, that is, as the
-modules are registered; later versions of transformers may register them otherwise, so the order is written down here.
+A flat parameter stores no names. Its parts are concatenated in the order of ``named_parameters()``, the order in which
+modules are registered. Later versions of transformers may register them in another order, so it is fixed here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PARAMETER = re.compile(
 def flat_order(kind: str, names: Iterable[str]) -> list[str]:
     """Return the parameters ``names`` of a model of transformers' type ``kind`` in the order of the flat parameter.
 
-    Raises `CheckpointError` where it is not known.
+    Raises `CheckpointError` for an unknown type or parameter.
     """
     if kind not in _MODULES:
         known = ", ".join(_MODULES)

@@ -1,4 +1,4 @@
-"""How many parameters a model has and how many floating-point operations a token costs."""
+"""Number of parameters of a model, and floating-point operations per token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERT = re.compile(r"\.experts\.")
 
 
 class Counts(NamedTuple):
-    """Parameters of a model: all, those one token uses, and those of them that a token is multiplied with."""
+    """Numbers of parameters: all, those that one token uses, and the part of these in matrix products."""
 
     total: int
     active: int
@@ -33,18 +33,17 @@ def count_parameters(config: PretrainedConfig) -> int:
 
 
 def count_active_parameters(config: PretrainedConfig) -> int:
-    """Return the number of parameters one token uses: of a mixture's experts only those it is sent to."""
+    """Return the number of parameters one token uses: of the experts only those it is routed to."""
     return _counts(config).active
 
 
 def flops_per_token(config: PretrainedConfig, seq_len: int, *, causal: bool = False) -> float:
     """Return the model FLOPs of forward and backward for one token: ``6 N + 12 L H d S``.
 
-    N: active parameters in matrix multiplications (the output head counts, an embedding look-up, norms and
-    biases do not); L layers, H heads, d head size, S ``seq_len``. Recomputation under activation
-    checkpointing does not count. The formula is that of PaLM (Chowdhery et al. 2022, appendix B), also
-    used by nanoGPT: attention counts the full S x S matrix, sliding window or not. ``causal`` counts half
-    of it, as torchtitan does, so figures made with one must not be compared with figures made with the other.
+    N: active parameters in matrix products (with the output head; without embedding look-ups, norms and biases); L
+    layers, H heads, d head size, S ``seq_len``. Recomputation under activation checkpointing does not count. The
+    formula is that of PaLM (Chowdhery et al. 2022, appendix B), also used by nanoGPT: attention counts the full S x S
+    matrix, sliding window or not. ``causal`` counts half of it, as torchtitan does; the two are not comparable.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
@@ -52,7 +51,7 @@ def flops_per_token(config: PretrainedConfig, seq_len: int, *, causal: bool = Fa
 
 
 def _active_share(config: PretrainedConfig) -> float:
-    """Return which share of the experts a token goes through (1 without experts)."""
+    """Return the fraction of the experts that a token is routed to (1 without experts)."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     experts = next((count for name in names if (count := getattr(config, name, None))), None)
     used = getattr(config, "num_experts_per_tok", None)
@@ -66,7 +65,7 @@ def _counts(config: PretrainedConfig) -> Counts:
 
 @lru_cache(maxsize=64)
 def _count_built(kind: Any, config_json: str) -> Counts:
-    # Built on meta rather than by a formula per family: exact for every model that transformers has.
+    # Counted on a model on meta: exact for every model of transformers, without a formula per family.
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""Reads Hugging Face weights straight into the parts of the parameters that a rank holds."""
+"""Reading of Hugging Face weights: each rank reads the blocks that it holds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from smp_train.models.hub_names import HubTensor, canonical_name, hub_names
 from smp_train.models.weight_files import Block, WeightFiles
 from smp_train.storage.paths import place
 
-# Buffers that former versions of transformers stored among the weights.
+# Buffers that older versions of transformers stored among the weights.
 NOT_WEIGHTS = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$")
 
 
 Copy = tuple[Tensor, Block, Any]
-"""Where to, what of, and which of it."""
+"""Target, source, and the index into the source."""
 Planned = tuple[str, Tensor, list[tuple[str, HubTensor]]]
-"""A parameter's name, the parameter, and the stored tensors with the block of it that each is."""
+"""A parameter's name, the parameter, and its stored tensors: name in the files, and the block of the parameter."""
 
 
 def load_pretrained(
@@ -36,10 +36,10 @@ def load_pretrained(
     """Fill every parameter of a materialised model from the weights at ``location``, cast to its own dtype.
 
     ``location`` is a folder with safetensors or pickled weights (``.bin``), or one such file, also in S3. Each rank
-    reads only the rows and columns it holds: host memory for its part and one block more. No collective is entered,
-    so a failure on one rank must be made known to the others by the caller. Names are those of the Hugging
-    Face state dict, with or without the base model's prefix; experts that this transformers fuses and the
-    files store one by one are put together. ``on_progress`` is called with the bytes of parameters done and in all.
+    reads only the rows and columns it holds; host memory is its part and one block more. Not collective: the caller
+    reports a failure to the other ranks. Names are those of the Hugging Face state dict, with or without the base
+    model's prefix; experts that the files store one by one are stacked where transformers stacks them. ``on_progress``
+    is called with the bytes of parameters done and the total.
 
     Raises:
         CheckpointError: files missing or unreadable; parameters that the files do not have, or stored
@@ -77,7 +77,7 @@ def _names(verb: str, missing: list[str], left: list[str]) -> str:
 
 
 def _plan(model: nn.Module, stored: Iterable[str]) -> tuple[list[Planned], list[str], list[str]]:
-    """Return (what to read into each parameter, parameters without a source, stored tensors without a use)."""
+    """Return (sources of each parameter, parameters without sources, stored tensors that are not used)."""
     table = hub_names(model)
     by_name = {table.current(name): name for name in stored}
     base = getattr(model, "base_model_prefix", "")
@@ -122,7 +122,7 @@ def _tied_names(model: nn.Module) -> dict[str, list[str]]:
 def _copies(
     name: str, param: Tensor, sources: list[tuple[str, HubTensor]], stored: WeightFiles
 ) -> Iterator[Copy]:
-    """Yield what this rank is to copy into a parameter."""
+    """Yield this rank's copies into a parameter."""
     if param.is_meta:
         raise CheckpointError(f"parameter {name} is still on the meta device; materialise the model first")
     local, part = local_tensor(param), part_of(param)
@@ -137,7 +137,7 @@ def _copies(
 
 
 def _held(local: Tensor, source: Block, indices: Sequence[Tensor]) -> Iterator[Copy]:
-    """Yield what of ``source`` lies at the held ``indices``, run by run."""
+    """Yield the copies of the elements of ``source`` at ``indices``, one per block of consecutive indices."""
     for block in itertools.product(*map(_runs, indices)):
         target = tuple(slice(at, at + length) for at, _, length in block)
         wanted = tuple(slice(first, first + length) for _, first, length in block)

@@ -1,8 +1,8 @@
-"""The translation between a model's parameters in memory and its tensors on the Hugging Face hub.
+"""Translation between a model's parameters in memory and its tensors on the Hugging Face hub.
 
-transformers 5 renames some parameters (``lm_head`` for GPT-NeoX's ``embed_out``) and stacks the experts of a mixture in
-one parameter. Published weights, and all that this package writes, keep the hub's names and layouts, which are also
-those of transformers 4 in memory. `build_meta` notes the table on the model; without a note the names are the same.
+transformers 5 renames some parameters (``lm_head`` for GPT-NeoX's ``embed_out``) and stacks the experts of a layer in
+one parameter. Published weights, and everything this package writes, keep the hub's names and layouts, which are those
+of transformers 4 in memory. `build_meta` attaches the table to the model; without a table the names are equal.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from smp_train.distributed.dtensor import DTensor, Part
 
 WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 HUB_NAMES = "_smp_train_hub_names"
-"""Where a model keeps its table."""
+"""Attribute of a model that holds its table."""
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's or module's name without what torch.compile, checkpointing and FSDP1 put into it."""
+    """Return a parameter's or module's name without the prefixes of torch.compile, checkpointing and FSDP1."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
@@ -30,13 +30,13 @@ def canonical_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor on the hub, and the block of a parameter that it is.
+    """A tensor on the hub, which is a block of a parameter in memory.
 
     Attributes:
         name: its name on the hub.
         shape: its shape there.
-        expert: index along the parameter's first dimension, which the hub's tensor lacks; None if it has all.
-        row: where its first dimension starts in the parameter's.
+        expert: index along the parameter's first dimension where the hub has one tensor per expert, else None.
+        row: index in the parameter at which its first dimension starts.
     """
 
     name: str
@@ -45,9 +45,9 @@ class HubTensor:
     row: int = 0
 
     def within(self, part: Part) -> tuple[Any, Part] | None:
-        """Return where this block is in a rank's ``part`` of the parameter, and which elements of the hub's tensor.
+        """Return the intersection of this block with a rank's ``part`` of the parameter, None where it is empty.
 
-        The first is an index for the rank's local tensor. None: the rank has nothing of it.
+        It is an index into the rank's local tensor, and the same elements as a part of the hub's tensor.
         """
         index: tuple[Any, ...] = ()
         indices = part.indices
@@ -71,19 +71,19 @@ class HubNames:
     """The table of one model.
 
     Attributes:
-        tensors: the hub's tensors by canonical parameter name, where they are not that parameter under that name.
-        renamings: rules of transformers by which it reads files whose names are neither.
+        tensors: the hub's tensors by canonical parameter name, for parameters whose name or layout differs.
+        renamings: transformers' rules for reading files with other names.
     """
 
     tensors: Mapping[str, tuple[HubTensor, ...]] = field(default_factory=dict)
     renamings: Sequence[Any] = ()
 
     def of(self, name: str, shape: Sequence[int]) -> tuple[HubTensor, ...]:
-        """Return the tensors on the hub that a parameter holds."""
+        """Return the hub's tensors that make up a parameter."""
         return self.tensors.get(name) or (HubTensor(name, tuple(shape)),)
 
     def current(self, name: str) -> str:
-        """Return what transformers reads a stored name as; of an expert's own tensor, without its being stacked."""
+        """Return the current name of a stored name by transformers' renamings, without the stacking of experts."""
         name = canonical_name(name)
         for rule in self.renamings:
             name, _ = rule.rename_source_key(name)
@@ -91,7 +91,7 @@ class HubNames:
 
 
 class _View(Tensor):
-    """A tensor that stays a view where transformers would copy it to make it contiguous: its offset is asked for."""
+    """A tensor that stays a view where transformers would make it contiguous: `_block` needs its offset."""
 
     def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the tensor itself."""
@@ -99,22 +99,22 @@ class _View(Tensor):
 
 
 def note(model: Any) -> None:
-    """Note the table on a Hugging Face model that nothing is wrapped around: transformers goes by the class."""
+    """Attach the table to a Hugging Face model that is not wrapped yet: transformers' rules depend on its class."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
-    except ImportError:  # transformers 4 has the hub's names in memory
+    except ImportError:  # transformers 4 uses the hub's names in memory
         return
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     first: dict[int, tuple[str, Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        first.setdefault(id(value), (name, value))  # a tied weight has its first name
+        first.setdefault(id(value), (name, value))  # a tied weight under its first name
     meta = {name: torch.empty(value.shape, device="meta").as_subclass(_View) for name, value in first.values()}
     owners = {value.untyped_storage()._cdata: name for name, value in meta.items()}
     found: dict[str, list[HubTensor | None]] = {}
     for hub_name, value in to_hub(model, meta).items():
         owner = owners.get(value.untyped_storage()._cdata)
-        if owner is not None:  # else computed of several: no block of any
+        if owner is not None:  # else computed from several parameters: a block of none
             found.setdefault(owner, []).append(_block(hub_name, value, meta[owner]))
     tensors = {
         name: tuple(each for each in blocks if each is not None)
@@ -125,7 +125,7 @@ def note(model: Any) -> None:
 
 
 def hub_names(model: nn.Module) -> HubNames:
-    """Return the table that `note` left on the model, or on one that it is wrapped around."""
+    """Return the table that `note` attached to the model or to a module within it."""
     for module in model.modules():
         if HUB_NAMES in module.__dict__:
             found: HubNames = module.__dict__[HUB_NAMES]
@@ -134,17 +134,17 @@ def hub_names(model: nn.Module) -> HubNames:
 
 
 def to_hub(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that have ``plain``'s names in memory as the installed transformers saves them."""
+    """Return tensors, named as ``plain``'s parameters in memory, as the installed transformers would save them."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4 saves what it holds
+    except ImportError:  # transformers 4 saves its names in memory
         return dict(tensors)
     reverted: dict[str, Tensor] = revert_weight_conversion(plain, dict(tensors))
     return reverted
 
 
 def _block(name: str, view: Tensor, param: Tensor) -> HubTensor | None:
-    """Return which block of ``param`` a view of it is, or None for one of another form."""
+    """Return the block of ``param`` that a view of it is, None for any other kind of view."""
     shape, offset, stride = tuple(view.shape), int(view.storage_offset()), param.stride()
     if view.shape == param.shape and view.stride() == stride:
         return HubTensor(name, shape)
@@ -159,7 +159,7 @@ def _block(name: str, view: Tensor, param: Tensor) -> HubTensor | None:
 
 
 def is_split(param: Any, tensors: Sequence[HubTensor]) -> bool:
-    """Tell whether a parameter is several of the hub's tensors, each of which is whole on a rank: same on all ranks."""
+    """Return whether a parameter is split into whole tensors of the hub on every rank; same result on all ranks."""
     if any(each.expert is None for each in tensors):
         return False
     placements = param.placements if isinstance(param, DTensor) else ()

@@ -1,6 +1,7 @@
-"""Configurations, tokenizers and models of Hugging Face: from a folder, a file, S3, or the hub, and without their code.
+"""Reading of Hugging Face configurations, tokenizers and models from a folder, a file, S3 or the hub.
 
-All that transformers reads from elsewhere is read here. Code that comes with it runs with --trust_remote_code 1 only.
+Everything that transformers reads from outside goes through this module: code that comes with it is not run without
+--trust_remote_code 1.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CONFIG_FILE = "config.json"
-# What a checkpoint of ours says of itself; the configuration is its "model_config".
+# Metadata of a checkpoint of ours; "model_config" in it is the configuration.
 OUR_META = "meta.json"
-# Written last into a checkpoint of ours; where it was in S3 once, this tells in which sub-folder its files are.
+# Commit marker of a checkpoint of ours; its "root" is the sub-folder with the files, for a checkpoint saved to S3.
 OUR_MARK = "COMMITTED"
 
 logger = logging.getLogger("smp_train.models")
@@ -31,7 +32,7 @@ _trusted = False
 
 
 def trust_code(trusted: bool) -> None:
-    """Let this process run the code that comes with models and tokenizers, or not; said in the log."""
+    """Set whether this process runs code that comes with models and tokenizers."""
     global _trusted
     if trusted and not _trusted:
         logger.warning("--trust_remote_code 1: code that comes with a model or a tokenizer is run", extra=ALL_RANKS)
@@ -58,7 +59,7 @@ def load_tokenizer(location: str) -> Any:
         return AutoTokenizer.from_pretrained(location, trust_remote_code=_trusted)
     except ConfigError:
         raise
-    except Exception as failure:  # whatever a folder or the hub may give
+    except Exception as failure:  # anything, for files of unknown origin
         if "trust_remote_code" in str(failure):
             raise _foreign_code(f"tokenizer {location}") from failure
         first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
@@ -73,11 +74,11 @@ def model_of(config: Any, **more: Any) -> Any:
 
 
 def _without_code(config: PretrainedConfig, fields: Any, where: object) -> PretrainedConfig:
-    """Return a configuration that leads to no code; ``fields`` are those it was made of. Raises `ConfigError`."""
+    """Return ``config`` without references to code; ``fields`` are its source. Raises `ConfigError` for a kernel."""
     if _trusted:
         from transformers import CONFIG_MAPPING, AutoConfig
 
-        if config.model_type not in CONFIG_MAPPING:  # the rest of this program looks types up there
+        if config.model_type not in CONFIG_MAPPING:  # the other modules look types up there
             AutoConfig.register(config.model_type, type(config))
         return config
     left = [fields]
@@ -93,12 +94,12 @@ def _without_code(config: PretrainedConfig, fields: Any, where: object) -> Pretr
 def open_configuration(location: str, weights: str | None = None) -> tuple[str, PretrainedConfig, str | None]:
     """Return (name, configuration, weights) of a folder, of one config.json (random weights), or of a model on the hub.
 
-    ``weights`` are taken instead of what lies beside the configuration.
+    ``weights`` take the place of weights beside the configuration.
     """
     path = place(location)
     name = location
     if path.is_file():
-        # The files of a checkpoint that was in S3 are a folder further down.
+        # A checkpoint saved to S3 has its files in a sub-folder.
         inner = path.name == OUR_META and (path.parent.parent / OUR_MARK).is_file()
         config, name = _load_config(path), (path.parent.parent if inner else path.parent).name
     elif path.is_dir():
@@ -126,27 +127,27 @@ def _load_config(path: Place) -> PretrainedConfig:
         if path.name == OUR_META:
             return config_of(fields["model_config"])
         if not isinstance(path, S3Path):
-            # By its folder, in which its code lies too, if it has the name that transformers looks for.
+            # By folder, which may hold its code; by file where its name is not the one that transformers reads.
             where = path.parent if path.name == CONFIG_FILE else path
             found = AutoConfig.from_pretrained(str(where), trust_remote_code=_trusted)
             config = type(found).from_dict(readable(fields))
             if _trusted:
-                config.name_or_path = found.name_or_path  # where transformers looks for the code
+                config.name_or_path = found.name_or_path  # the folder that transformers loads code from
             return _without_code(config, fields, path)
-        with tempfile.TemporaryDirectory() as folder:  # transformers reads files
+        with tempfile.TemporaryDirectory() as folder:  # transformers reads local files only
             copy = Path(folder) / CONFIG_FILE
             copy.write_text(json.dumps(readable(fields)), encoding="utf-8")
             return _without_code(AutoConfig.from_pretrained(str(copy), trust_remote_code=_trusted), fields, path)
-    except (CheckpointError, ConfigError):  # S3 does not give it, or it brings code
+    except (CheckpointError, ConfigError):
         raise
-    except Exception as failure:  # Anything a file of unknown origin may lead to.
+    except Exception as failure:  # anything, for a file of unknown origin
         if "trust_remote_code" in str(failure):
             raise _foreign_code(path) from failure
         raise ConfigError(f"transformers cannot read {path}: {one_line(failure)}") from failure
 
 
 def config_of(fields: dict[str, Any]) -> PretrainedConfig:
-    """Return the configuration that a checkpoint of ours has as ``model_config``. Raises KeyError for another type."""
+    """Return the configuration in ``model_config`` of a checkpoint of ours. Raises KeyError for an unknown type."""
     from transformers import CONFIG_MAPPING
 
     config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(readable(fields))
@@ -154,7 +155,7 @@ def config_of(fields: dict[str, Any]) -> PretrainedConfig:
 
 
 def transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str, Any]:
-    """Return configuration fields with the ``rope_parameters`` of transformers 5 under their former names."""
+    """Return configuration fields with ``rope_parameters`` of transformers 5 under the names of transformers 4."""
     rope = fields.get("rope_parameters")
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return dict(fields)
@@ -175,8 +176,7 @@ def transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str,
 def readable(fields: dict[str, Any]) -> dict[str, Any]:
     """Return configuration fields under the names that the installed transformers reads.
 
-    What it does not know it keeps unread: version 4 would take its own rotary base for that in ``rope_parameters``, and
-    cannot write the ``dtype`` that a model was given.
+    Version 4 ignores ``rope_parameters`` and would use its default rotary base; nor can it serialize ``dtype``.
     """
     from transformers import PretrainedConfig, __version__
 
@@ -196,7 +196,7 @@ def _download(name: str, *, with_weights: bool) -> Path:
         if with_weights and not weight_files(folder):
             folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.bin"]))
         return folder
-    except Exception as failure:  # No network, no such model, no access: each has its own class.
+    except Exception as failure:  # no network, no such model, no access: each raises its own class
         raise ConfigError(
             f"--hf_pretrained_model_name_or_dir {name}: is no folder, and the Hugging Face hub does not give it "
             f"({type(failure).__name__}); download it and give the folder"

@@ -1,8 +1,8 @@
-"""Initial weights: each rank draws its own part, and the parts are the same on every mesh and world size.
+"""Initial weights: each rank draws its own part, with the same values on every mesh and world size.
 
-The value of an element depends on the seed, and on name and index that it has on the Hugging Face hub, on nothing else:
-not on the layout in memory, which differs between versions of transformers (`smp_train.models.hub_names`). The
-distribution is what the model's own constructor and ``_init_weights`` prescribe (`smp_train.models.recording`).
+The value of an element depends only on the seed and on its name and index on the Hugging Face hub, not on the layout in
+memory, which differs between versions of transformers (`smp_train.models.hub_names`). The distribution is that of the
+model's own constructor and ``_init_weights`` (`smp_train.models.recording`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from smp_train.models import counter_random
 from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names
 from smp_train.models.recording import OVERWRITES, PROGRAMS, REPLAYABLE, Program, Step
 
-# Elements at a time: about ten float64 temporaries of this size fit a core's cache; a device wants large
-# kernels.
+# Elements at a time: about ten float64 temporaries of this size fit a core's cache; a GPU needs large kernels.
 CPU_CHUNK = 1 << 15
 DEVICE_CHUNK = 1 << 24
 PROGRESS_SECONDS = 5.0
@@ -32,16 +31,15 @@ logger = logging.getLogger("smp_train.models")
 
 
 def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
-    """Fill every parameter of a model made by `build_meta` and materialised; return how many numbers were
-    drawn.
+    """Fill every parameter of a model made by `build_meta` and materialised; return how many numbers were drawn.
 
     Args:
         model: its parameters plain tensors or DTensors (Shard, Replicate, _StridedShard); wrapped or not.
-        seed: with the parameter's name the only thing the values depend on.
+        seed: any integer.
         chunk: elements computed at a time (affects speed and memory only).
 
     Raises:
-        SmpTrainError: a parameter whose initial values are not known, or that cannot be drawn in parts.
+        SmpTrainError: a parameter without a recorded initialization, or one that cannot be drawn in parts.
     """
     programs, names = programs_of(model), hub_names(model)
     drawn, progress = 0, _Progress(sum(local_tensor(param).numel() for param in model.parameters()))
@@ -53,10 +51,10 @@ def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
 
 
 def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], None]:
-    """Return a function that fills the parameters which one module of ``model`` itself holds, whole and on a device.
+    """Return a function that fills a module's own parameters, whole and on a device, as `initialise` would.
 
-    For whoever gives modules memory one after the other (FSDP1's ``param_init_fn``). What it draws is what `initialise`
-    draws; make it before anything is wrapped. Of tied parameters only the first is filled: tie the others to it.
+    For FSDP1's ``param_init_fn``, which materialises one module at a time. Create it before wrapping. Of tied
+    parameters only the first is filled; the caller ties the others to it.
     """
     programs, names = programs_of(model), hub_names(model)
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
@@ -75,20 +73,20 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
 
 
 class _Progress:
-    """Logs every `PROGRESS_SECONDS` which share of this rank's weights is drawn."""
+    """Logs, every `PROGRESS_SECONDS`, the fraction of this rank's weights that is drawn."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.done, self.told = total, 0, time.monotonic()
+        self.total, self.done, self.logged = total, 0, time.monotonic()
 
     def add(self, count: int) -> None:
         self.done += count
-        if time.monotonic() - self.told >= PROGRESS_SECONDS:
+        if time.monotonic() - self.logged >= PROGRESS_SECONDS:
             logger.info("Initial weights: %.0f %% of this rank's are drawn", 100 * self.done / self.total)
-            self.told = time.monotonic()
+            self.logged = time.monotonic()
 
 
 def programs_of(model: nn.Module) -> dict[str, Program]:
-    """Return the notes that `build_meta` left on the model, by canonical parameter name."""
+    """Return the recorded programs of a model made by `build_meta`, by canonical parameter name."""
     for module in model.modules():
         if PROGRAMS in module.__dict__:
             return module.__dict__[PROGRAMS]
@@ -104,7 +102,7 @@ def _initialise(
         raise SmpTrainError(f"parameter {name} is still on the meta device; call materialise first")
     tensors = names.of(name, param.shape)
     if len(tensors) > 1 and any(step.view is not None or step.op == "constant" for step in program):
-        tensors = (HubTensor(name, tuple(param.shape)),)  # its program is of the parameter as a whole
+        tensors = (HubTensor(name, tuple(param.shape)),)  # the program refers to the whole parameter
     local, part = local_tensor(param), part_of(param)
     if tuple(local.shape) != part.local_shape:
         raise SmpTrainError(f"parameter {name}: holds {tuple(local.shape)}, its placements say {part.local_shape}")
@@ -122,9 +120,7 @@ def _check(name: str, program: Program) -> None:
     bad = [step.op for step in program if step.op not in REPLAYABLE]
     if bad or program[0].op not in OVERWRITES or program[0].view is not None:
         what = bad[0] if bad else f"{program[0].op} on unset memory"
-        raise SmpTrainError(
-            f"parameter {name}: its initialization ({what}) cannot be drawn in parts; start from weights"
-        )
+        raise SmpTrainError(f"{name}: its initialization ({what}) cannot be drawn in parts; start from weights")
 
 
 def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chunk: int | None) -> int:
@@ -151,7 +147,7 @@ def _fill(local: Tensor, part: Part, program: Program, seed: int, name: str, chu
 
 
 def _chunks(rows: Tensor, part: Part, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (part of the local matrix, its flat indices in the whole parameter), ``chunk`` or so each."""
+    """Yield (block of the local matrix, its flat indices in the whole parameter), about ``chunk`` elements each."""
     starts, offsets = (x.to(rows.device) for x in part.runs())
     width = min(len(offsets), chunk)
     height = max(1, chunk // width)
@@ -162,7 +158,7 @@ def _chunks(rows: Tensor, part: Part, chunk: int) -> Iterator[tuple[Tensor, Tens
 
 
 def _apply(step: Step, values: Tensor, index: Tensor, key: int) -> Tensor:
-    """Return what ``values`` (those of the elements at ``index``) become by one step."""
+    """Return ``values``, those of the elements at ``index``, after one step."""
     inside = None if step.view is None else _inside(index, *step.view)
     if inside is not None and not bool(inside.any()):
         return values
@@ -184,14 +180,12 @@ def _apply(step: Step, values: Tensor, index: Tensor, key: int) -> Tensor:
 
 
 def _truncated(step: Step, key: int, index: Tensor) -> Tensor:
-    """Draw a normal number kept to [a, b], by inversion between the two ends' probabilities."""
+    """Draw from a normal distribution truncated to [a, b], by inversion."""
     mean, std, a, b = step.args
     low, high = (statistics.NormalDist().cdf((end - mean) / std) for end in (a, b))
     q = counter_random.uniform(key, index).mul_(high - low).add_(low - 0.5)
-    # The far ends of an all but untruncated normal round to probability 0 or 1.
-    return (
-        counter_random.quantile(q.clamp_(-0.5 + 2.0**-54, 0.5 - 2.0**-54)).mul_(std).add_(mean).clamp_(a, b)
-    )
+    # For limits far out, probabilities round to 0 or 1, whose quantiles are infinite.
+    return counter_random.quantile(q.clamp_(-0.5 + 2.0**-54, 0.5 - 2.0**-54)).mul_(std).add_(mean).clamp_(a, b)
 
 
 def _constant(step: Step, index: Tensor) -> Tensor:
@@ -206,7 +200,7 @@ def _constant(step: Step, index: Tensor) -> Tensor:
 
 
 def _inside(index: Tensor, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Return which flat indices lie in a view of a contiguous tensor (a box, as narrow and select make)."""
+    """Return which flat indices lie in a view of a contiguous tensor that is a box, as narrow and select make it."""
     rest = index - offset
     ok = rest >= 0
     for stride, size in sorted(zip(strides, sizes, strict=True), reverse=True):

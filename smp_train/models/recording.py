@@ -1,10 +1,8 @@
-"""Builds a model with its parameters on the meta device and notes what its constructor would have put in
-them.
+"""Construction of a model with parameters on the meta device, and recording of their initialization.
 
-Parameters are moved to meta the moment they are registered, so no model is too large to build, while buffers
-stay real. Every factory call and every in-place operation on a parameter (the constructor's own and those of
-the model's ``_init_weights``) is noted, not executed: the notes are a parameter's `Program`, which
-`smp_train.models.initialization` later replays on the part of the parameter that a rank holds.
+Parameters move to meta as they are registered, so a model of any size can be built; buffers stay real. Every factory
+call and in-place operation on a parameter, by the constructor or by ``_init_weights``, is recorded and not executed.
+The record is the parameter's `Program`, which `smp_train.models.initialization` replays on the part that a rank holds.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Step:
 
 Program = list[Step]
 
-# What a factory function leaves in a tensor. Memory that nothing was written to has an empty program.
+# Programs of tensors by the factory function that made them; uninitialized memory has an empty program.
 FACTORIES: dict[str, Callable[..., Program]] = {
     "empty": lambda *_: [],
     "empty_like": lambda *_: [],
@@ -57,13 +55,13 @@ FACTORIES: dict[str, Callable[..., Program]] = {
     "rand": lambda *_: [Step("uniform_", (0.0, 1.0))],
     "randn": lambda *_: [Step("normal_", (0.0, 1.0))],
 }
-# Operations after which what was in the tensor before no longer matters.
+# Operations whose result does not depend on the former values.
 OVERWRITES = {"normal_", "uniform_", "trunc_normal_", "fill_", "constant"}
 # Pointwise operations that give the same bits on every device and for every part of a tensor.
 POINTWISE = {"mul_", "add_", "sub_", "div_", "neg_", "abs_", "clamp_", "clamp_min_", "clamp_max_", "sqrt_"}
 REPLAYABLE = OVERWRITES | POINTWISE
 
-# Where a model keeps its programs, by parameter name.
+# Attribute of a model that holds its programs, by parameter name.
 PROGRAMS = "_smp_train_initial_weights"
 
 
@@ -78,26 +76,26 @@ def _view(tensor: Tensor, whole: int) -> tuple[int, tuple[int, ...], tuple[int, 
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the program of every storage created while active; skips the work where the tensor is on meta."""
+    """Records the program of every storage created while active; skips operations on meta tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The weak reference keeps a storage's address from being used again, not its memory.
+        # The weak reference prevents reuse of a storage's address and does not keep its memory.
         self._programs: dict[int, tuple[StorageWeakRef, Program]] = {}
 
     def program(self, tensor: Tensor) -> Program | None:
-        """Return the program of the storage that ``tensor`` lies in, or None when it is not known."""
+        """Return the program of the storage of ``tensor``, None for one that was created elsewhere."""
         known = self._programs.get(_key(tensor))
         return known[1] if known else None
 
     def assign(self, tensor: Tensor, program: Program) -> None:
-        """Say what the storage of ``tensor`` holds."""
+        """Set the program of the storage of ``tensor``."""
         self._programs[_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), program)
 
     def write(
         self, tensor: Tensor, op: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> bool:
-        """Note an in-place operation; False when the storage's history is not known."""
+        """Record an in-place operation; return False for a storage that was created elsewhere."""
         program = self.program(tensor)
         if program is None:
             return False
@@ -112,9 +110,7 @@ class Recorder(TorchDispatchMode):
                 op, args = "constant", (values.clone(),)
         elif op in ("normal_", "uniform_"):
             args = args + (0.0, 1.0)[len(args) :]
-        args = tuple(
-            a.item() if isinstance(a, Tensor) and a.dim() == 0 and not a.is_meta else a for a in args
-        )
+        args = tuple(a.item() if isinstance(a, Tensor) and a.dim() == 0 and not a.is_meta else a for a in args)
         kept = {k: v for k, v in (kwargs or {}).items() if k != "generator"}
         whole = tensor.untyped_storage().nbytes() // tensor.element_size()
         step = Step(op, args, kept, _view(tensor, whole))
@@ -132,10 +128,10 @@ class Recorder(TorchDispatchMode):
                 if argument.alias_info is None or not argument.alias_info.is_write:
                     continue
                 if position == 0 and isinstance(written, Tensor):
-                    noted = self.write(written, name, tuple(args[1:]), kwargs)
-                    if noted and written.is_meta:
+                    recorded = self.write(written, name, tuple(args[1:]), kwargs)
+                    if recorded and written.is_meta:
                         return written
-                elif isinstance(written, Tensor):  # An out= argument: what it gets cannot be replayed.
+                elif isinstance(written, Tensor):  # an out= argument cannot be replayed
                     self.write(written, name)
         out = func(*args, **kwargs)
         if name in FACTORIES and isinstance(out, Tensor):
@@ -147,11 +143,9 @@ def _to_meta(recorder: Recorder, param: nn.Parameter) -> nn.Parameter:
     known = recorder.program(param)
     alone = param.untyped_storage().nbytes() == param.numel() * param.element_size() and param.is_contiguous()
     if known is None or not alone or any(step.op not in REPLAYABLE for step in known):
-        # Computed by the constructor: small in every model there is, so the values themselves are kept.
+        # Computed by the constructor: small in all known models, so the values are kept.
         known = [Step("constant", (param.detach().to("cpu", torch.float64, copy=True),))]
-    meta = nn.Parameter(
-        torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad
-    )
+    meta = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=param.requires_grad)
     meta.__dict__.update(param.__dict__)
     recorder.assign(meta, known)
     return meta
@@ -159,7 +153,7 @@ def _to_meta(recorder: Recorder, param: nn.Parameter) -> nn.Parameter:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[Recorder]:
-    """Within it every registered parameter goes to meta, its program noted; buffers stay as they are."""
+    """Context in which registered parameters move to meta with their program recorded; buffers stay real."""
     recorder = Recorder()
     register = nn.Module.register_parameter
 
@@ -170,39 +164,39 @@ def parameters_on_meta() -> Iterator[Recorder]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore
     try:
-        with _noted_where_torch_skips_meta(recorder), recorder:
+        with _recorded_initializers(recorder), recorder:
             yield recorder
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-# Initializations that look at the whole tensor, or that torch leaves out on meta without a trace.
+# Initializers that need the whole tensor, or that torch skips for meta tensors without an operation to record.
 NOT_IN_PARTS = ("orthogonal_", "sparse_", "dirac_", "eye_")
 
 
 @contextmanager
-def _noted_where_torch_skips_meta(recorder: Recorder) -> Iterator[None]:
-    """Note the initializations that would not show as operations on a meta tensor."""
+def _recorded_initializers(recorder: Recorder) -> Iterator[None]:
+    """Record the initializers that run no recordable operation on a meta tensor."""
     init = nn.init
     truncated = init._no_grad_trunc_normal_
     originals = {name: getattr(init, name) for name in NOT_IN_PARTS}
-    # transformers 5 keeps references of its own to torch's functions.
+    # transformers 5 keeps its own references to torch's functions.
     kept = getattr(sys.modules.get("transformers.initialization"), "TORCH_INIT_FUNCTIONS", {})
 
-    def note_truncated(
+    def record_truncated(
         tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> Tensor:
         if tensor.is_meta and recorder.write(tensor, "trunc_normal_", (mean, std, a, b)):
             return tensor
         return truncated(tensor, mean, std, a, b, generator=generator)
 
-    def noting(name: str) -> Callable[..., Tensor]:
-        def note(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def recording(name: str) -> Callable[..., Tensor]:
+        def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if tensor.is_meta and recorder.write(tensor, name):
                 return tensor
             return originals[name](tensor, *args, **kwargs)
 
-        return note
+        return record
 
     def install(functions: dict[str, Callable[..., Tensor]]) -> None:
         for name, function in functions.items():
@@ -210,8 +204,8 @@ def _noted_where_torch_skips_meta(recorder: Recorder) -> Iterator[None]:
             if name in kept:
                 kept[name] = function
 
-    install({name: noting(name) for name in NOT_IN_PARTS})
-    init._no_grad_trunc_normal_ = note_truncated
+    install({name: recording(name) for name in NOT_IN_PARTS})
+    init._no_grad_trunc_normal_ = record_truncated
     try:
         yield
     finally:
@@ -220,10 +214,8 @@ def _noted_where_torch_skips_meta(recorder: Recorder) -> Iterator[None]:
 
 
 def construct_on_meta(construct: Callable[[], nn.Module]) -> nn.Module:
-    """Return what ``construct`` returns, its parameters on meta and their programs kept with it."""
+    """Return the model that ``construct`` builds, its parameters on meta and their programs attached."""
     with parameters_on_meta() as recorder:
         model = construct()
-    model.__dict__[PROGRAMS] = {
-        name: list(recorder.program(param) or []) for name, param in model.named_parameters()
-    }
+    model.__dict__[PROGRAMS] = {name: list(recorder.program(param) or []) for name, param in model.named_parameters()}
     return model

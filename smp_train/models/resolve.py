@@ -1,17 +1,17 @@
-"""From flags to a model: a preset, widths alone, or a Hugging Face model, with flags laid over it."""
+"""The model that the flags describe: a preset, widths alone, or a Hugging Face model, with flags applied to it."""
 
 from __future__ import annotations
 
 import copy
 import difflib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.errors import ConfigError
-from smp_train.models.configuration import SHAPES, configuration, following_heads, lay_over, overlay
+from smp_train.models.configuration import SHAPES, configuration, following_heads, overlay, with_flags
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, other_family
 from smp_train.models.hugging_face import CONFIG_FILE, OUR_MARK, OUR_META, open_configuration, trust_code
 from smp_train.storage.paths import Place, place
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 PRESETS = Path(__file__).parent / "presets"
-# Sequence length of training where none is given, in tokens, as in the original system; less for a shorter model.
+# Default sequence length of training in tokens, as in the original system; a model with fewer positions takes those.
 DEFAULT_CONTEXT = 2048
-# Widths of the original system where only some are given.
+# Default widths, those of the original system.
 DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_context_width": DEFAULT_CONTEXT}
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What to build and what to start it from.
+    """The model to build and its initial weights.
 
     Attributes:
         name: "llama_v2-7b", "llama_v2" when built from widths, or the Hugging Face name.
         model_type: family name, used in the names of checkpoint folders.
         config: transformers configuration.
-        pretrained: where the weights to start from are (folder or file), or None for random initial weights.
+        pretrained: folder or file of the weights to start from, None for random initial weights.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Preset:
         hub_name: name on the Hugging Face hub, None for models of ours.
         parameters: number of parameters (tied ones once).
         source: where the number is published.
-        note: what the name does not say.
+        note: a remark for readers.
         config: configuration fields, in the names of transformers 4.
     """
 
@@ -76,38 +76,40 @@ class Preset:
 @cache
 def presets() -> dict[tuple[str, str], Preset]:
     """Return all presets by (model_type, model_size)."""
-    found = [
-        Preset(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(PRESETS.glob("*.json"))
-    ]
+    found = [Preset(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(PRESETS.glob("*.json"))]
     return {(preset.model_type, preset.model_size): preset for preset in found}
 
 
 def resolve(args: Any) -> ModelSpec:
     """Return the model that the flags describe.
 
-    ``args`` has the model flags as attributes; None stands for not given. In order of what decides:
+    ``args`` has the model flags as attributes; None means not given. In order of precedence:
     ``hf_pretrained_model_name_or_dir`` or, with ``finetune``, ``pretrained_model_name`` (folder, config.json or hub
-    name) or what lies beside ``pretrained_checkpoint_file``, ``model_type`` and ``model_size``
-    (preset), ``model_type`` and widths (missing widths: 768 wide, 12 layers, 12 heads; ``model_type``
-    missing: gpt_neox, or the from-scratch ladder when a size is given). Other flags that are given are laid
-    over it.
+    name) or the configuration beside ``pretrained_checkpoint_file``; ``model_type`` and ``model_size`` (preset);
+    ``model_type`` and widths (default: 768 wide, 12 layers, 12 heads). ``model_type`` defaults to gpt_neox, with
+    ``model_size`` to the from-scratch ladder. All other given flags are applied to the result.
 
     Raises:
-        ConfigError: unknown family or preset (nearest named), a flag the family has no use for, widths that do not
-            fit together, or a folder without a usable configuration.
+        ConfigError: unknown family or preset (with the nearest name), a flag that the family does not have,
+            inconsistent widths, or a folder without a usable configuration.
     """
     trust_code(bool(getattr(args, "trust_remote_code", False)))
-    given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
+    given = _given(args)
     location, weights = _configuration_and_weights(args, given)
     if location:
         name, config, weights = open_configuration(location, weights)
-        laid = lay_over(config, given, weights, location)
+        laid = with_flags(config, given, weights, location)
         return ModelSpec(name or config.model_type, _our_name(config), laid, weights)
-    return replace(_from_flags(args, given), pretrained=weights)
+    family_name, family, name, fields, _ = _fields(args, given)
+    return ModelSpec(name, family_name, configuration(family.hf_model_type, fields, name), weights)
+
+
+def _given(args: Any) -> dict[str, Any]:
+    return {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
 
 
 def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Return where the configuration comes from (None: the flags), and the weights (None: from beside it)."""
+    """Return the locations of the configuration (None: the flags) and of the weights (None: beside the former)."""
     location = getattr(args, "hf_pretrained_model_name_or_dir", None)
     if not getattr(args, "finetune", False):
         return location, None
@@ -116,7 +118,7 @@ def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | 
         if given_place is not None and not place(given_place).exists():
             raise ConfigError(f"{given_place} does not exist (--{flag})")
     if folder is not None:
-        # Clusters without a way to the hub keep models in one folder, under their names.
+        # Clusters without access to the hub keep models in one folder, under their names.
         own = place(folder)
         elsewhere = name is None or place(name).exists()
         own = own if elsewhere or not (own / name).is_dir() else own / name
@@ -136,7 +138,7 @@ def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | 
 
 
 def beside(weights: Place) -> str | None:
-    """Return the file with the configuration that lies beside the weights, if there is one."""
+    """Return the file with the configuration beside the weights, None where there is none."""
     folder = weights if weights.is_dir() else weights.parent
     for name in (CONFIG_FILE, OUR_META):
         if (folder / name).is_file():
@@ -149,26 +151,29 @@ def beside(weights: Place) -> str | None:
     return None
 
 
-def _from_flags(args: Any, given: dict[str, Any]) -> ModelSpec:
-    """Return the model of a preset, or of widths."""
-    family_name, family, name, fields = _begin_with(args)
-    if not getattr(args, "model_size", None):
-        given = DEFAULT_WIDTHS | given
-        given = _derived_widths(family, given) | given
-    overlay(fields, family, family_name, given)
-    return ModelSpec(name, family_name, configuration(family.hf_model_type, fields, name))
+def _fields(args: Any, given: dict[str, Any]) -> tuple[str, Family, str, dict[str, Any], dict[str, str]]:
+    """Return the configuration fields of a preset, or of widths, with the given flags applied.
 
-
-def _begin_with(args: Any) -> tuple[str, Family, str, dict[str, Any]]:
-    """Return the family (its name and itself), the model's name, and the configuration fields that flags go over."""
+    The result is (family's name, family, model's name, fields, source of the value of each flag that has one).
+    Imports transformers only for a family without an entry in `FAMILIES`.
+    """
     size = getattr(args, "model_size", None)
     family_name = _family_name(getattr(args, "model_type", None) or ("scratch" if size else "gpt_neox"))
     family = FAMILIES.get(family_name) or other_family(family_name)
     if size:
         preset = _preset(family_name, str(size))
-        # A copy: transformers writes into what it is given.
-        return family_name, family, preset.name, copy.deepcopy(preset.config)
-    return family_name, family, family_name, dict(family.defaults)
+        # A copy, as transformers modifies its input.
+        name, fields, source = preset.name, copy.deepcopy(preset.config), f"preset {preset.name}"
+    else:
+        name, fields, source = family_name, dict(family.defaults), f"default of {family_name}"
+    sources = {flag: source for flag, key in family.fields.items() if fields.get(key) is not None}
+    sources |= dict.fromkeys(following_heads(family, fields, given), "follows from --num_heads")
+    if not size:
+        widths = DEFAULT_WIDTHS | given
+        given = _derived_widths(family, widths) | widths
+    overlay(fields, family, family_name, given)
+    found = [flag for flag, key in family.fields.items() if fields.get(key) is not None]
+    return family_name, family, name, fields, {flag: sources.get(flag, "default") for flag in found}
 
 
 def _derived_widths(family: Family, given: dict[str, Any]) -> dict[str, Any]:
@@ -181,42 +186,33 @@ def _derived_widths(family: Family, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
-    """Return what the model flags that were not given come to, each with where that is from; builds nothing.
+    """Return the value of each model flag that was not given, with its source, without building a model.
 
-    Of a Hugging Face model: what its ``config.json`` says, and nothing where that is not in a folder here. Raises
-    `ConfigError` for an unknown preset.
+    For a Hugging Face model they are those of its ``config.json``, none where that is not in a local folder.
+    Raises `ConfigError` as `resolve` does for flags.
     """
-    given = {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
+    given = _given(args)
     location = _configuration_and_weights(args, given)[0]
     if location:
-        described = _described(Path(location))
-        return {flag: value for flag, value in described.items() if getattr(args, flag, None) is None}
-    _, family, name, fields = _begin_with(args)
-    sized = bool(getattr(args, "model_size", None))
-    settled: dict[str, tuple[Any, str]] = {}
-    if not sized:
-        widths = DEFAULT_WIDTHS | {f: v for f in MODEL_FLAGS if (v := getattr(args, f, None)) is not None}
-        settled |= {flag: (value, "default") for flag, value in {**_derived_widths(family, widths), **widths}.items()}
-    source = f"preset {name}" if sized else f"default of {name}"
-    settled |= {flag: (fields[key], source) for flag, key in family.fields.items() if fields.get(key) is not None}
-    given = {"num_heads": args.num_heads} if args.num_heads is not None else {}
-    following = following_heads(family, fields, given)
-    settled |= {flag: (value, "follows from --num_heads") for flag, value in following.items()}
-    longest = fields.get(family.fields.get("max_context_width", ""), DEFAULT_CONTEXT)
-    settled["max_context_width"] = (min(DEFAULT_CONTEXT, longest), "default")
-    return {flag: value for flag, value in settled.items() if getattr(args, flag, None) is None}
+        settled = _of_config_file(Path(location))
+    else:
+        _, family, _, fields, sources = _fields(args, given)
+        settled = {flag: (fields[family.fields[flag]], source) for flag, source in sources.items()}
+    length, source = settled.get("max_context_width", (DEFAULT_CONTEXT, "default"))
+    if settled:  # the default length of rows, not the model's positions
+        settled["max_context_width"] = (min(DEFAULT_CONTEXT, length), source if location else "default")
+    return {flag: value for flag, value in settled.items() if flag not in given}
 
 
-def _described(location: Path) -> dict[str, tuple[Any, str]]:
-    """Return the model flags that a Hugging Face folder's configuration comes to; transformers is not asked."""
+def _of_config_file(location: Path) -> dict[str, tuple[Any, str]]:
+    """Return the model flags of a Hugging Face folder's configuration and their source, without transformers."""
     file = location / CONFIG_FILE if location.is_dir() else location
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
         family = next(family for family in FAMILIES.values() if family.hf_model_type == fields["model_type"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError, StopIteration):
-        return {}  # not here, or damaged, which `resolve` says, or a family without an entry
+        return {}  # remote, damaged (`resolve` reports it), or a family without an entry
     found = {flag: fields[key] for flag, key in family.fields.items() if isinstance(fields.get(key), int | float)}
-    found["max_context_width"] = min(DEFAULT_CONTEXT, found.get("max_context_width", DEFAULT_CONTEXT))
     return {flag: (value, str(file)) for flag, value in found.items()}
 
 
@@ -248,15 +244,13 @@ def _preset(family: str, size: str) -> Preset:
         return preset
     sizes = [known for name, known in presets() if name == family]
     if not sizes:
-        raise ConfigError(
-            f"--model_type {family} has no presets; give --hidden_width, --num_layers, --num_heads"
-        )
+        raise ConfigError(f"--model_type {family} has no presets; give --hidden_width, --num_layers, --num_heads")
     hint = _suggest(wanted, sizes)
     raise ConfigError(f"--model_size {size} is not known for {family}{hint} Sizes: {', '.join(sizes)}")
 
 
 def _our_name(config: PretrainedConfig) -> str:
-    """Return the family of ours for a transformers configuration, or its own type."""
+    """Return our family name for a transformers configuration, or its type where there is none."""
     if config.model_type == "llama":
         return "llama_v3" if config.vocab_size >= 100_000 else "llama_v2"
     return config.model_type

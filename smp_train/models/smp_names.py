@@ -1,9 +1,9 @@
 """Parameters of SMP's own (transformed) implementation as blocks of the tensors on the Hugging Face hub.
 
-SMP is closed. Its decoder layers are Transformer Engine's, its experts Megatron Core's, and the names of those two are
-public; so is the outer tree of SMP v1 (``transformer.seq_layers.N``, ``word_embedding``). That v2 combines them in this
-way is an assumption (docs/smp-v2.md). A name that is not in the table is refused, never guessed. How tensor ranks cut a
-parameter is not in the table: it follows from the rank's shape and the whole one.
+SMP's source is not public. Its decoder layers are Transformer Engine's and its experts Megatron Core's, whose names are
+public, as is the outer tree of SMP v1 (``transformer.seq_layers.N``, ``word_embedding``). That v2 combines them in this
+way is an assumption (docs/smp-v2.md). A name outside the table is refused. The split over tensor ranks is not in the
+table: it follows from the shapes of the rank's tensor and the whole one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smp_train.models.hub_names import canonical_name
 
 _FOLDER = re.compile(r"tp(?P<tensor>\d+)_ep(?P<expert>\d+)(?:_fsdp(?P<shard>\d+))?")
 _EARLIER = re.compile(r"(?:tp(?P<tensors>\d+)-(?P<tensor>\d+))?/?(?:ep(?P<experts>\d+)-(?P<expert>\d+))?")
-# Path components that wrappers add; a name without them may be the hub's.
+# Path components that wrappers add to names.
 WRAPPERS = frozenset({"module", "lm", "inner"})
 _LAYER = re.compile(r"(?:^|\.)(?:seq_)?layers\.(\d+)\.(.+)")
 _EXPERTS = re.compile(
@@ -37,7 +37,7 @@ _ATTENTION = {
 }
 _LLAMA = _ATTENTION | {
     "layernorm_mlp.layer_norm_weight": ("post_attention_layernorm.weight",),
-    # Each rank holds its rows of the gate above its rows of the up projection.
+    # A rank's rows of the gate projection precede its rows of the up projection.
     "layernorm_mlp.fc1_weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "layernorm_mlp.fc2_weight": ("mlp.down_proj.weight",),
 }
@@ -63,7 +63,7 @@ _NEOX_ROOTS = {
     "head": "embed_out",
 }
 ROOTS = {"llama": _LLAMA_ROOTS, "mistral": _LLAMA_ROOTS, "mixtral": _LLAMA_ROOTS, "gpt_neox": _NEOX_ROOTS}
-# What stands around the layers, by the last component but one.
+# Modules outside the layers, by the last but one component of the name.
 _AROUND = {
     "word_embedding": "embedding", "word_embeddings": "embedding", "embed_tokens": "embedding", "embed_in": "embedding",
     "layernorm": "norm", "final_layernorm": "norm", "norm": "norm", "final_layer_norm": "norm",
@@ -72,7 +72,7 @@ _AROUND = {
 
 
 class Ranks(NamedTuple):
-    """Which tensor and expert rank wrote a tree, of how many."""
+    """Tensor and expert rank of the writer of a tree, and the sizes of both groups."""
 
     tensor: int = 0
     tensors: int = 1
@@ -86,7 +86,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of_folder(cls, folder: str) -> tuple[Ranks, int] | None:
-        """Return whose tree a sub-folder is: its ranks, with degrees where they are in its name, and its shard rank."""
+        """Return the ranks that a sub-folder's name gives (with group sizes where it has them) and its shard rank."""
         match = _FOLDER.fullmatch(folder)
         if match is not None:
             return cls(tensor=int(match["tensor"]), expert=int(match["expert"])), int(match["shard"] or 0)
@@ -97,7 +97,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def of_folders(cls, folders: Iterable[str]) -> dict[str, Ranks]:
-        """Return by sub-folder the ranks that wrote the trees of one checkpoint."""
+        """Return the writers of the trees of one checkpoint, by sub-folder."""
         found = {folder: of[0] for folder in folders if (of := cls.of_folder(folder)) is not None}
         tensors = max((max(each.tensors, each.tensor + 1) for each in found.values()), default=1)
         experts = max((max(each.experts, each.expert + 1) for each in found.values()), default=1)
@@ -106,7 +106,7 @@ class Ranks(NamedTuple):
 
 @dataclass(frozen=True)
 class HubModel:
-    """What the translation needs to know of a model: its transformers type, and the whole shapes on the hub."""
+    """A model as the translation needs it: its transformers type, and the shapes of its tensors on the hub."""
 
     kind: str
     shapes: Mapping[str, Sequence[int]]
@@ -116,7 +116,7 @@ class HubModel:
 
     @classmethod
     def of(cls, config: Any, shapes: Mapping[str, Sequence[int]]) -> HubModel:
-        """Return it for a transformers configuration."""
+        """Build it from a transformers configuration."""
         return cls(
             kind=config.model_type,
             shapes=shapes,
@@ -128,12 +128,12 @@ class HubModel:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a saved tensor, and where it lies in a tensor of the hub.
+    """A block that a saved tensor and a tensor of the hub have in common.
 
     Attributes:
         name: the hub's tensor.
-        at: where the block begins there.
-        start: where it begins in the saved tensor; leading dimensions that the hub's lacks are indices.
+        at: offset of the block in the hub's tensor.
+        start: offset in the saved tensor, preceded by indices of its leading dimensions that the hub's does not have.
         size: its size, in the hub's dimensions.
     """
 
@@ -144,17 +144,17 @@ class Block:
 
 
 def plain(name: str) -> str:
-    """Return a parameter's name without what wrappers put into it."""
+    """Return a parameter's name without the components of wrappers."""
     return ".".join(word for word in canonical_name(name).split(".") if word not in WRAPPERS)
 
 
 def is_known(name: str, shapes: Mapping[str, Any]) -> bool:
-    """Tell whether a saved name, less wrappers, is one of ``shapes``."""
+    """Return whether a saved name, without wrappers, is one of ``shapes``."""
     return canonical_name(name) in shapes or plain(name) in shapes
 
 
 def is_transformed(names: Iterable[str], kind: str) -> bool:
-    """Tell whether parameters have SMP's names rather than those of transformers."""
+    """Return whether parameters have SMP's names rather than those of transformers."""
     if kind not in ROOTS:
         return False
     roots = {root.split(".")[0] for root in ROOTS[kind].values()} | {"lm_head"}
@@ -162,9 +162,9 @@ def is_transformed(names: Iterable[str], kind: str) -> bool:
 
 
 def blocks(name: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> list[Block] | None:
-    """Return what a saved parameter of ``shape`` holds of the hub's tensors; None for one that is not known.
+    """Return the blocks of the hub's tensors in a saved parameter of ``shape``; None for an unknown parameter.
 
-    Raises `CheckpointError` where its shape fits no way of cutting the whole.
+    Raises `CheckpointError` where its shape is not that of an even split.
     """
     name = canonical_name(name) if canonical_name(name) in model.shapes else plain(name)
     if name in model.shapes:
@@ -192,7 +192,7 @@ def blocks(name: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> li
 def _stacked(
     names: Sequence[str], shape: Sequence[int], ranks: Ranks, model: HubModel, lead: tuple[int, ...] = ()
 ) -> list[Block]:
-    """Return the blocks of hub tensors that lie one above the other, at the indices ``lead`` of the saved tensor."""
+    """Return the blocks of hub tensors concatenated along rows at the indices ``lead`` of the saved tensor."""
     rows = shape[0] // len(names) if shape else 0
     found = []
     for number, name in enumerate(names):
@@ -226,7 +226,7 @@ def _experts(match: re.Match[str], prefix: str, shape: Sequence[int], ranks: Ran
 
 
 def _by_head(name: str, part: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> list[Block]:
-    """Return the rows of GPT-NeoX's one product of queries, keys and values, which the hub has head by head."""
+    """Return the blocks of GPT-NeoX's fused query-key-value matrix, whose rows the hub interleaves head by head."""
     width = model.shapes[name][0] // (3 * model.heads)
     heads = shape[0] // width
     if heads * width != shape[0] or heads not in (model.heads, model.heads // ranks.tensors):
@@ -241,7 +241,7 @@ def _by_head(name: str, part: str, shape: Sequence[int], ranks: Ranks, model: Hu
 
 
 def _offset(name: str, size: Sequence[int], ranks: Ranks, model: HubModel) -> tuple[int, ...]:
-    """Return where a rank's part begins: of the whole, or of one dimension that tensor ranks have cut evenly."""
+    """Return the offset of a rank's part, which is the whole tensor or an even split of one dimension."""
     if name not in model.shapes:
         raise CheckpointError(f"{name} is no tensor of this model (another --num_layers or --model_type?)")
     whole = tuple(model.shapes[name])

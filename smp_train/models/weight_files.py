@@ -1,4 +1,4 @@
-"""Files with model weights, opened so that any block of any tensor can be read without reading the rest."""
+"""Weight files of a model, from which any block of any tensor can be read alone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from smp_train.errors import CheckpointError
 from smp_train.storage.paths import Place, S3Path, names_in
 
-if TYPE_CHECKING:  # Imported where it is used: what only looks for files does without.
+if TYPE_CHECKING:  # torch is imported where tensors are read: finding files works without it
     from torch import Tensor
 
 SAFETENSORS, PICKLED = ".safetensors", (".bin", ".pt", ".pth")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# What programs put around a state dict that they store in one file.
+# Keys under which programs store a state dict in one file.
 ENVELOPES = ("model", "state_dict", "model_state_dict", "module")
-# Beside the weights of a pickled checkpoint lie the trainer's own files.
+# Files of a trainer beside pickled weights.
 NOT_MODEL_FILES = ("optimizer", "scheduler", "training_args", "rng_state", "scaler")
 
 
 class Block(Protocol):
-    """A stored tensor of which nothing is read until it is indexed."""
+    """A stored tensor that is read only when indexed."""
 
     def get_shape(self) -> list[int]:
         """Return its shape."""
@@ -35,7 +35,7 @@ class Block(Protocol):
 
 
 class Mapped:
-    """A tensor in memory, or one that is mapped from a file: its pages are read when touched."""
+    """A tensor in memory or mapped from a file."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -56,7 +56,7 @@ class WeightFiles:
     """
 
     def __init__(self, location: Place, stack: ExitStack) -> None:
-        """Find the files. Raises `CheckpointError` where there are none or their index does not fit them."""
+        """Find the files. Raises `CheckpointError` where there are none, or files of the index are missing."""
         self._stack = stack
         self._open: dict[str, Callable[[str], Block]] = {}
         self._names: dict[str, list[str]] = {}
@@ -74,7 +74,7 @@ class WeightFiles:
         return self._open[file](name)
 
     def copy(self, copies: Iterable[tuple[Tensor, Block, Any]]) -> None:
-        """Fill each target with what its block, one of `tensor`'s, has at the index; several requests at a time."""
+        """Copy, for each (target, block, index), the block at the index into the target; from S3 in parallel."""
         if isinstance(self._folder, S3Path):
             from smp_train.models.streamed import fetch
 
@@ -91,9 +91,9 @@ class WeightFiles:
 
 
 def refuse_compressed(file: IO[bytes]) -> None:
-    """Raise ValueError for a file of ``torch.save`` with compressed entries, whose size on disk bounds nothing.
+    """Raise ValueError for a file of ``torch.save`` with compressed entries, whose memory its size does not bound.
 
-    torch writes none. Files of the format of before torch 1.6 pass: they are no archives.
+    torch writes none. Files of the format before torch 1.6 are not archives and pass.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
@@ -131,9 +131,9 @@ def _open_pickled(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[s
         else:
             with path.open("rb") as file:
                 refuse_compressed(file)
-            # The format of before torch 1.6 cannot be mapped; it is read whole.
+            # The format before torch 1.6 cannot be mapped; it is read whole.
             content = load(path, mmap=zipfile.is_zipfile(path))
-    except Exception as failure:  # whatever a file of unknown origin may lead to
+    except Exception as failure:  # anything, for a file of unknown origin
         first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise CheckpointError(f"{path} cannot be read as a file of tensors: {first}") from failure
     tensors = _tensors_in(content)
@@ -158,7 +158,7 @@ def _tensors_in(content: Any) -> dict[str, Tensor]:
 
 
 def _files_of(folder: Place, keys: Callable[[str], list[str]]) -> dict[str, str]:
-    """Return which file holds each stored tensor; safetensors are preferred where there are both kinds."""
+    """Return the file of each stored tensor; safetensors win where there are both kinds."""
     there = set(names_in(folder))
     for name in INDEXES:
         index = folder / name
@@ -180,7 +180,7 @@ def _files_of(folder: Place, keys: Callable[[str], list[str]]) -> dict[str, str]
 
 
 def weight_files(folder: Place) -> list[str]:
-    """Return the names of a folder's weight files: its safetensors, or where there are none its pickled ones."""
+    """Return the names of a folder's safetensors files, or of its pickled files where it has none."""
     there = [name for name in names_in(folder) if not name.startswith(NOT_MODEL_FILES)]
     for suffixes in ((SAFETENSORS,), PICKLED):
         found = [name for suffix in suffixes for name in there if name.endswith(suffix)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smp_train.models.configuration import as_the_sample_says, changes
+from smp_train.models.configuration import changes, with_sample_flags
 from smp_train.models.resolve import resolve
 
 WIDTHS = {
@@ -79,12 +79,12 @@ def test_settings_of_a_run_are_no_other_model(flags: dict) -> None:
 )  # fmt: skip
 def test_flags_of_the_sample_are_compared_where_it_heeds_them(kind: str, told: dict, named: list[str]) -> None:
     made = config(model_type=kind, num_key_value_heads=4 if kind == "gpt_neox" else 2)
-    saved = as_the_sample_says({f"cli_args.{flag}": value for flag, value in told.items()}, made)
+    saved = with_sample_flags({f"cli_args.{flag}": value for flag, value in told.items()}, made)
     assert saved is not None
     assert [line.partition(":")[0] for line in changes(saved, made)] == named
 
 
 def test_a_checkpoint_of_the_sample_that_says_nothing_of_its_model_is_not_compared() -> None:
-    assert as_the_sample_says({"total_steps": 2}, config()) is None
+    assert with_sample_flags({"total_steps": 2}, config()) is None
     pretrained = {"cli_args.num_heads": 8, "cli_args.hf_pretrained_model_name_or_dir": "there"}
-    assert as_the_sample_says(pretrained, config()) is None
+    assert with_sample_flags(pretrained, config()) is None
