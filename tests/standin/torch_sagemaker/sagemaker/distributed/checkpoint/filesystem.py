@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from .s3_filesystem import local
-
-
-class _Files:
-    @staticmethod
-    def concat_path(path: str, suffix: str) -> str:
-        return f"{str(path).rstrip('/')}/{suffix}"
-
-    @staticmethod
-    @contextmanager
-    def create_stream(path: str, mode: str) -> Iterator[Any]:
-        target = local(path)
-        if "w" in mode:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open(mode) as stream:
-            yield stream
-
-
-def path_to_file_system(path: str) -> _Files:
-    """Return the file system of ``path``."""
-    return _Files()
 
 
 class DistributedFileSystemWriter(FileSystemWriter):

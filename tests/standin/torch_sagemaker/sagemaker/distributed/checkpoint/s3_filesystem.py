@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 def is_s3_uri(path: object) -> bool:
@@ -26,36 +23,9 @@ def format_s3_path(path: object) -> str:
     return text.rstrip("/")
 
 
-def get_s3_region_from_uri(path: str) -> str:
-    parse_s3_uri(path)
-    return os.environ.get("AWS_REGION", "us-east-1")
-
-
 def local(path: object) -> Path:
     """Return where ``path`` is on this machine; what is in S3 is in the folder that SMP_STANDIN_S3 names."""
     if not is_s3_uri(path):
         return Path(str(path))
     root = Path(os.environ.get("SMP_STANDIN_S3") or Path(tempfile.gettempdir(), "smp-standin-s3"))
     return root.joinpath(*parse_s3_uri(str(path)))
-
-
-class S3FileSystem:
-    """The part of a file system that public code uses."""
-
-    def __init__(self) -> None:
-        self.fs = self
-
-    def listdir(self, path: str, detail: bool = False) -> list[Any]:
-        return sorted(os.listdir(local(path)))
-
-
-def retry_with_jitter(function: Callable) -> Callable:
-    """Return the function: the store does not fail."""
-    if isinstance(function, staticmethod):
-        return staticmethod(retry_with_jitter(function.__func__))
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return call
