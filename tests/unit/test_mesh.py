@@ -123,10 +123,22 @@ def test_models_that_do_not_split_are_refused(changes: dict, says: str) -> None:
     tensor_parallel.check(config, 1, seq_len)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "falcon"])
-def test_families_without_a_plan_are_refused_by_name(family: str) -> None:
-    with pytest.raises(ConfigError, match=f"{family}.*--hybrid_shard_degree"):
-        tensor_parallel.check(AutoConfig.for_model(family), 2, 32)
+@pytest.mark.parametrize(
+    ("family", "changes", "degree", "says"),
+    [
+        ("gpt2", {}, 2, r"gpt2.*--hybrid_shard_degree"),
+        ("falcon", {}, 2, r"falcon.*--hybrid_shard_degree"),
+        ("mixtral", {"router_jitter_noise": 0.1}, 2, r"router_jitter_noise 0\.1 .*mixtral"),
+        # The experts by whatever name the family has for their number.
+        (
+            "qwen3_moe", {"num_experts": 6, "num_attention_heads": 8, "num_key_value_heads": 8}, 4,
+            r"4 .* 6 experts .*\[1, 2\]",
+        ),
+    ],
+)  # fmt: skip
+def test_families_that_do_not_split_are_refused_by_name(family: str, changes: dict, degree: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tensor_parallel.check(AutoConfig.for_model(family, **changes), degree, 32)
 
 
 def test_context_needs_pieces_and_sdpa() -> None:
@@ -137,35 +149,28 @@ def test_context_needs_pieces_and_sdpa() -> None:
     context_parallel.check(1, 31, "flash_attention_2", LLAMA)
 
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "rope_theta": 1e4}
+DYNAMIC = {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}}
 OWN_WAYS = ["doge", "falcon", "gpt_oss", "lfm2", "llama4_text", "minimax", "phimoe", "qwen2_moe"]
-
-
-@pytest.mark.parametrize("family", OWN_WAYS)
-def test_models_that_look_along_the_sequence_in_ways_of_their_own_are_refused_by_name(family: str) -> None:
-    config = AutoConfig.for_model(family)
-    with pytest.raises(ConfigError, match=f"--context_parallel_degree 2: a {family} "):
-        context_parallel.check(2, 32, "sdpa", config)
-    context_parallel.check(1, 32, "sdpa", config)
+"""Families that look along the sequence in ways of their own."""
 
 
 @pytest.mark.parametrize(
-    "rope",
+    ("family", "changes", "says"),
     [
-        {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "rope_theta": 1e4},
-        {"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}},
+        *((family, {}, f"--context_parallel_degree 2: a {family} ") for family in OWN_WAYS),
+        ("llama", {"rope_parameters": LONG}, r"llama \(longrope\)"),
+        ("llama", {"rope_parameters": DYNAMIC}, r"llama \(dynamic\)"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "gemma3_text"),
     ],
 )
-def test_rotary_embeddings_that_look_at_the_length_are_refused(rope: dict) -> None:
-    config = LlamaConfig(**LLAMA.to_dict())
-    config.rope_parameters = rope
-    with pytest.raises(ConfigError, match=r"llama \((longrope|dynamic)\)"):
+def test_models_whose_sequences_do_not_split_are_refused_by_name(family: str, changes: dict, says: str) -> None:
+    config = AutoConfig.for_model(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match=says):
         context_parallel.check(2, 32, "sdpa", config)
-
-
-def test_attention_both_ways_is_refused() -> None:
-    config = AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True)
-    with pytest.raises(ConfigError, match="gemma3_text"):
-        context_parallel.check(2, 32, "sdpa", config)
+    context_parallel.check(1, 32, "sdpa", config)
 
 
 class OneOf:
@@ -199,18 +204,6 @@ def test_attention_with_more_than_queries_keys_and_values_is_refused(given: dict
     one = torch.zeros(1, 2, 8, 4)
     with pytest.raises(ConfigError, match=r"s_aux|mask"):
         split.attend(nn.Identity(), one, one, one, **{"attention_mask": None, **given})
-
-
-def test_noise_of_the_router_is_refused_in_a_tensor_group() -> None:
-    config = AutoConfig.for_model("mixtral", router_jitter_noise=0.1)
-    with pytest.raises(ConfigError, match=r"router_jitter_noise 0\.1 .*mixtral"):
-        tensor_parallel.check(config, 2, 32)
-
-
-def test_experts_count_as_the_model_calls_them() -> None:
-    config = AutoConfig.for_model("qwen3_moe", num_experts=6, num_attention_heads=8, num_key_value_heads=8)
-    with pytest.raises(ConfigError, match=r"4 .* 6 experts .*\[1, 2\]"):
-        tensor_parallel.check(config, 4, 32)
 
 
 def test_mixtures_need_a_transformers_that_stacks_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:

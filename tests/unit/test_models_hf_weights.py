@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -76,28 +78,6 @@ def test_logits_equal_those_of_from_pretrained(family: str, tmp_path: Path) -> N
     assert torch.equal(logits, expected_logits(tmp_path))
 
 
-def test_several_files_with_an_index(tmp_path: Path) -> None:
-    save(FAMILIES["llama_v2"], tmp_path, max_shard_size="30KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    with torch.no_grad():
-        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected_logits(tmp_path))
-
-
-def test_names_of_the_base_model_alone(tmp_path: Path) -> None:
-    """The hub's GPT-2 has names without "transformer." and mask buffers among the weights."""
-    from safetensors.torch import load_file, save_file
-
-    save(FAMILIES["gpt2"], tmp_path)
-    file = tmp_path / "model.safetensors"
-    stored = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
-    assert "wte.weight" in stored
-    stored["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
-    save_file(stored, file, {"format": "pt"})
-    with torch.no_grad():
-        logits = loaded(tmp_path)(input_ids=IDS).logits
-    assert torch.equal(logits, expected_logits(tmp_path))
-
-
 def test_cast_to_the_parameters_own_dtype(tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path)
     reference = loaded(tmp_path)
@@ -111,8 +91,6 @@ def test_cast_to_the_parameters_own_dtype(tmp_path: Path) -> None:
 
 
 def edit(folder: Path, drop: str = "", add: str = "", reshape: str = "") -> None:
-    from safetensors.torch import load_file, save_file
-
     file = folder / "model.safetensors"
     stored = load_file(file)
     if drop:
@@ -159,8 +137,6 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
 
 def pickled(folder: Path, name: str = "pytorch_model.bin", **around: Any) -> Path:
     """Turn a folder's safetensors into one file of torch.save; return it."""
-    from safetensors.torch import load_file
-
     stored = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     for key in reversed(around):
@@ -183,6 +159,39 @@ def test_pickled_weights_give_the_same_logits(family: str, tmp_path: Path) -> No
         assert torch.equal(model.eval()(input_ids=IDS).logits, expected)
 
 
+def several_files(folder: Path) -> None:
+    save(FAMILIES["llama_v2"], folder, max_shard_size="30KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+
+
+def names_of_the_base_model_alone(folder: Path) -> None:
+    """The hub's GPT-2 has names without "transformer." and mask buffers among the weights."""
+    save(FAMILIES["gpt2"], folder)
+    file = folder / "model.safetensors"
+    stored = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    assert "wte.weight" in stored
+    stored["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    save_file(stored, file, {"format": "pt"})
+
+
+def several_pickled_files(folder: Path) -> None:
+    several_files(folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for path in sorted(folder.glob("*.safetensors")):
+        torch.save(load_file(path), path.with_suffix(".bin"))
+        path.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    index["weight_map"] = {k: v.replace(".safetensors", ".bin") for k, v in index["weight_map"].items()}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("write", [several_files, names_of_the_base_model_alone, several_pickled_files])
+def test_every_form_of_a_folder_gives_the_same_logits(write: Callable[[Path], None], tmp_path: Path) -> None:
+    write(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected_logits(tmp_path))
+
+
 def test_one_file_of_another_program(tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path)
     expected, model = expected_logits(tmp_path), built(tmp_path)
@@ -190,39 +199,6 @@ def test_one_file_of_another_program(tmp_path: Path) -> None:
     load_pretrained(model, pickled(tmp_path, "full.pt", state_dict={"epoch": 3, "lr": 0.1}, model={}))
     with torch.no_grad():
         assert torch.equal(model.eval()(input_ids=IDS).logits, expected)
-
-
-def test_several_pickled_files_with_an_index(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    save(FAMILIES["llama_v2"], tmp_path, max_shard_size="30KB")
-    expected = expected_logits(tmp_path)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    for path in sorted(tmp_path.glob("*.safetensors")):
-        torch.save(load_file(path), path.with_suffix(".bin"))
-        path.unlink()
-    (tmp_path / "model.safetensors.index.json").unlink()
-    index["weight_map"] = {k: v.replace(".safetensors", ".bin") for k, v in index["weight_map"].items()}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with torch.no_grad():
-        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected)
-
-
-class Hostile:
-    def __reduce__(self) -> Any:
-        return (Path.touch, (Path("executed"),))
-
-
-def test_a_pickle_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    save(FAMILIES["llama_v2"], tmp_path)
-    model = built(tmp_path)
-    materialise(model, "cpu")
-    pickled(tmp_path)
-    torch.save({"lm_head.weight": Hostile()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        load_pretrained(model, tmp_path)
-    assert not Path("executed").exists()
 
 
 def peak(folder: str, weights: str, url: str) -> tuple[int, int, int]:
