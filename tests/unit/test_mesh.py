@@ -79,16 +79,15 @@ def test_degrees_that_do_not_fit_are_refused_with_those_that_do(world: int, give
 
 
 @pytest.mark.parametrize("backend", ["native", "smp"])
-def test_what_is_accepted_at_start_can_be_laid_out(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_accepted_at_start_can_be_laid_out(backend: str) -> None:
     """On 12 ranks of 6 a node: what `validate` lets pass has a layout, or the refusal would come after the start."""
-    monkeypatch.setattr("smp_train.arguments.validation._check_data", lambda args: None)
     accepted = 0
     for tensor, split, shard, strategy in itertools.product(
         (1, 2, 3, 4, 8), (1, 2, 3, 4), (None, 0, 1, 2, 3, 4, 8), ("full_shard", "hybrid_shard", "no_shard")
     ):
         args = Arguments(
-            backend=backend, tensor_parallel_degree=tensor, context_parallel_degree=split, hybrid_shard_degree=shard,
-            sharding_strategy=strategy,
+            backend=backend, use_synthetic_data=True, tensor_parallel_degree=tensor, context_parallel_degree=split,
+            hybrid_shard_degree=shard, sharding_strategy=strategy,
         )  # fmt: skip
         try:
             validate(args, 12, 6)
