@@ -1,4 +1,4 @@
-"""Backends, and the choice between them."""
+"""Selection of the backend."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from smp_train.distributed import Runtime
 
 OLDEST_TORCH = (2, 6)
-"""Of the native backend."""
+"""Oldest torch that the native backend supports."""
 
 logger = logging.getLogger("smp_train.backends")
 
 
 def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backend, str]:
-    """Return the backend that ``--backend`` asks for, and in a few words why it was taken; collective.
+    """Return the backend that ``--backend`` selects, and the reason for the log; collective.
 
-    ``auto`` takes SMP where ``torch.sagemaker`` can be imported and initialised, and the native backend otherwise,
-    after a warning that names the cause where there is a ``torch.sagemaker``; so does the error where the native
-    backend cannot run either, as in SMP's own containers, whose torch is too old for it.
+    ``auto`` takes SMP where ``torch.sagemaker`` can be imported and initialised, else the native backend. Where
+    ``torch.sagemaker`` is installed but unusable, a warning gives the cause; if the native backend cannot run either,
+    as with the older torch of SMP's containers, the error gives both causes.
     """
     if args.backend == "native":
         return _native(args, ranks, device), "--backend native"
@@ -43,7 +43,7 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
         return _smp(args, ranks, device, library), "--backend smp"
     if not distributed.any_rank(distributed.smp_installed()):
         return _native(args, ranks, device), "this torch has no torch.sagemaker"
-    # Not a reason to do without SMP: one of the two is a mistake.
+    # An error also with --backend auto: one of the two settings is a mistake.
     with distributed.together("reading SMP's configuration"):
         smp_library.check_launcher(args, ranks.world_size)
     library, cause = smp_library.load()
@@ -53,17 +53,17 @@ def select(args: Arguments, ranks: Runtime, device: torch.device) -> tuple[Backe
         except ConfigError as failure:
             library, cause = None, str(failure)
     if distributed.any_rank(library is None):
-        said = f"SMP is here but cannot be used: {cause or 'the message of another rank says why'}"
-        logger.warning("%s", said, extra=ALL_RANKS)
+        unusable = f"SMP is here but cannot be used: {cause or 'the message of another rank says why'}"
+        logger.warning("%s", unusable, extra=ALL_RANKS)
         try:
             return _native(args, ranks, device), "SMP cannot be used here"
         except ConfigError as refused:
-            raise ConfigError(f"{said}; and natively: {refused}") from refused
+            raise ConfigError(f"{unusable}; and natively: {refused}") from refused
     return _smp(args, ranks, device, library), "torch.sagemaker is here"
 
 
 def _native(args: Arguments, ranks: Runtime, device: torch.device) -> Backend:
-    # Before the import, which an older torch fails in.
+    # Checked before the import of native.py, which fails with an older torch.
     import torch
 
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])

@@ -1,7 +1,7 @@
-"""The seam: all that the training program may ask of whatever spreads the model over devices.
+"""Interface between the training loop and a parallelism library.
 
-`train_lib` never asks which backend it has. What a backend cannot do, it refuses by name, in its constructor or in
-`Backend.check`.
+`train_lib` does not depend on which backend it has. A backend refuses unsupported settings by name in its constructor,
+unsupported models in `Backend.check`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands: which share of the data it reads, and with whom it shares the model."""
+    """Device of this rank, and its ranks in the data, tensor and context groups."""
 
     device: torch.device
     dp_rank: int
@@ -38,34 +38,34 @@ class Topology:
 
 
 class Backend(ABC):
-    """One way of spreading a model over the ranks of the initialised process group."""
+    """A parallelism library, used on all ranks of the initialised process group."""
 
     name: str
     checkpoint_type: str = "async_sharded"
-    """How checkpoints are written where nothing is said."""
+    """Default of --checkpoint_type."""
     topology: Topology
     draws = "from"
     """Completes "initial weights: drawn ... seed N"."""
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
-        """Raise `ConfigError` for a model, or a sequence length in tokens, that cannot be trained as asked.
+        """Raise `ConfigError` for a model or a sequence length (in tokens) that the settings cannot train.
 
-        Called on every rank before the data is opened, and before `build`.
+        Called on every rank before `build` and before the data is opened.
         """
         check_loss(spec.config)
 
     @abstractmethod
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
-        """Return the model ready to train: spread over the ranks, its weights initialised or loaded.
+        """Return the model ready for training: sharded, its weights initialised or loaded. `check` comes first.
 
-        Without ``initial`` the weights are left unset, for `load_state` to fill: what a run started from need not be
-        there when it resumes. `check` comes first, and only what it cannot know is refused here.
+        Without ``initial`` the weights are left uninitialised, for `load_state`: pretrained weights that a run started
+        from may be gone when it resumes.
         """
 
     def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:  # noqa: B027
-        """Raise `DataError` for a batch just read, on the host, that cannot be computed; not collective.
+        """Raise `DataError` for a batch, on the host, that the backend cannot compute; not collective.
 
-        ``attention_mask`` is int64 ``[batch, seq]`` or None, ``samples`` what each row is called, or nothing.
+        ``attention_mask`` is int64 ``[batch, seq]`` or None, ``samples`` the names of the rows, or empty.
         """
 
     @abstractmethod
@@ -82,22 +82,22 @@ class Backend(ABC):
         Args:
             model: What `build` returned.
             input_ids: int64 ``[batch, seq]`` on the device.
-            labels: int64 ``[batch, seq]``, not shifted, -100 where a token is not counted.
+            labels: int64 ``[batch, seq]``, not shifted, -100 for tokens without loss.
             attention_mask: int64 ``[batch, seq]``, or None when every token is attended to.
-            position_ids: int64 ``[batch, seq]``, starting again at 0 at each of several documents packed in a row, of
-                which none attends to another; None when every row is one document. Never beside a mask.
+            position_ids: int64 ``[batch, seq]``, restarting at 0 for each of several documents packed in a row, which
+                do not attend to each other; None when every row is one document. Not together with a mask.
         """
 
     @abstractmethod
     def accumulation(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch's forward and backward pass; ``last`` closes the global batch."""
+        """Return the context of a micro-batch's forward and backward pass; ``last``: of the global batch."""
 
     @abstractmethod
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scale gradients to a global 2-norm of at most ``max_norm`` (0: leave them) and return the norm before."""
+        """Clip gradients to a global 2-norm of ``max_norm`` (0: no clipping) and return the norm before clipping."""
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        """Tell whether a parameter of the built model decays: matrices do, norms and biases do not."""
+        """Return whether weight decay applies to a parameter: to matrices, not to norms and biases."""
         return parameter.ndim >= 2
 
     @abstractmethod
@@ -106,22 +106,22 @@ class Backend(ABC):
 
     @property
     def saver(self) -> Saver:
-        """How what `state_dict` returns is written and read; known once the model is built."""
+        """How the state dict is written and read; valid after `build`."""
         return Saver()
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Return the whole model on rank 0's host, under Hugging Face names, and nothing on the others; collective.
+        """Return the whole model on rank 0's host under Hugging Face names, nothing on other ranks; collective.
 
-        None where checkpoints have these names already, and nobody needs to hold the model.
+        None where checkpoints use these names, so that export does not need the model in memory.
         """
         return None
 
     @abstractmethod
     def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return parameters and optimizer state, sharded, under Hugging Face parameter names; collective."""
+        """Return sharded parameters and optimizer state under Hugging Face parameter names; collective."""
 
     @abstractmethod
     def load_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Restore model and optimizer from what ``read`` fills into a dictionary like `state_dict`'s; collective."""
+        """Restore model and optimizer: ``read`` fills a state dict as that of `state_dict` in place; collective."""

@@ -1,4 +1,4 @@
-"""The backend for stock PyTorch: FSDP2 on a device mesh, on GPUs or on none."""
+"""Backend for stock PyTorch: FSDP2 and DTensor on a device mesh of GPUs or CPUs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NativeBackend(Backend):
     name = "native"
 
     def __init__(self, args: Arguments, ranks: Runtime, device: torch.device) -> None:
-        """Lay out the ranks; collective. Raises `ConfigError` for what this backend cannot do."""
+        """Create the mesh; collective. Raises `ConfigError` for unsupported settings."""
         build.check_attention(args.attn_implementation, device)
         if args.fp8:
             float8.check(device)
@@ -84,16 +84,15 @@ class NativeBackend(Backend):
             args.activation_checkpointing, config.model_type, compiled=args.use_torch_compile
         )
         if degrees.tensor > 1:
-            # Whether there is a rule for every part is known from splitting a model without memory.
+            # Splitting a model on meta finds parameters without a rule.
             model = build.build_meta(spec, attn_implementation=args.attn_implementation)
             tensor_parallel.apply(model, build.decoder_layers(model), self.mesh.tensor)
 
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
-        """Build on the meta device, apply parallelism, and only then give each rank memory for its own part.
+        """Build on the meta device, apply parallelism, then allocate each rank's part and fill in the weights.
 
-        The order is the contract of this backend: context and tensor parallelism, 8-bit linear layers, activation
-        checkpointing, compilation (of what checkpointing made of a layer), activation offloading (around compiled
-        code), sharding, then weights.
+        The order matters: context and tensor parallelism, FP8 linear layers, activation checkpointing, compilation (of
+        the checkpointed forward), activation offloading (around compiled code), sharding, weights.
         """
         args = self.args
         device = self.topology.device
@@ -207,5 +206,5 @@ class NativeBackend(Backend):
     def load_state(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]
     ) -> None:
-        """See `Backend.load_state`; the tensors read into are those of the model and the optimizer themselves."""
+        """See `Backend.load_state`; reads directly into the tensors of the model and the optimizer."""
         read(gather_state(model, optimizer))

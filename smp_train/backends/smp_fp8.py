@@ -1,4 +1,4 @@
-"""FP8 under SMP: the layers of its transformed models compute through NVIDIA's Transformer Engine."""
+"""FP8 on SMP: Transformer Engine's contexts for transformed models."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from smp_train.arguments import Arguments
 
 OLDEST_CAPABILITY = (9, 0)
-"""Hopper, the only GPUs on which SMP has FP8 (its documentation, "Mixed precision training")."""
+"""Hopper, the first GPUs on which SMP supports FP8 (its documentation, "Mixed precision training")."""
 NAMED_BY_STATE = (1, 8)
-"""Transformer Engine whose checkpoint takes ``get_rng_state_tracker`` and ``use_reentrant``; SMP 2.5 brought it."""
+"""First Transformer Engine whose checkpoint takes ``get_rng_state_tracker`` and ``use_reentrant``; in SMP 2.5."""
 
 
 class Fp8:
     """Transformer Engine's contexts, for one SMP state."""
 
     def __init__(self, args: Arguments, state: Any, device: torch.device) -> None:
-        """Raises `ConfigError` where FP8 cannot run: on this GPU, or for want of Transformer Engine."""
+        """Raises `ConfigError` for an older GPU, or without Transformer Engine."""
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
             raise ConfigError(
                 f"--fp8 1 needs a GPU of the Hopper generation (H100) or newer, this is a "
@@ -47,7 +47,7 @@ class Fp8:
         )
 
     def forward(self) -> AbstractContextManager[None]:
-        """Return the context of a forward pass; scales are agreed on by all ranks."""
+        """Return the context of a forward pass, whose scales are reduced over all ranks."""
         context: AbstractContextManager[None] = self._engine.fp8_autocast(
             enabled=True, fp8_recipe=self._recipe, fp8_group=self._state.world_process_group
         )
@@ -60,7 +60,7 @@ class Fp8:
         return found
 
     def checkpoint(self) -> Any:
-        """Return what checkpoints a layer and keeps its scales: Transformer Engine's own function."""
+        """Return Transformer Engine's activation checkpointing function, which preserves FP8 scales."""
         options: dict[str, Any] = {"distribute_saved_activations": False, "tp_group": self._state.tp_process_group}
         if _version() >= NAMED_BY_STATE:
             options |= {"get_rng_state_tracker": self._state.get_rng_state_tracker, "use_reentrant": False}
@@ -75,6 +75,6 @@ def _version() -> tuple[int, ...]:
         try:
             text = importlib.metadata.version("transformer_engine")
         except importlib.metadata.PackageNotFoundError:
-            text = ""  # of what is built from source and says nothing: that of the last containers
+            text = ""  # built from source without a version: assume that of the last containers
     numbers = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
     return numbers or NAMED_BY_STATE

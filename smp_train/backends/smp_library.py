@@ -1,4 +1,4 @@
-"""SMP v2 as a library: whether it is there and usable, which release, and its configuration from our flags."""
+"""Import, configuration and start of SMP v2 (``torch.sagemaker``)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from smp_train.arguments import Arguments
 
 CLUSTERS = Path("/var/log/aws/clusters")
-"""What SMP looks at to see that it runs on HyperPod; containers must mount it."""
+"""Folder by which SMP detects HyperPod; containers must mount it."""
 BROUGHT_BY = {"context_parallel_degree": "context_parallel", "expert_parallel_degree": "moe"}
-"""Configuration keys that older releases do not know, by the module that came with them."""
+"""Configuration keys unknown to older releases, and the module introduced with each."""
 
 
 def load() -> tuple[Any, str]:
-    """Import ``torch.sagemaker`` and return it, or None and why no rank can; collective.
+    """Import ``torch.sagemaker`` and return it, or None and the reason; collective.
 
-    Raises `ConfigError` on every rank where only some can import it: the others would wait for them in its ``init``.
+    Raises `ConfigError` on every rank where only some can import it: they would wait for the others in ``init``.
     """
     library, cause = None, ""
     try:
@@ -58,12 +58,12 @@ def _imported() -> Any:
         )
     try:
         return importlib.import_module("torch.sagemaker")
-    except Exception as failure:  # a closed library: anything may come out of it
+    except Exception as failure:  # a closed library: any exception
         raise ConfigError(f"torch.sagemaker cannot be imported: {_refused(failure)}; use --backend native") from failure
 
 
 def start(library: Any, args: Arguments, world_size: int) -> None:
-    """Initialise ``torch.sagemaker`` by the flags; raises `ConfigError` with the cause."""
+    """Initialise ``torch.sagemaker`` from the flags; raises `ConfigError` with the cause."""
     config = configuration(args, world_size)
     if args.sm_activation_offloading and not importlib.util.find_spec("torch.sagemaker.moe"):
         raise ConfigError(
@@ -78,7 +78,7 @@ def start(library: Any, args: Arguments, world_size: int) -> None:
 
 
 def check_launcher(args: Arguments, world_size: int) -> None:
-    """Raise `ConfigError` where SMP, which lets ``SM_HP_MP_PARAMETERS`` win, would run with other values than ours."""
+    """Raise `ConfigError` where ``SM_HP_MP_PARAMETERS``, which has precedence in SMP, differs from our settings."""
     ours = configuration(args, world_size)
     for key, theirs in launched_by_smp(os.environ).items():
         if theirs != ours[key]:
@@ -89,7 +89,7 @@ def check_launcher(args: Arguments, world_size: int) -> None:
 
 
 def check_state(library: Any, config: dict[str, Any]) -> None:
-    """Raise `ConfigError` where SMP's state has other degrees than it was given; 0 leaves the shard degree to SMP."""
+    """Raise `ConfigError` where degrees in SMP's state differ from the given ones (0: any shard degree)."""
     for dimension in ("tensor_parallel", "context_parallel", "expert_parallel", "hybrid_shard"):
         key = f"{dimension}_degree"
         theirs = getattr(library.state, key, None)
@@ -107,8 +107,8 @@ def check_state(library: Any, config: dict[str, Any]) -> None:
 
 
 def _refused(failure: Exception) -> str:
-    """Return why SMP does not start: what it says, and the one thing about its container that is often the cause."""
-    # What is wrong with the configuration has nothing to do with where it runs.
+    """Return the message of a failed start, with a hint at the most common cause."""
+    # Errors in the configuration do not depend on the machine.
     if isinstance(failure, ValueError | TypeError) or CLUSTERS.is_dir() or distributed.is_sagemaker(os.environ):
         return one_line(failure)
     hint = f"on HyperPod, SMP needs {CLUSTERS} of the host mounted into its container; it is not here"
@@ -116,7 +116,7 @@ def _refused(failure: Exception) -> str:
 
 
 def part(name: str, wanted_by: str, since: str = "") -> Any:
-    """Import a module of SMP; `ConfigError` says what asked for it, and which release brought it."""
+    """Import a module of SMP; `ConfigError` names the setting that needs it and the release it came with."""
     try:
         return importlib.import_module(f"torch.sagemaker.{name}")
     except ImportError as failure:
@@ -125,7 +125,7 @@ def part(name: str, wanted_by: str, since: str = "") -> Any:
 
 
 def moe_config(args: Arguments, *, reads_weights: bool) -> Any:
-    """Return the configuration of SMP's mixture of experts by the flags."""
+    """Return the configuration of SMP's mixture of experts from the flags."""
     options: dict[str, Any] = {
         "smp_moe": True,
         "random_seed": int(args.seed if args.random_seed is None else args.random_seed),
@@ -134,18 +134,18 @@ def moe_config(args: Arguments, *, reads_weights: bool) -> Any:
         "moe_all_to_all_dispatcher": bool(args.moe_all_to_all_dispatcher),
     }
     if reads_weights:
-        options["use_cpu_initialization"] = True  # the weights that are read are on the host
+        options["use_cpu_initialization"] = True  # the loaded weights are on the host
     return part("moe.moe_config", "--moe 1", "2.3").MoEConfig(**options)
 
 
 def context_options(library: Any, args: Arguments) -> dict[str, Any]:
-    """Return what ``transform`` is told of context parallelism; releases before 2.6 know one way only."""
+    """Return the options of ``transform`` for context parallelism; releases before 2.6 have p2p only."""
     parameters = inspect.signature(library.transform).parameters
     if "cp_comm_type" in parameters:
         return {"cp_comm_type": args.cp_comm_type}
     passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     if args.cp_comm_type != "p2p" and passes_on:
-        return {"cp_comm_type": args.cp_comm_type}  # what it does not have, it refuses itself
+        return {"cp_comm_type": args.cp_comm_type}  # unsupported values are refused by SMP
     if args.cp_comm_type != "p2p":
         raise ConfigError(
             f"--cp_comm_type {args.cp_comm_type} came with SMP 2.6, and this release has p2p only; leave it out"
@@ -156,17 +156,16 @@ def context_options(library: Any, args: Arguments) -> dict[str, Any]:
 def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     """Return the configuration for ``torch.sagemaker.init``: every key that has a flag, in the type SMP expects.
 
-    What the launcher gives (``SM_HP_MP_PARAMETERS``, ``--mp_parameters``) and ``--smp_config`` is in the flags already,
-    by their order of precedence. SMP reads the first itself and lets it win, hence `check_launcher`. A shard degree
-    that is left open is SMP's to settle; not so with context or expert parallelism, where it is said, and is what the
-    native backend takes: as many ranks as there are.
+    ``SM_HP_MP_PARAMETERS``, ``--mp_parameters`` and ``--smp_config`` are already merged into the flags by precedence.
+    SMP reads the first itself with the highest precedence, hence `check_launcher`. SMP chooses a shard degree that is
+    not given; with context or expert parallelism it is set here, to as many ranks as the native backend would take.
     """
     shard = int(args.hybrid_shard_degree or 0)
     if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):
         shard = plan(args, world_size, world_size, smp=True).sharded
     return {
         "hybrid_shard_degree": shard,
-        # Its default is True: left out, activations would be offloaded unasked.
+        # SMP's default is True.
         "sm_activation_offloading": bool(args.sm_activation_offloading),
         "activation_loading_horizon": int(args.activation_loading_horizon),
         "fsdp_cache_flush_warnings": bool(args.fsdp_cache_flush_warnings),
@@ -179,6 +178,6 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
 
 
 def known_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration without the degrees of 1 that the release imported has no module for."""
+    """Return the configuration without degrees of 1 that the imported release does not support."""
     older = {key for key, module in BROUGHT_BY.items() if not importlib.util.find_spec(f"torch.sagemaker.{module}")}
     return {key: value for key, value in config.items() if key not in older or value != 1}

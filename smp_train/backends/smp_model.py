@@ -1,4 +1,4 @@
-"""The steps that make an SMP model: weights, transform, FSDP1, activation checkpointing.
+"""Steps of building a model on SMP: weights, transform, FSDP1, activation checkpointing and offloading.
 
 Arguments and their values are those of SMP's own scripts (AWS documentation of SMP v2, "Delayed parameter
 initialization", "Fine-tuning", "Activation checkpointing").
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from smp_train.arguments import Arguments
 
 OWN = ("llama", "mistral", "mixtral", "gpt_neox")
-"""Models, by their type in transformers, that SMP has its own implementation of."""
+"""Model types of transformers that SMP has its own implementation of."""
 
 
 def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: int) -> bool:
-    """Give the model memory on the host where this rank is to hold it whole, and return whether it does; collective.
+    """Fill the model on the host on ranks that need it whole; return whether this rank does; collective.
 
-    Rank 0 reads pretrained ``weights``; FSDP sends them to the others.
+    Rank 0 reads pretrained ``weights``, which FSDP broadcasts.
     """
     reads = weights is not None and dist.get_rank() == 0
     real = not delayed or reads
@@ -55,7 +55,7 @@ def give_weights(model: nn.Module, weights: str | None, *, delayed: bool, seed: 
 def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bool, real: bool) -> tuple[Any, type]:
     """Return SMP's own implementation of ``model``, and the class of its layers; collective.
 
-    Raises `ConfigError` where SMP refuses the model, or this release lacks what is asked for.
+    Raises `ConfigError` where SMP rejects the model, or where this release does not have a requested feature.
     """
     options: dict[str, Any] = {"config": None, "load_state_dict_from_rank0": from_rank0}
     with distributed.together("transforming the model"):
@@ -82,7 +82,7 @@ def transform(library: Any, model: nn.Module, args: Arguments, *, from_rank0: bo
 
 
 def _asked_by(args: Arguments) -> str:
-    """Return the flags by which SMP's own implementation is used."""
+    """Return the given flags that select SMP's own implementation."""
     degrees = [f"{kind}_parallel_degree" for kind in ("tensor", "context", "expert")]
     given = [f"--{name} {getattr(args, name)}" for name in degrees if getattr(args, name) > 1]
     given += [f"--{name} 1" for name in ("moe", "use_smp_implementation") if getattr(args, name)]
@@ -90,7 +90,7 @@ def _asked_by(args: Arguments) -> str:
 
 
 def _without_weights() -> AbstractContextManager[Any]:
-    """Return the context in which modules made get no memory; experts name their device, so torch's own does not do."""
+    """Return a context that builds modules on meta; experts name a device, which overrides that of torch's context."""
     try:
         from accelerate import init_empty_weights
     except ImportError as failure:
@@ -111,16 +111,16 @@ def wrap(
     real: bool,
     device: torch.device,
 ) -> Any:
-    """Wrap in FSDP1 with the arguments of SMP's scripts; SMP supplies the groups.
+    """Wrap in FSDP1 with the arguments of SMP's scripts; SMP supplies the process groups.
 
     Args:
         model: Its parameters in float32.
         args: The run's.
-        layer: Class of the modules that are sharded by themselves.
-        initialise_module: Draws a module's own parameters; None for SMP's rule.
-        from_rank0: Whether rank 0 holds weights that the others are to get.
-        real: Whether this rank's parameters have memory.
-        device: Where they are to be.
+        layer: Class of the modules that are FSDP units.
+        initialise_module: Fills a module's own parameters; None for SMP's initialization.
+        from_rank0: Whether rank 0's weights are broadcast.
+        real: Whether this rank's parameters are allocated.
+        device: Device of the parameters.
     """
     import torch.distributed.fsdp as fsdp
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -140,7 +140,7 @@ def wrap(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with complete:
-        wrapped: Any = fsdp.FullyShardedDataParallel  # SMP's own takes post_param_init_fn too
+        wrapped: Any = fsdp.FullyShardedDataParallel  # SMP's version also takes post_param_init_fn
         return wrapped(
             model,
             auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer}),
@@ -169,10 +169,10 @@ def _strategy(strategies: Any, name: str) -> Any:
 
 
 def checkpoint(root: nn.Module, args: Arguments, layer: type, fp8: Fp8 | None) -> None:
-    """Checkpoint decoder layers.
+    """Apply activation checkpointing to decoder layers.
 
-    The reentrant form, which SMP's offloading and flash attention need; under FP8 Transformer Engine's, which keeps
-    scales, and of a mixture's layers the attention by that and the experts by torch's.
+    Reentrant, as SMP's offloading and flash attention require. With FP8, Transformer Engine's, which preserves scales;
+    with FP8 and experts, that for attention and torch's non-reentrant for the experts.
     """
     share, _ = checkpointing.read(args.activation_checkpointing)
     if not share:
@@ -209,14 +209,14 @@ def _apply(root: nn.Module, modules: list[nn.Module], *, reentrant: bool, checkp
 
 
 def offload(root: nn.Module) -> nn.Module:
-    """Return the root as SMP, or torch, offloads the activations of its checkpointed layers."""
+    """Return the root wrapped for activation offloading of its checkpointed layers."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
     return wrappers.offload_wrapper(root)
 
 
 def chunk_loss(model: Any) -> None:
-    """Let the model's forward pass return the summed loss where targets are given, without the full logits."""
+    """Make the model's forward return the summed loss, without the full logits, when targets are given."""
     stock = model.forward
 
     def forward(*inputs: Any, targets: Tensor | None = None, **options: Any) -> Any:
@@ -230,7 +230,7 @@ def chunk_loss(model: Any) -> None:
 
 
 def check_logits(logits: Tensor, input_ids: Tensor, vocab_size: int) -> None:
-    """Raise `ConfigError` unless a transformed model returns the logits of every token over the whole vocabulary."""
+    """Raise `ConfigError` unless the logits of a transformed model cover every token and the whole vocabulary."""
     shape = [*input_ids.shape, vocab_size]
     if list(logits.shape) != shape:
         raise ConfigError(
@@ -240,7 +240,7 @@ def check_logits(logits: Tensor, input_ids: Tensor, vocab_size: int) -> None:
 
 
 class ScaleGradient(torch.autograd.Function):
-    """The value as it is, its gradient times a factor."""
+    """Identity in the forward pass; scales the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:

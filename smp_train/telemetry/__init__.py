@@ -1,1 +1,1 @@
-"""What a run tells about itself: log lines, metrics, memory, the run folder, and the report."""
+"""Telemetry: logs, metrics, memory, profiles, the run folder and the report."""

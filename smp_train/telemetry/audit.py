@@ -1,4 +1,4 @@
-"""Which sample went into which step, on which rank: the proof behind "each sample exactly once"."""
+"""Record of the samples of each step on each rank; evidence that each sample is used exactly once."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from smp_train.errors import ConfigError
 
 
 class DataAudit:
-    """Appends to ``data_audit-rank<r>.jsonl``: per step, the identities of the samples that this rank consumed.
+    """Appends to ``data_audit-rank<r>.jsonl`` the identities of the samples that this rank consumed in each step.
 
     One line per optimizer step, ``{"step": 12, "samples": ["train-00003.json.gz:17", ...], "attempt": 1, "dp_rank": 0,
-    "dp_size": 8}``, in the order of use. A run that resumes from an earlier step writes that stretch again: what an
-    earlier attempt wrote of the steps from there on, on ranks that there may be no more, counts no longer.
+    "dp_size": 8}``, in order of use. A run that resumes from an earlier step writes later steps again, which replaces
+    the lines of earlier attempts for these steps, those of ranks that no longer exist included.
 
     Args:
         run_dir: the run folder.
         rank: this rank among all.
-        attempt: number of this start of the run, the same on all ranks.
-        dp_rank: this rank among the data-parallel ones; ranks with the same one read the same samples.
-        dp_size: data-parallel ranks.
+        attempt: number of this start of the run, equal on all ranks.
+        dp_rank: data-parallel rank; ranks with equal ones read the same samples.
+        dp_size: number of data-parallel ranks.
     """
 
     def __init__(self, run_dir: str | Path, rank: int, *, attempt: int, dp_rank: int, dp_size: int) -> None:
-        self._who = {"attempt": attempt, "dp_rank": dp_rank, "dp_size": dp_size}
+        self._writer = {"attempt": attempt, "dp_rank": dp_rank, "dp_size": dp_size}
         path = Path(run_dir) / f"data_audit-rank{rank}.jsonl"
         try:
             self._file = path.open("a", encoding="utf-8")
@@ -34,7 +34,7 @@ class DataAudit:
 
     def step(self, step: int, samples: Sequence[str]) -> None:
         """Record the samples of one finished update."""
-        self._file.write(json.dumps({"step": step, "samples": list(samples), **self._who}) + "\n")
+        self._file.write(json.dumps({"step": step, "samples": list(samples), **self._writer}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Log lines: where each rank's go, the two that dashboards read, and the expressions that match them.
+"""Logging: handlers of each rank, the two log lines that dashboards parse, and the regular expressions for them.
 
-Imports no torch: the launchers hand `METRIC_DEFINITIONS` to SageMaker from machines without it.
+Imports no torch: the launchers pass `METRIC_DEFINITIONS` to SageMaker from machines without it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 
 _NUMBER = r"([-+]?[0-9]+\.?[0-9]*(?:[eE][-+]?[0-9]+)?)"
 
-# SageMaker searches every log line for each expression and keeps the first group. A loss that is not finite
-# prints as "nan" or "inf" and matches none.
+# SageMaker searches every log line for each expression and keeps the first group; "nan" and "inf" match none.
 METRIC_DEFINITIONS: tuple[dict[str, str], ...] = (
     {"Name": "train:loss", "Regex": rf"Batch [0-9]+ Loss: {_NUMBER}"},
     {"Name": "train:samples_per_sec", "Regex": rf"Speed: {_NUMBER} samples/sec"},
@@ -36,7 +35,7 @@ METRIC_DEFINITIONS: tuple[dict[str, str], ...] = (
 
 
 class _Formatter(logging.Formatter):
-    """Takes out of a log line what may be a secret."""
+    """Removes possible secrets in URLs from log lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
@@ -48,10 +47,10 @@ def get_logger() -> logging.Logger:
 
 
 def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | str = logging.INFO) -> None:
-    """Send the package's log where it belongs; may be called again, the last call counts.
+    """Set the handlers of the package's log; a later call replaces them.
 
-    Rank 0 writes to stdout. Every other rank writes only warnings and errors, to stderr, prefixed with its number, and
-    none that all ranks write alike (`ALL_RANKS`). With ``log_dir`` each rank also appends everything to
+    Rank 0 writes to stdout. Every other rank writes warnings and errors only, to stderr, prefixed with its number,
+    without those that all ranks write (`ALL_RANKS`). With ``log_dir`` each rank also appends everything to
     ``<log_dir>/rank-<rank>.log``.
 
     Raises:
@@ -89,7 +88,7 @@ def setup_logging(rank: int, *, log_dir: str | Path | None = None, level: int | 
 def batch_line(record: Mapping[str, Any]) -> str:
     """Return the log line of a step record (see `smp_train.telemetry.metrics`).
 
-    The order and wording up to ``gradnorm`` are the original system's: dashboards match them.
+    Order and wording up to ``gradnorm`` are those of the original system, which dashboards parse.
     """
     return (
         f"Batch {record['step']} Loss: {_fixed(record.get('loss'), 5)},"
@@ -113,7 +112,7 @@ def _fixed(value: float | None, digits: int, *, scale: float = 1, unit: str = ""
 
 
 def _rate(value: float | None) -> str:
-    """Six decimals as the original prints, or an exponent where those would lose the number."""
+    """Return six decimals as in the original, or an exponent for rates too small for these."""
     if value is None:
         return "n/a"
     return f"{value:.6f}" if value == 0 or not math.isfinite(value) or abs(value) >= 1e-5 else f"{value:.3e}"

@@ -14,10 +14,7 @@ _GIB = 1024**3
 
 
 def memory_gib(device: torch.device) -> float:
-    """Return the most memory in use on ``device`` since the last call, and start counting anew.
-
-    On a GPU that is the allocator's peak. Without one it is this process's resident memory at this moment.
-    """
+    """Return the allocator's peak on a GPU since the last call, and reset it; on a CPU the current resident memory."""
     if device.type != "cuda":
         return rss_gib()
     import torch
@@ -28,10 +25,10 @@ def memory_gib(device: torch.device) -> float:
 
 
 def memory_report(device: torch.device, title: str) -> str:
-    """Return one row of the memory table: rows of equal width that line up in the log.
+    """Return one row of the memory table, of constant width.
 
-    ``peak`` is the allocator's since the last `memory_gib`. The device's columns are empty without a GPU.
-    Does not wait for the device: the allocator's books are kept on the host.
+    ``peak`` is the allocator's since the last `memory_gib`. The device's columns are empty without a GPU. Does not
+    synchronize with the device: the allocator's statistics are on the host.
     """
     used: list[float | None] = [None, None, None]
     if device.type == "cuda":
@@ -62,7 +59,7 @@ def rss_gib() -> float:
 
 
 def available_gib() -> float | None:
-    """Return the memory that the machine could still give out, None where there is no ``/proc``."""
+    """Return the available memory of the machine, None where there is no ``/proc``."""
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":", 1) for line in file)

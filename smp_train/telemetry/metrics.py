@@ -1,10 +1,10 @@
-"""Numbers of a run: `metrics.jsonl`, the speed between two log lines, and what the device could do at best.
+"""Metrics of a run: `metrics.jsonl`, throughput between two log lines, and peak FLOP/s of devices.
 
 `metrics.jsonl` holds one JSON object per line. A line without ``event`` is a logged step and has at least
 `STEP_FIELDS`; a line with ``event`` is one of `EVENTS`. JSON has no NaN or infinity: such a value is written
 as null and named in ``nonfinite``, for example ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
-The file is only ever appended to: a run that resumes from an earlier step writes that stretch again, and
-`history` is what counts of it.
+The file is append-only: a run that resumes from an earlier step writes later steps again, and `history` drops the
+superseded records.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ STEP_FIELDS = (
     "tokens_per_sec",  # positions, all devices
     "tokens_per_sec_per_device",
     "tflops_per_device",  # model FLOPs: 6 N_matmul + 12 L H d S per token; recomputation not counted
-    "mfu",  # the same as a fraction of the device's dense bf16 peak; null when that is unknown
+    "mfu",  # tflops_per_device as a fraction of the dense bf16 peak; null where that is unknown
     "step_sec",  # mean per update since the last record, without saving and validation
-    "data_wait_sec",  # the part of step_sec that this rank spent waiting for its batch
+    "data_wait_sec",  # part of step_sec that this rank waited for its batch
     "memory_gib",  # the allocator's peak since the last record; resident memory without a GPU
     "tokens",  # counted tokens trained on since the first step of the run, all devices
     "consumed",  # samples taken from the data order so far
     "time",  # seconds since 1970
 )
 
-# Each with its ``step``: updates done. An attempt opens with `start` (at 0) or `resume` (from a checkpoint).
+# Each has ``step``, the updates done. An attempt begins with `start` (at 0) or `resume` (from a checkpoint).
 EVENTS = ("start", "resume", "save", "evaluate", "stop", "finish")
 
 _PEAKS: tuple[tuple[str, float], ...] = (
@@ -60,14 +60,14 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak of dense bf16 matrix products in FLOP/s, or None for a device not in the table.
+    """Return the peak of dense bf16 matrix products in FLOP/s, None for a device outside the table.
 
     Figures are NVIDIA's: the data sheets of A10G, L4, L40S, A100, H100 and H200 and the HGX B200 page, halved
     where a sheet quotes 2:4 sparsity. H100 SXM is 528 tensor cores x 1024 FLOP/clock x 1.83 GHz. A slice of a
-    device (MIG) has no entry: its name carries the whole device's.
+    device (MIG), whose name contains the whole device's, has no known peak.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it, such as ``NVIDIA H100 80GB HBM3``.
+        device_name: of ``torch.cuda.get_device_name``, such as ``NVIDIA H100 80GB HBM3``.
     """
     if "MIG" in device_name:
         return None
@@ -75,9 +75,9 @@ def peak_flops(device_name: str) -> float | None:
 
 
 class Throughput:
-    """Speed between two log lines. Saving and validation are left out of the time by `pause`.
+    """Throughput between two log lines; `pause` excludes saving and validation.
 
-    Reads the clock only: the caller takes `window` where it has just waited for the device, for the loss.
+    Does not synchronize by itself: call `window` after the device has been waited for, as reading the loss does.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Throughput:
             devices: ranks of the whole run.
             flops_per_token: model FLOPs of one position, forward and backward.
             peak: FLOP/s of one device (`peak_flops`), None when unknown.
-            synchronize: waits for the device at the edges of a pause, so that work queued before a save is
-                not taken for part of it. ``torch.cuda.synchronize`` on a GPU, None on a CPU.
+            synchronize: waits for the device at both ends of a pause, so that work queued before a save does
+                not count as part of it. ``torch.cuda.synchronize`` on a GPU, None on a CPU.
             clock: seconds; for tests.
         """
         self._devices, self._flops_per_token, self._peak = devices, flops_per_token, peak
@@ -115,7 +115,7 @@ class Throughput:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the body's time out of the window. Must not be nested."""
+        """Exclude the body's time from the window. Must not be nested."""
         if self._synchronize:
             self._synchronize()
         began = self._clock()
@@ -164,23 +164,23 @@ class Throughput:
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and, when asked, to TensorBoard; on ranks other than the main one, nothing.
+    """Appends to `metrics.jsonl` and, if requested, to TensorBoard; does nothing on ranks other than the main one.
 
-    Every line is flushed at once. A disk that fails during the run costs records and a warning, not the run.
+    Every line is flushed. A disk failure during the run loses records, with one warning, and does not stop the run.
     """
 
     def __init__(
         self, run_dir: str | Path, *, is_main: bool = True, tensorboard_dir: Sequence[str] | None = None
     ) -> None:
-        """Open the file, and TensorBoard's in each folder of ``tensorboard_dir``. Contains no collectives.
+        """Open the file, and one of TensorBoard in each folder of ``tensorboard_dir``. Not collective.
 
         Raises:
-            ConfigError: when the file cannot be opened, or TensorBoard is asked for and not installed.
+            ConfigError: the file cannot be opened, or TensorBoard is requested and not installed.
         """
         self._file: Any = None
         self._boards: list[Any] = []
         self._failed = False
-        # On every rank alike, so that all of them stop.
+        # Checked on every rank, so that all of them stop.
         if tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
             raise ConfigError(f"--tensorboard_dir needs TensorBoard: {install('tracking')}")
         if not is_main:
@@ -189,7 +189,7 @@ class MetricsWriter:
         try:
             torn = _lacks_line_end(path)
             self._file = path.open("a", encoding="utf-8")
-            if torn:  # a killed run's last line: leave it be, and start on a line of our own
+            if torn:  # the partial last line of a killed run
                 self._file.write("\n")
         except OSError as failure:
             raise ConfigError(f"{path}: cannot write metrics ({failure.strerror}); set --run_dir") from None
@@ -199,7 +199,7 @@ class MetricsWriter:
             self._boards = [SummaryWriter(folder) for folder in tensorboard_dir]
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Write a logged step. Fields of `STEP_FIELDS` that ``record`` lacks are written as null."""
+        """Write a logged step. Fields of `STEP_FIELDS` missing in ``record`` are written as null."""
         if self._file is None:
             return
         full = {**dict.fromkeys(STEP_FIELDS), "time": time.time(), **record}
@@ -242,11 +242,11 @@ class MetricsWriter:
 
 
 def to_json(record: Mapping[str, Any]) -> str:
-    """Return ``record`` as one line of strict JSON, its numbers that are not finite as the module says."""
+    """Return ``record`` as one line of strict JSON, with non-finite numbers in ``nonfinite``."""
     plain: dict[str, Any] = {}
     nonfinite: dict[str, str] = {}
     for name, value in record.items():
-        if hasattr(value, "item"):  # a number of numpy or torch
+        if hasattr(value, "item"):  # a scalar of numpy or torch
             value = value.item()
         if isinstance(value, float) and not math.isfinite(value):
             nonfinite[name], value = str(value), None
@@ -257,10 +257,10 @@ def to_json(record: Mapping[str, Any]) -> str:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return all records of a run in the order written, without lines that a kill has torn.
+    """Return all records of a run in the order written, without partial lines of killed runs.
 
     Raises:
-        ConfigError: when the run has no metrics.
+        ConfigError: the run has no metrics.
     """
     path = Path(run_dir) / FILE_NAME
     try:
@@ -279,7 +279,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what counts of a run's records: an attempt voids what came after the step it starts from."""
+    """Return a run's records without superseded ones: a start discards all later steps of earlier attempts."""
     kept: list[dict[str, Any]] = []
     for record in records:
         if record.get("event") in ("start", "resume") and "step" in record:

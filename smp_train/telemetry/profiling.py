@@ -1,7 +1,4 @@
-"""Recording some steps: with the PyTorch profiler (`--use_profiler`), or for Nsight Systems (`--profile_nsys`).
-
-A few steps after every start of a run are recorded, once caches are warm. Nothing is done in any other step.
-"""
+"""Profiles of a few steps after each start: PyTorch's (`--use_profiler`) or Nsight Systems' (`--profile_nsys`)."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ from smp_train.errors import ConfigError
 from smp_train.telemetry.logging_utils import get_logger
 
 OPERATORS = 30
-"""Rows of the table of the dearest operators."""
+"""Rows of the table of the most expensive operators."""
 
 log = get_logger()
 
 
 class Profiler:
-    """Records the steps that the arguments name; each rank its own, without collectives."""
+    """Records the steps given by the arguments, on each rank, without collectives."""
 
     def __init__(self, args: Arguments, run_dir: Path, rank: int) -> None:
-        """Prepare the recording below ``<run_dir>/profile``; `ConfigError` where that cannot be made."""
+        """Prepare recording into ``<run_dir>/profile``; `ConfigError` where that folder cannot be created."""
         self.folder, self.rank = run_dir / "profile", rank
         self.first, self.last = args.profile_start, args.profile_start + args.profile_steps - 1
         self.done = 0
@@ -41,7 +38,7 @@ class Profiler:
         if args.use_profiler:
             self.torch_profiler = torch.profiler.profile(
                 schedule=torch.profiler.schedule(
-                    # A step of warm-up that is recorded and thrown away, where there is one.
+                    # The step before the first one, if any, is warm-up: recorded and discarded.
                     skip_first=max(self.first - 2, 0),
                     wait=0,
                     warmup=min(self.first - 1, 1),
@@ -56,7 +53,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Mark one training step; ``number`` is its name, positions are counted from the start of this process."""
+        """Mark training step ``number``; the steps to record are counted from the start of this process."""
         self.done += 1
         with ExitStack() as marks:
             if self.nsys:
@@ -74,7 +71,7 @@ class Profiler:
                 self._stop()
 
     def close(self) -> None:
-        """End a recording that the run was too short for; what there is of it is written."""
+        """End a recording that the run was too short for, and write its part."""
         self._stop()
         if self.nsys and self.first <= self.done < self.last and torch.cuda.is_available():
             torch.cuda.cudart().cudaProfilerStop()
@@ -85,7 +82,7 @@ class Profiler:
             profiler.stop()
 
     def _nsys(self, *, before: bool) -> None:
-        """Open and close what `nsys profile --capture-range cudaProfilerApi` records."""
+        """Start or stop the capture range of `nsys profile --capture-range cudaProfilerApi`."""
         if not torch.cuda.is_available():
             if before and self.done == self.first:
                 log.warning("--profile_nsys 1: there is no GPU here, and nothing to record")

@@ -1,11 +1,10 @@
-"""The run folder: what was run (`run.json`), how it ended (`DONE`, `STOPPED`), the wish to end it (`STOP`).
+"""The run folder: configuration (`run.json`), result (`DONE`, `STOPPED`) and a request to stop (`STOP`).
 
-Everything here is for rank 0 and contains no collectives.
+For rank 0 only; no collectives.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
@@ -26,7 +25,7 @@ KEEP_STOP = "SMP_TRAIN_KEEP_STOP"
 
 
 class RunFolder:
-    """Paths and markers of one run. Building it touches nothing on disk."""
+    """Paths and markers of one run. The constructor does not touch the disk."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -38,15 +37,13 @@ class RunFolder:
         self.stop = self.path / "STOP"
 
     def create(self) -> None:
-        """Make the folder, or take it over from an earlier attempt, whose `STOP` no longer holds.
+        """Create the folder, and remove the `STOP` of an earlier attempt.
 
-        With `KEEP_STOP` in the environment a `STOP` stays: the launcher has taken away one that was not meant for this
-        attempt, so this one came while it was starting.
-
-        `DONE` and `STOPPED` stay until `reopen`: an attempt that fails before it trains leaves them true.
+        With `KEEP_STOP` in the environment a `STOP` stays: the launcher has removed an earlier one, so this one was
+        written during the start. `DONE` and `STOPPED` stay until `reopen`, as an attempt may fail before it trains.
 
         Raises:
-            ConfigError: when the folder cannot be made or written to.
+            ConfigError: the folder cannot be created or written to.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -56,13 +53,13 @@ class RunFolder:
             raise self._unwritable(failure) from None
 
     def earlier_attempts(self) -> int:
-        """Return how often this run has been started before. OSError when that cannot be read."""
+        """Return the number of earlier starts of this run. Raises OSError where they cannot be read."""
         return len(self.attempts.read_bytes().splitlines()) if self.attempts.exists() else 0
 
     def write_run(
         self,
         *,
-        config: Any,
+        config: Mapping[str, Any],
         mesh: Mapping[str, Any] | None = None,
         command: Sequence[str] | None = None,
         **facts: Any,
@@ -70,12 +67,12 @@ class RunFolder:
         """Write `run.json` and append the same to `attempts.jsonl`, one line per start of this run.
 
         Args:
-            config: the resolved configuration, a mapping or a dataclass.
+            config: the resolved configuration.
             mesh: name -> size of each dimension, and the world size.
-            command: the command line; this process's own when not given.
+            command: the command line, by default this process's own.
             facts: further entries, such as ``reference_lines={"unigram entropy": 5.3}`` for the report.
 
-        The environment is not written, on purpose: it holds credentials. Nor are the queries of URLs.
+        The environment, which may hold credentials, is not written; neither are queries of URLs.
         """
         record = {
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -84,7 +81,7 @@ class RunFolder:
             "pid": os.getpid(),
             "versions": versions(),
             "mesh": dict(mesh or {}),
-            "config": _plain(config),
+            "config": dict(config),
             **facts,
         }
         try:
@@ -96,42 +93,34 @@ class RunFolder:
             raise self._unwritable(failure) from None
 
     def read_run(self) -> dict[str, Any]:
-        """Return `run.json`, empty when there is none."""
-        return _read(self.run_json)
+        """Return the content of `run.json`, empty where there is none."""
+        try:
+            found = json.loads(self.run_json.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def run_name(self) -> str:
-        """Return the name of the run that was started here last, empty where none is known."""
+        """Return the name of the run that started here last, empty where it is unknown."""
         run = self.read_run().get("run")
         name = str(run.get("name", "")) if isinstance(run, dict) else ""
         return name if is_run_name(name) else ""
 
     def mark_done(self, step: int) -> None:
-        """Say that the run has finished, with ``step`` updates done."""
+        """Record that the run has finished, with ``step`` updates done."""
         self._mark(self.done, step)
         self.stopped.unlink(missing_ok=True)
 
     def mark_stopped(self, step: int) -> None:
-        """Say that the run has saved and stopped on request, with ``step`` updates done."""
+        """Record that the run has saved and stopped on request, with ``step`` updates done."""
         self._mark(self.stopped, step)
         self.done.unlink(missing_ok=True)
         self.stop.unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """Withdraw `DONE` and `STOPPED`: the run goes on, for example to a higher ``--max_steps``."""
+        """Remove `DONE` and `STOPPED`: the run continues, for example to a higher ``--max_steps``."""
         self.done.unlink(missing_ok=True)
         self.stopped.unlink(missing_ok=True)
-
-    def done_step(self) -> int | None:
-        """Return the step at which an earlier attempt finished, None when none has."""
-        return _read(self.done).get("step")
-
-    def stopped_step(self) -> int | None:
-        """Return the step at which the last attempt stopped on request, None when it has not."""
-        return _read(self.stopped).get("step")
-
-    def stop_requested(self) -> bool:
-        """Tell whether someone has put a file `STOP` into the folder: one stat call."""
-        return self.stop.exists()
 
     def _mark(self, marker: Path, step: int) -> None:
         _write_atomic(marker, json.dumps({"step": step, "time": time.time()}) + "\n")
@@ -141,7 +130,7 @@ class RunFolder:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what a result depends on; None for what is not installed."""
+    """Return versions of Python, this package, torch and transformers; None where not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "smp_train": smp_train.__version__}
     for name in ("torch", "transformers"):
         try:
@@ -151,20 +140,8 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _plain(config: Any) -> dict[str, Any]:
-    return dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _write_atomic(path: Path, text: str) -> None:
-    """Readers see the old file or the whole new one, also when this process or the machine dies here."""
+    """Replace a file atomically and durably: readers see the old content or the new one, also after a crash."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)

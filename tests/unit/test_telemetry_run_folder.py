@@ -2,18 +2,11 @@
 
 import json
 import os
-from dataclasses import dataclass
 
 import pytest
 
 from smp_train.errors import ConfigError
 from smp_train.telemetry.run_folder import RunFolder, versions
-
-
-@dataclass
-class Config:
-    lr: float = 1e-4
-    checkpoint_dir: tuple = ("a", "b")
 
 
 @pytest.fixture
@@ -25,7 +18,8 @@ def folder(tmp_path):
 
 def test_run_json_says_what_was_run(folder):
     folder.write_run(
-        config=Config(), mesh={"shard": 2}, command=["smp-train", "train", "--run_name", "a b"],
+        config={"lr": 1e-4, "checkpoint_dir": ("a", "b")}, mesh={"shard": 2},
+        command=["smp-train", "train", "--run_name", "a b"],
         reference_lines={"unigram entropy": 5.0},
     )  # fmt: skip
     run = json.loads((folder.path / "run.json").read_text())
@@ -62,43 +56,43 @@ def test_every_attempt_is_kept_and_run_json_is_the_latest(folder):
     assert not [name for name in os.listdir(folder.path) if name.startswith(".")]
 
 
+def markers(folder):
+    """Return the steps in STOPPED and DONE, and whether there is a STOP."""
+    steps = [json.loads(file.read_text())["step"] if file.exists() else None for file in (folder.stopped, folder.done)]
+    return (*steps, folder.stop.exists())
+
+
 def test_an_attempt_takes_the_folder_over_and_withdraws_the_markers_once_it_trains(folder):
-    assert (folder.stopped_step(), folder.done_step(), folder.stop_requested()) == (None, None, False)
+    assert markers(folder) == (None, None, False)
     folder.mark_stopped(7)
-    assert folder.stopped_step() == 7
     folder.stop.touch()
-    assert folder.stop_requested()
+    assert markers(folder) == (7, None, True)
     folder.create()
-    assert (folder.stopped_step(), folder.stop_requested()) == (7, False)
+    assert markers(folder) == (7, None, False)
     folder.reopen()
-    assert folder.stopped_step() is None
+    assert markers(folder) == (None, None, False)
     folder.mark_done(9)
     folder.create()
-    assert folder.done_step() == 9
+    assert markers(folder) == (None, 9, False)
     folder.reopen()
-    assert folder.done_step() is None
+    assert markers(folder) == (None, None, False)
 
 
 def test_a_stop_that_is_meant_for_this_start_stays(folder, monkeypatch):
     monkeypatch.setenv("SMP_TRAIN_KEEP_STOP", "1")  # what a batch job exports
     folder.stop.touch()
     folder.create()
-    assert folder.stop_requested()
+    assert folder.stop.exists()
 
 
 def test_a_run_has_stopped_or_is_done_but_not_both(folder):
     folder.mark_done(9)
     folder.stop.touch()
     folder.mark_stopped(12)
-    assert (folder.stopped_step(), folder.done_step(), folder.stop_requested()) == (12, None, False)
+    assert markers(folder) == (12, None, False)
     folder.mark_done(20)
-    assert (folder.stopped_step(), folder.done_step()) == (None, 20)
+    assert markers(folder) == (None, 20, False)
     assert set(json.loads(folder.done.read_text())) == {"step", "time"}
-
-
-def test_a_marker_that_a_person_has_made_is_no_step(folder):
-    folder.done.write_text("")
-    assert folder.done_step() is None
 
 
 def test_a_path_that_is_no_folder_is_refused_in_one_line(tmp_path):
