@@ -197,9 +197,10 @@ class Start:
             say(f"stopped on request and saved: {self.run_dir}/STOPPED; submit the same script again to go on")
             return 0
         last = self._last_step()
-        first, heard = self._first_failure(last)
+        first, reported = self._first_failure(last)
         if first:
-            say(f"first failure of this start: {first[0]}{self._silent_nodes(heard) if first['cause'] in LOST else ''}")
+            silent = self._silent_nodes(reported) if first["cause"] in LOST else ""
+            say(f"first failure of this start: {first[0]}{silent}")
         if first and not self._worth_another_start(first["cause"]):
             say(f"error: this would fail again in the same way: not starting it again; logs: {self.attempts}.*")
             return int(first["rc"])
@@ -249,25 +250,25 @@ class Start:
         A node without the shared file system cannot even start the agent. What this host has and a node has not is the
         node's fault; what this host lacks as well, or any other end, may be the fault of all.
         """
-        told = "\n".join(read(path, before) for path, before in self.outputs.items())
+        text = "\n".join(read(path, before) for path, before in self.outputs.items())
         earlier = "\n".join(map(read, Path(self.attempts).parent.glob(f"{Path(self.attempts).name}.*/failed-*")))
-        for match in FAILURE.finditer(told):
+        for match in FAILURE.finditer(text):
             if match[0] not in earlier:
                 return match
-        ends = re.findall(r"srun: error: ([^ ,[]+): task \d+: Exited with exit code (\d+)", told)
+        ends = re.findall(r"srun: error: ([^ ,[]+): task \d+: Exited with exit code (\d+)", text)
         if not ends:
             return None
         here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
         (node, code), cause = ends[0], "error"
-        if NOT_SHARED.search(told) and (here, code) not in ends:
+        if NOT_SHARED.search(text) and (here, code) not in ends:
             cause = "node"
         return FAILURE.search(f"LAUNCH-FAIL node={node} rank=-1 rc={code} cause={cause}")
 
-    def _silent_nodes(self, heard: list[str]) -> str:
+    def _silent_nodes(self, reported: list[str]) -> str:
         """Say which nodes left nothing while others lost touch with them, and which of them Slurm has lost."""
         nodes = os.environ.get("SLURM_JOB_NODELIST", "")
-        silent = [name for name in output("scontrol", "show", "hostnames", nodes).split() if name not in heard]
-        if len(silent) > len(heard):  # most of them were ended by srun before they could write
+        silent = [name for name in output("scontrol", "show", "hostnames", nodes).split() if name not in reported]
+        if len(silent) > len(reported):  # most of them were ended by srun before they could write
             silent = []
         rows = output("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format", "%N %T").splitlines()
         states = dict(row.split()[:2] for row in rows if len(row.split()) > 1)
@@ -354,6 +355,9 @@ def run(job: Job, *, asked: str = "", dry_run: bool = False) -> int:
     except SmpTrainError as refused:
         say(f"error: {refused}")
         return refused.exit_code
+    except OSError as problem:  # such as a full disk
+        say(f"error: {problem}, on {socket.gethostname()}")
+        return 1
 
 
 if __name__ == "__main__":
