@@ -94,16 +94,11 @@ def print_help(words: Sequence[str], usage: str, about: str | None, options: Seq
     """Print the help of one place to launch at if ``words`` ask for it, and return whether they do."""
     if not {"-h", "--help"} & set(words):
         return False
-    print(help_text(usage, str(about), options))
-    return True
-
-
-def help_text(usage: str, about: str, options: Sequence[Option]) -> str:
-    """Return what ``--help`` prints for one place to launch at."""
-    rows = []
+    print(f"usage: {usage}\n\n{about}\n")
     for option in options:
         metavar = option.metavar or {int: "N", bool: ""}.get(option.kind, "X")
         left = f"--{option.name} {metavar}{' ...' if option.many else ''}".rstrip()
         default = "" if option.default in (None, False) else f" (default {option.default})"
-        rows.append(f"  {left:<28} {option.help}{default}")
-    return f"usage: {usage}\n\n{about}\n\n" + "\n".join(rows) + "\n\nEvery other flag is a training flag.\n"
+        print(f"  {left:<28} {option.help}{default}")
+    print("\nEvery other flag is a training flag.\n")
+    return True
