@@ -5,7 +5,7 @@
 # make test-sagemaker   the tests against SageMaker's SDK v2 and v3, each in an environment of its own
 # make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp, and
 #           a run that goes from there to today's versions and back
-# make test-table   every cell of the table in docs/parallelism.md; an hour on two cores
+# make test-table   every cell of the table in docs/parallelism.md, and a kill at every stage of a save
 # make venv   install only; .venv/bin/python is the interpreter it leaves behind
 
 PYTHON ?= python3
