@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from smp_train.data import s3, token_cache
-from smp_train.data.formats import open_prepared
-from smp_train.data.index import convert, open_source
+from smp_train.data import s3
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData
+from smp_train.data.token_dataset import open_prepared, open_source
+from smp_train.data.token_writer import write_rows, writing
 from smp_train.data.utils import Shard, list_shards
 
 VOCAB = 32_000
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         print_table("load batches of 4 rows, tokens/s", compare(loaders, options.rounds), tokens)
         shard = list_shards(str(folder / "shards"))[0]
         converters: dict[str, Callable[[], Any]] = {
-            "this package": lambda: token_cache.write(shard, str(folder / "converted"), VOCAB),
+            "this package": lambda: convert(shard, str(folder / "converted")),
             "original, parsing alone": lambda: original_parse(shard.path),
         }
         print_table("convert one json.gz, tokens/s", compare(converters, options.rounds), tokens / 2)
@@ -89,9 +89,14 @@ def write_shards(folder: Path, rows: int, seq_len: int) -> None:
                 file.write(json.dumps({"input_ids": ids, "attention_mask": mask}) + "\n")
 
 
+def convert(shard: Shard, base: str) -> None:
+    """Convert one shard."""
+    with writing(base) as writer:
+        writer.convert(shard, VOCAB)
+
+
 def ours(folder: Path, seq_len: int) -> Callable[[], None]:
     """Return the next epoch over the token cache, in the global shuffle, read when asked, of a run that goes on."""
-    convert(str(folder), vocab_size=VOCAB)
     source = open_source(str(folder), vocab_size=VOCAB)
     data = TrainingData(
         source, Order(len(source)), seq_len=seq_len, micro_batch=BATCH, accumulation=1, dp_rank=0, dp_size=1,
@@ -113,7 +118,7 @@ def cut(folder: Path, shards: int) -> Callable[[], None]:
     rows = -(-CUT_ROWS // shards)
     block = np.random.default_rng(0).integers(0, VOCAB, (rows, 512))
     for number in range(shards):
-        token_cache.write_rows(f"{number:06}", str(folder / f"{number:06}"), VOCAB, block)
+        write_rows(f"{number:06}", str(folder / f"{number:06}"), VOCAB, block)
     source = open_prepared(str(folder), VOCAB)
     data = TrainingData(
         source, Order(len(source)), seq_len=512, micro_batch=BATCH, accumulation=1, dp_rank=0, dp_size=1,

@@ -18,7 +18,7 @@ from smp_train.checkpoints.export import check_tokenizer, tokenizer_beside
 from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
-from smp_train.data.opening import open_data
+from smp_train.data.open_data import open_data
 from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
 from smp_train.distributed import ALL_RANKS, Runtime
 from smp_train.distributed.degrees import plan

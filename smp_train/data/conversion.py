@@ -1,4 +1,4 @@
-"""Shards into caches: fetched, parsed in one process or several, and stopped when a peer has met a bad line."""
+"""Shards into token files: fetched from S3, then parsed in this process or several."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import contextlib
 import multiprocessing
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from smp_train.data import s3
 from smp_train.data.progress import Progress
-from smp_train.data.utils import Shard
+from smp_train.data.shard import Shard
+from smp_train.data.token_cache import Destination
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
 
-    from smp_train.data.index import Caches
-
-LOOK_SECONDS = 1.0
-"""Between looks at whether a peer has failed."""
-SLACK_SECONDS = 60.0
-"""How much earlier than this rank a peer may have begun."""
+Group = list[tuple[Shard, str | None]]
+"""Shards of one token file, each with its local copy where it is in S3."""
+WAIT_SECONDS = 1.0
+"""Between looks whether the conversion is to stop."""
+FILE_BYTES = 64 << 20
+"""Of shards in one token file: so much is synced at once, and lost with a kill."""
 WORTH_BYTES = 32 << 20
 """Below this, starting processes takes longer than they save."""
 
@@ -33,130 +33,131 @@ def processes_for(asked: int | None, ranks_here: int) -> int:
     return max(1, asked if asked is not None else len(os.sched_getaffinity(0)) // ranks_here)
 
 
-def run(
-    caches: Caches,
+def convert(
+    to: Destination,
     shards: list[Shard],
     *,
-    peers: list[Shard],
     processes: int = 1,
     shown: bool = False,
     what: str = "token cache",
+    file_bytes: int = FILE_BYTES,
+    copies: str | None = None,
     at_once: int = s3.AT_ONCE,
     apart: bool = False,
     stop: Callable[[], bool] = lambda: False,
-) -> int:
-    """Convert the shards that have no cache; return how many.
+) -> Generator[int, None, None]:
+    """Convert shards, yielding now and then how many were done since; close it to give up.
 
     Args:
-        caches: where to.
-        shards: this rank's, in the order in which they are wanted.
-        peers: all ranks'; a failure in any of them stops this.
+        to: where to.
+        shards: in the order in which they are wanted.
         processes: to parse in.
         shown: draw a progress bar.
         what: to call it.
+        file_bytes: shards share a token file up to so many bytes; 0: none does.
+        copies: folder for objects of S3 on their way; default: that of ``to``.
         at_once: objects of S3 to fetch meanwhile.
-        apart: parse a lot in another process even when in one: this one has something better to do.
-        stop: asked every second whether to give up.
+        apart: parse much data in another process even when in one: this one has something better to do.
+        stop: asked often whether to give up.
 
-    Raises:
-        DataError: this rank's own, or the one that a peer has met.
-        InterruptedError: asked to give up.
+    Raises DataError at the first malformed line, and InterruptedError when ``stop`` says so.
     """
-    if not shards:
-        return 0
-    from smp_train.data.index import clock
+    total = sum(shard.size for shard in shards)
+    with Progress(what, total, "B", shown) as progress:
+        coming: Iterator[tuple[Shard, str | None]] = ((shard, None) for shard in shards)
+        if shards and s3.is_s3(shards[0].path):
+            coming = s3.staged(shards, copies or to.folder, at_once=at_once, stop=stop)
+        groups = _grouped(coming, file_bytes)
+        if (processes > 1 or apart) and total >= WORTH_BYTES:
+            yield from _in_processes(to, groups, min(processes, len(shards)), progress.update, stop)
+            return
 
-    since = clock(caches.folder) - SLACK_SECONDS
-    caches.forget_failures(shards)
-    processes = min(processes, len(shards)) if sum(shard.size for shard in shards) >= WORTH_BYTES else 0
-    with Progress(what, sum(shard.size for shard in shards), "B", shown) as progress:
-        watch = _Watch(caches, peers, since, progress.update, stop)
-        wanted = (shard for shard in shards if caches.find(shard) is None)
-        coming: Iterator[tuple[Shard, str | None]] = ((shard, None) for shard in wanted)
-        if s3.is_s3(shards[0].path):
-            coming = s3.staged(wanted, caches.copies, at_once=at_once, stop=stop)
-        if processes > 1 or (apart and processes):
-            return _spread(caches, coming, processes, watch)
-        return sum(_write(caches, shard, copy, watch) for shard, copy in coming)
-
-
-class _Watch:
-    """Counts progress, and every second looks whether a peer has failed."""
-
-    def __init__(
-        self,
-        caches: Caches,
-        peers: list[Shard],
-        since: float,
-        advance: Callable[[int], None],
-        stop: Callable[[], bool],
-    ) -> None:
-        self.caches, self.peers, self.since, self.advance, self.stop = caches, peers, since, advance, stop
-        self._due = time.monotonic() + LOOK_SECONDS
-
-    def __call__(self, done: int) -> None:
-        self.advance(done)
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + LOOK_SECONDS
-            if self.stop():
+        def tick(done: int) -> None:
+            progress.update(done)
+            if stop():
                 raise InterruptedError
-            self.caches.raise_failure(self.peers, self.since)
+
+        for group in groups:
+            yield _write(to, group, tick)
 
 
-def _write(caches: Caches, shard: Shard, copy: str | None, tick: Callable[[int], None]) -> int:
+def _grouped(coming: Iterator[tuple[Shard, str | None]], file_bytes: int) -> Iterator[Group]:
+    """Put shards together up to ``file_bytes``."""
+    group: Group = []
+    size = 0
     try:
-        caches.write(shard, tick, copy)
+        for shard, copy in coming:
+            group.append((shard, copy))
+            size += shard.size
+            if size >= file_bytes:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+            group = []
     finally:
+        _remove_copies(group)
+
+
+def _remove_copies(group: Group) -> None:
+    for _, copy in group:
         if copy is not None:
-            # Where no parsing is needed, the copy has become the cache.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(copy)
-    return 1
 
 
-def _spread(
-    caches: Caches, coming: Iterator[tuple[Shard, str | None]], processes: int, watch: Callable[[int], None]
-) -> int:
-    """Deal shards to processes as they come; a failure of one is raised here, the others stop by the word it leaves."""
-    done = 0
-    assert isinstance(watch, _Watch)
+def _write(to: Destination, group: Group, tick: Callable[[int], None]) -> int:
+    try:
+        to.write(group, tick)
+    finally:
+        _remove_copies(group)
+    return len(group)
+
+
+def _in_processes(
+    to: Destination, groups: Iterator[Group], processes: int, update: Callable[[int], None], stop: Callable[[], bool]
+) -> Generator[int, None, None]:
     # Spawned: a fork would take a copy of a process that may hold CUDA, threads and locks.
     context = multiprocessing.get_context("spawn")
     given_up = context.Event()
-    given = (caches, watch.peers, watch.since, given_up)
-    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=given) as pool:
-        pending: dict[Future[int], Shard] = {}
+    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(to, given_up)) as pool:
+        pending: dict[Future[int], Group] = {}
+
+        def collect(most: int) -> Generator[int, None, None]:
+            while len(pending) > most:
+                finished, _ = wait(pending, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
+                if stop():
+                    raise InterruptedError
+                for future in finished:
+                    done = future.result()
+                    update(sum(shard.size for shard, _ in pending.pop(future)))
+                    yield done
+                yield 0
+
         try:
-            for shard, copy in coming:
-                pending[pool.submit(_work, shard, copy)] = shard
-                while len(pending) > processes:
-                    done += _collect(pending, watch)
-            while pending:
-                done += _collect(pending, watch)
+            for group in groups:
+                pending[pool.submit(_work, group)] = group
+                yield from collect(processes)
+            yield from collect(0)
         except BaseException:
             given_up.set()
             pool.shutdown(wait=False, cancel_futures=True)
+            for group in pending.values():
+                _remove_copies(group)
             raise
-    return done
 
 
-def _collect(pending: dict[Future[int], Shard], watch: Callable[[int], None]) -> int:
-    finished, _ = wait(pending, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
-    done = 0
-    for future in finished:
-        shard = pending.pop(future)
-        done += future.result()
-        watch(shard.size)
-    watch(0)
-    return done
+_worker: list[tuple[Destination, Callable[[int], None]]] = []
 
 
-_worker: list[tuple[Caches, _Watch]] = []
+def _start(to: Destination, given_up: Event) -> None:
+    """Set a process up: it knows where to write, and ends with its parent."""
 
+    def tick(_: int) -> None:
+        if given_up.is_set():
+            raise InterruptedError
 
-def _start(caches: Caches, peers: list[Shard], since: float, given_up: Event) -> None:
-    """Set a process up: it holds the caches, and ends with its parent."""
-    _worker.append((caches, _Watch(caches, peers, since, lambda done: None, given_up.is_set)))
+    _worker.append((to, tick))
     follow_parent()
 
 
@@ -172,6 +173,6 @@ def follow_parent() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _work(shard: Shard, copy: str | None) -> int:
-    caches, watch = _worker[0]
-    return _write(caches, shard, copy, watch)
+def _work(group: Group) -> int:
+    to, tick = _worker[0]
+    return _write(to, group, tick)

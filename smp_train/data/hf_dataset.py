@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from smp_train.data import bad_rows, s3
+from smp_train.data.atomic_file import atomic_file
 from smp_train.data.hf_dataset_check import CHECK_VERSION, Checked, Columns, batches, check, columns_of
-from smp_train.data.index import Caches, refuse_mixed, share
 from smp_train.data.progress import Progress
 from smp_train.data.source import Row, Source
 from smp_train.data.targets import NO_GAPS, attended_spans, of_rows_from, row_gaps
-from smp_train.data.token_cache import atomic_file
+from smp_train.data.token_cache import TokenCache, share
+from smp_train.data.token_dataset import refuse_mixed
 from smp_train.data.utils import Shard
 from smp_train.errors import DataError
 
@@ -53,7 +54,7 @@ def files_of(location: str) -> list[Shard]:
     return found
 
 
-def _known(caches: Caches, shard: Shard) -> Checked | None:
+def _known(caches: TokenCache, shard: Shard) -> Checked | None:
     for base in caches.bases(shard):
         try:
             kept = json.loads(Path(base + CHECKED).read_text())
@@ -64,7 +65,7 @@ def _known(caches: Caches, shard: Shard) -> Checked | None:
     return None
 
 
-def check_share(caches: Caches, location: str, rank: int, world: int, threads: int = 1) -> int:
+def check_share(caches: TokenCache, location: str, rank: int, world: int, threads: int = 1) -> int:
     """Check this rank's share of the files that have not been; return how many that were.
 
     Raises DataError at the first malformed row, except where ``caches`` are to leave those out.
@@ -74,10 +75,10 @@ def check_share(caches: Caches, location: str, rank: int, world: int, threads: i
     def checked(shard: Shard) -> None:
         found = check(shard.path, caches.vocab_size, (lambda row, why: None) if caches.skip_bad else None)
         try:
-            with atomic_file(caches.base(shard) + CHECKED) as file:
+            with atomic_file(caches.destination.base(shard) + CHECKED) as file:
                 file.write(json.dumps(asdict(found)).encode())
         except OSError as error:
-            raise caches.unwritable(error) from None
+            raise caches.destination.unwritable(error) from None
 
     # Threads: what takes time, reading and NumPy's passes over large arrays, releases the interpreter lock.
     pool = ThreadPoolExecutor(threads, thread_name_prefix="smp-train-check")
@@ -221,7 +222,7 @@ class HfRows(Source):
         }
 
 
-def open_hf_dataset(caches: Caches, location: str, max_bad: float | None = None) -> HfRows:
+def open_hf_dataset(caches: TokenCache, location: str, max_bad: float | None = None) -> HfRows:
     """Open a checked data set; the files whose check this rank cannot see are checked first.
 
     ``max_bad`` is the fraction of rows that may be left out because they are malformed; None tolerates none.

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from smp_train.data import formats, hf_dataset, manifest, s3
-from smp_train.data.index import own_folder, refuse_mixed
 from smp_train.data.lines import read_lines
 from smp_train.data.progress import Progress
 from smp_train.data.rows import RowParser
+from smp_train.data.s3_cache import bring
 from smp_train.data.source import Row, Source, trimmed
+from smp_train.data.token_cache import own_folder
+from smp_train.data.token_dataset import open_prepared, refuse_mixed
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
@@ -92,11 +94,11 @@ def look(path: str, vocab_size: int, cache_dir: str | None = None, seq_len: int 
     if survey.kind == formats.SHARDS:
         _look_at_shards(survey, path, vocab_size, cache_dir)
         return survey
-    here = formats.bring(path, cache_dir)[0] if s3.is_s3(path) else path
+    here = bring(path, cache_dir)[0] if s3.is_s3(path) else path
     if survey.kind == formats.ARROW:
         source: Source | None = _check_hf_dataset(survey, here, vocab_size)
     else:
-        source = prepared = formats.open_prepared(here, vocab_size, max_bad=1)
+        source = prepared = open_prepared(here, vocab_size, max_bad=1)
         survey.shards = len(prepared.files)
         survey.left_out = sum(header.skipped for header in prepared.headers)
     if source is None:

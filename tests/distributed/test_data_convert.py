@@ -1,7 +1,6 @@
 """Conversion and reading on several processes, each with its own part."""
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,14 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from smp_train import distributed
-from smp_train.data import conversion, token_cache
-from smp_train.data.index import BESIDE, TokenShards, convert, open_source
-from smp_train.data.opening import open_data
+from smp_train.data import rounds
+from smp_train.data.conversion import convert as convert_shards
+from smp_train.data.open_data import open_data
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData, ValidationData
-from smp_train.data.staging import Stage
+from smp_train.data.rounds import in_rounds
+from smp_train.data.token_cache import TokenCache
+from smp_train.data.token_dataset import TokenShards, open_source
+from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 from tests.harness import run
+from tests.shards import convert
 
 
 def put_shards(folder: Path, shards: int, rows: int) -> None:
@@ -39,7 +42,11 @@ def converted_together(folder: str, cache: str | None):
     except DataError as failure:
         distributed.stop()
         return str(failure)
-    source = open_source(folder, vocab_size=99, cache_dir=own, rank=rank, world=world)
+    if own is not None:
+        made += convert(folder, vocab_size=99, cache_dir=own, rank=rank % 2, world=2)
+        with distributed.together("reading on each node"):
+            pass
+    source = open_source(folder, vocab_size=99, cache_dir=own)
     order = Order(len(source), seed=7)
     data = TrainingData(source, order, seq_len=3, micro_batch=2, accumulation=2, dp_rank=rank, dp_size=world)
     stream = data.batches(0)
@@ -58,7 +65,7 @@ def test_four_ranks_convert_and_read_everything_once(tmp_path, cache):
     put_shards(tmp_path / "data", shards=6, rows=9)
     where = str(tmp_path / "nodes") if cache == "node-local" else None
     results = run(converted_together, 4, str(tmp_path / "data"), where)
-    assert sum(made for made, *_ in results) == 6
+    assert sum(made for made, *_ in results) == (6 if cache == "shared" else 12), "each of two nodes has all six"
     assert len({fingerprint for _, fingerprint, *_ in results}) == 1
     rows = [f"{n}.json:{line}" for n in range(6) for line in range(1, 10 + n)]
     seen = [name for _, _, samples, _, _ in results for name in samples]
@@ -67,8 +74,6 @@ def test_four_ranks_convert_and_read_everything_once(tmp_path, cache):
     assert len(seen) == 80
     assert sorted(name for *_, validated, _ in results for name in validated) == sorted(rows[-14:])
     assert len({batches for *_, batches in results}) == 1
-    indexes = list((tmp_path / "data" / BESIDE).glob("*.idx")) or list((tmp_path / "nodes").rglob("*.idx"))
-    assert len(indexes) == (6 if cache == "shared" else 12), "each of two nodes has all six"
 
 
 def test_a_bad_shard_stops_every_rank_with_one_message(tmp_path):
@@ -81,44 +86,36 @@ def test_a_bad_shard_stops_every_rank_with_one_message(tmp_path):
     assert sum(message.startswith(str(bad)) for message in messages) >= 1
 
 
-def slow_and_bad(folder: str):
-    """Rank 0 meets a bad line, rank 1 is in the middle of a shard; return the error, and how far that shard came."""
-    conversion.LOOK_SECONDS = 0.0
-    in_the_middle = Path(folder, ".in-the-middle")
+def bad_and_good(folder: str):
+    """Rank 0 meets a malformed line, rank 1 has many shards to convert; return the error, and how many came."""
+    rounds.ROUND_SECONDS = 0.0
     ranks = distributed.detect()
     distributed.start(ranks, timeout_seconds=250)
-    read, reached = token_cache.read_lines, []
+    cache, shards = TokenCache(folder, 99, None), list_shards(folder)
+    mine = [shard for shard in shards if ("bad" in shard.name) == ranks.is_main]
+    done = []
 
-    def endless(path, tick=lambda done: None, **options):
-        until = time.monotonic() + 240
-        while path.endswith("bad.json") and not in_the_middle.exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        yield from read(path, tick, **options)
-        if path.endswith("good.json"):
-            reached.append("middle")
-            in_the_middle.touch()
-            while time.monotonic() < until:
-                tick(0)
-                time.sleep(0.01)
-            reached.append("end")
+    def steps():
+        for number in convert_shards(cache.destination, mine, file_bytes=0):
+            done.append(number)
+            yield number
 
-    token_cache.read_lines = endless
     try:
-        with distributed.together("reading"):
-            convert(folder, vocab_size=99, rank=ranks.rank, world=2)
+        in_rounds("reading", steps())
     except DataError as failure:
-        return str(failure), reached
+        return str(failure), len(done)
     finally:
         distributed.stop()
-    return "not stopped", reached
+    return "not stopped", len(done)
 
 
-def test_a_bad_shard_stops_peers_in_the_middle_of_theirs(tmp_path):
+def test_a_bad_shard_stops_peers_behind_the_shard_that_they_are_in(tmp_path):
     (tmp_path / "bad.json").write_text('{"input_ids": [1, 2]}\n' * 50 + "{}\n")
-    (tmp_path / "good.json").write_text('{"input_ids": [1, 2]}\n' * 40)
-    results = run(slow_and_bad, 2, str(tmp_path))
+    for number in range(9):
+        (tmp_path / f"good{number}.json").write_text('{"input_ids": [1, 2]}\n')
+    results = run(bad_and_good, 2, str(tmp_path))
     assert all("bad.json:51: no input_ids" in message for message, _ in results)
-    assert [reached for _, reached in results] == [[], ["middle"]]
+    assert [number for _, number in results] == [0, 1]
 
 
 def opening_args(folder: str, **changed) -> SimpleNamespace:
@@ -173,7 +170,8 @@ def opened_on_nodes_that_differ(folder: Path):
         place, where = (str(folder / name / str(ranks.rank)) for name in (case, cache))
         if cache == "blocked" and ranks.rank == 1:
             # A plain file where the folder of windows would be: of this node alone.
-            Path(Stage(place, 99, where).places[0][0]).touch()
+            to = TokenCache(place, 99, where).destination
+            Path(to.folder, f"window-{to.prefix}").touch()
         args = opening_args(place, shuffle=shuffle, data_cache_dir=where)
         try:
             data, _ = open_data(args, vocab_size=99, seq_len=8, ranks=ranks, dp_rank=ranks.rank, dp_size=2)
@@ -195,5 +193,5 @@ def test_nodes_whose_data_differ_stop_with_one_message(tmp_path):
             assert code == 3
             assert "/0: the data changed while ranks listed it, or is not the same on every node" in message
         assert unwritable[0] == 3
-        assert "cannot hold the token cache (File exists)" in unwritable[1]
+        assert "(File exists); give a --data_cache_dir" in unwritable[1]
         assert same == (0, "25")

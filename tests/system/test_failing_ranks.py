@@ -119,6 +119,12 @@ def test_a_bad_shard_that_only_one_rank_converts(tmp_path: Path) -> None:
 # --- in mid-training -------------------------------------------------------------------------------
 
 
+def tokens_of(folder: Path, shard: str) -> Path:
+    """Return the token file of a shard."""
+    (found,) = [path for path in folder.glob(".smp_train_cache/*.idx") if shard.encode() in path.read_bytes()]
+    return found.with_suffix(".tok")
+
+
 @pytest.mark.parametrize("what", [pytest.param("training", marks=pytest.mark.core), "validation"])
 def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
     changes = data(tmp_path)
@@ -130,7 +136,7 @@ def test_data_that_vanishes_under_one_rank(what: str, tmp_path: Path) -> None:
     with Ranks(tmp_path, 2, "train", *flags(tmp_path, **changes), launcher=as_torchrun) as ranks:
         running(ranks[0], tmp_path)
         folder = tmp_path / ("data" if what == "training" else "held_out")
-        (cache,) = folder.glob(".smp_train_cache/part-1*.tok")
+        cache = tokens_of(folder, "part-1.jsonl")
         cache.write_bytes(b"")
         assert ranks.codes(GONE_SECONDS) == [DATA, DATA]
         lines = [line for rank in ranks.ranks for line in rank.complaints]
@@ -164,7 +170,7 @@ def test_torchrun_names_the_rank_whose_data_fails_and_its_reason(tmp_path: Path)
     changes = data(tmp_path)
     with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
         running(command, tmp_path)
-        (cache,) = (tmp_path / "data").glob(".smp_train_cache/part-1*.tok")
+        cache = tokens_of(tmp_path / "data", "part-1.jsonl")
         cache.write_bytes(b"")
         ended(command, r"\[rank 1 on ", codes={0: DATA, 1: DATA})
         rank, code, message = root_cause(command)

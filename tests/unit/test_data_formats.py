@@ -13,11 +13,12 @@ pytest.importorskip("datasets")
 from datasets import Dataset, DatasetDict, Features, Sequence, Value
 
 from smp_train.data import cli, hf_dataset
-from smp_train.data.formats import ARROW, PREPARED, SHARDS, convert_place, kind_of, open_place
-from smp_train.data.index import BESIDE, open_source
+from smp_train.data.formats import ARROW, PREPARED, SHARDS, kind_of
 from smp_train.data.layout import lay_out
-from smp_train.data.opening import say
+from smp_train.data.open_data import open_place, say
 from smp_train.data.source import lengths
+from smp_train.data.token_cache import BESIDE
+from smp_train.data.token_dataset import open_source
 from smp_train.errors import ConfigError, DataError
 
 ROWS = [[n, n + 1, n + 2] + [7] * (n % 4) for n in range(50)]
@@ -33,7 +34,6 @@ def save(folder, rows=ROWS, masks=None, shards=2, **change):
 
 
 def opened(folder, vocab_size=100, **options):
-    convert_place(str(folder), vocab_size=vocab_size, **options)
     return open_place(str(folder), vocab_size=vocab_size, **options)
 
 
@@ -58,7 +58,9 @@ def test_rows_of_a_data_set(tmp_path):
     assert source.fill([4, 8], into)
     assert into.tolist() == [ROWS[4], ROWS[8]]
     assert not source.fill([4, 5], into)
-    assert convert_place(str(tmp_path), vocab_size=100) == 0, "checked once"
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / BESIDE).glob("*.checked")}
+    opened(tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / BESIDE).glob("*.checked")} == before, "checked once"
 
 
 @pytest.mark.parametrize("kind", ["int32", "uint16", "int64"])
@@ -140,10 +142,10 @@ def test_prepared_files_alone(tmp_path):
     assert source.name(11) == "1.json:2"
     with pytest.raises(DataError, match=r"100.* 50"):
         opened(tmp_path / "tokens", vocab_size=50)
-    one = next((tmp_path / "tokens").glob("1.json*.idx"))
+    one = next((tmp_path / "tokens").glob("*.idx"))
     shutil.copy(one, tmp_path / "tokens/other.idx")
     shutil.copy(str(one)[:-4] + ".tok", tmp_path / "tokens/other.tok")
-    with pytest.raises(DataError, match=r"1\.json"):
+    with pytest.raises(DataError, match=r"0\.json"):
         opened(tmp_path / "tokens")
     (tmp_path / "tokens/other.tok").unlink()
     with pytest.raises(DataError, match=r"other\.idx: "):
@@ -198,7 +200,7 @@ def test_what_another_version_kept_is_checked_again(tmp_path):
     damaged = ({**found, "version": 1}, {**found, "left_out": [-1]}, {**found, "rows": "50"}, {"rows": 50}, [])
     for damage in damaged:
         kept.write_text(json.dumps(damage))
-        assert convert_place(str(tmp_path), vocab_size=100) == 1
+        opened(tmp_path)
         assert json.loads(kept.read_text()) == found
 
 

@@ -7,18 +7,19 @@ import re
 import numpy as np
 import pytest
 
+from smp_train import distributed
 from smp_train.cli import main
-from smp_train.data import windows
 from smp_train.data.blend import Joined
-from smp_train.data.formats import convert_place, open_place
-from smp_train.data.index import BESIDE
 from smp_train.data.layout import lay_out
 from smp_train.data.learnable import leave_out_unlearnable
+from smp_train.data.open_data import open_place
 from smp_train.data.order import Order
 from smp_train.data.pipelines.batch import collate, crop
 from smp_train.data.pipelines.data_pipeline import Row, TrainingData, ValidationData
 from smp_train.data.rows import RowParser
 from smp_train.data.source import trimmed
+from smp_train.data.token_cache import BESIDE
+from smp_train.data.windowed import Windowed
 from smp_train.errors import DataError
 
 VOCAB = 100
@@ -62,7 +63,6 @@ def save(folder, rows, shards=2, kind="int64"):
 
 
 def opened(folder, **options):
-    convert_place(str(folder), vocab_size=VOCAB, **options)
     return open_place(str(folder), vocab_size=VOCAB, **options)
 
 
@@ -355,10 +355,10 @@ def test_windows_know_what_has_nothing_to_learn(tmp_path):
     rows = dialogue(60)
     place = str(write(tmp_path / "data", rows, 10))
     for long, short in (("truncate", "pad"), ("split", "concat"), ("split", "pack")):
-        found = windows.look(place, "gpt_jsonl", window=2, vocab_size=VOCAB, cache_dir=str(tmp_path / "cache"))
-        found.claim()
-        found.count(0, 1, local_world=1)
-        ahead = found.open(0, 1, found.whole())
+        ahead = open_place(
+            place, vocab_size=VOCAB, cache_dir=str(tmp_path / "cache"), window=2, ranks=distributed.detect()
+        )
+        assert isinstance(ahead, Windowed)
         one, other = (
             leave_out_unlearnable(lay_out(source, 4, long=long, short=short), 4, long=long, max_bad=1)
             for source in (ahead, open_place(place, vocab_size=VOCAB, cache_dir=str(tmp_path / "whole")))
@@ -393,10 +393,8 @@ def test_labels_come_from_s3(tmp_path, window, monkeypatch, request):
         if not window:
             checked(opened(f"{place}/d", cache_dir=str(tmp_path / "cache")), rows)
             return
-        found = windows.look(f"{place}/d", "gpt_jsonl", window=2, vocab_size=VOCAB, cache_dir=str(tmp_path / "cache"))
-        found.claim()
-        found.count(0, 1, local_world=1)
-        source = found.open(0, 1, found.whole())
+        source = opened(f"{place}/d", cache_dir=str(tmp_path / "cache"), window=2, ranks=distributed.detect())
+        assert isinstance(source, Windowed)
         order = Order(len(source), 3, "window:2", source.shards)
         data = TrainingData(source, order, seq_len=12, micro_batch=5, accumulation=1, dp_rank=0, dp_size=1)
         wanted = {f"{n // 5}.json.gz:{n % 5 + 1}": row["labels"] for n, row in enumerate(rows)}

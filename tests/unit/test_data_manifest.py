@@ -9,7 +9,7 @@ import pytest
 
 from smp_train.cli import main
 from smp_train.data import manifest
-from smp_train.data.index import BESIDE
+from smp_train.data.token_cache import BESIDE
 from smp_train.errors import DataError
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "sample"

@@ -13,7 +13,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from smp_train.cli import main as cli
-from smp_train.data.index import open_source
 from smp_train.data.prepare import pipeline
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.cli import MANIFEST, main
@@ -24,6 +23,7 @@ from smp_train.data.prepare.writing import encode_rows, write_block
 from smp_train.data.rows import RowParser
 from smp_train.data.text.files import find_files
 from smp_train.data.text.read import documents
+from smp_train.data.token_dataset import open_source
 from smp_train.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -350,14 +350,13 @@ def test_processes_write_the_same_bytes(texts, made, tmp_path):
 
 @pytest.mark.parametrize("kind", ["cache", "arrow"])
 def test_other_kinds_of_output_are_the_same_rows(texts, made, tmp_path, kind):
-    from smp_train.data.formats import convert_place, open_place
+    from smp_train.data.open_data import open_place
     from smp_train.data.survey import look
 
     output = tmp_path / "out"
     assert prepare(texts, output, "--output_type", kind) == 0
     for split in ("train", "test"):
         place = {"vocab_size": 400, "cache_dir": str(tmp_path / "cache")}
-        convert_place(str(output / split), **place)
         found = open_place(str(output / split), **place)
         wanted = open_source(str(made / split), vocab_size=400)
         assert len(found) == len(wanted)

@@ -10,10 +10,13 @@ import pytest
 pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
-from smp_train.data import copies, locked, s3, token_cache
-from smp_train.data.formats import check_place, convert_place, open_place
-from smp_train.data.index import convert, open_source
+
+from smp_train.data import folder_lock, hf_dataset, s3, s3_cache
+from smp_train.data.open_data import open_place
 from smp_train.data.prepare.writing import finish_arrow, write_block
+from smp_train.data.token_cache import TokenCache
+from smp_train.data.token_dataset import open_source
+from smp_train.data.token_writer import write_rows
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 from smp_train.storage import client as s3_client
@@ -21,6 +24,7 @@ from smp_train.storage import s3 as storage_s3
 from smp_train.storage.client import client
 from tests import s3_server
 from tests.s3_server import serving
+from tests.shards import convert
 
 
 @pytest.fixture(scope="module")
@@ -248,16 +252,17 @@ def test_a_data_set_of_arrow_files_is_brought_and_checked_in_shares(server, buck
     for path in made.iterdir():
         put(bucket, f"t/{path.name}", path.read_bytes())
     place = f"s3://{bucket[1]}/t"
-    options = {"vocab_size": 99, "cache_dir": str(tmp_path / "cache"), "world": 2}
-    assert sum(convert_place(place, rank=rank, **options) for rank in (0, 1)) == 6
-    assert [check_place(place, rank=rank, **options) for rank in (0, 1)] == [2, 2]
-    source = open_place(place, **options)
+    cache = str(tmp_path / "cache")
+    here = {s3_cache.bring(place, cache, rank, 2)[0] for rank in (0, 1)}
+    checks = TokenCache(*here, 99, cache)
+    assert [hf_dataset.check_share(checks, checks.places[0][1], rank, 2) for rank in (0, 1)] == [2, 2]
+    source = open_place(place, vocab_size=99, cache_dir=cache)
     assert [source.row(5 * n).input_ids.tolist() for n in range(4)] == [[n + 1] * 4 for n in range(4)]
     assert len([key for key, _ in server.gets if key.startswith("t/")]) == 6, "each object once"
 
 
 def prepared_tokens(bucket, folder, value):
-    token_cache.write_rows("a", str(folder / "a"), 9, np.full((2, 4), value))
+    write_rows("a", str(folder / "a"), 9, np.full((2, 4), value))
     for suffix in (".tok", ".idx"):
         put(bucket, f"t/a{suffix}", (folder / f"a{suffix}").read_bytes())
     return f"s3://{bucket[1]}/t"
@@ -270,19 +275,19 @@ def test_a_copy_of_an_earlier_version_goes_when_nobody_reads_it(bucket, tmp_path
         place = prepared_tokens(bucket, tmp_path, value)
         source = open_place(place, vocab_size=9, cache_dir=str(cache))
         assert source.row(0).input_ids.tolist() == [value] * 4
-        return {path.name for path in cache.iterdir()}
+        return {path.name for path in cache.iterdir() if path.is_dir()}
 
     (first,) = opened(1)
     # Another process reads it meanwhile.
-    reading = locked.hold(str(cache / first))
+    reading = folder_lock.take(str(cache / first), shared=True)
     both = opened(2)
     assert len(both) == 2
-    reading.close()
+    reading.release()
     (cache / "s3-another-place").mkdir()
     assert len(opened(3)) == 2
     assert "removed, s3://" in caplog.text
     assert (cache / "s3-another-place").exists()
-    monkeypatch.setattr(copies.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    monkeypatch.setattr(s3_cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
     opened(4)
     assert "copies of other places (s3-* beside it) take 0.00 GB: remove what no run reads" in caplog.text
 
@@ -290,43 +295,39 @@ def test_a_copy_of_an_earlier_version_goes_when_nobody_reads_it(bucket, tmp_path
 def test_what_a_killed_run_left_of_an_earlier_copy_goes_too(bucket, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
 
-    def bring(value):
-        held = copies.bring(prepared_tokens(bucket, tmp_path, value), str(cache))[0]
-        return [path.name for path in cache.iterdir() if str(path) != held]
+    def others(value):
+        here = s3_cache.bring(prepared_tokens(bucket, tmp_path, value), str(cache))[0]
+        return [path.name for path in cache.glob("*/") if str(path) != here]
 
-    assert not bring(1)
-    (first,) = [path.name for path in cache.iterdir()]
+    assert not others(1)
     with monkeypatch.context() as killed:
-        killed.setattr(copies.shutil, "rmtree", lambda path, **how: os.unlink(os.path.join(path, locked.HELD)))
-        (left,) = bring(2)
-    assert left.startswith(f"{first}{copies.GONE}"), "nobody takes it for a copy"
-    with monkeypatch.context() as killed:
-        killed.setattr(copies.shutil, "rmtree", lambda path, **how: None)
-        assert all(name.count(copies.GONE) == 1 for name in bring(3))
-    assert not bring(4)
+        killed.setattr(s3_cache.shutil, "rmtree", lambda path, **how: os.unlink(path / "a.tok"))
+        assert len(others(2)) == 1
+    assert not others(3)
+    assert open_place(prepared_tokens(bucket, tmp_path, 1), vocab_size=9, cache_dir=str(cache)).row(0)
 
 
 def test_one_rank_warns_of_all_that_is_to_be_copied(bucket, tmp_path, monkeypatch):
     for name in "abcd":
         put(bucket, f"t/{name}.tok", bytes(10))
         put(bucket, f"t/{name}.idx", bytes(10))
-    copies.bring(f"s3://{bucket[1]}/t", str(tmp_path), 1, 4)
-    monkeypatch.setattr(copies.s3, "staged", lambda missing, folder: ())
+    s3_cache.bring(f"s3://{bucket[1]}/t", str(tmp_path), 1, 4)
+    monkeypatch.setattr(s3_cache.s3, "staged", lambda missing, folder: ())
     sizes = []
-    monkeypatch.setattr(copies, "_say", lambda location, folder, size: sizes.append(size))
+    monkeypatch.setattr(s3_cache, "_warn_of_room", lambda location, folder, size: sizes.append(size))
     for rank in range(4):
-        copies.bring(f"s3://{bucket[1]}/t", str(tmp_path), rank, 4)
+        s3_cache.bring(f"s3://{bucket[1]}/t", str(tmp_path), rank, 4)
     assert sizes == [60], "of 80 bytes, two objects are there"
 
 
 def test_a_place_that_cannot_hold_what_is_brought(bucket, tmp_path):
     """A plain file where the folder would be stands for any that cannot be made."""
-    token_cache.write_rows("a", str(tmp_path / "a"), 9, np.ones((2, 4), dtype=int))
+    write_rows("a", str(tmp_path / "a"), 9, np.ones((2, 4), dtype=int))
     for suffix in (".tok", ".idx"):
         put(bucket, f"t/a{suffix}", (tmp_path / f"a{suffix}").read_bytes())
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"s3-\w+-\w+: cannot hold a copy of s3://b\d+/t \(Not a directory\); give a"):
-        convert_place(f"s3://{bucket[1]}/t", vocab_size=9, cache_dir=str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"s3-\w+-\w+: cannot hold a copy of s3://b\d+/t \(File exists\); give a"):
+        open_place(f"s3://{bucket[1]}/t", vocab_size=9, cache_dir=str(tmp_path / "file"))
 
 
 def test_bad_lines_are_named_by_their_object(bucket, tmp_path):

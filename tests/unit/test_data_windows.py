@@ -1,11 +1,12 @@
 """`--shuffle window:K` on sets larger than the disk: two windows at hand, the rows those of the whole set."""
 
 import contextlib
+import errno
+import gc
 import gzip
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import threading
@@ -15,15 +16,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from smp_train.data import conversion, locked, staging, token_cache, windows
+from smp_train import distributed
+from smp_train.data import folder_lock, staging, token_writer
 from smp_train.data.blend import BlendOrder, Joined
-from smp_train.data.formats import open_place
-from smp_train.data.index import open_source
 from smp_train.data.layout import lay_out
+from smp_train.data.open_data import open_place
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData
 from smp_train.data.prepare.writing import write_block
 from smp_train.data.source import shards
+from smp_train.data.token_dataset import open_source
+from smp_train.data.token_writer import write_rows
+from smp_train.data.window_index import WindowIndex
+from smp_train.data.windowed import Windowed, assemble
 from smp_train.errors import DataError
 from smp_train.storage.client import ATTEMPTS, client
 
@@ -64,17 +69,11 @@ def write_shards(folder: Path, count=SHARDS, rows=ROWS, length=lambda n: 16) -> 
     return str(folder)
 
 
-def opened(place, cache, rank=0, world=1, kind="gpt_jsonl", slot=None, **options):
-    """Open a place as the ranks of one node do, one after the other, in a slot or a new one."""
-    found = windows.look(place, kind, window=WINDOW, vocab_size=300, cache_dir=str(cache), **options)
-    if found is None:
-        return open_place(place, vocab_size=300, cache_dir=str(cache))
-    if slot is None:
-        found.claim()
-    else:
-        found.enter(slot)
-    found.count(0, 1, local_world=1)
-    return found.open(rank, world, found.whole())
+def opened(place, cache, window=WINDOW, **options):
+    """Open a place as a run of one rank does."""
+    return open_place(
+        place, vocab_size=300, cache_dir=str(cache), window=window, ranks=distributed.detect(), **options
+    )
 
 
 def training(source, order=None, dp_rank=0, dp_size=1, micro_batch=2, seq_len=16, epochs=None):
@@ -131,7 +130,7 @@ def test_an_epoch_of_s3_on_a_small_disk(bucket, tmp_path, monkeypatch, kind):
         # Of ids that gzip cannot make smaller, so that a copy is as large as what it becomes.
         block = rng.integers(0, 256, (20, 512))
         if kind == "prepared":
-            token_cache.write_rows(f"{n:02}", str(made / f"{n:02}"), 300, block)
+            write_rows(f"{n:02}", str(made / f"{n:02}"), 300, block)
         else:
             write_block("shards", str(made), f"{n:02}", block, 300, True)
     put_folder(bucket, "t", made)
@@ -140,7 +139,7 @@ def test_an_epoch_of_s3_on_a_small_disk(bucket, tmp_path, monkeypatch, kind):
     place, cache = f"s3://{bucket[1]}/t", tmp_path / "cache"
     source = opened(place, cache)
     total = len(source)
-    assert isinstance(source, windows.StagedShards)
+    assert isinstance(source, Windowed)
     names = read(training(source, seq_len=512), 0, 2 * total)
     assert len(sizes) > 2 * SHARDS - 2 * WINDOW
     indexes = sum(path.stat().st_size for path in cache.rglob("*.idx"))
@@ -154,15 +153,33 @@ def test_an_epoch_of_s3_on_a_small_disk(bucket, tmp_path, monkeypatch, kind):
     assert sorted(names[:total]) == sorted(names[total : 2 * total]) == sorted(map(whole.name, range(total)))
 
 
-def as_ranks(place, cache, world, consumed, until, options=None):
+def as_ranks(place, cache, world, consumed, until, max_bad=None):
     """Train with the ranks of one node as threads, which vote at every step; return what each has read, or raised."""
     barrier = threading.Barrier(world, timeout=300)
     results = [None] * world
-    first = windows.look(place, "gpt_jsonl", window=WINDOW, vocab_size=300, cache_dir=str(cache))
-    slot = first.claim()
+    failures = [None] * world
+    first = WindowIndex(place, prepared=False, window=WINDOW, vocab_size=300, cache_dir=str(cache))
+    slot, lock = staging.claim_slot(first.destination.folder)
+    list(first.count(slot, 0, 1, 1, 1))
+
+    def meet(what, steps):
+        """Run the steps of the one rank that has some, and raise its failure on all."""
+        rank = int(threading.current_thread().name)
+        try:
+            list(steps)
+            failures[rank] = None
+        except DataError as error:
+            failures[rank] = error
+        barrier.wait()
+        failure = next(filter(None, failures), None)
+        barrier.wait()
+        if failure is not None:
+            raise failure
 
     def run(rank):
-        data = training(opened(place, cache, rank, world, slot=slot, **(options or {})), dp_rank=rank, dp_size=world)
+        place_of = WindowIndex(place, prepared=False, window=WINDOW, vocab_size=300, cache_dir=str(cache))
+        source = assemble(place_of, WINDOW, slot, stages=rank == 0, lock=lock, max_bad=max_bad, meet=meet)
+        data = training(source, dp_rank=rank, dp_size=world)
         barrier.wait()
         names, failed = [], None
         batches = data.batches(consumed)
@@ -181,7 +198,7 @@ def as_ranks(place, cache, world, consumed, until, options=None):
         results[rank] = next(filter(None, votes), names)
 
     votes = [None] * world
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -203,10 +220,8 @@ def test_epochs_end_with_every_row_used_as_often(tmp_path):
     assert [name for name in names if name] == in_order(place, tmp_path / "whole", (0, 2 * total))
 
 
-def test_ranks_share_a_stage_and_come_and_go(bucket, server, tmp_path, monkeypatch):
+def test_ranks_share_a_stage_and_come_and_go(bucket, server, tmp_path):
     """Each shard of a window is fetched once for all ranks of a node; a resume in mid-window has other ranks."""
-    # Fetches are counted: what rank 0 has removed is not to be missed by a rank that was held up.
-    monkeypatch.setattr(staging, "CHECK_SECONDS", 1000.0)
     put_folder(bucket, "t", Path(write_shards(tmp_path / "data")))
     place = f"s3://{bucket[1]}/t"
     total = sum(ROWS + n for n in range(SHARDS))
@@ -216,11 +231,12 @@ def test_ranks_share_a_stage_and_come_and_go(bucket, server, tmp_path, monkeypat
     first = in_turn(as_ranks(place, tmp_path / "cache", 3, 0, cut))
     gets = [key for key, _ in server.gets if key.endswith(".gz")]
     assert len(set(gets)) == len(gets), "once for all three"
-    there = {path.name for path in (tmp_path / "cache").rglob("*.tok")}
+    there = {int(path.stem) for path in (tmp_path / "cache").rglob("slot-*/*.tok")}
+    assert there
     server.gets.clear()
     second = in_turn(as_ranks(place, tmp_path / "cache", 2, cut, 2 * total))
-    again = {key[2:] for key, _ in server.gets[: len(there)]}
-    assert not any(name.startswith(tuple(again)) for name in there), "what the first left is read, not fetched"
+    gets = [int(key[2:4]) for key, _ in server.gets if key.endswith(".gz")]
+    assert there.isdisjoint(gets[:2]), "what the first left is read, not fetched"
     names = in_order(place, tmp_path / "whole", (0, 2 * total))
     assert first + second[: 2 * total - cut] == names
 
@@ -234,7 +250,6 @@ FAULTS = {
 
 @pytest.mark.parametrize(("faults", "message"), FAULTS.values(), ids=FAULTS)
 def test_a_stage_that_fails_stops_every_rank(bucket, server, tmp_path, monkeypatch, faults, message):
-    monkeypatch.setattr(conversion, "LOOK_SECONDS", 0.0)
     data = Path(write_shards(tmp_path / "data"))
     put_folder(bucket, "t", data)
     place = f"s3://{bucket[1]}/t"
@@ -242,15 +257,15 @@ def test_a_stage_that_fails_stops_every_rank(bucket, server, tmp_path, monkeypat
     order = Order(len(source), 5, f"window:{WINDOW}", shards(source))
     third, _ = order.window(order.window(0)[0])
     bad = source.files[order.window(third)[1][0]]
-    convert = staging.Stage._convert
+    write = staging.Slot.write
 
-    def full(self, shard, *given):
-        if shard == bad:
-            raise OSError(28, "No space left on device")
-        convert(self, shard, *given)
+    def full(self, group, tick):
+        if group[0][0] == bad:
+            raise self.unwritable(OSError(28, "No space left on device"))
+        write(self, group, tick)
 
     if faults == "full":
-        monkeypatch.setattr(staging.Stage, "_convert", full)
+        monkeypatch.setattr(staging.Slot, "write", full)
     elif faults == "replaced":
         faults = [lambda: bucket[0].put_object(Bucket=bucket[1], Key=f"t/{bad.name}", Body=b"other")]
     server.faults[f"t/{bad.name}"].extend(faults if isinstance(faults, list) else ())
@@ -259,7 +274,7 @@ def test_a_stage_that_fails_stops_every_rank(bucket, server, tmp_path, monkeypat
     with pytest.raises(DataError, match=message):
         raise results[0]
     server.faults.clear()
-    monkeypatch.setattr(staging.Stage, "_convert", convert)
+    monkeypatch.setattr(staging.Slot, "write", write)
     if "replaced" not in message:
         assert len(in_turn(as_ranks(place, tmp_path / "cache", 2, 0, len(source)))) >= len(source), "mended, it goes on"
 
@@ -289,9 +304,10 @@ def test_a_manifest_makes_the_counting_unnecessary(bucket, server, tmp_path, cap
     assert lay_out(source, 8, long="split", short="concat").fingerprint, "nor to know how long rows are"
     for vocab_size in (300, 70_000):
         other = open_source(str(made), vocab_size=vocab_size, cache_dir=str(tmp_path / str(vocab_size)))
-        found = windows.look(place, "gpt_jsonl", window=2, vocab_size=vocab_size, cache_dir=str(tmp_path / "c"))
-        found.claim()
-        assert found.open(0, 1, found.whole()).fingerprint == other.fingerprint, "for any width of ids"
+        found = open_place(
+            place, vocab_size=vocab_size, cache_dir=str(tmp_path / "c"), window=2, ranks=distributed.detect()
+        )
+        assert found.fingerprint == other.fingerprint, "for any width of ids"
     assert read(training(source, seq_len=4), 0, 70) == in_order(place, tmp_path / "whole", (0, 70))
     # Of the same size, but other rows than the manifest counted.
     bad = block + 3
@@ -314,7 +330,7 @@ def test_prepared_tokens_that_are_not_whole(bucket, tmp_path):
     made = tmp_path / "made"
     made.mkdir()
     for n in range(5):
-        token_cache.write_rows(f"{n}", str(made / f"{n}"), 300, np.arange(1, 41).reshape(10, 4))
+        write_rows(f"{n}", str(made / f"{n}"), 300, np.arange(1, 41).reshape(10, 4))
     put_folder(bucket, "p", made)
     place = f"s3://{bucket[1]}/p"
     bucket[0].put_object(Bucket=bucket[1], Key="p/3.tok", Body=(made / "3.tok").read_bytes()[:-8])
@@ -361,24 +377,21 @@ def test_a_blend_of_windows(tmp_path):
 def test_what_needs_no_stage(tmp_path):
     """A set of two windows is kept whole; so is one that an unbounded run has left whole."""
     few = write_shards(tmp_path / "few", count=4)
-    assert windows.look(few, "gpt_jsonl", window=2, vocab_size=300) is None
     place = write_shards(tmp_path / "data")
-    open_source(place, vocab_size=300)
-    found = windows.look(place, "gpt_jsonl", window=2, vocab_size=300)
-    found.claim()
-    assert found.count(0, 1, local_world=1) == 0
-    source = found.open(0, 1, found.whole())
-    assert not isinstance(source, windows.StagedShards)
-    assert read(training(source), 0, 100) == in_order(place, tmp_path / "x", (0, 100))
+    open_source(place, vocab_size=300, cache_dir=str(tmp_path / "c"))
+    for one, cache in ((few, "few_c"), (place, "c")):
+        assert not isinstance(opened(one, tmp_path / cache), Windowed)
     # Of a part, that part is read where it is, and stays.
-    left = sorted((tmp_path / "data/.smp_train_cache").glob("*.tok"))
-    for path in left[:-3]:
-        path.unlink()
-    found = windows.look(place, "gpt_jsonl", window=2, vocab_size=300)
-    found.claim()
-    assert found.count(0, 1, local_world=1) == SHARDS - 3
-    assert read(training(found.open(0, 1, found.whole())), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
-    assert all(path.exists() for path in left[-3:])
+    (left,) = (tmp_path / "c").glob("*.tok")
+    more = Path(write_shards(tmp_path / "more", count=4))
+    for path in more.iterdir():
+        path.rename(tmp_path / "data" / f"m{path.name}")
+    source = opened(place, tmp_path / "c")
+    assert isinstance(source, Windowed)
+    assert len(source.stager.whole) == SHARDS
+    assert read(training(source), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
+    assert left.exists()
+    assert not list((tmp_path / "c").rglob("slot-*/00000*.tok"))
 
 
 def test_bad_rows_are_judged_before_the_first_step(tmp_path):
@@ -396,11 +409,11 @@ def test_bad_rows_are_judged_before_the_first_step(tmp_path):
 def _stage_and_hang(place, cache, reached):
     source = opened(place, cache)
 
-    def tick(self, done):
+    def hang(*given):
         reached.set()
         time.sleep(600)
 
-    conversion._Watch.__call__ = tick
+    token_writer._refuse_changed = hang
     next(training(source).batches(0))
 
 
@@ -414,105 +427,55 @@ def test_kill_9_while_staging(tmp_path):
     assert reached.wait(300)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    (left,) = (tmp_path / "cache").rglob(f"{locked.WORK}*")
-    assert list(left.iterdir())
+    (left,) = (tmp_path / "cache").rglob(".*.tmp")
     assert left.parent.name == "slot-0"
     assert not list((tmp_path / "cache").rglob("*.tok")), "nothing half done has a name"
     source = opened(place, tmp_path / "cache")
     assert read(training(source), 100, 400) == in_order(place, tmp_path / "whole", (100, 400))
     assert not left.exists()
-    assert source.stager.slot.path == str(left.parent), "the kernel has released it"
+    assert source.slot.folder == str(left.parent), "the kernel has released it"
+
+
+def test_files_that_something_else_removes(tmp_path):
+    """Those of the window that is read are read on; others are staged again."""
+    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
+    source.want([0, 3], [5, 6])
+    source.stager._thread.join()
+    for path in (tmp_path / "cache").glob("window-*/slot-0/*"):
+        path.unlink()
+    assert source.name(source.shards[3][4]) == "03.json.gz:5"
+    assert source.row(source.shards[3][4]).input_ids[:2].tolist() == [3, 4]
+    into = np.zeros((2, 16), dtype=np.int64)
+    assert source.fill([source.shards[0][1], source.shards[3][2]], into)
+    assert into[:, 1].tolist() == [1, 2]
+    source.want([5, 6], [7])
+    assert source.row(source.shards[6][4]).input_ids[:2].tolist() == [6, 4]
     source.rest()
-    assert not list((tmp_path / "cache").rglob(f"{locked.WORK}*"))
 
 
-def test_what_something_else_removes_is_staged_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "CHECK_SECONDS", 0.01)
+def test_what_is_not_wanted_any_more_is_removed(tmp_path):
+    """Also what of an earlier run is in the slot, and what was staged after it was wanted."""
     place = write_shards(tmp_path / "data")
     source = opened(place, tmp_path / "cache")
-    needed = [0, 3]
-    source.want(needed, [5, 6])
-    into = np.zeros((2, 16), dtype=np.int64)
-    for read in (
-        lambda: source.row(source.shards[3][4]).input_ids[:2].tolist() == [3, 4],
-        lambda: source.fill([source.shards[0][1], source.shards[3][2]], into) and into[:, 1].tolist() == [1, 2],
-    ):
-        for number in (0, 3, 5, 6):
-            source.stager.wait(number)
-        source.close()
-        for path in (tmp_path / "cache").glob("window-*/slot-0/*.tok"):
-            path.unlink()
-        assert source.name(source.shards[3][4]) == "03.json.gz:5"
-        assert read(), "though it was seen before"
+    source.want([0, 1], [2, 3])
+    source.want([2, 3], [4, 5])
+    source.stager._thread.join()
+    assert source.slot.here() == {2, 3, 4, 5}
     source.rest()
-
-
-def test_what_is_removed_as_soon_as_it_is_staged_is_not_staged_again(tmp_path, monkeypatch):
-    """Rank 0 has read it to its end before this rank is told that it is not wanted any more."""
-    monkeypatch.setattr(staging, "CHECK_SECONDS", 1000.0)
-    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
-    stager, convert, asked, twice = source.stager, conversion.run, [], threading.Event()
-    todo = stager._todo
-
-    def convert_and_remove(stage, shards, **given):
-        convert(stage, shards, **given)
-        stage.remove(source.files[0])
-
-    def noted():
-        asked.append(todo())
-        if len(asked) == 2:
-            twice.set()
-        return asked[-1]
-
-    monkeypatch.setattr(conversion, "run", convert_and_remove)
-    monkeypatch.setattr(stager, "_todo", noted)
-    source.want([0], [1])
-    assert twice.wait(300)
+    del source
+    source = opened(place, tmp_path / "cache")
+    source.want([3], [7])
+    source.stager._thread.join()
+    assert source.slot.here() == {3, 7}
     source.rest()
-    assert asked[:2] == [[0, 1], []]
-
-
-def test_what_is_staged_after_rank_0_has_removed_it_goes_too(tmp_path, monkeypatch):
-    """By the rank that staged it, when that is told: a small disk has no room for what nobody reads."""
-    place = write_shards(tmp_path / "data")
-    first = opened(place, tmp_path / "cache", 0, 2)
-    second = opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
-    convert, todo, removed, idle = conversion.run, second.stager._todo, threading.Event(), threading.Event()
-
-    def late(stage, shards, **given):
-        if stage is second.stager.stage:
-            assert removed.wait(300)
-        return convert(stage, shards, **given)
-
-    def noted():
-        found = todo()
-        if not found:
-            idle.set()
-        return found
-
-    monkeypatch.setattr(conversion, "run", late)
-    monkeypatch.setattr(second.stager, "_todo", noted)
-    for source in (first, second):
-        source.want([0, 1], [2, 3])
-    mine = [number for number in (0, 1) if second.stager._owner[number] == 1]
-    assert mine
-    first.want([2, 3], [4, 5])
-    removed.set()
-    assert idle.wait(300)
-    assert all(os.path.exists(second.stager.stage.tok(second.files[number])) for number in mine)
-    second.want([2, 3], [4, 5])
-    for source in (first, second):
-        source.rest()
-    stage = first.stager.stage
-    assert not [number for number in (0, 1) if os.path.exists(stage.tok(first.files[number]))]
 
 
 def test_two_jobs_on_one_cache_folder(tmp_path):
-    """Neither removes what the other reads; what one leaves is taken over by the next when it is gone."""
+    """Neither removes what the other reads; the slot of one that has ended is taken over, or removed, by the next."""
     place = write_shards(tmp_path / "data")
     total = sum(ROWS + n for n in range(SHARDS))
     jobs = [opened(place, tmp_path / "cache") for _ in range(2)]
-    assert [Path(job.stager.slot.path).name for job in jobs] == ["slot-0", "slot-1"]
+    assert [Path(job.slot.folder).name for job in jobs] == ["slot-0", "slot-1"]
     names = [[], []]
     running = [training(job).batches(consumed) for job, consumed in zip(jobs, (0, total // 4 * 2), strict=True)]
     for _ in range(total // 2):
@@ -522,28 +485,38 @@ def test_two_jobs_on_one_cache_folder(tmp_path):
     assert names[1] == in_order(place, tmp_path / "whole", (total // 4 * 2, total // 4 * 2 + total // 2 * 2))
     for batches in running:
         batches.close()
-    there = {path.name for path in (tmp_path / "cache").rglob("slot-1/*.tok")}
-    assert there
-    assert jobs[0].stager.stage.folder == jobs[1].stager.stage.folder, "of the indexes there is one set"
+    assert len(list((tmp_path / "cache").glob("window-*"))) == 1, "of the indexes there is one set"
     del running, batches, jobs
+    gc.collect()
     third = opened(place, tmp_path / "cache")
-    assert Path(third.stager.slot.path).name == "slot-0"
-    assert {path.name for path in Path(third.stager.slot.path).glob("*.tok")} >= there
-    assert not list((tmp_path / "cache").rglob("slot-1/*.tok"))
+    assert Path(third.slot.folder).name == "slot-0"
+    assert not list((tmp_path / "cache").rglob("slot-1/*"))
 
 
-def test_word_of_a_failure_is_for_its_own_job(tmp_path):
-    place = write_shards(tmp_path / "data")
-    running = opened(place, tmp_path / "cache")
-    running.stager.stage.leave_word(running.files[3], DataError("03: cannot be had"))
-    other = opened(place, tmp_path / "cache")
-    other.stager.stage.raise_failure(other.files, 0.0)
-    with pytest.raises(DataError, match="03: cannot be had"):
-        running.stager.stage.raise_failure(running.files, 0.0)
-    del running
-    third = opened(place, tmp_path / "cache")
-    assert Path(third.stager.slot.path).name == "slot-0"
-    third.stager.stage.raise_failure(third.files, 0.0)
+def test_slots_where_files_cannot_be_locked(tmp_path, monkeypatch, caplog):
+    """Each job has a folder that no other ever takes or removes."""
+
+    def no_locks(file, how):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(folder_lock.fcntl, "flock", no_locks)
+    slots = {staging.claim_slot(str(tmp_path))[0] for _ in range(3)}
+    assert len(slots) == 3
+    assert all(map(os.path.isdir, slots))
+    assert "files cannot be locked there" in caplog.text
+
+
+def test_another_users_slot_is_held(tmp_path, monkeypatch):
+    opener = os.open
+    (tmp_path / "slot-0.lock").touch()
+
+    def denied(path, *given):
+        if path.endswith("slot-0.lock"):
+            raise PermissionError
+        return opener(path, *given)
+
+    monkeypatch.setattr(folder_lock.os, "open", denied)
+    assert Path(staging.claim_slot(str(tmp_path))[0]).name == "slot-1"
 
 
 def test_a_shard_that_nobody_stages_is_not_waited_for(tmp_path):
@@ -552,94 +525,49 @@ def test_a_shard_that_nobody_stages_is_not_waited_for(tmp_path):
         source.row(0)
 
 
-def test_waiting_is_said(tmp_path, monkeypatch):
-    """Of two ranks, the one that stages the shard never begins."""
+def test_waiting_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(staging, "SAY_SECONDS", 0.0)
-    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache", 0, 2)
-    source.want([0, 1, 2], [3])
-    (absent,) = [number for number in (0, 1, 2, 3) if source.stager._owner[number] == 1][:1]
-    said, lines = threading.Event(), []
-    monkeypatch.setattr(staging.logger, "warning", lambda text, *given: (lines.append(text % given), said.set()))
-
-    def read():
-        with pytest.raises(DataError):
-            source.row(source.shards[absent][0])
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    assert said.wait(300)
-    line = rf"{absent:02}\.json\.gz: not in {source.stager.slot.path} after \d+ s of waiting; staged by rank 1"
-    assert re.search(line, lines[0])
+    monkeypatch.setattr(staging, "WAIT_SECONDS", 0.01)
+    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
+    write, said = staging.Slot.write, threading.Event()
+    monkeypatch.setattr(staging.logger, "warning", lambda text, *given: (caplog.text, said.set()))
+    monkeypatch.setattr(staging.Slot, "write", lambda *given: (said.wait(300), write(*given)))
+    source.want([0], [3])
+    assert said.is_set()
     source.rest()
-    reader.join()
 
 
 def test_a_staged_shard_of_other_rows_than_known(tmp_path):
-    """Something has put another index in place of the one that the order was made from."""
-    place = write_shards(tmp_path / "data")
-    source = opened(place, tmp_path / "cache")
-    source.want([2], [3])
-    # Ids are in place a moment before the index is; those of the next shard only when all of this one is.
-    source.stager.wait(3)
-    stage = source.stager.stage
+    """Something has put another file in place of the one that the order was made from: it is staged again."""
+    source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
     other = [[2, r, *[8] * 14] for r in range(ROWS + 2)]
-    token_cache.write_rows("x", stage.base(source.files[2]), 300, np.array(other))
-    assert os.path.getsize(stage.tok(source.files[2])) == source.headers[2].tok_bytes
-    with pytest.raises(DataError, match=r"02\.json\.gz: its rows are not those that the order was made from"):
-        source.row(source.shards[2][0])
+    write_rows("x", source.slot.unit_base(2), 300, np.array(other))
+    source.want([2], [3])
+    assert source.row(source.shards[2][3]).input_ids.tolist() == [2, 3, *[7] * 14]
     source.rest()
 
 
-def test_a_stager_that_has_failed_takes_no_more_work(tmp_path, monkeypatch):
+def test_a_stager_that_has_failed_tries_again(tmp_path, monkeypatch):
     source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
 
-    def full(self, shard, *given):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(staging.Stage, "_convert", full)
-    source.want([0], [1])
-    with pytest.raises(DataError, match="No space left"):
-        source.row(0)
-    source.want([0], [1])
-    with pytest.raises(DataError, match="No space left"):
-        source.want([1], [2])
-    source.rest()
-
-
-def test_peers_learn_of_a_stager_that_could_not_begin(tmp_path, monkeypatch):
-    """Before it took any shard up, again: they would wait for its part without end."""
-    place = write_shards(tmp_path / "data")
-    first = opened(place, tmp_path / "cache", 0, 2)
-    second = opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
-
-    def full(folder):
-        raise OSError(28, "No space left on device")
+    def full(self, *given):
+        raise self.unwritable(OSError(28, "No space left on device"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "Scratch", full)
-        with pytest.raises(DataError, match=r"window-\w+: cannot be written \(No space left on device\); free"):
-            opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
-        # What it had made when it was opened.
-        assert len(list(Path(second.stager.slot.path).glob(f"{locked.WORK}*"))) == 2
-        second.rest()
-        assert len(list(Path(second.stager.slot.path).glob(f"{locked.WORK}*"))) == 1
-        second.want([0, 1], [2, 3])
-        second.stager._thread.join()
-    first.want([0, 1], [2, 3])
-    (absent, *_) = [number for number, owner in first.stager._owner.items() if owner == 1]
-    with pytest.raises(DataError, match=r"slot-0: shards cannot be staged here \(No space left on device\)"):
-        first.row(first.shards[absent][0])
-    first.rest()
-    shutil.rmtree(first.stager.slot.path)
-    with pytest.raises(DataError, match=r"slot-0: cannot be read \(No such file"):
-        first.stager._raise_failure(absent)
+        patch.setattr(staging.Slot, "write", full)
+        with pytest.raises(DataError, match="No space left"):
+            source.want([0], [1])
+        with pytest.raises(DataError, match="is not staged"):
+            source.row(0)
+    source.want([0], [1])
+    assert source.row(0).input_ids[:2].tolist() == [0, 0]
+    source.rest()
 
 
 def test_a_damaged_staged_shard_says_what_to_do(tmp_path):
     source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
     source.want([0], [1])
-    source.stager.wait(0)
-    tok = Path(source.stager.stage.tok(source.files[0]))
+    tok = Path(source.slot.unit_base(0) + ".tok")
     tok.write_bytes(bytes(tok.stat().st_size))
     with pytest.raises(DataError) as refused:
         source.row(4)
@@ -648,30 +576,15 @@ def test_a_damaged_staged_shard_says_what_to_do(tmp_path):
     source.rest()
 
 
-def test_room_is_measured_while_files_come_and_go(tmp_path):
-    (tmp_path / "a.tok").write_bytes(bytes(1000))
-    (tmp_path / "gone.tok").symlink_to(tmp_path / "nothing")
-    assert staging.free_bytes(str(tmp_path)) >= 1000
-
-
-def test_only_one_rank_says_how_much_room_there_is(tmp_path, caplog):
-    place = write_shards(tmp_path / "data")
-    with caplog.at_level("INFO"):
-        first = opened(place, tmp_path / "cache", 0, 2)
-        opened(place, tmp_path / "cache", 1, 2, slot=first.stager.slot.path)
-    assert caplog.text.count("of which two windows of") == 1
-
-
 def test_prepared_tokens_have_the_access_of_other_files(bucket, tmp_path):
     """Not that of the temporary file they came in: another user reads the folder."""
     made = tmp_path / "made"
     made.mkdir()
     for n in range(5):
-        token_cache.write_rows(f"{n}", str(made / f"{n}"), 300, np.arange(1, 41).reshape(10, 4))
+        write_rows(f"{n}", str(made / f"{n}"), 300, np.arange(1, 41).reshape(10, 4))
     put_folder(bucket, "p", made)
     source = opened(f"s3://{bucket[1]}/p", tmp_path / "cache")
     source.want([0], [1])
-    source.stager.wait(0)
     source.rest()
     open_place(f"s3://{bucket[1]}/p", vocab_size=300, cache_dir=str(tmp_path / "cache"))
     found = [path for path in (tmp_path / "cache").rglob("*") if path.suffix in (".tok", ".idx")]
@@ -686,6 +599,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     with pytest.raises(DataError, match=r"cannot hold the token cache .*; give a --data_cache_dir"):
         opened(place, tmp_path / "file")
     source = opened(place, tmp_path / "cache")
-    shutil.rmtree(source.stager.slot.path)
+    shutil.rmtree(source.slot.folder)
     with pytest.raises(DataError, match=r"window-\w+/slot-0: .*No such file"):
         next(training(source).batches(0))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from smp_train.data.atomic_file import atomic_file
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare import pipeline, writing
@@ -20,7 +21,6 @@ from smp_train.data.prepare.pipeline import PROGRESS, Job
 from smp_train.data.prepare.shards import Packer, entropy
 from smp_train.data.progress import Progress
 from smp_train.data.text.files import TextFile, find_files
-from smp_train.data.token_cache import atomic_file
 from smp_train.errors import ConfigError, DataError
 from smp_train.models.hugging_face import trust_code
 

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from smp_train.data.atomic_file import atomic_file
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.prepare.documents import Place, held_out, numbered
 from smp_train.data.prepare.shards import Done, Packer
 from smp_train.data.prepare.tokenizer import encode, load
 from smp_train.data.prepare.writing import write_block
 from smp_train.data.text.files import TextFile
-from smp_train.data.token_cache import atomic_file
 from smp_train.errors import DataError, SmpTrainError
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from smp_train.data import token_cache
+from smp_train.data import token_writer
+from smp_train.data.atomic_file import atomic_file
 from smp_train.data.lines import open_gzip_writer
-from smp_train.data.token_cache import atomic_file
 from smp_train.errors import ConfigError, install
 
 try:
@@ -41,7 +41,7 @@ def write_block(kind: str, folder: str, name: str, block: np.ndarray, vocab_size
     """Write one shard; return its name, rows, bytes and checksum. The same rows give the same bytes."""
     if kind == "cache":
         base = os.path.join(folder, name)
-        token_cache.write_rows(name, base, vocab_size, block)
+        token_writer.write_rows(name, base, vocab_size, block)
         return _entry(name + ".tok", block, Path(base + ".tok").read_bytes())
     if kind == "arrow":
         name, content = name + ".arrow", _arrow(block)
@@ -57,7 +57,7 @@ def write_block(kind: str, folder: str, name: str, block: np.ndarray, vocab_size
     entry = _entry(name, block, content)
     if kind == "shards":
         # With these a run knows the shard without having read it (--shuffle window:K).
-        entry["digests"] = token_cache.digests_of_block(block, vocab_size)
+        entry["digests"] = token_writer.digests_of_block(block, vocab_size)
     return entry
 
 

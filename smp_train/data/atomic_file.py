@@ -1,0 +1,52 @@
+"""Files that appear under their names complete and on disk, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import IO
+
+# The umask can only be read by setting it, for all threads: so once, before there are any.
+_UMASK = os.umask(0o077)
+os.umask(_UMASK)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str) -> Iterator[IO[bytes]]:
+    """Write a file that appears under ``path`` when complete and on disk; on an error nothing is left."""
+    with temporary_file(path) as (file, scratch):
+        yield file
+        file.close()
+        settle(scratch, path)
+
+
+@contextlib.contextmanager
+def temporary_file(path: str) -> Iterator[tuple[IO[bytes], str]]:
+    """Yield a temporary file beside ``path`` and its name; it is removed unless it has been renamed."""
+    folder, name = os.path.split(path)
+    handle, scratch = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder or ".")
+    with os.fdopen(handle, "wb") as file:
+        try:
+            yield file, scratch
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(scratch)
+
+
+def settle(scratch: str, path: str, *, sync_folder: bool = True) -> None:
+    """Sync a temporary file, then give it its name, and the access that the umask leaves (to others never to write)."""
+    file = os.open(scratch, os.O_RDONLY)
+    try:
+        os.fchmod(file, 0o664 & ~_UMASK)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.replace(scratch, path)
+    if sync_folder:
+        directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

@@ -1,0 +1,217 @@
+"""The data of a run, as its arguments ask for it: opened on all ranks together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from smp_train import distributed
+from smp_train.data import hf_dataset, manifest, s3
+from smp_train.data.blend import BlendOrder, Joined, read_weights
+from smp_train.data.conversion import processes_for
+from smp_train.data.formats import ARROW, PREPARED, SHARDS, kind_of, refuse_zipped
+from smp_train.data.layout import lay_out
+from smp_train.data.learnable import leave_out_unlearnable
+from smp_train.data.order import Order, read_shuffle
+from smp_train.data.pipelines.data_pipeline import Dealing, TrainingData, ValidationData
+from smp_train.data.rounds import in_rounds
+from smp_train.data.s3_cache import bring
+from smp_train.data.source import Source, shards
+from smp_train.data.synthetic import Synthetic
+from smp_train.data.text.opening import open_text
+from smp_train.data.token_cache import TokenCache
+from smp_train.data.token_dataset import convert, open_converted, open_prepared
+from smp_train.data.utils import list_shards
+from smp_train.data.windowed import open_windowed, refuse_different
+from smp_train.distributed import ALL_RANKS
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
+    from smp_train.distributed import Runtime
+
+logger = logging.getLogger("smp_train.data")
+
+KEEP_ALL = ("concat", "pack")
+
+
+def long_rows(args: Arguments) -> str:
+    """Return what becomes of long rows: --long, or by default what goes with --short."""
+    return args.long or ("split" if args.short in KEEP_ALL else "truncate")
+
+
+def open_data(
+    args: Arguments,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    ranks: Runtime,
+    dp_rank: int,
+    dp_size: int,
+    pin_memory: bool = False,
+) -> tuple[Dealing, ValidationData | None]:
+    """Open the training and the validation data as this rank sees them; collective.
+
+    Args:
+        args: the flags of the run.
+        vocab_size: ids must be below it.
+        seq_len: tokens of a sample.
+        ranks: this rank among all, which share the conversion.
+        dp_rank: this rank among the data-parallel ones, which share the rows.
+        dp_size: data-parallel ranks.
+        pin_memory: make batches in page-locked memory.
+    """
+
+    max_bad = args.max_bad if args.bad_rows == "skip" else None
+
+    def opened(place: str, shuffle: str = "none") -> Source:
+        with distributed.together(f"reading {place}"):
+            manifest.check(place)
+        source = open_place(
+            place, dataset_type=args.dataset_type, vocab_size=vocab_size, cache_dir=args.data_cache_dir,
+            zipped=args.zipped_data, max_bad=max_bad, window=read_shuffle(shuffle), ranks=ranks,
+            processes=processes_for(args.data_num_workers, ranks.local_world_size),
+        )  # fmt: skip
+        with distributed.together(f"laying out {place}"):
+            say(place, source)
+            source = lay_out(source, seq_len, long=long_rows(args), short=args.short)
+            source = leave_out_unlearnable(source, seq_len, long=long_rows(args), max_bad=max_bad, place=place)
+        refuse_different(place, source.fingerprint)
+        return source
+
+    if args.dataset is not None:
+        return open_text(
+            args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, dp_rank=dp_rank, dp_size=dp_size,
+            pin_memory=pin_memory, shards=opened,
+        )  # fmt: skip
+    long = long_rows(args)
+    share: dict[str, Any] = {
+        "seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "long": long, "pin_memory": pin_memory,
+    }  # fmt: skip
+    source: Source
+    held_out: Source | None = None
+    order: Order | BlendOrder | None = None
+    if args.use_synthetic_data:
+        source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
+        # Another seed, not another part: synthetic rows have no end.
+        held_out = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
+    else:
+        assert args.training_dir is not None, "checked by arguments.validate"
+        places, weights = read_weights(args.training_dir)
+        sources = [opened(place, args.shuffle) for place in places]
+        source = sources[0] if len(sources) == 1 else Joined(sources, places)
+        if weights is not None and isinstance(source, Joined):
+            order = BlendOrder(source, weights, args.seed, args.shuffle)
+        if args.test_dir is not None and (args.validation_freq or args.evaluate_only):
+            held_out = opened(args.test_dir)
+    with distributed.together("preparing the data"):
+        training = TrainingData(
+            source,
+            order or Order(len(source), args.seed, args.shuffle, shards(source)),
+            micro_batch=args.train_batch_size,
+            accumulation=args.gradient_accumulation_steps,
+            named=args.data_audit,
+            epochs=args.epochs,
+            **share,
+        )
+        if held_out is None:
+            return training, None
+        return training, ValidationData(
+            held_out,
+            micro_batch=args.val_batch_size,
+            max_batches=args.validation_batches,
+            fast=args.fast_validation,
+            **share,
+        )
+
+
+def say(place: str, source: Source) -> None:
+    """Say in the log what is in a place, where its source knows."""
+    report = getattr(source, "report", None)
+    if report is not None:
+        totals = report()
+        logger.info(
+            "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
+            place, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
+            " by their labels" if totals.get("labelled") else "", totals["longest"],
+        )  # fmt: skip
+
+
+def open_place(
+    location: str,
+    *,
+    dataset_type: str = "gpt_jsonl",
+    vocab_size: int,
+    cache_dir: str | None = None,
+    zipped: bool | None = None,
+    max_bad: float | None = None,
+    processes: int = 1,
+    window: int = 0,
+    ranks: Runtime | None = None,
+) -> Source:
+    """Open the rows of a place, converted or copied first where that was not done before; collective.
+
+    Args:
+        location: folder, file or ``s3://`` prefix.
+        dataset_type: ``hf`` insists on a Hugging Face data set.
+        vocab_size: ids must be below it.
+        cache_dir: --data_cache_dir.
+        zipped: whether shards must be gzipped; None asks nothing.
+        max_bad: fraction of malformed rows that may be left out; None tolerates none.
+        processes: to convert in.
+        window: shards of a window (--shuffle window:K); below 1 all are kept on disk.
+        ranks: this rank among all, which share the work; None: it is alone.
+    """
+    rank, world, local_rank, local_world = (0, 1, 0, 1)
+    if ranks is not None:
+        rank, world, local_rank, local_world = ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size
+    reading = f"reading {location}"
+    with distributed.together(reading):
+        kind = kind_of(location, dataset_type)
+        refuse_zipped(location, kind, zipped)
+    refuse_different(location, kind)
+    remote = s3.is_s3(location)
+    if window > 0 and remote and kind == ARROW:
+        logger.warning("%s: a Hugging Face data set is copied whole, whatever --shuffle", location, extra=ALL_RANKS)
+    if window > 0 and ranks is not None and (kind == SHARDS or (kind == PREPARED and remote)):
+        source = open_windowed(
+            location, prepared=kind == PREPARED, window=window, vocab_size=vocab_size, cache_dir=cache_dir,
+            zipped=zipped, max_bad=max_bad, processes=processes, ranks=ranks,
+        )  # fmt: skip
+        if source is not None:
+            return source
+    with distributed.together(reading):
+        cache = TokenCache(location, vocab_size, cache_dir, max_bad is not None)
+        files = list_shards(location, zipped) if kind == SHARDS else []
+        if kind != SHARDS:
+            logger.info("%s: %s", location, kind)
+        if kind == PREPARED and not remote and cache_dir is not None:
+            logger.info("--data_cache_dir %s has no effect on %s: it is prepared already", cache_dir, location)
+
+    def steps(rank: int, world: int) -> Generator[int, None, None]:
+        if kind == SHARDS:
+            yield from convert(cache, files, rank=rank, world=world, processes=processes)
+        elif remote:
+            yield len(bring(location, cache_dir, rank, world)[1])
+        elif kind == ARROW:
+            yield hf_dataset.check_share(cache, location, rank, world, processes)
+
+    in_rounds(reading, steps(rank, world))
+    # Where nodes keep files of their own, the ranks of each do what the other nodes have done for themselves.
+    in_rounds(reading, steps(local_rank, local_world))
+    here = location
+    if remote and kind != SHARDS:
+        with distributed.together(reading):
+            here = bring(location, cache_dir)[0]
+    if remote and kind == ARROW:
+        with distributed.together(f"checking {location}"):
+            cache = TokenCache(here, vocab_size, cache_dir, max_bad is not None)
+            hf_dataset.check_share(cache, here, local_rank, local_world, processes)
+    with distributed.together(f"opening {location}"):
+        if kind == ARROW:
+            return hf_dataset.open_hf_dataset(cache, here, max_bad)
+        if kind == PREPARED:
+            return open_prepared(
+                here, vocab_size, max_bad, "start again, and it is fetched" if remote else "copy or make it again"
+            )
+        return open_converted(cache, files, max_bad)

@@ -1,0 +1,277 @@
+"""A set of shards of which `--shuffle window:K` has two windows on disk, and knows the number of rows of the others."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from smp_train import distributed
+from smp_train.data import s3
+from smp_train.data.folder_lock import FolderLock
+from smp_train.data.rounds import in_rounds
+from smp_train.data.shard import Shard
+from smp_train.data.staging import Slot, Stager, claim_slot, digest_of
+from smp_train.data.token_cache import share
+from smp_train.data.token_dataset import LEFT_OUT, TokenShards, in_order, judge, open_converted
+from smp_train.data.token_file import ShardRows, TokenFile, open_files
+from smp_train.data.window_index import WindowIndex
+from smp_train.distributed import Runtime
+from smp_train.errors import DataError
+
+logger = logging.getLogger("smp_train.data")
+
+STAGED_AGAIN = "start again, and it is staged again; is something clearing the --data_cache_dir?"
+Meet = Callable[[str, Generator[Any, None, None]], None]
+
+
+class Windowed(TokenShards):
+    """Rows of shards that are staged while those before them are read.
+
+    Args:
+        shards: the files.
+        found: header of each, with the file of its index where there is one, and its number there.
+        slot: where they are staged.
+        units: what of the slot each shard is in, and its number there.
+        whole: token files of the shards that an unbounded run has left converted, by shard.
+        stager: of the process that stages for its node; None on others.
+        meet: runs a stager's steps while the others wait; collective (`rounds.in_rounds`).
+    """
+
+    def __init__(
+        self,
+        shards: list[Shard],
+        found: list[tuple[TokenFile, int]],
+        slot: Slot,
+        units: list[tuple[int, int]],
+        whole: dict[int, tuple[TokenFile, int]],
+        stager: Stager | None,
+        meet: Meet = in_rounds,
+    ) -> None:
+        super().__init__(shards, found, STAGED_AGAIN)
+        self.slot, self.stager = slot, stager
+        self._units, self._whole, self._meet = units, whole, meet
+        self._wanted: tuple[list[int], list[int]] | None = None
+        self._last = TokenFile("", [], 0, 0)
+        self._changed = threading.Condition()
+        self._staged: dict[int, ShardRows] = {}
+        """The shards that are being read."""
+
+    def _index(self, shard: int) -> ShardRows:
+        """Return the rows of a shard for its index alone; of one file it is kept: all may be more than memory."""
+        file, number = self.found[shard]
+        if self._last.base != file.base:
+            self._last = copy.copy(file)
+        return ShardRows(self._last, number)
+
+    def _rows(self, shard: int) -> ShardRows:
+        """Return the rows of a shard once it is staged, which the training loop asks for. Raises DataError."""
+        with self._changed:
+            self._changed.wait_for(lambda: shard in self._staged or self._wanted is None)
+            if shard not in self._staged:
+                raise DataError(
+                    f"{self.files[shard].path}: is not staged, as no training is going on; rows under --shuffle "
+                    "window:K are read in their order alone"
+                )
+            return self._staged[shard]
+
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Have shards ``needed`` staged, then ``following``, and no others; collective when these change.
+
+        Called when every rank has read all rows behind those that are needed. Raises DataError.
+        """
+        if (needed, following) == self._wanted:
+            return
+        units = [list(dict.fromkeys(self._units[shard][0] for shard in group)) for group in (needed, following)]
+        self._meet("staging the next window", self._advance(*units))
+        with self._changed:
+            gone = self._staged.keys() - set(needed)
+            open_files.close({self._staged.pop(shard).file.path for shard in gone} - self._paths_of(needed))
+            # Opened now, so that whatever removes them in the middle of the window does no harm.
+            for shard in needed:
+                if shard not in self._staged:
+                    self._staged[shard] = self._open(shard)
+            self._wanted = needed, following
+            self._changed.notify_all()
+
+    def _advance(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:
+        if self.stager is not None:
+            yield from self.stager.advance(needed, following)
+
+    def _paths_of(self, shards: list[int]) -> set[str]:
+        return {self._staged[shard].file.path for shard in shards if shard in self._staged}
+
+    def _open(self, shard: int) -> ShardRows:
+        unit, number = self._units[shard]
+        file = self.slot.staged(unit)
+        if file is None and shard in self._whole:
+            file, number = self._whole[shard]
+        if file is None:
+            raise DataError(f"{self.slot.unit_base(unit)}.tok: was removed; {self.cure}")
+        rows = ShardRows(file, number, self.cure)
+        try:
+            open_files.open(file.path)
+        except OSError as error:
+            raise DataError(f"{file.path}: cannot be read ({error.strerror}); {self.cure}") from None
+        return rows
+
+    def rest(self) -> None:
+        """Give up what is being staged: no more is read for now."""
+        with self._changed:
+            self._wanted = None
+            open_files.close({rows.file.path for rows in self._staged.values()})
+            self._staged = {}
+            self._changed.notify_all()
+        if self.stager is not None:
+            self.stager.stop()
+
+
+def assemble(
+    place: WindowIndex, window: int, slot: str, *, lock: FolderLock | None = None, node: int = 0, nodes: int = 1,
+    stages: bool = True, at_once: int = 1, processes: int = 1, max_bad: float | None = None, meet: Meet = in_rounds,
+) -> Windowed:  # fmt: skip
+    """Return the rows of a place of which all rows are known. Raises DataError.
+
+    Args:
+        place: the place.
+        window: shards of a window.
+        slot: folder that units are staged in.
+        lock: of the slot, in the process that claimed it.
+        node: this one among those that share the slot.
+        nodes: how many do.
+        stages: this process stages for its node.
+        at_once: objects of S3 to fetch at a time.
+        processes: to parse in.
+        max_bad: fraction of malformed lines that may have been left out; None tolerates none.
+        meet: as of `Windowed`.
+    """
+    for shard in place.unknown(place.units):
+        raise DataError(f"{shard.path}: its index vanished; is something clearing the --data_cache_dir?")
+    of_units = [place.known(unit) for unit in place.units]
+    found = [one for known in of_units for one in known]
+    units = [(unit, number) for unit, known in enumerate(of_units) for number in range(len(known))]
+    whole: dict[int, tuple[TokenFile, int]] = {}
+    to, indexes = place.destination, []
+    if place.prepared:
+        indexes = [to.base(unit) + ".idx" for unit in place.units]
+        unit_of = {(file.base, number): unit for (file, number), unit in zip(found, units, strict=True)}
+        found = in_order(found, to.vocab_size)
+        units = [unit_of[file.base, number] for file, number in found]
+    else:
+        whole = {unit: one for unit, shard in enumerate(place.units) if (one := place.cache.find(shard))}
+    digests = [digest_of([file.headers[number] for file, number in known]) for known in of_units]
+    of_job = Slot(
+        slot, "", to.vocab_size, to.skip_bad, units=tuple(place.units), digests=tuple(digests), indexes=tuple(indexes)
+    )
+    stager = Stager(of_job, set(whole), node, nodes, at_once, processes, lock) if stages else None
+    source = Windowed([place.units[unit] for unit, _ in units], found, of_job, units, whole, stager, meet)
+    judge(source, max_bad, LEFT_OUT if place.prepared else "")
+    if stager is not None and node == 0:
+        _say_room(place, source, window)
+    return source
+
+
+def _say_room(place: WindowIndex, source: Windowed, window: int) -> None:
+    slot = source.slot.folder
+    needed = sum(sorted((header.tok_bytes for header in source.headers), reverse=True)[: 2 * window])
+    free = shutil.disk_usage(slot).free + sum(path.stat().st_size for path in Path(slot).glob("*.tok"))
+    logger.info(
+        "%s: %d shards, of which two windows of %d are kept in %s: at most %.2f GB, and what is being fetched",
+        place.location, len(place.units), window, slot, needed / 1e9,
+    )  # fmt: skip
+    if needed > free:
+        logger.warning(
+            "%s: has room for %.2f GB of them only; lower the %d of --shuffle window:%d, or give another "
+            "--data_cache_dir", slot, free / 1e9, window, window,
+        )  # fmt: skip
+
+
+def open_windowed(
+    location: str, *, prepared: bool, window: int, vocab_size: int, cache_dir: str | None, zipped: bool | None,
+    max_bad: float | None, processes: int, ranks: Runtime,
+) -> TokenShards | None:  # fmt: skip
+    """Open a place of which two windows are kept on disk; None where they hold all of it. Collective."""
+    with distributed.together(f"reading {location}"):
+        place = WindowIndex(
+            location, prepared=prepared, window=window, vocab_size=vocab_size, cache_dir=cache_dir, zipped=zipped,
+            max_bad=max_bad,
+        )  # fmt: skip
+        # Made by the first look: a node that cannot write there stops all.
+        folder = place.destination.folder if place.is_large else ""
+    refuse_different(location, [(unit.name, unit.size, unit.etag) for unit in place.units])
+    if not place.is_large:
+        return None
+    shared = ranks.num_nodes > 1 and _is_shared(folder)
+    node, nodes = (ranks.node_rank, ranks.num_nodes) if shared else (0, 1)
+    claims, lock = ranks.local_rank == 0 and node == 0, None
+
+    def claim() -> tuple[int, str]:
+        nonlocal lock
+        if not claims:
+            return ranks.node_rank, ""
+        try:
+            path, lock = claim_slot(folder)
+        except OSError as error:
+            raise place.destination.unwritable(error) from None
+        return ranks.node_rank, path
+
+    slots = {of_node: path for of_node, path in distributed.gather("taking a folder to stage in", claim) if path}
+    slot = slots[0 if shared else ranks.node_rank]
+    # Raw copies of all ranks of a node together take no more room than a window.
+    at_once = max(1, min(s3.AT_ONCE, window // ranks.local_world_size))
+    counting = f"counting the rows of {location}"
+    in_rounds(counting, place.count(slot, ranks.rank, ranks.world_size, at_once, processes))
+    if any(distributed.gather(counting, lambda: bool(place.unknown(place.units)))):
+        _exchange_indexes(place, ranks, counting)
+    in_rounds(counting, place.count(slot, ranks.local_rank, ranks.local_world_size, at_once, processes))
+    if not prepared and not any(distributed.gather(counting, lambda: bool(place.cache.missing(place.units)))):
+        with distributed.together(f"opening {location}"):
+            return open_converted(place.cache, place.units, max_bad)
+    with distributed.together(f"opening {location}"):
+        return assemble(
+            place, window, slot, lock=lock, node=node, nodes=nodes, stages=ranks.local_rank == 0,
+            at_once=max(1, min(s3.AT_ONCE, window) // nodes), processes=processes * ranks.local_world_size,
+            max_bad=max_bad,
+        )  # fmt: skip
+
+
+def refuse_different(place: str, seen: object) -> None:
+    """Raise DataError on all ranks where they have not all ``seen`` the same, by its text; collective."""
+    digest = hashlib.blake2b(repr(seen).encode(), digest_size=16).digest()
+    if len(set(distributed.gather(f"comparing {place}", lambda: digest))) > 1:
+        with distributed.together(f"comparing {place}"):
+            raise DataError(
+                f"{place}: the data changed while ranks listed it, or is not the same on every node; start again, "
+                "with the same data on all"
+            )
+
+
+def _exchange_indexes(place: WindowIndex, ranks: Runtime, counting: str) -> None:
+    """Give every node the indexes of what the others have counted; collective."""
+    with distributed.together(counting):
+        mine = place.index_files(share(place.units, ranks.rank, ranks.world_size))
+    failure: DataError | None = None
+    for files in distributed.exchange(mine):
+        if ranks.local_rank == 0 and failure is None:
+            try:
+                place.take_index_files(files)
+            except DataError as error:
+                failure = error  # the others are in the exchange: to its end first
+    with distributed.together(counting):
+        if failure is not None:
+            raise failure
+
+
+def _is_shared(folder: str) -> bool:
+    """Tell whether all nodes see one folder; collective."""
+    probe = Path(folder, distributed.on_main("naming a probe", lambda: f".shared-{uuid.uuid4().hex}.tmp"))
+    distributed.on_main(f"looking at {folder}", probe.touch)
+    shared = all(distributed.gather(f"looking at {folder}", probe.exists))
+    distributed.on_main(f"looking at {folder}", lambda: probe.unlink(missing_ok=True))
+    return shared
