@@ -24,7 +24,7 @@ from smp_train.distributed import ALL_RANKS, Runtime
 from smp_train.distributed.degrees import plan
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.learning_rates import Schedule, schedule
-from smp_train.models.configuration import changes, with_sample_flags
+from smp_train.models.configuration import changes_from
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.naming import Start, described, how_to_resume, settle
@@ -323,8 +323,7 @@ def name_foreign(args: Arguments) -> None:
 
 def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
     """Raise `CheckpointError` where a checkpoint's model computes something else than the run's. Not collective."""
-    saved = found.meta.get("model_config", with_sample_flags(found.meta.get("imported", {}), spec.config))
-    different = changes(saved, spec.config) if isinstance(saved, dict) else []
+    different = changes_from(found.meta, spec.config)
     if different and not args.allow_model_change:
         raise CheckpointError(
             f"{found.path} is of another model ({'; '.join(different)}); give the checkpoint's flags, or "

@@ -268,6 +268,7 @@ def import_weights(options: argparse.Namespace) -> int:
     from smp_train.checkpoints.pretrained import load_weights
     from smp_train.checkpoints.state import gather_state
     from smp_train.models.build import build_meta, materialise
+    from smp_train.models.configuration import changes_from
     from smp_train.models.resolve import beside, resolve
 
     source = _weights(options.source)
@@ -281,6 +282,9 @@ def import_weights(options: argparse.Namespace) -> int:
         )
     )  # fmt: skip
     found = foreign.find(str(source), spec.config)
+    different = [] if found is None else changes_from(found.meta, spec.config)
+    if different:
+        raise CheckpointError(f"{source} is of another model ({'; '.join(different)}); give that one by --model FOLDER")
     told = {} if found is None else found.meta["imported"]
     step = options.step if options.step is not None else (0 if found is None else found.step)
     manager = CheckpointManager([Policy(options.target, 0, 0)], model_type=spec.model_type)

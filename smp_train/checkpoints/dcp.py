@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from smp_train.checkpoints.collective import gather, one_line
 from smp_train.checkpoints.manifest import METADATA
 from smp_train.checkpoints.state import State, present
-from smp_train.distributed.agree import group, is_alone, rank
+from smp_train.distributed.agree import group, is_alone, rank, unless
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.storage.ranges import RangeFile
@@ -329,11 +330,13 @@ def load_state(
     gather(f"cannot load {label}", reader.preload)
     if isinstance(state, State):
         state = state.named_as(saved_entries(reader))
+    failure: Exception | None = None
     try:
         with _single_process_is_fine():
             load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
-        raise CheckpointError(f"cannot load {label}: {one_line(error)}") from error
+        failure = CheckpointError(one_line(error))
+    gather(f"cannot load {label}", partial(unless, failure, None))  # ranks that read another tree do not know of it
 
 
 def save_alone(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:

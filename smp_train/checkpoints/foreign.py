@@ -13,6 +13,7 @@ What lies in a folder ``<model type>-<step>steps`` (facts: the sample's scripts 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import posixpath
@@ -37,12 +38,12 @@ from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.smp_names import Ranks, is_transformed
 from smp_train.models.weight_files import WeightFiles
-from smp_train.storage import normal
+from smp_train.storage import is_s3, normal
 from smp_train.storage.paths import place
 
 logger = logging.getLogger(__name__)
 
-FULL = "pytorch_model.bin"
+FULL, CONFIG = "pytorch_model.bin", "config.json"
 _NAME = re.compile(r"(?:.*\D)?(?P<step>\d+)steps")
 _RANK_FILE = re.compile(r"(\d+)\.pt")
 
@@ -221,6 +222,8 @@ def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] |
         names = [key.removeprefix("app.").removeprefix("model.") for key in saved if key.startswith(MODEL_PREFIXES[:2])]
         transformed = is_transformed([name for name in names if not local_parts.is_flat(name)], config.model_type)
     elif of_ranks:
+        if is_s3(storage.location):
+            return "files of single ranks are not read from S3: copy them to a folder"
         if of_ranks != list(range(len(of_ranks))):
             return f"files of ranks {of_ranks} are there, and not of those between"
         try:
@@ -231,6 +234,8 @@ def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] |
     step = told.get("scheduler.num_iters", told.get("total_steps", told.get("step", step)))
     degrees = next(iter(Ranks.of_folders(folders).values()), Ranks())
     meta = {"imported": told, "mesh": {"tensor": degrees.tensors, "expert": degrees.experts}, "tokens": 0}
+    if FULL in files and CONFIG in files:
+        meta["model_config"] = json.loads(storage.read(name, CONFIG))
     committed = Committed(int(step), config.model_type, {})
     return {
         "step": int(step), "meta": meta, "committed": committed, "folders": tuple(folders), "transformed": transformed,

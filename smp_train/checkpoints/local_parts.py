@@ -26,6 +26,7 @@ from smp_train.models.smp_names import is_transformed
 
 _FLAT = re.compile(r"(?P<unit>(?:.+\.)?)_flat_param")
 _LAYER = re.compile(r"\w+\.(?:layers|h)\.\d+\.")
+_NORM = re.compile(r"(?:norm\w*|ln_\w+)\.weight$")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NUMBERED = re.compile(r"optimizer\.state\.(?P<number>\d+)\.(?P<what>\w+)")
 _GROUP = re.compile(r"optimizer\.param_groups\.(\d+)\.params")
@@ -210,7 +211,7 @@ def _of_flat(
     if len(numbers) != len(units):
         raise CheckpointError(
             f"its optimizer has {len(numbers)} parameters where {len(units)} flat ones are expected: which moment is "
-            "whose is not known (another --num_layers?)"
+            "whose is not known (another --num_layers or --tie_word_embeddings?)"
         )
     for number, (flat, names) in zip(numbers, units.items(), strict=True):
         whole = sum(math.prod(shapes[name]) for name in names)
@@ -298,7 +299,7 @@ def _numbers(
     names = list(names)
     groups = [list(group["params"]) for group in optimizer["param_groups"]]
     for norms in (True, False) if kind in ("llama", "gpt_neox") else (False, True):
-        decay = [name for name in names if not name.endswith(".bias") and not (norms and "norm" in name.split(".")[-2])]
+        decay = [name for name in names if not name.endswith(".bias") and not (norms and _NORM.search(name))]
         rest = [name for name in names if name not in set(decay)]
         order = [decay, rest] if len(groups) > 1 else [names]
         if [len(each) for each in order] == [len(each) for each in groups]:

@@ -38,6 +38,7 @@ MODEL_PREFIXES = ("model.", "app.model.", "state_dict.", "module.", "")
 MOMENTS = re.compile(r"(?:app\.)?optim(?:izer)?\.state\.(?P<name>.+)\.(?P<what>exp_avg|exp_avg_sq|max_exp_avg_sq|step)")
 _OTHERS = re.compile(r"(?:app\.)?(?:optim(?:izer)?|scheduler|lr_scheduler|cli_args|model_config)\b")
 _NO_PARAMETER = re.compile(r"_extra_state$")
+_WEIGHT = "model.{}"
 _TIED = re.compile(r"(?:^|\.)(?:lm_head|embed_out|embed_tokens|embed_in)\.weight$")
 
 
@@ -139,7 +140,7 @@ class TranslatedReader(_WholeReader):
                 if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix) and not _OTHERS.match(key):
                     name = key.removeprefix(prefix)
                     shapes[plain(name)] = entry.size
-                    self._take(tree, key, name, "model.{}", entry, entry.size, unknown)
+                    self._take(tree, key, name, _WEIGHT, entry, entry.size, unknown)
             for key, entry in saved.items():
                 moment = MOMENTS.fullmatch(key)
                 if moment is not None and isinstance(entry, TensorStorageMetadata):
@@ -161,8 +162,10 @@ class TranslatedReader(_WholeReader):
         """Add a saved tensor's chunks, each under the names of the hub's tensors that it holds a block of."""
         found = blocks(name, tuple(shape), tree.ranks, self.model)
         if found is None:
-            spare = self.model.tied and _TIED.search(name)
-            if not spare and not NOT_WEIGHTS.search(name) and not _NO_PARAMETER.search(name):
+            if self.model.tied and _TIED.search(name):
+                if to != _WEIGHT:  # optimizers have no moments of a parameter under its second name
+                    raise CheckpointError(f"it has {key}: embedding and head are not one there (--tie_word_embeddings)")
+            elif not NOT_WEIGHTS.search(name) and not _NO_PARAMETER.search(name):
                 unknown.append(key)
             return
         if not entry.size:  # AdamW's step, one for each tensor

@@ -110,6 +110,12 @@ def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
     ]
 
 
+def changes_from(meta: dict[str, Any], config: PretrainedConfig) -> list[str]:
+    """Return the `changes` from the model that a checkpoint's ``meta`` tells of; none where it does not."""
+    saved = meta.get("model_config", with_sample_flags(meta.get("imported", {}), config))
+    return changes(saved, config) if isinstance(saved, dict) else []
+
+
 def with_sample_flags(recorded: dict[str, Any], config: PretrainedConfig) -> dict[str, Any] | None:
     """Return the fields of ``config`` with those flags of SMP's sample that change no shape but the model's function.
 

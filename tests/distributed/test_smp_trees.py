@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from smp_train.checkpoints import cli
+from smp_train.errors import CheckpointError
 from tests import harness, smp_trees
 from tests.s3_server import bucket, environment, serving, upload
 from tests.smp import DATA, MIXTRAL, NATIVE, NEOX, OF_THE_MODEL, alike, numbers, refusal_of, smp, train_on_smp
@@ -106,6 +107,9 @@ def test_full_model_is_taken_up_without_moments(tmp_path: Path) -> None:
     assert step == 2
     assert all(torch.equal(found[name], saved[name]) for name in found if name.startswith("model."))
     assert all(not value.any() for name, value in found.items() if name.startswith("exp_avg"))
+    other = flags(tmp_path / "other", **{**DATA, **SHARED, "num_heads": 8, "num_key_value_heads": 4},
+                  resume_from_checkpoint=folder.parent)  # fmt: skip
+    assert "(--num_heads: 4 there, 8 here" in harness.run(refusal_of, 1, other, False)[0]
 
 
 @needs_native
@@ -184,12 +188,41 @@ def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
     saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder))[0]
     config = tmp_path / "model"
     config.mkdir()
-    (config / "config.json").write_text(json.dumps(smp_trees.config_of(tmp_path / "checkpoints" / "llama_v2-2steps")))
+    saved_config = smp_trees.config_of(tmp_path / "checkpoints" / "llama_v2-2steps")
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+    (config / "config.json").write_text(json.dumps(saved_config | heads))
+    with pytest.raises(CheckpointError, match="--num_heads: 4 there, 8 here"):
+        cli.main(["import", str(folder.parent), str(tmp_path / "ours"), "--model", str(config)])
+    (config / "config.json").write_text(json.dumps(saved_config))
     assert cli.main(["import", str(folder.parent), str(tmp_path / "ours"), "--model", str(config)]) == 0
     line = flags(tmp_path / "native", **DATA, **{**SHARED, "resume_from_checkpoint": tmp_path / "ours"})
     step, consumed, found = harness.run(smp_trees.take_up, 2, line)[0]
     assert (step, consumed) == (2, 2 * 4)
     same(saved, found)
+
+
+def read_apart() -> str:
+    """Let each rank read a tree of its own, as tensor ranks do; that of rank 1 is broken."""
+    from smp_train import distributed
+    from smp_train.checkpoints.dcp import load_alone, load_state
+    from smp_train.checkpoints.translated import TensorReader
+
+    class Broken(TensorReader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            raise OSError(5, "broken")
+
+    ranks = distributed.detect()
+    distributed.start(ranks, timeout_seconds=300)
+    reader = (Broken if ranks.rank == 1 else TensorReader)({"model.a": torch.ones(2)})
+    try:
+        load_state({"model": {"a": torch.zeros(2)}}, reader, "trees", load=load_alone)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_tree_that_one_rank_cannot_read_stops_all() -> None:
+    assert all("cannot load trees" in said and "broken" in said for said in harness.run(read_apart, 2))
 
 
 @needs_native
@@ -259,6 +292,12 @@ def test_resumes_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         step, _, found = harness.run(smp_trees.take_up, 2, line, **environment(server.url))[0]
         assert step == 2
         same(saved, found)
+        files = tmp_path / "files" / "llama_v2-2steps"
+        files.mkdir(parents=True)
+        (files / "0.pt").write_bytes(b"of a rank")
+        upload(f"{place}/files", files.parent)
+        line = flags(tmp_path / "other", **DATA, **{**SHARED, "resume_from_checkpoint": f"{place}/files"})
+        assert "not read from S3" in harness.run(refusal_of, 1, line, False, **environment(server.url))[0]
 
 
 @needs_native

@@ -150,6 +150,19 @@ def test_slices_of_ranks_are_joined_and_moments_found(tmp_path: Path) -> None:
         rank_files.read(tmp_path)
 
 
+def test_norms_of_gpt2_have_no_decay() -> None:
+    shapes = {"transformer.wte.weight": (3, 2), "transformer.h.0.ln_1.weight": (2,), "transformer.h.0.ln_1.bias": (2,),
+              "transformer.h.0.attn.c_attn.weight": (2, 6)}  # fmt: skip
+    decay = {"transformer.wte.weight": 0, "transformer.h.0.attn.c_attn.weight": 1}
+    numbers = decay | {"transformer.h.0.ln_1.weight": 2, "transformer.h.0.ln_1.bias": 3}
+    model = {name: torch.rand(shape).flatten() for name, shape in shapes.items()}
+    state = {n: {"exp_avg": model[name] + 1, "exp_avg_sq": model[name] + 2, "step": 7} for name, n in numbers.items()}
+    optimizer = {"state": state, "param_groups": [{"params": [0, 1]}, {"params": [2, 3]}]}
+    found = local_parts.tensors([{"model": model, "optimizer": optimizer}], "gpt2", shapes)
+    for name, shape in shapes.items():
+        assert torch.equal(all_of(found[f"optimizer.state.{name}.exp_avg"]), model[name].view(shape) + 1)
+
+
 LLAMA = {
     "model.embed_tokens.weight": (3, 2),
     "model.layers.0.self_attn.q_proj.weight": (2, 2),

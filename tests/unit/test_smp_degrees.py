@@ -141,6 +141,18 @@ def test_a_rank_holds_the_rows_and_columns_that_transformer_engine_gives_it() ->
             assert torch.equal(found["optim"]["state"][name]["exp_avg_sq"], 3 * torch.cat(parts))
 
 
+def test_a_head_of_its_own_is_not_left_out_where_weights_are_tied() -> None:
+    shapes = {"model.embed_tokens.weight": (8, HIDDEN)}
+    model = HubModel("llama", shapes, tied=True)
+    both = {name: torch.randn(8, HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    empty = {name: torch.empty(shape) for name, shape in shapes.items()}
+    one = flat(state_of({"model.embed_tokens.weight": both["model.embed_tokens.weight"]}))
+    head = {"model.lm_head.weight": both["lm_head.weight"]}
+    read(TranslatedReader([Tree(Ranks(), TensorReader(one | head))], model), state_of(empty))
+    with pytest.raises(CheckpointError, match="--tie_word_embeddings"):
+        read(TranslatedReader([Tree(Ranks(), TensorReader(flat(state_of(both))))], model), state_of(empty))
+
+
 def test_names_that_are_not_known_and_tensors_that_are_not_there_are_refused() -> None:
     model, shapes, cut = llama_shapes()
     hub = state_of({name: torch.randn(shape) for name, shape in model.shapes.items()})
