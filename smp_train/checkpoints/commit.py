@@ -303,10 +303,11 @@ class CheckpointFolder:
         return done
 
     def _may_discard(self, file: str) -> bool:
-        if not is_s3(self.location):
-            return True
-        name, _, below = file.partition("/")
-        return parse_folder_name(name) is not None and self._is_attempt(below.partition("/")[0])
+        """Return whether what was written of a file may be the run's: in an attempt, or beside it in a folder."""
+        name, *below = file.split("/")
+        if len(below) < 2:
+            return not is_s3(self.location) and (not below or parse_folder_name(name) is not None)
+        return parse_folder_name(name) is not None and self._is_attempt(below[0])
 
     def _unclaimed(self, name: str) -> dict[str, float]:
         """Return the run's attempts at ``name`` that no COMMITTED names, set aside or not, and when last touched."""

@@ -35,6 +35,8 @@ class FolderStorage:
         for where, _, files in os.walk(top):
             for file in files:
                 path = os.path.join(where, file)
+                if _is_partial(file):
+                    continue
                 with contextlib.suppress(FileNotFoundError):  # another process removes or renames it
                     entry = os.lstat(path)
                     if stat.S_ISREG(entry.st_mode):
@@ -50,7 +52,7 @@ class FolderStorage:
                 with contextlib.suppress(FileNotFoundError):
                     if entry.is_dir():
                         folders.append(entry.name)
-                    elif entry.is_file(follow_symlinks=False):
+                    elif entry.is_file(follow_symlinks=False) and not _is_partial(entry.name):
                         status = entry.stat(follow_symlinks=False)
                         files[entry.name] = Entry(status.st_size, status.st_mtime)
         return files, sorted(folders)
@@ -138,21 +140,28 @@ class FolderStorage:
         path = self.root / folder
         with contextlib.suppress(FileNotFoundError):  # another process removes it too
             shutil.rmtree(path)
-        for above in path.relative_to(self.root).parents:
-            try:
-                if above.name:
-                    (self.root / above).rmdir()
-            except OSError:
-                return
+        self._remove_empty(path.parent)
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
-        """Remove partial files directly in the folder."""
+        """Remove partial files."""
         found = []
-        for name, entry in self.level()[0].items():
-            if name.startswith(".") and name.endswith(PARTIAL) and entry.modified < before and ours(name):
-                self.delete(name)
-                found.append(name)
+        for path in list(self.root.rglob(f".*{PARTIAL}")):
+            name = path.relative_to(self.root).as_posix()
+            with contextlib.suppress(FileNotFoundError):  # its writer is faster
+                if path.is_file() and path.stat().st_mtime < before and ours(name):
+                    path.unlink()
+                    self._remove_empty(path.parent)
+                    found.append(name)
         return found
+
+    def _remove_empty(self, folder: Path) -> None:
+        """Remove a folder, and those that it is in, as far as they are empty."""
+        while folder != self.root and self.root in folder.parents:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
 
     def now(self) -> float:
         """Return the time by the clock that stamps files here, which may be a server's."""
@@ -162,6 +171,11 @@ class FolderStorage:
             return probe.stat().st_mtime
         finally:
             probe.unlink(missing_ok=True)
+
+
+def _is_partial(name: str) -> bool:
+    """Return whether a file is one that is being written under another name."""
+    return name.startswith(".") and name.endswith(PARTIAL)
 
 
 def _make(folder: Path) -> None:

@@ -401,6 +401,16 @@ def test_leftovers_are_swept_but_not_those_of_a_save_that_may_be_running(tmp_pat
     assert names(tmp_path / "llama_v2-2steps") == [new.name]
 
 
+def test_a_kill_while_committed_is_written_leaves_the_name_free(tmp_path):
+    for name in ("llama_v2-3steps", "llama_v2-4steps"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".COMMITTED.0123abcd.partial").write_text("{")
+        os.utime(tmp_path / name / ".COMMITTED.0123abcd.partial", (1, 1))
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["llama_v2-3steps"]
+    assert len(names(tmp_path / "llama_v2-3steps")) == 2
+
+
 def test_meta_that_is_not_json_fails_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointError, match="not JSON serializable"):
         manager(tmp_path).save(3, state(), {"x": object()})

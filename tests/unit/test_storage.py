@@ -127,7 +127,7 @@ def test_what_a_killed_writer_left_is_discarded(place, monkeypatch):
     in_small_parts(monkeypatch)
     there = storage.at(place)
     there.put("keep", b"")
-    killed = there.writer("left")  # is not left
+    killed = there.writer("x/left")  # is not left
     killed.__enter__().write(bytes(100_000))
     later = there.now() + 60
     assert there.discard_unfinished(lambda name: False, later) == []
