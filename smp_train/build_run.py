@@ -19,7 +19,7 @@ from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
 from smp_train.data.open_data import open_data
-from smp_train.data.pipelines.data_pipeline import Dealing, ValidationData
+from smp_train.data.pipelines.data_pipeline import Loader, ValidationData
 from smp_train.distributed import ALL_RANKS, Runtime
 from smp_train.distributed.degrees import plan
 from smp_train.errors import CheckpointError, ConfigError
@@ -60,7 +60,7 @@ class Run:
     spec: ModelSpec
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    train_data: Dealing
+    train_data: Loader
     validation: ValidationData | None
     schedule: Schedule
     total_steps: int
@@ -333,7 +333,7 @@ def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
         log.warning("The model is not that of %s: %s", found.path, "; ".join(different), extra=ALL_RANKS)
 
 
-def imported_position(found: Checkpoint, training: Dealing) -> tuple[int, str]:
+def imported_position(found: Checkpoint, training: Loader) -> tuple[int, str]:
     """Return how many samples of this run's order count as read, and by which counter of SMP's sample.
 
     It counts the sequences of each data rank, which become global batches of this run. Its order is another.
@@ -347,7 +347,7 @@ def imported_position(found: Checkpoint, training: Dealing) -> tuple[int, str]:
     return (batches * training.global_batch, by) if training.rows_in_epoch is not None else (0, "nothing")
 
 
-def count_steps(resolved: Resolved, training: Dealing, found: Checkpoint | None) -> int:
+def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) -> int:
     """Return the optimizer steps of the whole run: as many as --epochs takes, or --max_steps.
 
     Of both given, the first to be reached. What is left of the epochs is counted from the sample that a resume begins

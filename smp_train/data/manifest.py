@@ -104,11 +104,12 @@ def check(location: str) -> None:
 
 def refuse_root(location: str) -> None:
     """Raise DataError for the folder above the splits."""
-    files, folders = _files(location)
-    if MANIFEST not in files:
-        return
     root = location.rstrip("/")
-    found = [(name, find(f"{root}/{name}")) for name in _splits(_read(f"{root}/{MANIFEST}")) if name in folders]
+    splits = _splits(_read(f"{root}/{MANIFEST}"))
+    if not splits:
+        return
+    files, folders = _files(location)
+    found = [(name, find(f"{root}/{name}")) for name in splits if name in folders]
     here = [f"{root}/{name}" for name, split in found if split is not None and not split.shards.keys() & files.keys()]
     if here:
         raise DataError(f"{location}: was made by smp-train prepare; its shards are in {' and '.join(here)}: give one")
@@ -120,8 +121,10 @@ def differences(location: str, *, checksums: bool) -> list[str]:
     ``checksums`` reads every file of a folder on this machine.
     """
     split = find(location)
+    if split is None:
+        return []
     files, _ = _files(location)
-    if split is None or (not files and not os.path.isdir(location) and not s3.is_s3(location)):
+    if not files and not os.path.isdir(location) and not s3.is_s3(location):
         return []
     problems = []
     for name, entry in split.shards.items():

@@ -14,7 +14,7 @@ from smp_train.data.formats import ARROW, PREPARED, SHARDS, kind_of, refuse_zipp
 from smp_train.data.layout import lay_out
 from smp_train.data.learnable import leave_out_unlearnable
 from smp_train.data.order import Order, read_shuffle
-from smp_train.data.pipelines.data_pipeline import Dealing, TrainingData, ValidationData
+from smp_train.data.pipelines.data_pipeline import Loader, TrainingData, ValidationData
 from smp_train.data.rounds import in_rounds
 from smp_train.data.s3_cache import bring
 from smp_train.data.source import Source, shards
@@ -49,7 +49,7 @@ def open_data(
     dp_rank: int,
     dp_size: int,
     pin_memory: bool = False,
-) -> tuple[Dealing, ValidationData | None]:
+) -> tuple[Loader, ValidationData | None]:
     """Open the training and the validation data as this rank sees them; collective.
 
     Args:

@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_train.data.order import Order
-from smp_train.data.pipelines import dealing
 from smp_train.data.pipelines.data_pipeline import Row, Source, TrainingData, ValidationData, collate
 from smp_train.data.pipelines.prefetch import Prefetch
 from smp_train.data.synthetic import Synthetic
@@ -267,24 +265,6 @@ def test_an_error_comes_in_the_step_it_belongs_to(prefetch):
         next(stream)
     with pytest.raises(StopIteration):
         next(stream)
-
-
-def test_waiting_is_measured(monkeypatch):
-    clock = [5.0]
-
-    class Slow(Numbers):
-        def row(self, index):
-            clock[0] += 0.25
-            return super().row(index)
-
-    monkeypatch.setattr(dealing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    trained = TrainingData(
-        Slow(9), Order(9), seq_len=3, micro_batch=2, accumulation=1, dp_rank=0, dp_size=1, prefetch=0
-    )
-    stream = trained.batches(0)
-    next(stream)
-    assert trained.wait_seconds == 0.5
-    stream.close()
 
 
 def test_state_refuses_other_data():

@@ -22,12 +22,12 @@ from smp_train.data.blend import BlendOrder
 from smp_train.data.layout import LONG, lay_out
 from smp_train.data.order import Order, read_shuffle
 from smp_train.data.pipelines.batch import Batch, collate, collate_filled, crop
-from smp_train.data.pipelines.dealing import Dealing
+from smp_train.data.pipelines.loader import Loader
 from smp_train.data.source import Row, Source, nothing, shards
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import ConfigError, DataError
 
-__all__ = ["Batch", "Dealing", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate", "lay_out"]
+__all__ = ["Batch", "Loader", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate", "lay_out"]
 
 logger = logging.getLogger("smp_train.data")
 
@@ -42,7 +42,7 @@ DATA_KEYS = {
 """What in a state says which sample is at a position, apart from seed and shuffle; with what messages call it."""
 
 
-class TrainingData(Dealing):
+class TrainingData(Loader):
     """Deals the rows of a source out to data-parallel ranks, in one order for the whole run.
 
     Tensor- and context-parallel peers pass the same ``dp_rank`` and read the same rows. Epochs straddle

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from smp_train.data.pipelines.batch import Batch, collate
-from smp_train.data.pipelines.dealing import Dealing
+from smp_train.data.pipelines.loader import Loader
 from smp_train.data.source import Row, Source
 from smp_train.data.text.read import documents
 from smp_train.data.text.stream import Cursor, Reading, Span, Stream, assign_pieces, stream_count
@@ -41,7 +41,7 @@ class _Step(NamedTuple):
     """Of the streams that this rank read from: samples taken, and their position after this step."""
 
 
-class TextData(Dealing):
+class TextData(Loader):
     """The samples of V virtual streams of text, distributed over data-parallel ranks.
 
     Args:
@@ -50,7 +50,7 @@ class TextData(Dealing):
         identity: what else decides which tokens are read: digest of the tokenizer.
         merge: returns the largest of each number over all ranks; collective. Default: this rank is alone.
         streams: V, by default a function of the files alone. A resumed run keeps those of its checkpoint.
-        dealt: as in `Dealing`.
+        dealt: as in `Loader`.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from smp_train.errors import ConfigError
 logger = logging.getLogger("smp_train.data")
 
 
-class Dealing:
+class Loader:
     """What all training data has in common: which positions are whose, and the thread that reads ahead.
 
     Optimizer step k of a run that has consumed c positions takes [c, c + global_batch), micro-batch j of
@@ -76,8 +75,6 @@ class Dealing:
         self._device = torch.cuda.current_device() if pin_memory else None
         self.global_batch = micro_batch * accumulation * dp_size
         """Positions of one optimizer step, over all ranks."""
-        self.wait_seconds = 0.0
-        """How long the last step's batches were waited for."""
         self.rows_truncated = 0
         """Rows of this rank that lost their end so far."""
 
@@ -119,11 +116,9 @@ class Dealing:
                 self._before_step(consumed)
                 if ahead is None and self.prefetch > 0:
                     ahead = Prefetch(steps, self.prefetch, self._after_steps)
-                asked = time.perf_counter()
                 found = next(ahead or steps, None)
                 if found is None:  # closed meanwhile, as when the process ends
                     return
-                self.wait_seconds = time.perf_counter() - asked
                 step = self._hand_over(found)
                 self._count_truncated(step)
                 yield step
