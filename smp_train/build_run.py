@@ -1,4 +1,4 @@
-"""Putting a run together: its folder, backend, model, checkpoints and data, proven to work before training begins."""
+"""Construction of a run: folder, backend, model, checkpoints and data, all checked before training begins."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import smp_train
 from smp_train import arguments, backends, distributed, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
-from smp_train.checkpoints import Checkpoint, CheckpointManager, RunId, foreign, policies
+from smp_train.checkpoints import Checkpoint, CheckpointManager, RunId, policies
 from smp_train.checkpoints.export import check_tokenizer, tokenizer_beside
 from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.checkpoints.model_folder import check_writable
-from smp_train.checkpoints.node_local import check_saver, find_newest, is_node_local
+from smp_train.checkpoints.node_local import check_saver, is_node_local
 from smp_train.data.open_data import open_data
 from smp_train.data.pipelines.data_pipeline import Loader, ValidationData
-from smp_train.distributed import ALL_RANKS, Runtime
+from smp_train.distributed import Runtime
 from smp_train.distributed.degrees import plan
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import ConfigError
 from smp_train.learning_rates import Schedule, schedule
-from smp_train.models.configuration import changes_from
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.naming import Start, described, how_to_resume, settle
+from smp_train.resume import check_model, imported_position, look_for_checkpoint
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
@@ -40,18 +40,18 @@ log = get_logger()
 
 @dataclass
 class Progress:
-    """How far the run is; with the weights and the optimizer, all that a resume needs."""
+    """Position of the run; with weights and optimizer state, all that a resume needs."""
 
     step: int = 0
     consumed: int = 0
-    """Samples of the global order that have gone into an update."""
+    """Samples of the global order used in updates."""
     tokens: int = 0
-    """Counted tokens that have gone into an update."""
+    """Counted tokens used in updates."""
 
 
 @dataclass
 class Run:
-    """Everything a run consists of, put together once by `build_run`."""
+    """All parts of a run, made by `build_run`."""
 
     resolved: Resolved
     start: Start
@@ -71,12 +71,12 @@ class Run:
     stop: StopRequest
     audit: DataAudit | None
     found: Checkpoint | None
-    """What the run resumes from; None for a first start."""
+    """The checkpoint to resume from; None for a fresh start."""
     progress: Progress = field(default_factory=Progress)
     result: train_utils.StepResult | None = None
-    """What the last completed step of this start has left on the device."""
+    """Result, on the device, of the last completed step of this start."""
     saved_step: int = 0
-    """Step of the newest checkpoint that this run wrote or resumed from; there is nothing to save at step 0."""
+    """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
     saved_path: str | None = None
 
     @property
@@ -85,19 +85,19 @@ class Run:
         return self.resolved.args
 
     def close(self) -> None:
-        """Flush and close what was opened, leave the process group, and give signals back."""
+        """Close files, leave the process group, and restore signal handlers."""
         self.metrics.close()
         if self.audit is not None:
             self.audit.close()
         self.checkpoints.close()
         distributed.stop()
-        self.stop.close()  # last: until then a late request to stop must not kill a run that has ended well
+        self.stop.close()  # last: a late request to stop must not kill a run that has finished
 
 
 def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
-    """Open the run folder and the data, build the model, and put the run together; collective.
+    """Open the run folder and the data, build the model, and return the run; collective.
 
-    What others must not find locked when this fails goes to ``opened``.
+    ``opened`` releases locks when this fails.
     """
     resolved, start = settle(resolved, ranks)
     args = resolved.args
@@ -183,7 +183,7 @@ def open_run_folder(args: Arguments, ranks: Runtime) -> tuple[RunFolder, Metrics
 
 
 def choose_backend(resolved: Resolved, ranks: Runtime, device: torch.device) -> Backend:
-    """Return the backend that the run asks for, and log why it is that and what it has no use for; collective."""
+    """Return the selected backend, and log the reason and the flags without effect on it; collective."""
     backend, why = backends.select(resolved.args, ranks, device)
     for line in arguments.ineffective(resolved, backend.name):
         log.info(line)
@@ -192,7 +192,7 @@ def choose_backend(resolved: Resolved, ranks: Runtime, device: torch.device) -> 
 
 
 def choose_model(args: Arguments, backend: Backend) -> tuple[ModelSpec, int]:
-    """Return the model, once the backend has accepted it, and the length of its sequences in tokens; collective."""
+    """Return the model, accepted by the backend, and the sequence length in tokens; collective."""
     with distributed.together("choosing the model"):
         spec = resolve(args)
     seq_len = args.max_context_width or min(
@@ -203,7 +203,7 @@ def choose_model(args: Arguments, backend: Backend) -> tuple[ModelSpec, int]:
 
 
 def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runtime) -> None:
-    """Refuse a model whose state exceeds the memory it is to lie in, before any of it is allocated; collective."""
+    """Refuse, before allocation, a model whose state exceeds the memory; collective."""
     device, count = backend.topology.device, count_parameters(spec.config)
     shared = plan(args, ranks.world_size, ranks.local_world_size, smp=backend.name == "smp").sharing
     needed = (WEIGHT_BYTES if args.evaluate_only else STATE_BYTES) * count / shared
@@ -232,7 +232,7 @@ def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runt
 def open_checkpoints(
     args: Arguments, ranks: Runtime, backend: Backend, spec: ModelSpec, run: RunId, opened: ExitStack
 ) -> CheckpointManager:
-    """Prove that all that the run is to write can be written, and lock the checkpoint folders; collective."""
+    """Check that the run can write its checkpoints and models, and lock the checkpoint folders; collective."""
     checkpoints = CheckpointManager(
         policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints),
         model_type=spec.model_type,
@@ -255,7 +255,7 @@ def open_checkpoints(
 def build_optimizer(
     args: Arguments, backend: Backend, model: torch.nn.Module, checkpoints: CheckpointManager
 ) -> torch.optim.Optimizer:
-    """Return AdamW over the model's parameters, whose updates wait for the copy of a save that is under way."""
+    """Return AdamW over the model's parameters."""
     optimizer = train_utils.build_optimizer(
         model,
         lr=args.lr,
@@ -264,14 +264,14 @@ def build_optimizer(
         weight_decay=args.weight_decay,
         decays=backend.decays,
     )
-    # A save in the background copies while the next gradients are computed; the update must not overtake it.
+    # A background save copies the state during the next forward and backward pass; the update waits for the copy.
     optimizer.register_step_pre_hook(lambda *_: checkpoints.staged())
     return optimizer
 
 
 def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAudit:
     """Open this rank's audit of the data; collective."""
-    # On another file system a rank sees fewer attempts.
+    # The maximum: ranks on another file system see fewer attempts.
     attempt = max(distributed.gather("opening the audit", folder.earlier_attempts)) + 1
     with distributed.together("opening the audit"):
         return DataAudit(
@@ -279,79 +279,11 @@ def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAud
         )
 
 
-def look_for_checkpoint(
-    args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]
-) -> Checkpoint | None:
-    """Return the newest committed checkpoint, if the run asks for one and there is one for it; collective.
-
-    Where there is none, the newest that SMP's sample scripts wrote.
-    """
-    location = args.resume_from_checkpoint
-    if location is None:
-        name_foreign(args)
-        return None
-    found = None
-    whose = start.run if start.origin is None else start.origin.run
-    if not foreign.is_named(location):
-        found = find_newest(
-            location, args.checkpoint_dir, run=whose, mesh=mesh, strict=args.strict_resume,
-            rename=start.continues and not args.evaluate_only,
-        )  # fmt: skip
-    if found is None:
-        found = foreign.find(location, spec.config, strict=args.strict_resume)
-        if found is not None and found.step < 1:
-            raise CheckpointError(
-                f"{found.path} does not say of which step it is; start from it with --finetune 1 "
-                f"--pretrained_checkpoint_file {found.path}"
-            )
-    if found is None:
-        log.info("No committed checkpoint in %s yet", location)
-    return found
-
-
-def name_foreign(args: Arguments) -> None:
-    """Say which of SMP's sample's checkpoints lie where this run, which resumes from none, writes its own."""
-    with distributed.together("looking into the checkpoint folders"):
-        for folder in args.checkpoint_dir:
-            names = [] if is_node_local(folder) else foreign.names_in(folder)
-            if names:
-                log.info(
-                    "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go "
-                    "on from them, --resume_from_checkpoint %s", folder, len(names), names[0], folder,
-                )  # fmt: skip
-
-
-def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
-    """Raise `CheckpointError` where a checkpoint's model computes something else than the run's. Not collective."""
-    different = changes_from(found.meta, spec.config)
-    if different and not args.allow_model_change:
-        raise CheckpointError(
-            f"{found.path} is of another model ({'; '.join(different)}); give the checkpoint's flags, or "
-            "--allow_model_change 1 to go on with this one"
-        )
-    if different:
-        log.warning("The model is not that of %s: %s", found.path, "; ".join(different), extra=ALL_RANKS)
-
-
-def imported_position(found: Checkpoint, training: Loader) -> tuple[int, str]:
-    """Return how many samples of this run's order count as read, and by which counter of SMP's sample.
-
-    It counts the sequences of each data rank, which become global batches of this run. Its order is another.
-    """
-    told = found.meta.get("imported", {})
-    batches, by = found.step, "its step"
-    size = told.get("cli_args.train_batch_size")
-    if size and "resume_from_sequence_number" in told:
-        accumulated = told.get("cli_args.gradient_accumulation_steps") or 1
-        batches, by = told["resume_from_sequence_number"] // (size * accumulated), "resume_from_sequence_number"
-    return (batches * training.global_batch, by) if training.rows_in_epoch is not None else (0, "nothing")
-
-
 def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) -> int:
-    """Return the optimizer steps of the whole run: as many as --epochs takes, or --max_steps.
+    """Return the optimizer steps of the whole run: those of --epochs or --max_steps, whichever ends first.
 
-    Of both given, the first to be reached. What is left of the epochs is counted from the sample that a resume begins
-    at, as steps may have been of another size before.
+    The rest of the epochs is counted from the sample at which a resume begins, as earlier steps may have had another
+    global batch size.
     """
     args = resolved.args
     if args.epochs is None:
@@ -366,7 +298,7 @@ def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) 
     ends = {"--epochs": steps}
     if args.steps_per_epoch is not None:
         ends["--steps_per_epoch"] = args.epochs * args.steps_per_epoch
-    if resolved.given("max_steps") or args.use_synthetic_data:  # of random rows there are as many as one wants
+    if resolved.given("max_steps") or args.use_synthetic_data:  # synthetic data has no end of its own
         ends["--max_steps"] = args.max_steps
     first = min(ends, key=lambda flag: ends[flag])
     log.info("%d epochs of %s samples take %d steps", args.epochs, training.rows_in_epoch, steps)
@@ -376,7 +308,7 @@ def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) 
 
 
 def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
-    """Return the learning rate of each step, as the arguments and the length of the run say."""
+    """Return the learning rate schedule of the run."""
     chosen = schedule(
         args.lr_decay_style,
         lr=args.lr,
@@ -392,7 +324,7 @@ def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
 
 
 def write_run(run: Run, parameters: int) -> None:
-    """Write down in the run folder what this start of the run is."""
+    """Write run.json of this start."""
     run.folder.write_run(
         run=run.start.run.to_json(),
         config=asdict(run.args),
@@ -407,7 +339,7 @@ def write_run(run: Run, parameters: int) -> None:
 
 
 def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, found: Checkpoint | None) -> str:
-    """Say in one line what the weights are at the first step of this start."""
+    """Return the log line on the source of the weights."""
     if found is not None:
         return f"Weights and optimizer: those of {found.path}"
     if spec.pretrained is None:
@@ -416,21 +348,21 @@ def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, f
 
 
 def in_short(number: float) -> str:
-    """Return a count as people say it: 6.74 B, 124.4 M."""
+    """Return a count in billions or millions: 6.74 B, 124.40 M."""
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
 def describe(ranks: Runtime, device: torch.device) -> str:
-    """Say in a few words on what this run runs."""
+    """Return devices, nodes and launcher, for the log."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
     return f"{ranks.world_size} x {name} on {ranks.num_nodes} node(s), started by {ranks.launcher}"
 
 
 def layout(mesh: dict[str, int]) -> str:
-    """Say how many ranks each dimension of a mesh has."""
+    """Return the size of each dimension of a mesh, for the log."""
     return " x ".join(f"{name} {size}" for name, size in mesh.items())
 
 
 def tokenizer_of(args: Arguments, spec: ModelSpec) -> str | None:
-    """Return the tokenizer that goes with the models which the run writes: a folder, a name, or none."""
+    """Return the tokenizer (a folder or a name) to write beside the run's models, or None."""
     return args.tokenizer or tokenizer_beside(spec.pretrained)

@@ -1,5 +1,4 @@
-"""The command ``smp-train <verb>``: which verbs there are, and the one place where failures become exit
-codes.
+"""The command ``smp-train <verb>``: its verbs, and the conversion of failures to exit codes.
 
 Exit codes: 0 done, or stopped on request; 2 bad arguments or configuration; 3 bad data; 4 bad checkpoint; 130
 interrupted; 1 anything else. A failure is one line on stderr; ``--debug`` adds the traceback.
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb: what help says of it and where its ``main`` is; imported only when it is used."""
+    """A verb: its help and the module of its ``main``, imported on use."""
 
     help: str
     module: str
@@ -59,16 +58,16 @@ VERBS: dict[str, Verb] = {
 
 HELP_FLAGS = {"-h", "--help"}
 GIVE_WAY_SECONDS = 5.0
-"""How long a rank that failed because of another one waits to be ended by a launcher that blames who ends first."""
+"""Wait of a rank that failed because of another one, under launchers that report the first process to end."""
 QUIET_SECONDS = 1.0
-"""The same under other launchers."""
+"""The same wait under other launchers."""
 ALIKE_SECONDS = 5.0
-"""How long a node's other processes leave it to the one that speaks for them to end the job before they speak too."""
+"""Wait of a node's other processes before they report a failure that local rank 0 should have reported."""
 
 
 @dataclass
 class Failing:
-    """What the report of a failure needs to know, filled in as it becomes known."""
+    """State for the report of a failure, filled in during the start."""
 
     debug: bool = False
     runtime: Runtime | None = None
@@ -89,9 +88,9 @@ usage: smp-train <verb> [--flag value ...]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``smp-train`` with ``argv`` (default: the process's own) and return the exit code."""
-    # Where the umask lets everybody write (0 on some clusters), what is read again later could be anybody's.
+    # With a umask of 0, as on some clusters, any user could change files that are read again later.
     os.umask(os.umask(0o022) | 0o002)
-    # Before torch is loaded: what its sockets warn of when a peer leaves is a page of C++ frames beside our one line.
+    # Set before torch is imported: its warnings about lost peers are a page of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if argv is None else argv)
     failing = Failing(debug=_debug_asked(words))
@@ -150,14 +149,14 @@ def _train(words: list[str], failing: Failing) -> int:
     validate(resolved.args, failing.runtime.world_size, failing.runtime.local_world_size)
     from smp_train.models.resolve import settled_flags
 
-    settled_flags(resolved.args)  # an unknown preset is known to be one before any rank waits for another
+    settled_flags(resolved.args)  # refuses an unknown preset before any rank waits for another
     code = int(_import("train").main(resolved, failing.runtime))
     ignore_repeats()
     return code
 
 
 def _with_expected_name(resolved: Resolved) -> Resolved:
-    """Return the settings with the name that a run without one would take now; what it resumes from decides that."""
+    """Return the settings with the name that a run without one would take, unless it resumes."""
     from smp_train.arguments.run_name import fresh_names, named
     from smp_train.telemetry.run_folder import RunFolder
 
@@ -170,7 +169,7 @@ def _with_expected_name(resolved: Resolved) -> Resolved:
 
 
 def _import(name: str) -> ModuleType:
-    """Import a verb's module; a missing third-party package is the user's to install."""
+    """Import a verb's module; `ConfigError` for a missing third-party package."""
     try:
         return importlib.import_module(VERBS[name].module)
     except ModuleNotFoundError as missing:
@@ -183,7 +182,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _debug_asked(words: Sequence[str]) -> bool:
-    """Say whether --debug is on, before anything is parsed that could fail."""
+    """Return whether --debug is on, before arguments are parsed."""
     asked = False
     for index, word in enumerate(words):
         flag, equals, value = word.partition("=")
@@ -194,7 +193,7 @@ def _debug_asked(words: Sequence[str]) -> bool:
 
 
 def _without_debug(words: Sequence[str]) -> list[str]:
-    """Drop --debug and its value, for verbs whose own parsers do not know it."""
+    """Drop --debug and its value, which the parsers of verbs do not know."""
     from smp_train.arguments.values import is_bool
 
     kept: list[str] = []
@@ -210,7 +209,7 @@ def _without_debug(words: Sequence[str]) -> list[str]:
     return kept
 
 
-# What communication libraries say when the other end is gone or silent; its own message tells why.
+# Messages of communication libraries about a lost or silent peer, whose own message gives the cause.
 SAYS_LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited", re.IGNORECASE
 )
@@ -232,7 +231,7 @@ def _internal(error: Exception) -> str:
 
 
 def _report(error: Exception, text: str, code: int, failing: Failing) -> None:
-    """Print the one line, from the ranks that have something to say, and leave it for peers and launcher."""
+    """Print the line on the ranks that report it, and pass it to peers and launcher."""
     callstack = redacted("".join(traceback.format_exception(error))) if failing.debug else ""
     sys.stderr.write(callstack)
     runtime = failing.runtime
@@ -242,16 +241,16 @@ def _report(error: Exception, text: str, code: int, failing: Failing) -> None:
     text = redacted(" ".join(text.split()))
     if not (lost or repeats):
         failures.tell_peers(text.removeprefix("error: "))
-    # Until the ranks try to meet, all processes of a node fail alike: one says so. Who is still here after that speaks
-    # as well: this launcher ends nobody, or the one that speaks has not come to it, and would be ended before it does.
+    # Before rendezvous all processes of a node fail for the same reason, and local rank 0 reports it. The others report
+    # it too if they still run after the wait: the launcher kills nobody, or local rank 0 has not failed yet.
     if runtime is not None and runtime.local_rank > 0 and not start_attempted():
         time.sleep(ALIKE_SECONDS)
     where = ""
     if runtime is not None:
         where = f"[rank {runtime.rank} on {runtime.hostname}] "
-    # Rank 0 and the rank that failed speak; the others would repeat them.
+    # Rank 0 and the failing rank report; other ranks would repeat them.
     if not repeats or runtime is None or runtime.rank == 0:
-        # In one write: print makes two where Python does not buffer, as under torchrun, and ranks share the stream.
+        # One write: unbuffered print makes two, as under torchrun, and ranks share the stream.
         sys.stderr.write(f"smp-train: {where}{text}\n")
     cause = os.environ.get(CAUSE_VARIABLE)
     if lost and cause:
@@ -264,9 +263,9 @@ def _report(error: Exception, text: str, code: int, failing: Failing) -> None:
 
 
 def _leave(code: int) -> None:
-    """End the process at once where peers may wait in a collective that this rank will never enter.
+    """Exit immediately where peers may wait in a collective that this rank will never enter.
 
-    Leaving in order would wait for them: destroying the group, and threads of its backends.
+    An orderly exit would wait for them while it destroys the process group.
     """
     if world_size() > 1:
         sys.stdout.flush()

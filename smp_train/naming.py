@@ -1,4 +1,4 @@
-"""Which run this is: its name and id, its folders, and whose checkpoints it goes on from."""
+"""Identity of a run: its name, id and folders, and the run whose checkpoints it resumes from."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from smp_train.telemetry.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Start:
-    """How a run starts."""
+    """The identity of a run and the origin of its first step."""
 
     run: RunId
     origin: Origin | None
-    """What it goes on from; None where it begins afresh."""
+    """The checkpoints to resume from; None for a fresh start."""
 
     @property
     def continues(self) -> bool:
-        """Whether it goes on with the run that wrote what it starts from, rather than begin a new one there."""
+        """Whether this is the run that wrote these checkpoints, rather than a new one that starts from them."""
         return self.origin is not None and self.origin.run.name == self.run.name
 
 
 def settle(resolved: Resolved, ranks: Runtime) -> tuple[Resolved, Start]:
-    """Give the run its name, its id and its folders; collective.
+    """Determine the run's name, id and folders; collective.
 
-    The name is the one given, else that of the run to resume, else that of an explicit run folder's run, else a fresh
-    one. The id is that of the checkpoints to resume, if they are of a run of this name, else it is drawn. An evaluation
-    takes no name over: its run folder would be that of a run that may be training.
+    The name is the one given, else that of the run to resume, else that of the run in an explicit run folder, else a
+    fresh one. The id is that of the checkpoints to resume if they are of a run of this name, else a fresh one. An
+    evaluation does not take the name of the run to resume, whose run folder may be in use by training.
     """
     start = distributed.on_main("choosing the run's name", lambda: _choose(resolved))
     resolved = named(resolved, start.run.name, "the run that is resumed" if start.continues else "a fresh name")
@@ -84,7 +84,7 @@ def _origin(args: Arguments, place: str, name: str) -> Origin | None:
 
 
 def fresh_name(args: Arguments) -> str:
-    """Return a name that no other run has, and make its run folder; in an explicit one, the name that goes with it."""
+    """Return an unused name and create its run folder; with an explicit run folder, the name derived from that."""
     if args.run_dir:
         return next(fresh_names(args))
     try:
@@ -99,7 +99,7 @@ def fresh_name(args: Arguments) -> str:
 
 
 def described(args: Arguments, start: Start, found: Checkpoint | None) -> str:
-    """Say in one line what the checkpoint folders hold, and what this run will do with them. Not collective."""
+    """Return a line on the content of the checkpoint folders and the run's use of them. Not collective."""
     run = start.run
     held = [f"{folder} holds {summary(folder, run)}" for folder in args.checkpoint_dir if not is_node_local(folder)]
     if args.evaluate_only:
@@ -117,7 +117,7 @@ def described(args: Arguments, start: Start, found: Checkpoint | None) -> str:
 
 
 def how_to_resume(resolved: Resolved, ranks: Runtime) -> str:
-    """Say how to go on with this run: by the same command, or by one with what that lacks."""
+    """Return the command that resumes this run, the same one or with flags added."""
     args = resolved.args
     folder = next(folder for folder in args.checkpoint_dir if not is_node_local(folder))
     from_there = normal(args.resume_from_checkpoint or "") == normal(folder)

@@ -1,4 +1,4 @@
-"""What a run writes of its model: checkpoints, and beside them or at the end the model as Hugging Face has it."""
+"""Output of a run: checkpoints, and Hugging Face models beside them or at the end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from smp_train.telemetry.run_folder import versions
 log = get_logger()
 
 MODEL_FOLDER = "hf"
-"""Within a checkpoint, where --checkpoint_type full writes the model."""
+"""Sub-folder of a checkpoint for the model of --checkpoint_type full."""
 
 
 def save(run: Run, *, force: bool) -> None:
-    """Write a checkpoint of this step and commit it, unless it is there already; collective."""
+    """Save and commit a checkpoint of this step, unless it is saved already; collective."""
     progress = run.progress
     if run.saved_step == progress.step:
         return
@@ -53,7 +53,7 @@ def save(run: Run, *, force: bool) -> None:
 
 
 def report_saves(run: Run) -> None:
-    """Wait for the save that is being written, if there is one, and tell what has been committed; collective."""
+    """Wait for a save in progress, and log what has been committed; collective."""
     for saved in run.checkpoints.finish():
         if saved.durable:
             run.saved_path = saved.path
@@ -64,7 +64,7 @@ def report_saves(run: Run) -> None:
 
 
 def end_saves(run: Run) -> None:
-    """Let a save that is under way come to its end, as the run is about to fail of something else; collective."""
+    """Finish a save in progress before the run fails for another reason; collective."""
     try:
         report_saves(run)
     except CheckpointError as failure:
@@ -72,7 +72,7 @@ def end_saves(run: Run) -> None:
 
 
 def save_last(run: Run) -> None:
-    """Save the last completed step, unless it is saved, as the run is about to fail of its data; collective."""
+    """Save the last completed step, unless it is saved, before the run fails because of its data; collective."""
     if run.result is not None and not all(map(math.isfinite, train_utils.read(run.backend, run.result))):
         log.warning("Step %d is not saved: its loss is not a number", run.progress.step, extra=ALL_RANKS)
         end_saves(run)
@@ -85,7 +85,7 @@ def save_last(run: Run) -> None:
 
 
 def complete_models(run: Run, step: int) -> None:
-    """Write the models that a run which was cut short left out beside its checkpoints of ``step``; collective."""
+    """Write models missing beside checkpoints of ``step``, after an interrupted start; collective."""
     for folder in run.args.checkpoint_dir:
         if is_node_local(folder):
             continue
@@ -102,7 +102,7 @@ def _without_model(storage: CheckpointFolder, run: RunId, step: int) -> list[str
 
 
 def save_final_model(run: Run) -> None:
-    """Write the model of the last checkpoint, which is the final one, as Hugging Face has it; collective."""
+    """Write the model of the final checkpoint as a Hugging Face folder; collective."""
     assert run.args.model_dir is not None, "checked by arguments.validate"
     write_model(run, run.saved_path, run.args.model_dir)
 
@@ -110,8 +110,8 @@ def save_final_model(run: Run) -> None:
 def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     """Write the model of a checkpoint as a Hugging Face folder; collective.
 
-    Rank 0 writes, one tensor at a time, and the others wait: the folder may be its node's own. Where checkpoints have
-    other names, it writes what the backend gathers.
+    Rank 0 writes, one tensor at a time, and the others wait, as the folder may be local to its node. Where parameter
+    names in checkpoints are not Hugging Face's, it writes the weights that the backend gathers.
     """
     weights = run.backend.full_weights(run.model)
     with distributed.together(f"writing the model to {folder}"):

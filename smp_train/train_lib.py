@@ -10,12 +10,13 @@ from itertools import islice
 
 from smp_train import distributed, train_utils
 from smp_train.arguments import Resolved
-from smp_train.build_run import Progress, Run, build_run, imported_position, layout
+from smp_train.build_run import Progress, Run, build_run, layout
 from smp_train.checkpoints import Checkpoint
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
 from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.naming import how_to_resume
+from smp_train.resume import imported_position
 from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model, save_last
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import batch_line, get_logger, validation_line

@@ -1,11 +1,11 @@
-"""The backend for SMP v2: FSDP1 under ``torch.sagemaker``, in the order its documentation prescribes.
+"""Backend for SMP v2: FSDP1 under ``torch.sagemaker``, in the order its documentation prescribes.
 
-Runs on torch 2.4.1 to 2.5.1 with transformers 4.44.2, the last containers of SMP, as on today's versions: nothing that
-those lack is imported here.
+Imports only what torch 2.4.1 to 2.5.1 and transformers 4.44.2, of SMP's last containers, provide.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import random
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
 
 from smp_train import losses
@@ -46,11 +47,11 @@ class SmpBackend(Backend):
     """SMP's hybrid sharding, tensor, context and expert parallelism, and activation offloading."""
 
     name = "smp"
-    # What SMP's asynchronous saver writes is promised to be read by SMP only.
+    # SMP documents the format of its asynchronous saver as readable by SMP only.
     checkpoint_type = "sharded"
 
     def __init__(self, args: Arguments, ranks: Runtime, device: torch.device, library: Any) -> None:
-        """Take over SMP, started by `smp_library.start`. Raises `ConfigError` for what this backend cannot do."""
+        """Use SMP as started by `smp_library.start`. Raises `ConfigError` for unsupported settings."""
         refuse(args)
         self.args, self.device, self.library = args, device, library
         self.transforms = transforms(args)
@@ -59,7 +60,7 @@ class SmpBackend(Backend):
         degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=True)
         tensor, context = degrees.tensor, degrees.context
         self.shard = degrees.sharded
-        # Ranks of one sample are neighbours, tensor ranks innermost; expert ranks read samples of their own.
+        # Ranks of one sample are adjacent, tensor ranks innermost; expert ranks read different samples.
         self.topology = Topology(
             device=device,
             dp_rank=degrees.data_rank(ranks.rank),
@@ -107,7 +108,7 @@ class SmpBackend(Backend):
         real = smp_model.give_weights(model, weights, delayed=args.delayed_param, seed=seed)
         own = None if self.transforms else module_initialiser(model, seed)
         layer = type(build.decoder_layers(model)[0][1])
-        # What SMP draws itself comes from torch's generators, alike on all ranks, so that replicas are equal.
+        # SMP draws from torch's generators, which are seeded equally on all ranks so that replicas are equal.
         random.seed(seed)
         torch.manual_seed(seed)
         hub = None
@@ -159,9 +160,7 @@ class SmpBackend(Backend):
         return wrapped
 
     def _settle_layout(self) -> bool:
-        """Tell whether parameters are cut, by what FSDP has made of the strategy, and put the mesh right by it."""
-        import torch.distributed.fsdp as fsdp
-
+        """Return whether parameters are sharded, by FSDP's own strategy, and correct the mesh accordingly."""
         whole = self._root.sharding_strategy is fsdp.ShardingStrategy.NO_SHARD
         shard = 1 if whole else int(self._root.process_group.size())
         if shard != self.shard:
@@ -178,7 +177,7 @@ class SmpBackend(Backend):
         return self._saver
 
     def check_rows(self, attention_mask: Tensor | None, samples: Sequence[str]) -> None:
-        """See `Backend.check_rows`: without a mask, causal attention hides padding behind a row, and no other."""
+        """See `Backend.check_rows`: without a mask, causal attention hides only padding after the tokens."""
         if attention_mask is None or not self.transforms:
             return
         in_front = (attention_mask[:, 1:] > attention_mask[:, :-1]).any(dim=1)
@@ -200,13 +199,13 @@ class SmpBackend(Backend):
     ) -> Tensor:
         """See `Backend.loss_sum`.
 
-        FSDP1 averages gradients over all ranks that do not share matrices, where the loss is a sum: the gradient is
-        scaled back on its way in.
+        FSDP1 averages gradients over all ranks that do not share matrices, but the loss is a sum: the gradient is
+        scaled by their number.
         """
         targets = losses.shift(labels)
         if self.topology.cp_size > 1:
             input_ids, targets = self._piece(input_ids), self._piece(targets)
-        # SMP's own implementation is causal by itself, and Transformer Engine's masks mean the opposite of ours.
+        # SMP's own implementation is always causal, and Transformer Engine's masks have the opposite meaning.
         mask = None if self.transforms else attention_mask
         inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask}
         if position_ids is not None:
@@ -225,40 +224,36 @@ class SmpBackend(Backend):
         return scaled
 
     def _piece(self, sequence: Tensor) -> Tensor:
-        """Return what this rank keeps of ``[batch, seq]``: pieces r and 2 * degree - 1 - r of 2 * degree."""
+        """Return this rank's part of ``[batch, seq]``: pieces r and 2 * degree - 1 - r of 2 * degree."""
         pieces = sequence.chunk(2 * self.topology.cp_size, dim=1)
         rank = self.topology.cp_rank
         return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
 
     @contextmanager
     def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:
-        """See `Backend.accumulation`: gradients are reduced to shards each time, so that no rank holds a whole one."""
+        """See `Backend.accumulation`: gradients are reduced to shards in each micro-batch, never whole on a rank."""
         yield
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """See `Backend.clip_grad_norm`; the root is given without its offloading, which SMP takes from 2.8 on only."""
-        from importlib import import_module
-
-        clip = import_module("torch.sagemaker.grad_norm").clip_grad_norm_
+        """See `Backend.clip_grad_norm`; without the offloading wrapper, which SMP accepts from 2.8 on."""
+        clip = importlib.import_module("torch.sagemaker.grad_norm").clip_grad_norm_
         norm: Tensor = clip(self._root, max_norm if max_norm > 0 else math.inf)
         return norm
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """See `Backend.sum_over_data`: tensor peers hold the same values, and count once."""
+        """See `Backend.sum_over_data`: tensor ranks hold equal values, which count once."""
         dist.all_reduce(values)
         return values.div_(self.topology.tp_size)
 
     def decays(self, name: str, parameter: Tensor) -> bool:
-        """See `Backend.decays`; FSDP1 shows each rank one-dimensional pieces, so dimensions were noted before."""
+        """See `Backend.decays`; dimensions were recorded before FSDP1 flattened the parameters."""
         return canonical_name(name) in self._matrices
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """See `Backend.full_weights`; SMP translates its own implementation's names back."""
+        """See `Backend.full_weights`; SMP translates the names of its own implementation."""
         if not self.transforms:
             return None
-        import torch.distributed.fsdp as fsdp
-
-        # Where it is on the host already, offloading hands out what FSDP frees on its way out.
+        # On a CPU, offloading would return tensors that FSDP frees on leaving the context.
         whole = fsdp.FullStateDictConfig(offload_to_cpu=self.device.type != "cpu", rank0_only=True)
         with fsdp.FullyShardedDataParallel.state_dict_type(self._root, fsdp.StateDictType.FULL_STATE_DICT, whole):
             weights: dict[str, Tensor] = self._root.state_dict()
@@ -278,7 +273,7 @@ class SmpBackend(Backend):
 
 
 def transforms(args: Arguments) -> bool:
-    """Tell whether SMP's own implementation of the model is used."""
+    """Return whether SMP's own implementation of the model is used."""
     return bool(
         args.use_smp_implementation
         or args.moe
@@ -287,7 +282,7 @@ def transforms(args: Arguments) -> bool:
 
 
 def refuse(args: Arguments) -> None:
-    """Raise `ConfigError` for what does not go together on SMP, and for what the native backend alone has."""
+    """Raise `ConfigError` for settings that SMP does not support, alone or together."""
     for name, why in (
         ("use_torch_compile", "SMP's containers do not compile FSDP1 models"),
         ("cpu_offload", "SMP has no offloading of parameters"),
@@ -326,7 +321,7 @@ def refuse(args: Arguments) -> None:
 
 
 def refuse_model(config: Any, args: Arguments) -> None:
-    """Raise `ConfigError` for a Mistral that looks back a window, and what SMP does not have for it."""
+    """Raise `ConfigError` for settings that SMP does not support with a sliding window."""
     window = getattr(config, "sliding_window", None)
     if config.model_type != "mistral" or window is None:
         return

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from smp_train import distributed, losses
 from smp_train.arguments import checkpointing
@@ -122,9 +125,6 @@ def wrap(
         real: Whether this rank's parameters are allocated.
         device: Device of the parameters.
     """
-    import torch.distributed.fsdp as fsdp
-    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-
     initialiser: Any = None
     if not real:
         maker = smp_library.part("delayed_param", "--delayed_param 1").DelayedParamIniter
@@ -145,7 +145,7 @@ def wrap(
             model,
             auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer}),
             mixed_precision=precision,
-            sharding_strategy=_strategy(fsdp.ShardingStrategy, args.sharding_strategy),
+            sharding_strategy=fsdp.ShardingStrategy[args.sharding_strategy.upper()],
             backward_prefetch=fsdp.BackwardPrefetch[args.backward_fetch_policy.upper()],
             forward_prefetch=args.forward_prefetch,
             limit_all_gathers=args.limit_all_gathers,
@@ -155,17 +155,6 @@ def wrap(
             post_param_init_fn=None if initialiser is None else initialiser.get_post_param_init_fn(),
             sync_module_states=from_rank0,
         )
-
-
-def _strategy(strategies: Any, name: str) -> Any:
-    known = {
-        "full_shard": strategies.FULL_SHARD,
-        "hybrid_shard": strategies.HYBRID_SHARD,
-        "shard_grad_op": strategies.SHARD_GRAD_OP,
-        "_hybrid_shard_zero2": strategies._HYBRID_SHARD_ZERO2,
-        "no_shard": strategies.NO_SHARD,
-    }
-    return known[name]
 
 
 def checkpoint(root: nn.Module, args: Arguments, layer: type, fp8: Fp8 | None) -> None:
@@ -196,8 +185,6 @@ def _inside(layers: list[nn.Module], kind: type) -> list[nn.Module]:
 
 
 def _apply(root: nn.Module, modules: list[nn.Module], *, reentrant: bool, checkpoint_fn: Any = None) -> None:
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
-
     ids = {id(module) for module in modules}
     kind = wrappers.CheckpointImpl.REENTRANT if reentrant else wrappers.CheckpointImpl.NO_REENTRANT
     options = {} if checkpoint_fn is None else {"checkpoint_fn": checkpoint_fn}
@@ -210,8 +197,6 @@ def _apply(root: nn.Module, modules: list[nn.Module], *, reentrant: bool, checkp
 
 def offload(root: nn.Module) -> nn.Module:
     """Return the root wrapped for activation offloading of its checkpointed layers."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
-
     return wrappers.offload_wrapper(root)
 
 

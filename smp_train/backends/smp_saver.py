@@ -1,8 +1,8 @@
 """Saving and loading through SMP's own checkpoint modules, by the recipes of its documentation.
 
-Ranks that hold the same shards make up a replication group; the first of each, whose replication rank is 0, writes.
-Those that share parameters with each other write one tree together. Tensor and expert ranks hold parameters of SMP's
-own names and cuts, and each has a tree of its own, ``tp<rank>_ep<rank>``.
+Ranks that hold the same shards form a replication group, of which replication rank 0 writes. Ranks of one shard group
+write one tree together. Tensor and expert ranks hold parameters under SMP's own names and splits, and each writes its
+own tree, ``tp<rank>_ep<rank>``.
 """
 
 from __future__ import annotations

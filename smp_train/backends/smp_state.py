@@ -1,4 +1,4 @@
-"""What FSDP1 holds as the tree that the native backend saves: same names, same shapes, DTensors."""
+"""State of FSDP1 as the tree that the native backend saves: same names, shapes and DTensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed.fsdp as fsdp
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from smp_train.checkpoints.state import State, arranged, create_optimizer_state
 from smp_train.distributed.dtensor import DTensor, Shard
@@ -17,22 +19,20 @@ from smp_train.models.hub_names import canonical_name, hub_names
 
 
 class Tree:
-    """The state of a model that FSDP1 wraps, and of its optimizer, to save and to load, under the hub's names.
+    """The state of a model wrapped by FSDP1 and of its optimizer, under the hub's names.
 
-    A part of a parameter is what FSDP1's sharded state dict gives: the rank's ``torch.chunk`` of the first dimension,
-    as in FSDP2, so checkpoints of either load into the other. Replicas hold the same pieces.
+    A rank's part of a parameter is that of FSDP1's sharded state dict: its ``torch.chunk`` of the first dimension, as
+    in FSDP2, so checkpoints of either load into the other.
 
     Args:
         root: The FSDP module.
-        names: Canonical names of its parameters, tied ones once, as they were before it was wrapped.
-        sharded: Whether parameters are cut at all.
-        device: Where they are.
-        raw: Whether `gather` returns FSDP1's own sharded tensors, which SMP's saver is made for, in place of DTensors.
+        names: Canonical names of its parameters before wrapping, tied ones once.
+        sharded: Whether parameters are sharded.
+        device: Device of the parameters.
+        raw: Whether `gather` returns FSDP1's sharded tensors, as SMP's saver expects, instead of DTensors.
     """
 
     def __init__(self, root: Any, names: list[str], *, sharded: bool, device: torch.device, raw: bool) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-
         self.root, self.names, self.sharded, self.raw = root, set(names), sharded, raw
         self.hub_names = hub_names(root)
         self.mesh: Any = None
@@ -45,9 +45,7 @@ class Tree:
         return self._arranged(*self._read(optimizer), convert=not self.raw)
 
     def load(self, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]) -> None:
-        """Let ``read`` fill the tree, and give what it brought to the model and the optimizer; collective."""
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
+        """Let ``read`` fill the tree, and load it into the model and the optimizer; collective."""
         create_optimizer_state(optimizer)
         model, optim = self._read(optimizer)
         read(self._arranged(model, optim, convert=True))
@@ -55,9 +53,8 @@ class Tree:
             return  # the tensors are the model's and the optimizer's own
         with self._as_sharded():
             self.root.load_state_dict(model)
-            optimizer.load_state_dict(
-                FSDP.optim_state_dict_to_load(model=self.root, optim=optimizer, optim_state_dict=optim)
-            )
+            to_load = fsdp.FullyShardedDataParallel.optim_state_dict_to_load
+            optimizer.load_state_dict(to_load(model=self.root, optim=optimizer, optim_state_dict=optim))
 
     def _arranged(self, model: dict[str, Any], optim: dict[str, Any], *, convert: bool) -> State:
         for what, found in (("model", model), ("optimizer", optim["state"])):
@@ -69,11 +66,11 @@ class Tree:
                 )
 
         def made(name: str, value: Any) -> Any:
-            # What becomes several tensors, each whole on a rank, is no sharded tensor any more.
+            # A parameter that becomes several tensors, each whole on a rank, is no longer a sharded tensor.
             several = len(self.hub_names.tensors.get(name, ())) > 1
             return self._as_dtensor(value) if convert or several else value
 
-        # What is no parameter stays out: Transformer Engine's _extra_state, the history of FP8's scales.
+        # Excludes Transformer Engine's _extra_state (the history of FP8 scales), which is no parameter.
         tensors = {name: made(name, value) for name, value in model.items() if name in self.names}
         state = {
             name: {key: made(name, value) for key, value in values.items()} for name, values in optim["state"].items()
@@ -81,17 +78,15 @@ class Tree:
         return arranged(self.hub_names, tensors, state)
 
     def _read(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return FSDP1's own state dicts under canonical names; a tied weight is one tensor under all of its."""
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
+        """Return FSDP1's state dicts under canonical names; all names of a tied weight share one tensor."""
         if not self.sharded:
             parameters = {canonical_name(name): p for name, p in self.root.named_parameters()}
             state = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
             return {name: p.detach() for name, p in parameters.items()}, {"state": state}
         with self._as_sharded():
             model = {canonical_name(name): value for name, value in self.root.state_dict().items()}
-            optim = FSDP.optim_state_dict(self.root, optimizer)
-        # Tied weights: what is loaded into the first must reach the others.
+            optim = fsdp.FullyShardedDataParallel.optim_state_dict(self.root, optimizer)
+        # Tied weights: values loaded into the first name must reach the others.
         first = {name for name in model if name in self.names}
         for alias, target in self._aliases(model, first).items():
             model[alias] = model[target]
@@ -99,7 +94,7 @@ class Tree:
         return model, optim
 
     def _aliases(self, model: dict[str, Any], first: set[str]) -> dict[str, str]:
-        """Return the other names of tied weights, each with its first."""
+        """Return the first name of each further name of a tied weight."""
         module = self.root.module
         of: dict[int, str] = {}
         found = {}
@@ -112,10 +107,8 @@ class Tree:
 
     @contextmanager
     def _as_sharded(self) -> Iterator[None]:
-        import torch.distributed.fsdp as fsdp
-
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch: FSDP1's state dicts are to go
+            warnings.simplefilter("ignore", FutureWarning)  # FSDP1's state dicts are deprecated
             with fsdp.FullyShardedDataParallel.state_dict_type(
                 self.root,
                 fsdp.StateDictType.SHARDED_STATE_DICT,

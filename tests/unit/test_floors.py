@@ -18,6 +18,7 @@ FLOORS = [
     {"train_lib"},
     {"saving"},
     {"build_run"},
+    {"resume"},
     {"train_utils", "naming"},
     {"backends", "data", "checkpoints", "telemetry", "stop"},
     {"parallel"},

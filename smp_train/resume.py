@@ -1,0 +1,83 @@
+"""What a run resumes from: lookup of the checkpoint, comparison of the models, position in the data."""
+
+from __future__ import annotations
+
+from smp_train import distributed
+from smp_train.arguments import Arguments
+from smp_train.checkpoints import Checkpoint, foreign
+from smp_train.checkpoints.node_local import find_newest, is_node_local
+from smp_train.data.pipelines.data_pipeline import Loader
+from smp_train.distributed import ALL_RANKS
+from smp_train.errors import CheckpointError
+from smp_train.models.configuration import changes_from
+from smp_train.models.resolve import ModelSpec
+from smp_train.naming import Start
+from smp_train.telemetry.logging_utils import get_logger
+
+log = get_logger()
+
+
+def look_for_checkpoint(args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]) -> Checkpoint | None:
+    """Return the newest committed checkpoint that the run can resume from, None for a fresh start; collective.
+
+    Without one, the newest checkpoint of SMP's sample scripts.
+    """
+    location = args.resume_from_checkpoint
+    if location is None:
+        _log_foreign(args)
+        return None
+    found = None
+    whose = start.run if start.origin is None else start.origin.run
+    if not foreign.is_named(location):
+        found = find_newest(
+            location, args.checkpoint_dir, run=whose, mesh=mesh, strict=args.strict_resume,
+            rename=start.continues and not args.evaluate_only,
+        )  # fmt: skip
+    if found is None:
+        found = foreign.find(location, spec.config, strict=args.strict_resume)
+        if found is not None and found.step < 1:
+            raise CheckpointError(
+                f"{found.path} does not say of which step it is; start from it with --finetune 1 "
+                f"--pretrained_checkpoint_file {found.path}"
+            )
+    if found is None:
+        log.info("No committed checkpoint in %s yet", location)
+    return found
+
+
+def _log_foreign(args: Arguments) -> None:
+    """Log the checkpoints of SMP's sample scripts in the folders of a run that resumes from none; collective."""
+    with distributed.together("looking into the checkpoint folders"):
+        for folder in args.checkpoint_dir:
+            names = [] if is_node_local(folder) else foreign.names_in(folder)
+            if names:
+                log.info(
+                    "%s holds %d checkpoints of SMP's sample scripts, the newest is %s: they stay as they are; to go "
+                    "on from them, --resume_from_checkpoint %s", folder, len(names), names[0], folder,
+                )  # fmt: skip
+
+
+def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
+    """Raise `CheckpointError` where a checkpoint's model is another function than the run's. Not collective."""
+    different = changes_from(found.meta, spec.config)
+    if different and not args.allow_model_change:
+        raise CheckpointError(
+            f"{found.path} is of another model ({'; '.join(different)}); give the checkpoint's flags, or "
+            "--allow_model_change 1 to go on with this one"
+        )
+    if different:
+        log.warning("The model is not that of %s: %s", found.path, "; ".join(different), extra=ALL_RANKS)
+
+
+def imported_position(found: Checkpoint, training: Loader) -> tuple[int, str]:
+    """Return the number of samples of this run's order to skip, and the counter of SMP's sample it follows from.
+
+    The sample counts sequences per data rank, which become global batches of this run. Its order differs.
+    """
+    recorded = found.meta.get("imported", {})
+    batches, by = found.step, "its step"
+    size = recorded.get("cli_args.train_batch_size")
+    if size and "resume_from_sequence_number" in recorded:
+        accumulated = recorded.get("cli_args.gradient_accumulation_steps") or 1
+        batches, by = recorded["resume_from_sequence_number"] // (size * accumulated), "resume_from_sequence_number"
+    return (batches * training.global_batch, by) if training.rows_in_epoch is not None else (0, "nothing")
