@@ -78,8 +78,8 @@ def _missing(objects: list[Shard], folder: str) -> list[Shard]:
 
 def _remove_earlier(place: str, folder: str, location: str) -> None:
     """Remove copies of other versions of a place that no process reads; where files cannot be locked, they stay."""
-    for other in Path(place).parent.glob(f"{Path(place).name}-*/"):
-        if str(other) == folder:
+    for other in Path(place).parent.glob(f"{Path(place).name}-*"):
+        if str(other) == folder or not other.is_dir():
             continue
         with contextlib.suppress(NotImplementedError, OSError):
             lock = take(str(other))
@@ -101,7 +101,7 @@ def _warn_of_room(location: str, folder: str, size: int) -> None:
     """Warn when there is no room for what is to be copied, with the copies that could make some."""
     free = shutil.disk_usage(folder).free
     if size > free:
-        others = [path for path in Path(folder).parent.glob(f"{PREFIX}*/") if str(path) != folder]
+        others = [path for path in Path(folder).parent.glob(f"{PREFIX}*") if path.is_dir() and str(path) != folder]
         logger.warning(
             "%s: has room for %.2f GB, but %.2f GB of %s are to be copied there; copies of other places "
             "(%s* beside it) take %.2f GB: remove what no run reads, or give another --data_cache_dir",

@@ -56,9 +56,12 @@ def claim_slot(folder: str) -> tuple[str, FolderLock | None]:
     os.makedirs(slot, exist_ok=True)
     for path in Path(slot).glob(".*.tmp"):
         path.unlink(missing_ok=True)
-    for other in Path(folder).glob(f"{SLOT}-*/"):
-        if str(other) != slot and take(str(other)) is not None:
-            shutil.rmtree(other, ignore_errors=True)
+    for other in Path(folder).glob(f"{SLOT}-*"):
+        if str(other) != slot and other.is_dir():
+            ended = take(str(other))
+            if ended is not None:
+                shutil.rmtree(other, ignore_errors=True)
+                ended.release()
     return slot, lock
 
 

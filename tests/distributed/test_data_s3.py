@@ -103,7 +103,8 @@ def nodes(tmp_path_factory):
         gets = Counter(key for key, _ in server.gets if key != "?list" and "manifest" not in key)
         whole = open_source("s3://nodes/windows", vocab_size=99, cache_dir=str(folder / "whole"))
         assert not list((folder / "cache").rglob(".*.tmp"))
-        assert {path.name for path in (folder / "cache").rglob("slot-*/")} == {"slot-0"}, "one for all ranks of a disk"
+        slots = {path.name for path in (folder / "cache").rglob("slot-*") if path.is_dir()}
+        assert slots == {"slot-0"}, "one for all ranks of a disk"
         yield results, gets, whole
 
 
