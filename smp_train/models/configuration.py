@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from smp_train.errors import ConfigError, one_line
+from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.families import FAMILIES, ROPE_SCALING, Family, other_family
 from smp_train.models.hugging_face import transformers4_names
 
@@ -111,9 +111,15 @@ def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
 
 
 def changes_from(meta: dict[str, Any], config: PretrainedConfig) -> list[str]:
-    """Return the `changes` from the model that a checkpoint's ``meta`` tells of; none where it does not."""
+    """Return the `changes` from the model that a checkpoint's ``meta`` tells of; none where it does not.
+
+    Raises `CheckpointError` where transformers refuses the configuration there.
+    """
     saved = meta.get("model_config", with_sample_flags(meta.get("imported", {}), config))
-    return changes(saved, config) if isinstance(saved, dict) else []
+    try:
+        return changes(saved, config) if isinstance(saved, dict) else []
+    except Exception as failure:  # transformers' validation raises classes of several libraries
+        raise CheckpointError(f"the configuration in the checkpoint is not valid: {one_line(failure)}") from failure
 
 
 def with_sample_flags(recorded: dict[str, Any], config: PretrainedConfig) -> dict[str, Any] | None:

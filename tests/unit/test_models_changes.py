@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from smp_train.models.configuration import changes, with_sample_flags
+from smp_train.errors import CheckpointError
+from smp_train.models.configuration import changes, changes_from, with_sample_flags
 from smp_train.models.resolve import resolve
 
 WIDTHS = {
@@ -88,3 +89,8 @@ def test_a_checkpoint_of_the_sample_that_says_nothing_of_its_model_is_not_compar
     assert with_sample_flags({"total_steps": 2}, config()) is None
     pretrained = {"cli_args.num_heads": 8, "cli_args.hf_pretrained_model_name_or_dir": "there"}
     assert with_sample_flags(pretrained, config()) is None
+
+
+def test_a_configuration_that_is_not_valid_is_a_checkpoint_error() -> None:
+    with pytest.raises(CheckpointError):
+        changes_from({"model_config": config().to_dict() | {"rope_scaling": [1]}}, config())
