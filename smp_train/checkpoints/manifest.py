@@ -13,7 +13,7 @@ import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from smp_train.arguments.run_name import CHECKPOINT_NAME, is_run_name
 from smp_train.errors import CheckpointError
@@ -28,7 +28,6 @@ META = "meta.json"
 METADATA = ".metadata"
 """DCP's index of a tree."""
 FORMAT = 1
-CHUNK_BYTES = 4 << 20
 
 DAMAGED, ABANDONED = "damaged", "abandoned"
 """Why a checkpoint was set aside: its files are not those written, or a run went back to before it."""
@@ -118,11 +117,6 @@ def checksum_of(chunks: Iterable[bytes]) -> FileRecord:
     for chunk in chunks:
         found.add(chunk)
     return found.record()
-
-
-def checksum(stream: BinaryIO) -> FileRecord:
-    """Read ``stream`` to its end and return its record."""
-    return checksum_of(iter(lambda: stream.read(CHUNK_BYTES), b""))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from smp_train.errors import ConfigError, SmpTrainError, install
+from smp_train.errors import ConfigError, SmpTrainError, install, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ ACTIONS = {
     "delete_object": "s3:DeleteObject", "delete_objects": "s3:DeleteObject", "copy_object": "s3:PutObject",
     "copy": "s3:PutObject", "list_objects_v2": "s3:ListBucket", "create_multipart_upload": "s3:PutObject",
     "upload_part": "s3:PutObject", "complete_multipart_upload": "s3:PutObject",
-    "upload_fileobj": "s3:PutObject", "list_multipart_uploads": "s3:ListBucketMultipartUploads",
+    "list_multipart_uploads": "s3:ListBucketMultipartUploads",
     "abort_multipart_upload": "s3:AbortMultipartUpload",
 }  # fmt: skip
 """The permission that each operation needs."""
@@ -120,11 +120,6 @@ def failures() -> tuple[type[Exception], ...]:
     from urllib3.exceptions import HTTPError
 
     return BotoCoreError, ClientError, HTTPError, ConnectionError, TimeoutError
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's text without line breaks."""
-    return " ".join(str(error).split())
 
 
 def code_of(error: BaseException) -> str:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO
 
-from smp_train.errors import CheckpointError, SmpTrainError
+from smp_train.errors import CheckpointError, SmpTrainError, one_line
 from smp_train.storage import client as s3_client
 from smp_train.storage.base import Entry, Range
-from smp_train.storage.client import SCHEME, code_of, explain, one_line, split
+from smp_train.storage.client import SCHEME, code_of, explain, split
 from smp_train.storage.prefetch import prefetched
 from smp_train.storage.upload import Upload
 
