@@ -21,13 +21,13 @@ from smp_train.models.smp_names import HubModel, Ranks
 logger = logging.getLogger("smp_train.smp")
 
 
-def each_tree_once(told: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
-    """Tell whether the ranks that write a tree are one shard group, for every tree.
+def each_tree_once(layout: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
+    """Return whether the writers of each tree are exactly one shard group.
 
-    ``told``: by rank, which tree it belongs to, whether it writes, and the ranks of its shard group.
+    ``layout``: for each rank its tree, whether it writes, and the ranks of its shard group.
     """
-    for tree in {name for name, _, _ in told}:
-        writers = [(rank, group) for rank, (name, writes, group) in enumerate(told) if writes and name == tree]
+    for tree in {name for name, _, _ in layout}:
+        writers = [(rank, group) for rank, (name, writes, group) in enumerate(layout) if writes and name == tree]
         groups = {group for _, group in writers}
         if len(groups) != 1 or set(groups.pop()) != {rank for rank, _ in writers}:
             return False
@@ -71,38 +71,38 @@ def make(
     Args:
         state: ``torch.sagemaker.state``.
         root: The FSDP module.
-        sharded: Whether parameters are cut over the ranks of its process group.
-        hub: The model on the hub where the one here is SMP's own; None where it is Hugging Face's.
-        ranks: This rank's tensor and expert rank. Trees are apart where there are several.
-        in_folders: Whether all checkpoints are saved into folders. To S3 they go through our own writer: what SMP's
-            asynchronous saver puts there itself could be recorded in COMMITTED only by reading all of it again.
+        sharded: Whether parameters are sharded over the ranks of its process group.
+        hub: The model on the hub where this one is SMP's own implementation, else None.
+        ranks: This rank's tensor and expert rank. With several of these, each writes its own tree.
+        in_folders: Whether all checkpoints are saved to folders. S3 takes our own writer: objects that SMP's
+            asynchronous saver puts there could be recorded in COMMITTED only by reading them again.
     """
-    parted = max(ranks.tensors, ranks.experts) > 1
-    torchs = Saver(hub=hub, ranks=ranks, part=ranks.folder if parted else "")
+    per_rank = max(ranks.tensors, ranks.experts) > 1
+    by_torch = Saver(hub=hub, ranks=ranks, part=ranks.folder if per_rank else "")
     first = state.ranker.get_rep_rank(dist.get_rank()) == 0
     if not sharded:
-        # Each rank holds all there is of its tree. Without parts that is what torch's DCP writes best.
-        if not parted:
-            return torchs
-        return LibrarySaver(hub=hub, ranks=ranks, part=torchs.part, writes=first, library=Library())
+        # Each rank holds its whole tree. A tree that all ranks share is written by torch's DCP.
+        if not per_rank:
+            return by_torch
+        return LibrarySaver(hub=hub, ranks=ranks, part=by_torch.part, writes=first, library=Library())
     group = root.process_group
     process_groups = smp_library.part("utils.process_group_utils", "--backend smp")
     members = process_groups.get_global_ranks(group)
-    if not each_tree_once(gather("choosing how to save", lambda: (torchs.part, first, tuple(members)))):
-        if parted:
+    if not each_tree_once(gather("choosing how to save", lambda: (by_torch.part, first, tuple(members)))):
+        if per_rank:
             raise ConfigError("SMP's replication ranks name no one writer of each shard: nothing can be saved")
-        return torchs  # so where the layout is torch's: --sharding_strategy hybrid_shard without a degree
-    if not in_folders and not parted:
+        return by_torch  # the layout is torch's own: --sharding_strategy hybrid_shard without a degree
+    if not in_folders and not per_rank:
         logger.info("Checkpoints: torch's own saver, which --checkpoint_dir in S3 has a writer for")
-        return torchs
+        return by_torch
     try:
         library = SmpLibrary(group, min(members), asynchronous=in_folders)  # its synchronous saver takes any writer
     except ConfigError as missing:
-        if parted:
+        if per_rank:
             raise
         logger.info("Checkpoints: torch's own saver; %s", missing)
-        return torchs
+        return by_torch
     which, among = members.index(dist.get_rank()), len(members)
     return LibrarySaver(
-        hub=hub, ranks=ranks, part=torchs.part, writes=first, library=library, which=which, among=among
+        hub=hub, ranks=ranks, part=by_torch.part, writes=first, library=library, which=which, among=among
     )

@@ -50,7 +50,7 @@ def load_pretrained(
         stored = WeightFiles(source, stack)
         plan, missing, left = _plan(model, stored.files)
         if missing or left:
-            raise CheckpointError(f"{location} does not fit the model: {_names('lacks', missing, left)}")
+            raise CheckpointError(f"{location} does not fit the model: {_problems(missing, left)}")
         copies = (_copies(name, param, sources, stored) for name, param, sources in plan)
         params = [param for _, param, _ in plan]
         stored.copy(_counted(itertools.chain.from_iterable(copies), params, on_progress))
@@ -67,13 +67,13 @@ def _counted(
         on_progress(done, total)
 
 
-def _names(verb: str, missing: list[str], left: list[str]) -> str:
+def _problems(missing: list[str], left: list[str]) -> str:
     def few(names: list[str]) -> str:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
-    said = [f"it {verb} {few(missing)}"] if missing else []
-    said += [f"it has {few(left)}, which the model does not"] if left else []
-    return "; ".join(said)
+    problems = [f"it lacks {few(missing)}"] if missing else []
+    problems += [f"it has {few(left)}, which the model does not"] if left else []
+    return "; ".join(problems)
 
 
 def _plan(model: nn.Module, stored: Iterable[str]) -> tuple[list[Planned], list[str], list[str]]:
