@@ -26,6 +26,9 @@ CLOSED = "met"
 MISMATCH = "odd"
 """Key in a round: why its ranks do not fit together."""
 
+GIL_SECONDS = 0.2
+"""For the threads of a group to free the tensors of the last collective, which takes the GIL."""
+
 _attempted = False
 
 
@@ -197,6 +200,9 @@ def stop() -> None:
     """End the process group if there is one; never raises."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
+        # torch before 2.6 joins the threads of a gloo group while it holds the GIL: one that still waits for the GIL
+        # would never end.
+        time.sleep(GIL_SECONDS)
         try:
             dist.destroy_process_group()
         except Exception:  # a peer may be gone already
