@@ -351,7 +351,7 @@ def mismatched(folder: str) -> str:
 
 
 def test_a_mismatch_on_one_rank_is_refused_on_all(tmp_path):
-    assert "model.surplus" in same_on_all(run(mismatched, 2, str(tmp_path)))
+    assert "model.surplus" in same_message(run(mismatched, 2, str(tmp_path)))
 
 
 def save_steps(folder: str, steps: list[int]) -> None:
