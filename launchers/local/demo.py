@@ -133,6 +133,11 @@ def last_step(run: RunFolder) -> int:
     return max((record["step"] for record in read_metrics(run.path) if "event" not in record), default=0)
 
 
+def marked_step(marker: Path) -> int | None:
+    """Return the step that `DONE` or `STOPPED` names, None without the marker."""
+    return cast(int, json.loads(marker.read_text())["step"]) if marker.exists() else None
+
+
 def stop_half_way(
     run: RunFolder, checkpoints: Path, command: list[str], *, half: int, timeout: float
 ) -> int:
@@ -143,7 +148,7 @@ def stop_half_way(
         heading(f"Stop it half way: kill -TERM {pid} (rank 0)")
         os.kill(pid, signal.SIGTERM)
         finish(process, 60)
-    step = run.stopped_step()
+    step = marked_step(run.stopped)
     if step is None:
         raise DemoFailed(f"there is no {run.stopped} after the stop")
     saved = list(checkpoints.glob(f"*-{step}steps/COMMITTED"))
@@ -168,8 +173,8 @@ def check(run: RunFolder, entropy: float, *, stopped_at: int, steps: int) -> dic
     below = entropy - MARGIN
     claims = {
         f"the run resumed at step {stopped_at}": resumed == [stopped_at],
-        f"DONE says step {steps}": run.done_step() == steps,
-        "STOPPED is gone": run.stopped_step() is None,
+        f"DONE says step {steps}": marked_step(run.done) == steps,
+        "STOPPED is gone": marked_step(run.stopped) is None,
         "the steps follow one another, none missing, none twice": numbers == sorted(set(numbers))
         and set(range(LOGGING_FREQ, steps + 1, LOGGING_FREQ)) <= set(numbers),
         f"the training loss ends below {below:.3f}": losses["last train"] < below,

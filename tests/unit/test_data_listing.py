@@ -190,6 +190,7 @@ def test_damaged_gzip_is_never_read_as_less(tmp_path, monkeypatch, name, decoder
 
 def test_nothing_here_imports_torch():
     """Shards are prepared and converted on machines and in processes that have no use for it."""
-    names = ", ".join(f"smp_train.data.{name}" for name in ("index", "order", "synthetic", "prepare.cli"))
+    rooms = ("conversion", "token_cache", "token_dataset", "order", "synthetic", "prepare.cli")
+    names = ", ".join(f"smp_train.data.{name}" for name in rooms)
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

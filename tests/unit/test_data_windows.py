@@ -231,7 +231,7 @@ def test_ranks_share_a_stage_and_come_and_go(bucket, server, tmp_path):
     first = in_turn(as_ranks(place, tmp_path / "cache", 3, 0, cut))
     gets = [key for key, _ in server.gets if key.endswith(".gz")]
     assert len(set(gets)) == len(gets), "once for all three"
-    there = {int(path.stem) for path in (tmp_path / "cache").rglob("slot-*/*.tok")}
+    there = {int(path.stem) for path in (tmp_path / "cache").rglob("slot-*/*.idx")}  # put last
     assert there
     server.gets.clear()
     second = in_turn(as_ranks(place, tmp_path / "cache", 2, cut, 2 * total))
