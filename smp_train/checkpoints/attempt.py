@@ -132,8 +132,8 @@ def _all_files(
         sizes = storage.sizes(staged)
         return [file for file, record in files.items() if sizes.get(file) != record.size]
 
-    if not wait_for(lambda: not absent()):
-        file = absent()[0]
+    if not wait_for(lambda: not absent()) and (missing := absent()):
+        file = missing[0]
         who = next(who for who, records in shares if file in records)
         raise CheckpointError(
             f"{who}wrote {file}, which rank 0 does not see: the nodes do not share {storage.location}; "

@@ -38,6 +38,7 @@ from smp_train.checkpoints.manifest import (
 )
 from smp_train.errors import CheckpointError
 from smp_train.storage import Range, is_s3
+from smp_train.storage.folder import sync_folder
 from smp_train.storage.s3 import PART_BYTES
 
 logger = logging.getLogger(__name__)
@@ -178,12 +179,15 @@ class CheckpointFolder:
         """Make a sub-folder of an attempt, for a library that writes there itself."""
         if not is_s3(self.location):
             Path(self.location, name).mkdir(exist_ok=True)
+            sync_folder(Path(self.location, name).parent)
 
     def secure(self, name: str, file: str, size: int) -> FileRecord:
         """Bring a file that such a library wrote to stable storage, and return its record."""
         if not is_s3(self.location):
-            with Path(self.location, name, file).open("rb") as stream:
+            path = Path(self.location, name, file)
+            with path.open("rb") as stream:
                 os.fsync(stream.fileno())
+            sync_folder(path.parent)
         return self.checksum(name, file, size)
 
     def stage(self, name: str) -> str:
@@ -268,13 +272,23 @@ class CheckpointFolder:
         return f"{name}/{aside}"
 
     def drop_aside(self, name: str, kind: str = DAMAGED) -> None:
-        """Remove what was set aside under ``name``; a newer checkpoint of the same step stays."""
-        files = [file for file in self.storage.level(name)[0] if file.startswith(COMMITTED)]
-        for file in [file for file in files if file.startswith(ASIDE + kind)]:
+        """Remove what was set aside under ``name``; a newer checkpoint of that step stays, and a save under way too."""
+        files = self.storage.level(name)[0]
+        asides = {file: self._root(name, file) for file in files if file.startswith(ASIDE + kind)}
+        others = [file for file in files if file.startswith(COMMITTED) and file not in asides]
+        beside = any(not file.startswith(COMMITTED) for file in files)  # as versions before wrote them
+        for file in asides:
             self.storage.delete(f"{name}/{file}")
-            files.remove(file)
-        for folder in self._unclaimed(name) if files and name == name_before(name) else [name]:
-            self.storage.delete_folder(folder)
+        if name != name_before(name) or (beside and not others):
+            self.storage.delete_folder(name)
+            return
+        for root in filter(None, asides.values()):
+            self.storage.delete_folder(f"{name}/{root}")
+        # One that cannot be read names no attempt: it was written after the files of its own.
+        until = max((files[file].modified for file, root in asides.items() if root is None), default=-math.inf)
+        for attempt, newest in self._unclaimed(name).items():
+            if newest < until:
+                self.storage.delete_folder(attempt)
 
     def sweep(self, idle: float) -> list[str]:
         """Remove what interrupted saves of the run left, if untouched for ``idle`` seconds; return a line for each.
@@ -343,6 +357,8 @@ class CheckpointFolder:
             match = _BEFORE.fullmatch(name)
             if match is None or (match["key"] or "") != self.run.key:
                 continue
+            if match["kind"] == "replaced" and self.has(name, COMMITTED) and not self.has(match["name"], COMMITTED):
+                continue  # `rescue` could not give its name back: it is all there is of that step
             folder = Path(self.location, name)
             with suppress(FileNotFoundError):  # another process is faster
                 touched = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))

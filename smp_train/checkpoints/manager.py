@@ -355,6 +355,9 @@ class CheckpointManager:
 
     def _stage(self, storage: CheckpointFolder, name: str) -> str:
         if storage.location not in self._swept:
+            owner = self._owners.get(storage.location)
+            if owner is not None:
+                owner.check()  # what is unfinished, or of later steps, may be the job's that has taken over
             self._swept.add(storage.location)
             # Under the lock all that is unfinished is a dead job's; without it, what is older than this one.
             sweep(storage, -math.inf if storage.location in self._owners else time.monotonic() - self._started)

@@ -157,7 +157,9 @@ class Owner:
         try:
             while not self._storage.put_if_absent(self._file, self._mine.to_bytes()):
                 data = self._read()
-                if data is None or data == self._mine.to_bytes():
+                if data == self._mine.to_bytes():  # done by a first try, of which the file system lost the answer
+                    break
+                if data is None:
                     continue
                 owner = Token.parse(data)
                 alive = None if owner is None else _lives_here(owner.token)

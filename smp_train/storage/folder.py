@@ -18,6 +18,7 @@ from smp_train.storage.base import Entry, Range
 SMALL_FILE_BYTES = 64 << 20
 """Of files that are read whole: what others have put there must not fill the memory."""
 PARTIAL = ".partial"
+MAKE_ATTEMPTS = 10
 
 
 class FolderStorage:
@@ -180,10 +181,16 @@ def _is_partial(name: str) -> bool:
 
 def _make(folder: Path) -> None:
     """Make a folder and those that it is in, their names on stable storage."""
-    missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
-        sync_folder(path.parent)
+    for attempt in range(MAKE_ATTEMPTS):
+        missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
+        try:
+            for path in reversed(missing):
+                path.mkdir(exist_ok=True)
+                sync_folder(path.parent)
+            return
+        except FileNotFoundError:  # another process has removed one that was empty
+            if attempt == MAKE_ATTEMPTS - 1:
+                raise
 
 
 @contextmanager

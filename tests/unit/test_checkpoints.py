@@ -100,6 +100,17 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path, monkeypat
     assert ("sync", str(folder)) in done[committed:]
 
 
+def test_what_a_library_wrote_itself_is_brought_to_the_disk_with_its_names(tmp_path, monkeypatch):
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    there, part = open_folder(tmp_path), tmp_path / "m-3steps" / "0123abcd" / "tp0_ep0"
+    part.parent.mkdir(parents=True)
+    there.make("m-3steps/0123abcd/tp0_ep0")
+    (part / "__0_0.distcp").write_bytes(b"data")
+    assert there.secure("m-3steps/0123abcd/tp0_ep0", "__0_0.distcp", 4).size == 4
+    assert synced == [str(part.parent), str(part / "__0_0.distcp"), str(part)]
+
+
 def test_what_is_saved_is_found_and_loaded(tmp_path):
     save(tmp_path, 7, 12, 9)
     found = find(f"{tmp_path}/")
@@ -384,6 +395,18 @@ def test_what_versions_before_wrote_is_loaded_replaced_and_deleted(tmp_path):
     assert names(tmp_path) == [*every, "llama_v2-4steps.damaged"]
     assert main(["prune", str(tmp_path), "--keep", "1", "--damaged", "1"]) == 0
     assert names(tmp_path) == every[-1:]
+
+
+def test_a_checkpoint_that_cannot_have_its_name_back_is_not_swept(tmp_path):
+    save(tmp_path, 1)
+    flat(tmp_path / "llama_v2-1steps")
+    left = (tmp_path / "llama_v2-1steps").rename(tmp_path / ".llama_v2-1steps.0123abcd.replaced")
+    (tmp_path / "llama_v2-1steps" / "notes").mkdir(parents=True)
+    again = manager(tmp_path)
+    again.lock()
+    again.save(3, state(), {})
+    again.close()
+    assert (left / "COMMITTED").exists()
 
 
 def test_leftovers_are_swept_but_not_those_of_a_save_that_may_be_running(tmp_path):

@@ -245,6 +245,42 @@ def test_who_was_forced_out_commits_nothing_more(tmp_path):
     assert find(tmp_path).step == 3
 
 
+def test_who_was_forced_out_leaves_the_save_of_the_other_alone(tmp_path):
+    """Its first save would sweep what it takes for a dead job's."""
+    first, state = manager(tmp_path), {"model": {"w": torch.ones(3)}}
+    first.lock()
+
+    def meanwhile(stage: str) -> None:
+        if stage == "publish":
+            with pytest.raises(CheckpointError, match="was taken over"):
+                first.save(2, state, {})
+
+    second = CheckpointManager([Policy(str(tmp_path), 1, 2)], model_type="m", on_stage=meanwhile)
+    second.lock(force=True)
+    second.save(3, state, {})
+    first.close()
+    second.close()
+    assert (find(tmp_path).step, find(tmp_path).verify()) == (3, [])
+
+
+def test_a_file_system_that_loses_the_answer_to_a_first_try(folder, monkeypatch):
+    """As NFS where a link is made, the answer is lost, and the second try finds it there."""
+    put, asked = folder.storage.put_if_absent, iter("1")
+
+    def lost(name: str, data: bytes) -> bool:
+        next(asked)
+        put(name, data)
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder.storage, "put_if_absent", lost)
+        first = Owner(folder)
+        first.acquire(wait=at_once)
+    first.check()
+    first.release()
+    assert names(folder) == []
+
+
 def test_what_is_left_goes_whatever_the_clock_says(tmp_path):
     """Under the lock, what is unfinished is a dead job's, also if it is stamped with a time that is still to come."""
     left = tmp_path / "m-2steps" / "0123abcd" / "__0_0.distcp"

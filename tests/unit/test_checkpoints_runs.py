@@ -95,6 +95,28 @@ def test_two_that_save_a_step_at_the_same_time_both_have_it(place, stage):
         assert (found.step, found.meta["by"], found.verify()) == (4, run.name, [])
 
 
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_save_goes_on_while_what_was_set_aside_of_its_step_is_pruned(place, readable):
+    save(place, FIRST, 3, 4)
+    there = open_folder(place, FIRST)
+    if not readable:
+        there.put("m-4steps", "COMMITTED", b"{")
+    there.set_aside("m-4steps")
+
+    def meanwhile(stage: str) -> None:
+        if stage == "publish":
+            assert main(["prune", place, "--keep", "9", "--damaged", "1"]) == 0
+
+    job = saver(place, FIRST, on_stage=meanwhile)
+    job.lock()
+    job.save(4, state(), {"by": "first"})
+    job.close()
+    found = find(place, run=FIRST)
+    assert (found.step, found.verify(), there.aside()) == (4, [], [])
+    if readable:
+        assert {file.partition("/")[0] for file in there.sizes("m-4steps")} == {"COMMITTED", found.committed.root}
+
+
 def test_what_another_program_wrote_stays(place, tmp_path):
     """AWS's sample names its folders alike, and its trees have no COMMITTED."""
     storage = open_folder(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,20 @@ def test_one_of_two_puts_if_absent(there):
     assert not there.put_if_absent("deep/lock", b"second")
     assert there.read("deep/lock") == b"first"
     assert list(there.files()) == ["deep/lock"]
+
+
+def test_a_folder_that_another_process_removes_is_made_again(tmp_path, monkeypatch):
+    """Two jobs that try one folder with the same name: each removes it when it finds it empty."""
+    mkdir, removed = Path.mkdir, []
+
+    def late(self: Path, *args, **more) -> None:
+        if self.name == "b" and not removed:
+            removed.append(self.parent.rmdir())
+        mkdir(self, *args, **more)
+
+    monkeypatch.setattr(Path, "mkdir", late)
+    storage.at(tmp_path).put("a/b/f", b"x")
+    assert (tmp_path / "a" / "b" / "f").read_bytes() == b"x"
 
 
 def test_a_stream_is_a_file_when_it_has_ended(there, monkeypatch):
