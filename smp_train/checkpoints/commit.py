@@ -298,7 +298,7 @@ class CheckpointFolder:
         """
         names = self.names()
         if is_s3(self.location):
-            idle = max(idle, IN_FLIGHT_SECONDS)
+            idle = max(idle + 1, IN_FLIGHT_SECONDS)  # S3 tells times in full seconds
         elif not names:
             return []
         done = self._sweep_before(idle)
