@@ -173,3 +173,10 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 6
         if problems:
             raise RankFailed("\n".join(problems))
         return results
+
+
+def same_message(messages: list[str]) -> str:
+    """Return the message of a failure, which all but the failing rank prefix with that rank's name."""
+    whole = max(messages, key=len)
+    assert all(whole.endswith(message) for message in messages)
+    return whole

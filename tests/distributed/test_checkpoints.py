@@ -27,7 +27,7 @@ from smp_train.checkpoints.owner import Owner
 from smp_train.errors import CheckpointError, SmpTrainError
 from smp_train.storage import base
 from tests.checkpoint_files import tree
-from tests.harness import RankFailed, run
+from tests.harness import RankFailed, run, same_message
 from tests.training import flags
 from tests.training import train as train_command
 
@@ -163,13 +163,6 @@ def resume(folder: str, layouts: list[str], sources: list[str]) -> dict[tuple[st
 def same_on_all(results: list[Any]) -> Any:
     assert all(result == results[0] for result in results)
     return results[0]
-
-
-def same_message(messages: list[str]) -> str:
-    """Return the message of a failure, which all but the failing rank prefix with that rank's name."""
-    whole = max(messages, key=len)
-    assert all(whole.endswith(message) for message in messages)
-    return whole
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from smp_train.checkpoints import CheckpointManager, Policy, async_save, find, gather_state
 from smp_train.errors import CheckpointError
-from tests.distributed.test_checkpoints import Small, digests, group, prepare, same_message, same_on_all
+from tests.distributed.test_checkpoints import Small, digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates
-from tests.harness import run
+from tests.harness import run, same_message
 from tests.training import flags, read_checkpoint, steps, train
 
 

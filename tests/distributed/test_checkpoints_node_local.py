@@ -15,9 +15,9 @@ from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather
 from smp_train.checkpoints.node_local import find_newest
 from smp_train.errors import CheckpointError
 from tests.checkpoint_files import tree
-from tests.distributed.test_checkpoints import digests, group, prepare, same_message, same_on_all
+from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates
-from tests.harness import run
+from tests.harness import run, same_message
 from tests.training import flags, records, steps, train
 from tests.unit.test_checkpoints import flip
 

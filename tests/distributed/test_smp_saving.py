@@ -10,7 +10,6 @@ import pytest
 
 from smp_train.errors import CheckpointError, SmpTrainError
 from tests import harness
-from tests.distributed.test_checkpoints import same_message
 from tests.smp import install
 from tests.training import flags, train
 
@@ -70,7 +69,7 @@ def test_what_fails_on_one_rank_stops_all(case: str, tmp_path: Path) -> None:
     where, world, changes, message = FAULTS[case]
     command = flags(tmp_path, backend="smp", max_steps=2, checkpoint_freq=1, **changes)
     rank, _, cause = message.partition(" .*")
-    said = same_message(harness.run(failing, world, command, where))
+    said = harness.same_message(harness.run(failing, world, command, where))
     assert re.match(rf"{rank} on \S+: cannot save .*llama_v2-1steps: .*{cause}", said), said
     assert not list((tmp_path / "checkpoints").rglob("COMMITTED"))
 
