@@ -282,7 +282,8 @@ class CheckpointFolder:
         if name != name_before(name) or (beside and not others):
             self.storage.delete_folder(name)
             return
-        for root in filter(None, asides.values()):
+        kept = {self._root(name, file) for file in others}  # where S3's copy was not followed by the deletion: the same
+        for root in filter(None, {*asides.values()} - kept if None not in kept else ()):
             self.storage.delete_folder(f"{name}/{root}")
         # One that cannot be read names no attempt: it was written after the files of its own.
         until = max((files[file].modified for file, root in asides.items() if root is None), default=-math.inf)

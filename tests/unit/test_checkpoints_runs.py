@@ -117,6 +117,16 @@ def test_a_save_goes_on_while_what_was_set_aside_of_its_step_is_pruned(place, re
         assert {file.partition("/")[0] for file in there.sizes("m-4steps")} == {"COMMITTED", found.committed.root}
 
 
+def test_what_counts_stays_where_setting_it_aside_was_cut_short(place):
+    """In S3 a name is changed by a copy and a deletion; between them both are there."""
+    save(place, FIRST, 3, 4)
+    there = open_folder(place, FIRST)
+    there.put("m-4steps", "COMMITTED.abandoned", there.read("m-4steps", "COMMITTED"))
+    assert main(["prune", place, "--keep", "9", "--abandoned", "1"]) == 0
+    found = find(place, run=FIRST)
+    assert (found.step, found.verify(), there.aside("abandoned")) == (4, [], [])
+
+
 def test_what_another_program_wrote_stays(place, tmp_path):
     """AWS's sample names its folders alike, and its trees have no COMMITTED."""
     storage = open_folder(place)
