@@ -87,6 +87,13 @@ class WindowIndex:
             self._index.scan(self.destination, index_alone=True)
         return [unit for unit in units if not self.known(unit)]
 
+    def lacking(self) -> list[int]:
+        """Return 0 of each unit that this rank sees converted by an unbounded run, of others 1."""
+        if self.prepared:
+            return [1] * len(self.units)
+        self.cache.scan()
+        return [int(self.cache.find(unit) is None) for unit in self.units]
+
     def count(self, slot: str, rank: int, world: int, at_once: int, processes: int) -> Generator[int, None, None]:
         """Count a rank's share of the units whose rows are not known; objects of S3 go through ``slot``."""
         missing = self.unknown(share(self.units, rank, world))
@@ -110,6 +117,7 @@ class WindowIndex:
                 raise to.unwritable(error) from None
             file = read_index(to.base(unit), index_alone=True)
             if file is None or file.begins[-1] != unit.size:
+                os.unlink(to.base(unit) + ".idx")  # else the next start takes it for this unit's
                 raise DataError(
                     f"{index.path}: is damaged, of another version, or of another .tok; make both or copy them again"
                 )

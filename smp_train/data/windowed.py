@@ -90,6 +90,10 @@ class Windowed(TokenShards):
             return
         units = [list(dict.fromkeys(self._units[shard][0] for shard in group)) for group in (needed, following)]
         self._meet("staging the next window", self._advance(*units))
+        # Collective too: where one rank cannot open its files, no other may come to the next place of a blend alone.
+        self._meet("opening the next window", self._enter(needed, following))
+
+    def _enter(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:
         with self._changed:
             gone = self._staged.keys() - set(needed)
             open_files.close({self._staged.pop(shard).file.path for shard in gone} - self._paths_of(needed))
@@ -99,6 +103,7 @@ class Windowed(TokenShards):
                     self._staged[shard] = self._open(shard)
             self._wanted = needed, following
             self._changed.notify_all()
+        yield
 
     def _advance(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:
         if self.stager is not None:
@@ -135,6 +140,7 @@ class Windowed(TokenShards):
 def assemble(
     place: WindowIndex, window: int, slot: str, *, lock: FolderLock | None = None, node: int = 0, nodes: int = 1,
     stages: bool = True, at_once: int = 1, processes: int = 1, max_bad: float | None = None, meet: Meet = in_rounds,
+    lacking: list[int] | None = None,
 ) -> Windowed:  # fmt: skip
     """Return the rows of a place of which all rows are known. Raises DataError.
 
@@ -150,6 +156,7 @@ def assemble(
         processes: to parse in.
         max_bad: fraction of malformed lines that may have been left out; None tolerates none.
         meet: as of `Windowed`.
+        lacking: 0 of each unit that every rank sees converted, which is not staged, else 1; None: this rank is alone.
     """
     for shard in place.unknown(place.units):
         raise DataError(f"{shard.path}: its index vanished; is something clearing the --data_cache_dir?")
@@ -164,7 +171,9 @@ def assemble(
         found = in_order(found, to.vocab_size)
         units = [unit_of[file.base, number] for file, number in found]
     else:
-        whole = {unit: one for unit, shard in enumerate(place.units) if (one := place.cache.find(shard))}
+        lacking = place.lacking() if lacking is None else lacking
+        seen = [(unit, place.cache.find(shard)) for unit, shard in enumerate(place.units) if not lacking[unit]]
+        whole = {unit: one for unit, one in seen if one is not None}
     digests = [digest_of([file.headers[number] for file, number in known]) for known in of_units]
     of_job = Slot(
         slot, "", to.vocab_size, to.skip_bad, units=tuple(place.units), digests=tuple(digests), indexes=tuple(indexes)
@@ -230,14 +239,18 @@ def open_windowed(
     if any(distributed.gather(counting, lambda: bool(place.unknown(place.units)))):
         _exchange_indexes(place, ranks, counting)
     in_rounds(counting, place.count(slot, ranks.local_rank, ranks.local_world_size, at_once, processes))
-    if not prepared and not any(distributed.gather(counting, lambda: bool(place.cache.missing(place.units)))):
+    with distributed.together(counting):
+        lacking = place.lacking()
+    # Nodes may keep caches of their own, and another job may be converting: what one rank lacks is staged for all.
+    lacking = distributed.largest(lacking)
+    if not any(lacking):
         with distributed.together(f"opening {location}"):
             return open_converted(place.cache, place.units, max_bad)
     with distributed.together(f"opening {location}"):
         return assemble(
             place, window, slot, lock=lock, node=node, nodes=nodes, stages=ranks.local_rank == 0,
-            at_once=max(1, min(s3.AT_ONCE, window) // nodes), processes=processes * ranks.local_world_size,
-            max_bad=max_bad,
+            at_once=max(1, min(s3.AT_ONCE, window) // nodes), processes=ranks.local_world_size, max_bad=max_bad,
+            lacking=lacking,
         )  # fmt: skip
 
 

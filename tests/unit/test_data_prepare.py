@@ -342,6 +342,17 @@ def test_progress_of_damaged_shards_is_not_believed(texts, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
+def test_token_files_of_another_version_are_made_again(texts, tmp_path, monkeypatch):
+    """Neither taken for what training reads now, nor continued, which would mix the two."""
+    from smp_train.data import token_file
+
+    assert prepare(texts, tmp_path / "out", "--output_type", "cache") == 0
+    monkeypatch.setattr(token_file, "VERSION", token_file.VERSION + 1)
+    with pytest.raises(ConfigError, match=r"of another version; give another folder, or --overwrite 1"):
+        prepare(texts, tmp_path / "out", "--output_type", "cache")
+    assert prepare(texts, tmp_path / "out", "--output_type", "cache", "--overwrite", "1") == 0
+
+
 def test_processes_write_the_same_bytes(texts, made, tmp_path):
     assert prepare(texts, tmp_path / "out", "--processes", "2") == 0
     for name in [path.relative_to(made) for path in made.rglob("*") if path.is_file() and ".smp" not in str(path)]:

@@ -334,8 +334,9 @@ def test_prepared_tokens_that_are_not_whole(bucket, tmp_path):
     put_folder(bucket, "p", made)
     place = f"s3://{bucket[1]}/p"
     bucket[0].put_object(Bucket=bucket[1], Key="p/3.tok", Body=(made / "3.tok").read_bytes()[:-8])
-    with pytest.raises(DataError, match=r"p/3\.idx: is damaged, of another version, or of another \.tok"):
-        opened(place, tmp_path / "cache")
+    for _ in range(2):  # the second start too: it must not take what the first has fetched
+        with pytest.raises(DataError, match=r"p/3\.idx: is damaged, of another version, or of another \.tok"):
+            opened(place, tmp_path / "cache")
     bucket[0].delete_object(Bucket=bucket[1], Key="p/3.tok")
     with pytest.raises(DataError, match=r"p/3\.idx: its \.tok is not beside it"):
         opened(place, tmp_path / "cache")
@@ -392,6 +393,39 @@ def test_what_needs_no_stage(tmp_path):
     assert read(training(source), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
     assert left.exists()
     assert not list((tmp_path / "c").rglob("slot-*/00000*.tok"))
+
+
+def test_what_one_rank_lacks_is_staged_for_all(tmp_path, monkeypatch):
+    """Of what another job converts meanwhile, or only one node has, ranks see different parts."""
+    place = write_shards(tmp_path / "data")
+    open_source(place, vocab_size=300, cache_dir=str(tmp_path / "c"))
+    monkeypatch.setattr(distributed, "largest", lambda lacking: [*lacking[:3], 1, *lacking[4:]])
+    source = opened(place, tmp_path / "c")
+    assert isinstance(source, Windowed)
+    assert source.stager.whole == set(range(SHARDS)) - {3}
+    assert read(training(source), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
+
+
+def test_a_window_that_one_rank_cannot_open_is_a_failure_of_all(tmp_path, monkeypatch):
+    """In a blend the next place's window is collective: no rank may come to it alone."""
+    source, met = opened(write_shards(tmp_path / "data"), tmp_path / "cache"), []
+
+    def meet(what, steps):
+        try:
+            list(steps)
+        except DataError:
+            met.append(what)
+            raise
+
+    def removed(self, shard):
+        raise DataError("was removed")
+
+    source._meet = meet
+    monkeypatch.setattr(Windowed, "_open", removed)
+    with pytest.raises(DataError, match="was removed"):
+        source.want([0], [1])
+    assert met == ["opening the next window"]
+    source.rest()
 
 
 def test_bad_rows_are_judged_before_the_first_step(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from smp_train.data import token_file
 from smp_train.data.atomic_file import atomic_file
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.manifest import MANIFEST
@@ -106,7 +107,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if before.get("complete") and not args.overwrite:
         raise ConfigError(
-            f"--output {output}: holds a preparation of other input or flags; give another folder, or --overwrite 1"
+            f"--output {output}: holds a preparation of other input or flags, or of another version; "
+            "give another folder, or --overwrite 1"
         )
     _begin(output, before, request)
     manifest = prepare(args, files, output)
@@ -228,6 +230,8 @@ def _request(args: argparse.Namespace, files: list[TextFile]) -> dict[str, Any]:
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if args.tokenizer and tokenizer.is_file():
         given["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    if args.output_type == "cache":
+        given["token_files"] = token_file.VERSION
     return {"format": FORMAT, **given, "files": len(files), "files_sha256": digest.hexdigest()}
 
 
