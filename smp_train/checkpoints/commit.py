@@ -246,7 +246,9 @@ class CheckpointFolder:
             self.storage.delete(f"{name}/{file}")
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing. What was set aside stays.
+        """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing.
+
+        What was set aside stays, and attempts of other runs: one may begin to save the step just then.
 
         An attempt that this process has tried to publish is left to a later sweep, which knows what came of it.
         """
@@ -254,12 +256,19 @@ class CheckpointFolder:
             if name not in self._published:
                 self.storage.delete_folder(name)
             return
-        own = self._root(name) if self.has(name, COMMITTED) else None
+        files, folders = self.storage.level(name)
+        own = self._root(name) if COMMITTED in files else None
         self.storage.delete(f"{name}/{COMMITTED}")
-        folders = {name}
-        if any(file.startswith(ASIDE) for file in self.storage.level(name)[0]):
-            folders = {*self._unclaimed(name), *([f"{name}/{own}"] if own else [])}
-        for folder in folders:
+        if any(file.startswith(ASIDE) for file in files):
+            doomed = {*self._unclaimed(name), *([f"{name}/{own}"] if own else [])}
+        elif folders:
+            for file in files:
+                self.storage.delete(f"{name}/{file}")
+            others = {each for each in folders if ATTEMPT.fullmatch(each) and not self._is_attempt(each)} - {own}
+            doomed = {f"{name}/{each}" for each in folders if each not in others}
+        else:  # as versions before wrote it
+            doomed = {name}
+        for folder in doomed:
             self.storage.delete_folder(folder)
 
     def set_aside(self, name: str, kind: str = DAMAGED) -> str:

@@ -127,6 +127,15 @@ def test_what_counts_stays_where_setting_it_aside_was_cut_short(place):
     assert (found.step, found.verify(), there.aside("abandoned")) == (4, [], [])
 
 
+def test_another_run_that_begins_the_step_outlives_its_deletion(place):
+    """It claims the name for a moment, to see whether it is free."""
+    save(place, FIRST, 4)
+    there, claim = open_folder(place, FIRST), f"0123abcd-{SECOND.key}/.run"
+    there.storage.put(f"m-4steps/{claim}", b"theirs")
+    there.delete("m-4steps")
+    assert list(there.sizes("m-4steps")) == [claim]
+
+
 def test_what_another_program_wrote_stays(place, tmp_path):
     """AWS's sample names its folders alike, and its trees have no COMMITTED."""
     storage = open_folder(place)
