@@ -160,10 +160,11 @@ class Stager:
 
         Every stager of a slot is asked the same in the same order. Raises DataError when a unit cannot be staged.
         """
-        before, self._node_of = self._node_of, {}
+        before, wanted = self._node_of, dict[int, int]()
         for group in (needed, following):
             new = {unit: place % self.nodes for place, unit in enumerate(u for u in group if u not in before)}
-            self._node_of |= {unit: before[unit] if unit in before else new[unit] for unit in group}
+            wanted |= {unit: before[unit] if unit in before else new[unit] for unit in group}
+        self._node_of = wanted  # at once: a thread that stages reads it
         try:
             old = {unit for unit, node in before.items() if node == self.node}
             if not before and self.node == 0:
@@ -205,12 +206,17 @@ class Stager:
             before.join()
         self._error = None
         try:
-            units = [self.slot.units[unit] for unit in self._missing(list(self._node_of))]
+            missing = self._missing(list(self._node_of))
+            # `advance` may have removed a unit since: it looks missing, and is not wanted any more.
+            units = [unit for unit in missing if unit in self._node_of]
             for _ in conversion.convert(
-                self.slot, units, processes=self.processes, file_bytes=0, at_once=self.at_once,
-                apart=not self.slot.indexes, stop=lambda: self._stopped,
+                self.slot, [self.slot.units[unit] for unit in units], processes=self.processes, file_bytes=0,
+                at_once=self.at_once, apart=not self.slot.indexes, stop=lambda: self._stopped,
             ):  # fmt: skip
                 pass
+            for unit in units:
+                if unit not in self._node_of:  # `advance` has come to removing it before it was here
+                    self.slot.remove(unit)
         except InterruptedError:
             return
         except Exception as error:
