@@ -22,9 +22,8 @@ from smp_train.data.blend import BlendOrder
 from smp_train.data.layout import LONG, lay_out
 from smp_train.data.order import Order, read_shuffle
 from smp_train.data.pipelines.batch import Batch, collate, collate_filled, crop
-from smp_train.data.pipelines.loader import Loader
+from smp_train.data.pipelines.loader import Loader, change_data, refuse_changed
 from smp_train.data.source import Row, Source, nothing, shards
-from smp_train.distributed import ALL_RANKS
 from smp_train.errors import ConfigError, DataError
 
 __all__ = ["Batch", "Loader", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate", "lay_out"]
@@ -198,27 +197,17 @@ class TrainingData(Loader):
             )
         now = self.state(0)
         for key in ("seed", "shuffle"):
-            if state[key] != now[key]:
-                raise DataError(
-                    f"--{key} changed: {state[key]} in the checkpoint, {now[key]} now; "
-                    "resume with the same, or start a new run"
-                )
+            refuse_changed(f"--{key}", state[key], now[key])
         for key, what in DATA_KEYS.items():
             before, after = state.get(key, ONE_ROW if key == "layout" else None), now.get(key)
             if before == after or (key == "seq_len" and not self._cuts(before, after)):
                 continue
             changed = f"the training data changed: {what} {before} in the checkpoint, {after} now"
-            if not allow_data_change:
-                raise DataError(
-                    f"{changed}; give what the run began with, start a new run, or go on with other data by "
-                    "--allow_data_change 1"
-                )
-            logger.warning(
-                "%s (--allow_data_change 1): going on at sample %d of the new order; in this epoch, rows may come "
-                "twice or not at all",
-                changed,
-                state["consumed"], extra=ALL_RANKS,
+            then = (
+                f"going on at sample {state['consumed']} of the new order; in this epoch, rows may come twice or "
+                "not at all"
             )
+            change_data(changed, then, allowed=allow_data_change)
             break
         return int(state["consumed"])
 

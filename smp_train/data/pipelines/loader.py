@@ -11,7 +11,8 @@ import torch
 
 from smp_train.data.pipelines.batch import Batch
 from smp_train.data.pipelines.prefetch import Prefetch
-from smp_train.errors import ConfigError
+from smp_train.distributed import ALL_RANKS
+from smp_train.errors import ConfigError, DataError
 
 logger = logging.getLogger("smp_train.data")
 
@@ -145,3 +146,21 @@ class Loader:
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Take a saved state up and return its ``consumed``; DataError when it is of other data. No collective."""
         raise NotImplementedError
+
+
+def refuse_changed(flag: str, before: object, now: object) -> None:
+    """Raise DataError where a setting of a saved state is another now, which no flag allows."""
+    if before != now:
+        raise DataError(
+            f"{flag} changed: {before} in the checkpoint, {now} now; resume with the same, or start a new run"
+        )
+
+
+def change_data(changed: str, then: str, *, allowed: bool) -> None:
+    """Warn that the data is not what it was, and what happens ``then``; raise DataError unless that is ``allowed``."""
+    if not allowed:
+        raise DataError(
+            f"{changed}; give what the run began with, start a new run, or go on with other data by "
+            "--allow_data_change 1"
+        )
+    logger.warning("%s (--allow_data_change 1): %s", changed, then, extra=ALL_RANKS)

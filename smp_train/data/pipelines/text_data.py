@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from smp_train.data.pipelines.batch import Batch, collate
-from smp_train.data.pipelines.loader import Loader
+from smp_train.data.pipelines.loader import Loader, change_data, refuse_changed
 from smp_train.data.source import Row, Source
 from smp_train.data.text.read import documents
 from smp_train.data.text.stream import Cursor, Reading, Span, Stream, assign_pieces, stream_count
 from smp_train.data.text.text_file import TextFile
-from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
@@ -171,27 +170,15 @@ class TextData(Loader):
                 "began with, or start a new run from its weights (--finetune 1)"
             )
         now = self._identity()
-        for key in ("seed", "shuffle", "layout"):
-            if state[key] != now[key]:
-                flag = "the training data" if key == "layout" else f"--{key}"
-                raise DataError(
-                    f"{flag} changed: {state[key]} in the checkpoint, {now[key]} now; resume with the same, "
-                    "or start a new run"
-                )
+        for key, flag in (("seed", "--seed"), ("shuffle", "--shuffle"), ("layout", "the training data")):
+            refuse_changed(flag, state[key], now[key])
         if state["fingerprint"] != self.fingerprint:
             changed = (
                 f"the training data changed: files or tokenizer {state['fingerprint']} in the checkpoint, "
                 f"{self.fingerprint} now"
             )
-            if not allow_data_change:
-                raise DataError(
-                    f"{changed}; give what the run began with, start a new run, or go on with other data by "
-                    "--allow_data_change 1"
-                )
-            logger.warning(
-                "%s (--allow_data_change 1): going on at the same places; documents may come twice or not at all",
-                changed, extra=ALL_RANKS,
-            )
+            then = "going on at the same places; documents may come twice or not at all"
+            change_data(changed, then, allowed=allow_data_change)
         self._begin(int(state["consumed"]), [Cursor(*cursor) for cursor in cursors])
         return self._at
 
