@@ -12,14 +12,14 @@ import hashlib
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from smp_train.data.order import Order, permute
-from smp_train.data.source import Row, Source, nothing, shards
+from smp_train.data.source import Row, Source, shards
 from smp_train.data.utils import is_shard_name
 from smp_train.errors import ConfigError
 
@@ -69,8 +69,7 @@ class Joined(Source):
     """
 
     def __init__(self, sources: Sequence[Source], places: Sequence[str]) -> None:
-        self.sources = list(sources)
-        self.places = list(places)
+        self.sources, self.places = list(sources), list(places)
         self.starts = [0, *accumulate(len(source) for source in sources)]
         text = "\n".join(source.fingerprint for source in sources)
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -79,63 +78,53 @@ class Joined(Source):
             for source, start in zip(self.sources, self.starts, strict=False)
             for rows in shards(source)
         ]
-        self.shard_starts = [0, *accumulate(len(shards(source)) for source in self.sources)][:-1]
-        layouts = {getattr(source, "layout", None) for source in sources} - {None}
-        if layouts:
-            self.layout = layouts.pop()
-        # Where each source can, so can all together; whoever uses one of these asks whether it is there.
-        if all(hasattr(source, "fill") for source in self.sources):
-            self.fill = self._fill
-        if all(hasattr(source, "report") for source in self.sources):
-            self.report = self._report
+        self.shard_starts = [0, *accumulate(len(shards(source)) for source in self.sources)]
+        self.layout = self.sources[0].layout
 
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def _locate(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[Source, int, str]:
+        """Return (source, row of it, its place)."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         number = bisect.bisect_right(self.starts, index) - 1
-        return number, index - self.starts[number]
+        return self.sources[number], index - self.starts[number], self.places[number]
 
     def row(self, index: int) -> Row:
         """Return a row of the source that ``index`` falls into."""
-        number, row = self._locate(index)
-        return self.sources[number].row(row)
-
-    def _fill(self, indices: list[int], into: np.ndarray) -> bool:
-        for place, index in enumerate(indices):
-            number, row = self._locate(index)
-            if not self.sources[number].fill([row], into[place : place + 1]):  # type: ignore[attr-defined]
-                return False
-        return True
-
-    def _report(self) -> dict[str, int | str]:
-        """Totals over all, and the longest row of any."""
-        reports = [source.report() for source in self.sources]  # type: ignore[attr-defined]
-        totals = {
-            key: sum(report.get(key, 0) for report in reports)
-            for key in ("shards", "rows", "tokens", "counted_tokens", "lines_left_out")
-        }
-        longest = max(reports, key=lambda report: report["longest"])
-        return {**totals, "longest": longest["longest"], "longest_at": longest["longest_at"]}
-
-    def want(self, needed: list[int], following: list[int]) -> None:
-        """Tell each source which of its shards are read next."""
-        ends = [*self.shard_starts[1:], len(self.shards)]
-        for source, begin, end in zip(self.sources, self.shard_starts, ends, strict=True):
-            parts = [[shard - begin for shard in group if begin <= shard < end] for group in (needed, following)]
-            getattr(source, "want", nothing)(*parts)
-
-    def rest(self) -> None:
-        """Tell each source that no more is read for now."""
-        for source in self.sources:
-            getattr(source, "rest", nothing)()
+        source, row, _ = self._locate(index)
+        return source.row(row)
 
     def name(self, index: int) -> str:
         """Return ``place/name``."""
-        number, row = self._locate(index)
-        return f"{self.places[number]}/{self.sources[number].name(row)}"
+        source, row, place = self._locate(index)
+        return f"{place}/{source.name(row)}"
+
+    def fill(self, indices: list[int], into: np.ndarray) -> bool:
+        """Read rows as their sources do, where each of these can."""
+        found = map(self._locate, indices)
+        return all(source.fill([row], into[i : i + 1]) for i, (source, row, _) in enumerate(found))
+
+    def report(self) -> dict[str, Any] | None:
+        """Totals over all, and the longest row of any; None where a source does not know."""
+        reports = [report for source in self.sources if (report := source.report()) is not None]
+        if len(reports) < len(self.sources):
+            return None
+        added = ("shards", "rows", "tokens", "counted_tokens", "lines_left_out")
+        longest = max(reports, key=lambda report: report["longest"])
+        totals = {key: sum(report.get(key, 0) for report in reports) for key in added}
+        return {**totals, "longest": longest["longest"], "longest_at": longest["longest_at"]}
+
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Pass on to each source which of its shards are read next."""
+        for source, (begin, end) in zip(self.sources, pairwise(self.shard_starts), strict=True):
+            source.want(*([shard - begin for shard in group if begin <= shard < end] for group in (needed, following)))
+
+    def rest(self) -> None:
+        """Pass on that reading ends."""
+        for source in self.sources:
+            source.rest()
 
 
 class BlendOrder:
@@ -152,22 +141,26 @@ class BlendOrder:
     """
 
     def __init__(self, source: Joined, weights: Sequence[float], seed: int = 0, shuffle: str = "global") -> None:
-        self.size = len(source)
-        self.seed = seed
-        self.shuffle = shuffle
-        self.weights = [weight / sum(weights) for weight in weights]
-        self.slots = apportion(self.weights, BLOCK)
+        self.size, self.seed, self.shuffle, self.places = len(source), seed, shuffle, source.places
+        self.slots = apportion(weights, BLOCK)
         for place, slots in zip(source.places, self.slots, strict=True):
             if slots == 0:
                 raise ConfigError(f"--training_dir {place}: its weight is below one in {BLOCK}; leave it out")
-        self.places = source.places
-        self._starts = np.array(source.starts[:-1])
         self.orders = [
             Order(len(one), seed if number == 0 else seed + (number << 64), shuffle, shards(one))
             for number, one in enumerate(source.sources)
         ]
-        self._shard_starts = source.shard_starts
+        self._starts, self._shard_starts = np.array(source.starts[:-1]), source.shard_starts
         self._block = lru_cache(maxsize=64)(self._draw)
+
+    def sizes(self) -> dict[str, int]:
+        """Return how many rows each source has, by its place."""
+        return {place: order.size for place, order in zip(self.places, self.orders, strict=True)}
+
+    def identity(self) -> dict[str, Any]:
+        """Return what, with the data, decides which row is at a position."""
+        blend = [[order.size, slots] for order, slots in zip(self.orders, self.slots, strict=True)]
+        return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "blend": blend}
 
     def _drawn(self, position: int) -> list[int]:
         """Return how many rows of each source come before a position."""
@@ -180,20 +173,11 @@ class BlendOrder:
         needed: list[int] = []
         following: list[int] = []
         spans = zip(self._drawn(first), self._drawn(last + 1), strict=True)
-        for order, begin, (before, after) in zip(self.orders, self._shard_starts, spans, strict=True):
+        for order, begin, (before, after) in zip(self.orders, self._shard_starts, spans, strict=False):
             now, then = order.ahead(before, max(before, after - 1))
             needed += [begin + shard for shard in now]
             following += [begin + shard for shard in then]
         return needed, following
-
-    def sizes(self) -> dict[str, int]:
-        """Return how many rows each source has, by its place."""
-        return {place: order.size for place, order in zip(self.places, self.orders, strict=True)}
-
-    def identity(self) -> dict[str, Any]:
-        """Return what, with the data, decides which row is at a position."""
-        blend = [[order.size, slots] for order, slots in zip(self.orders, self.slots, strict=True)]
-        return {"size": self.size, "seed": self.seed, "shuffle": self.shuffle, "blend": blend}
 
     def _draw(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (source, how often it was drawn in this block before) of each slot."""
@@ -210,21 +194,13 @@ class BlendOrder:
         whose, drawn = np.empty_like(positions), np.empty_like(positions)
         for block in np.unique(blocks).tolist():
             here = blocks == block
-            sources, before = self._block(block)
-            whose[here] = sources[slots[here]]
-            drawn[here] = before[slots[here]]
+            whose[here], drawn[here] = (of_slot[slots[here]] for of_slot in self._block(block))
         drawn += blocks * np.array(self.slots)[whose]
         epochs, rows = np.empty_like(positions), np.empty_like(positions)
-        for number, order in enumerate(self.orders):
+        for number in np.unique(whose).tolist():
             here = whose == number
-            if here.any():
-                epochs[here], rows[here] = order.rows(drawn[here])
+            epochs[here], rows[here] = self.orders[number].rows(drawn[here])
         return epochs, rows + self._starts[whose]
-
-    def row(self, position: int) -> tuple[int, int]:
-        """Return (epoch of its source, row index) of one position."""
-        epochs, rows = self.rows(np.array([position]))
-        return int(epochs[0]), int(rows[0])
 
 
 def sources_of(block: int, slots: Sequence[int], seed: int) -> np.ndarray:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
-from smp_train.data.source import Row, Source, lengths, nothing, refuse_uncounted, shards, trimmed
+from smp_train.data.source import Row, Source, lengths, refuse_uncounted, shards, trimmed
 from smp_train.data.targets import NO_GAPS, empty_pieces, of_rows_from
 from smp_train.errors import ConfigError, DataError
 
@@ -100,7 +101,7 @@ class Layout(Source):
         self.shards = [range(a, b) for a, b in zip(firsts, [*firsts[1:], total], strict=True)]
         self._size = total
 
-    def _pack(self, of_shards: list[range]) -> tuple[list[int], int]:
+    def _pack(self, of_shards: Sequence[range]) -> tuple[list[int], int]:
         firsts = []
         for rows in of_shards:
             firsts.append(len(self._bins))
@@ -136,10 +137,7 @@ class Layout(Source):
 
     def unlearnable(self) -> np.ndarray:
         """Return the samples without target, rising, where the source knows where its rows have none."""
-        gaps_of = getattr(self.source, "gaps", None)
-        if gaps_of is None:
-            return np.empty(0, dtype=np.int64)
-        parts = [of_rows_from(rows.start, gaps_of(shard)) for shard, rows in enumerate(shards(self.source))]
+        parts = [of_rows_from(rows.start, self.source.gaps(shard)) for shard, rows in enumerate(shards(self.source))]
         gaps = np.concatenate([NO_GAPS, *parts])
         if self._short == "concat":
             return empty_pieces(self._joined(gaps), self._starts[-1:], self.seq_len)[1]
@@ -176,11 +174,11 @@ class Layout(Source):
     def want(self, needed: list[int], following: list[int]) -> None:
         """Tell the source which of its shards are read next."""
         stored = [dict.fromkeys(one for shard in group for one in self._stored(shard)) for group in (needed, following)]
-        getattr(self.source, "want", nothing)(*map(list, stored))
+        self.source.want(*map(list, stored))
 
     def rest(self) -> None:
         """Tell the source that no more is read for now."""
-        getattr(self.source, "rest", nothing)()
+        self.source.rest()
 
     def __len__(self) -> int:
         return self._size
@@ -229,12 +227,12 @@ def _refuse_long(source: Source, sizes: np.ndarray, seq_len: int) -> None:
 
 def _refuse_holes(source: Source, sizes: np.ndarray) -> None:
     """Refuse before the first step, where the source knows how many tokens count, rows that cannot be packed."""
-    report = getattr(source, "report", None)
-    if report is None or report().get("attended_tokens", report()["counted_tokens"]) == sizes.sum():
+    report = source.report()
+    if report is None or report.get("attended_tokens", report["counted_tokens"]) == sizes.sum():
         return
     name = "some row"
     # Where rows come and go with the order, none of them can be asked for here.
-    if not hasattr(source, "want"):
+    if not source.staged:
         name = next(source.name(i) for i in range(len(source)) if trimmed(source.row(i)).counted is not None)
     raise DataError(
         f"{name}: attention_mask leaves out tokens inside the row, which cannot be packed with others; use --short pad"

@@ -31,12 +31,7 @@ class Kept(Source):
         ).hexdigest()
         starts = [rows.start - int(np.searchsorted(left_out, rows.start)) for rows in shards(source)]
         self.shards = [range(a, b) for a, b in zip(starts, [*starts[1:], len(self)], strict=True)]
-        if hasattr(source, "fill"):
-            self.fill = lambda indices, into: source.fill([self._number(index) for index in indices], into)
-
-    def __getattr__(self, name: str) -> Any:
-        # The other members that a source may have; none of them is about single rows.
-        return getattr(self.__dict__["source"], name)
+        self.layout = source.layout
 
     def _number(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -53,6 +48,22 @@ class Kept(Source):
     def name(self, index: int) -> str:
         """Return its name in the source."""
         return self.source.name(self._number(index))
+
+    def fill(self, indices: list[int], into: np.ndarray) -> bool:
+        """Read kept rows, as the source does."""
+        return self.source.fill([self._number(index) for index in indices], into)
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the totals of the source, of all its rows."""
+        return self.source.report()
+
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Pass on which shards are read next."""
+        self.source.want(needed, following)
+
+    def rest(self) -> None:
+        """Pass on that reading ends."""
+        self.source.rest()
 
 
 def leave_out_unlearnable(
@@ -82,12 +93,11 @@ def leave_out_unlearnable(
 
 def _rows_without_target(source: Source, seq_len: int, long: str) -> np.ndarray:
     found = [np.empty(0, dtype=np.int64)]
-    gaps_of = getattr(source, "gaps", None)
-    if gaps_of is not None and long in ("truncate", "crop"):
+    if long in ("truncate", "crop"):
         for shard, rows in enumerate(shards(source)):
-            gaps = gaps_of(shard, seq_len if long == "truncate" else 0)
+            gaps = source.gaps(shard, seq_len if long == "truncate" else 0)
             if gaps.size:
                 # A window is drawn where there is a target; only a row without any has no such place.
-                ends = np.full(len(rows), seq_len) if long == "truncate" else source.lengths(shard)  # type: ignore[attr-defined]
+                ends = np.full(len(rows), seq_len) if long == "truncate" else source.lengths(shard)
                 found.append(rows.start + without_target(gaps, ends))
     return np.concatenate(found)

@@ -127,9 +127,8 @@ def open_data(
 
 def say(place: str, source: Source) -> None:
     """Say in the log what is in a place, where its source knows."""
-    report = getattr(source, "report", None)
-    if report is not None:
-        totals = report()
+    totals = source.report()
+    if totals is not None:
         logger.info(
             "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
             place, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],

@@ -79,7 +79,7 @@ class Order:
         seed: a different seed gives a different order; with the epoch it is the key of the permutation.
         shuffle: ``global`` (every epoch a new permutation of all rows), ``none`` (stored order) or ``window:K``:
             every epoch a new permutation of the shards, and rows permuted among K shards at a time, so that only
-            those need to be at hand.
+            those need to be on disk.
         shards: the rows of each shard, for ``window:K``; default: one shard of all.
     """
 
@@ -88,13 +88,9 @@ class Order:
     ) -> None:
         if size < 1:
             raise ConfigError("the data set has no row; give --training_dir a folder with at least one shard")
-        self.size = size
-        self.seed = seed
-        self.shuffle = shuffle
+        self.size, self.seed, self.shuffle = size, seed, shuffle
         self._window = read_shuffle(shuffle)
-        self._shards = np.array(
-            [(rows.start, len(rows)) for rows in shards or [range(size)]], dtype=np.int64
-        )
+        self._shards = np.array([(rows.start, len(rows)) for rows in shards or [range(size)]], dtype=np.int64)
         self._of_epoch = lru_cache(maxsize=4)(self._shard_order)
 
     def identity(self) -> dict[str, Any]:
@@ -155,8 +151,3 @@ class Order:
         for epoch in np.unique(epochs).tolist():
             result[epochs == epoch] = self._windowed(epoch, within[epochs == epoch])
         return epochs, result
-
-    def row(self, position: int) -> tuple[int, int]:
-        """Return (epoch, row index) of one position."""
-        epochs, rows = self.rows(np.array([position]))
-        return int(epochs[0]), int(rows[0])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from smp_train.errors import DataError
 
+ONE_ROW = "a sample is a row"
 IGNORED = -100
 """The label of a token that carries no loss."""
 
@@ -48,44 +50,68 @@ class Row(NamedTuple):
         return self.input_ids.size > 1 if targets is None else bool(targets[1:].any())
 
 
-@runtime_checkable
-class Source(Protocol):
-    """A data set with random access. Subclass it, or give any object these four members.
+class Source:
+    """A data set with random access: subclass it, and give it a `fingerprint`, a length, `row` and `name`.
 
     `row` must depend on the index alone: the same index gives the same row on every rank and after every
-    restart, or a resumed run does not continue the one before it. Some members more are used where a source
-    has them: ``shards``, the rows of each shard as a list of `range`; ``lengths(shard)``, the tokens of
-    each row of a shard without padding at its ends, as an integer array; ``gaps(shard, beginning)``, the stretches
-    without loss in the rows of a shard, as `targets.row_gaps` returns them, needed only where one at the beginning of a
-    row has at least ``beginning`` tokens; ``fill(indices, into)``, which reads
-    rows into int64 [rows, tokens] and returns True, or False when one is not so long or not all counted; and, for
-    ``--shuffle window:K``, ``want(needed, following)``, told before every step from which shards (numbers in
-    ``shards``) rows are read next and after that, and from no others, and ``rest()``, told when reading ends.
+    restart, or a resumed run does not continue the one before it. The other members are better answers than their
+    defaults here, where a source has them.
     """
 
     fingerprint: str
     """Identity of the content. A run refuses to resume on a data set with another fingerprint."""
+    layout: str = ONE_ROW
+    """How samples are made of stored rows."""
+    shards: Any = None
+    """Rows of each shard, as a sequence of `range`; None: one shard of all."""
+    staged: bool = False
+    """True where rows can be read only of shards that `want` has named."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        ...
+        raise NotImplementedError
 
     def row(self, index: int) -> Row:
-        """Return row ``index``, 0 <= index < len."""
-        ...
+        """Return row ``index``, 0 <= index < len; IndexError for another."""
+        raise NotImplementedError
 
     def name(self, index: int) -> str:
         """Return what a person would look the row up by, such as ``train-00003.json.gz:17``."""
         return f"row {index}"
 
+    def lengths(self, shard: int) -> np.ndarray:
+        """Return the tokens of each row of a shard without padding at its ends, int64; the default reads all rows."""
+        return np.array([trimmed(self.row(i)).input_ids.size for i in shards(self)[shard]], dtype=np.int64)
 
-def nothing(*_: object) -> None:
-    """Do nothing: what a source does that lacks one of the members it may have."""
+    def gaps(self, shard: int, beginning: int = 0) -> np.ndarray:
+        """Return the stretches without loss in the rows of a shard, as `targets.row_gaps`; none where not known.
+
+        They are needed only where one at the beginning of a row has at least ``beginning`` tokens.
+        """
+        return np.empty((0, 3), dtype=np.int64)
+
+    def fill(self, indices: list[int], into: np.ndarray) -> bool:
+        """Read rows into int64 [rows, tokens], faster than one by one; False when one is not just ``tokens`` long and
+        all counted, or this source has no faster way: then read them one by one.
+        """
+        return False
+
+    def report(self) -> dict[str, Any] | None:
+        """Return totals (rows, tokens, the longest row: as `TokenShards.report`); None where they are not known."""
+        return None
+
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Called before every step of ``--shuffle window:K`` with the shards that rows are read from next, and after
+        that, and from no others; collective.
+        """
+
+    def rest(self) -> None:
+        """Called when reading ends, after `want`."""
 
 
-def shards(source: Source) -> list[range]:
-    """Return the rows of each shard, in order; one range of all rows when the source has no shards."""
-    found: list[range] | None = getattr(source, "shards", None)
+def shards(source: Source) -> Sequence[range]:
+    """Return the rows of each shard, in order."""
+    found: Sequence[range] | None = source.shards
     return [range(len(source))] if found is None else found
 
 
@@ -105,9 +131,5 @@ def refuse_uncounted(row: Row, what: str, then: str) -> None:
 
 
 def lengths(source: Source) -> np.ndarray:
-    """Return the tokens of every row without padding at its ends, int64; reads all rows if it must."""
-    ask = getattr(source, "lengths", None)
-    if ask is None:
-        return np.array([trimmed(source.row(i)).input_ids.size for i in range(len(source))], dtype=np.int64)
-    parts = [np.asarray(ask(shard), dtype=np.int64) for shard in range(len(shards(source)))]
-    return np.concatenate(parts)
+    """Return the tokens of every row without padding at its ends, int64."""
+    return np.concatenate([source.lengths(shard) for shard in range(len(shards(source)))])

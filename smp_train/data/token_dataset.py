@@ -40,6 +40,7 @@ class TokenShards(Source):
         self.headers: list[Header] = [file.headers[number] for file, number in found]
         refuse_mixed([(shard.path, header.labelled) for shard, header in zip(shards, self.headers, strict=True)])
         self._starts = [0, *accumulate(header.rows for header in self.headers)]
+        self.shards = [range(a, b) for a, b in pairwise(self._starts)]
         self._opened: dict[int, ShardRows] = {}
         digest = hashlib.blake2b(digest_size=16)
         for header in self.headers:
@@ -51,11 +52,6 @@ class TokenShards(Source):
 
     def __len__(self) -> int:
         return self._starts[-1]
-
-    @property
-    def shards(self) -> list[range]:
-        """Rows of each shard."""
-        return [range(a, b) for a, b in pairwise(self._starts)]
 
     def _index(self, shard: int) -> ShardRows:
         """Return the rows of a shard, for its index."""

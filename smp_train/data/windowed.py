@@ -44,6 +44,8 @@ class Windowed(TokenShards):
         meet: runs a stager's steps while the others wait; collective (`rounds.in_rounds`).
     """
 
+    staged = True
+
     def __init__(
         self,
         shards: list[Shard],

@@ -72,8 +72,8 @@ def test_what_all_sources_can_they_can_together():
     with pytest.raises(DataError, match=r"x:1: .*40 .* 30"):
         TrainingData(joined, seq_len=30, long="error", **share)
     mixed = Joined([Known(40), Numbers(7)], ["a", "b"])
-    assert not hasattr(mixed, "fill")
-    assert not hasattr(mixed, "report")
+    assert not mixed.fill([39, 41], into[:2])
+    assert mixed.report() is None
 
 
 def test_sizes_are_those_of_the_sources():
@@ -193,7 +193,7 @@ def test_windows(sizes, window, seed):
     assert (epochs == np.repeat([0, 1, 2], total)).all()
     assert len(orders) > 1 or total < 5 or (len(sizes) < 3 and total < 9)
     # The same from the middle, one by one.
-    assert [order.row(p)[1] for p in range(total, 2 * total)] == rows[total : 2 * total].tolist()
+    assert [int(order.rows(p)[1]) for p in range(total, 2 * total)] == rows[total : 2 * total].tolist()
 
 
 def test_windows_of_one_size_are_not_permuted_alike():

@@ -100,7 +100,7 @@ def write_run(folder, steps, world=2, start=1):
 
 def sequence(steps, batch=4, size=ROWS):
     order = Order(size, 3)
-    names = [f"a:{order.row(p)[1]}" for p in range(steps * batch)]
+    names = [f"a:{order.rows(p)[1]}" for p in range(steps * batch)]
     return [names[k * batch : (k + 1) * batch] for k in range(steps)]
 
 

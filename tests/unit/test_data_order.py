@@ -40,7 +40,7 @@ def test_one_position_is_the_same_alone_and_in_an_array():
     epochs, rows = order.rows(positions)
     assert rows.shape == (4, 37)
     for position in range(37 * 4):
-        assert order.row(position) == (epochs.flat[position], rows.flat[position])
+        assert order.rows(np.array([position])) == (epochs.flat[position], rows.flat[position])
 
 
 def test_seed_and_epoch_change_the_order():
@@ -66,7 +66,7 @@ def test_unshuffled_is_stored_order():
 def test_far_positions_and_large_sizes():
     order = Order(10**12, seed=0)
     position = 3 * 10**12 + 2**33
-    epoch, row = order.row(position)
+    epoch, row = order.rows(position)
     assert epoch == 3
     assert 0 <= row < 10**12
 

@@ -1,4 +1,4 @@
-"""Positions of a run dealt out to data-parallel ranks, and read ahead."""
+"""Which positions of a run a data-parallel rank reads, and reading them ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Loader:
     """What all training data has in common: which positions are whose, and the thread that reads ahead.
 
     Optimizer step k of a run that has consumed c positions takes [c, c + global_batch), micro-batch j of
-    data-parallel rank r takes c + j * micro_batch * dp_size + r * micro_batch + i. A subclass says in `_steps` what is
+    data-parallel rank r takes c + j * micro_batch * dp_size + r * micro_batch + i. A subclass reads in `_steps` what is
     at a position.
 
     Args:
@@ -39,6 +39,25 @@ class Loader:
     end: int | None = None
     """Samples of the whole run; None when it has no end of its own."""
 
+    def __init__(
+        self, *, seq_len: int, micro_batch: int, accumulation: int, dp_rank: int, dp_size: int, prefetch: int = 4,
+        pin_memory: bool = False,
+    ) -> None:
+        if seq_len < 2:
+            raise ConfigError(f"--max_context_width {seq_len}: a row of one token has none to predict; use 2 or more")
+        if not 0 <= dp_rank < dp_size:
+            raise ConfigError(f"data-parallel rank {dp_rank} is not one of {dp_size}")
+        if min(micro_batch, accumulation) < 1:
+            raise ConfigError("--train_batch_size and --gradient_accumulation_steps must be at least 1")
+        self.seq_len, self.micro_batch, self.accumulation = seq_len, micro_batch, accumulation
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.prefetch, self.pin_memory = prefetch, pin_memory
+        self._device = torch.cuda.current_device() if pin_memory else None
+        self.global_batch = micro_batch * accumulation * dp_size
+        """Positions of one optimizer step, over all ranks."""
+        self.rows_truncated = 0
+        """Rows of this rank that lost their end so far."""
+
     def step_samples(self, consumed: int) -> int:
         """Return how many samples the step has that begins at ``consumed``: fewer than a global batch in the last."""
         return self.global_batch if self.end is None else min(self.global_batch, max(0, self.end - consumed))
@@ -46,38 +65,6 @@ class Loader:
     def sizes(self) -> dict[str, int]:
         """Return how many samples there are, under ``""``; nothing when nobody knows."""
         return {} if self.rows_in_epoch is None else {"": self.rows_in_epoch}
-
-    def __init__(
-        self,
-        *,
-        seq_len: int,
-        micro_batch: int,
-        accumulation: int,
-        dp_rank: int,
-        dp_size: int,
-        prefetch: int = 4,
-        pin_memory: bool = False,
-    ) -> None:
-        if seq_len < 2:
-            raise ConfigError(
-                f"--max_context_width {seq_len}: a row of one token has none to predict; use 2 or more"
-            )
-        if not 0 <= dp_rank < dp_size:
-            raise ConfigError(f"data-parallel rank {dp_rank} is not one of {dp_size}")
-        if min(micro_batch, accumulation) < 1:
-            raise ConfigError("--train_batch_size and --gradient_accumulation_steps must be at least 1")
-        self.seq_len = seq_len
-        self.micro_batch = micro_batch
-        self.accumulation = accumulation
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.prefetch = prefetch
-        self.pin_memory = pin_memory
-        self._device = torch.cuda.current_device() if pin_memory else None
-        self.global_batch = micro_batch * accumulation * dp_size
-        """Positions of one optimizer step, over all ranks."""
-        self.rows_truncated = 0
-        """Rows of this rank that lost their end so far."""
 
     def positions(self, consumed: int) -> np.ndarray:
         """Return this rank's positions of one step, int64 [accumulation, micro_batch]."""
@@ -133,10 +120,8 @@ class Loader:
     def _count_truncated(self, step: list[Batch]) -> None:
         cut = sum(batch.truncated for batch in step)
         if cut and not self.rows_truncated:
-            logger.warning(
-                "rows longer than %d tokens lose their end (--long truncate); --long error refuses them",
-                self.seq_len,
-            )
+            text = "rows longer than %d tokens lose their end (--long truncate); --long error refuses them"
+            logger.warning(text, self.seq_len)
         self.rows_truncated += cut
 
     def state(self, consumed: int) -> dict[str, Any]:
