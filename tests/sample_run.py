@@ -38,7 +38,7 @@ def write(command_line: list[str], folder: str, kind: str, shards: int, orig: bo
     from transformers import AutoModelForCausalLM
 
     from smp_train import arguments, distributed
-    from smp_train.checkpoints.dcp import save_alone
+    from smp_train.checkpoints.saver import Library
     from smp_train.models.resolve import resolve
 
     FSDP = fsdp.FullyShardedDataParallel
@@ -82,7 +82,7 @@ def write(command_line: list[str], folder: str, kind: str, shards: int, orig: bo
     if kind == "local":
         torch.save(state, place / f"{ranks.rank}.pt")
     elif ranks.rank < shards:  # replicas write the same
-        save_alone(state, storage_writer=FileSystemWriter(place / f"tp0_ep0_fsdp{model.rank}"))
+        Library().save(state, storage_writer=FileSystemWriter(place / f"tp0_ep0_fsdp{model.rank}"))
     weights, moments = whole(model, optimizer)
     if ranks.rank == 0:
         truth = {f"model.{name}": value for name, value in weights.items()}

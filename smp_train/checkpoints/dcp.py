@@ -7,14 +7,13 @@ import logging
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -36,7 +35,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from smp_train.checkpoints.collective import gather, one_line
 from smp_train.checkpoints.manifest import METADATA
 from smp_train.checkpoints.state import State, present
-from smp_train.distributed.agree import group, is_alone, rank, unless
+from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.storage.ranges import RangeFile
@@ -48,9 +47,8 @@ logger = logging.getLogger(__name__)
 
 DCP_METADATA = METADATA
 NAMED_IN_MESSAGES = 3
-# What torch's own optimizer state dicts carry besides state. Hyper-parameters come from the arguments of the
-# run.
 NOT_NEEDED = ("optim.param_groups",)
+"""Part of torch's own optimizer state dicts; hyper-parameters come from the arguments of the run."""
 
 
 class Reader(StorageReader):
@@ -85,14 +83,12 @@ class LocalReader(FileSystemReader, Reader):
         self._metadata = metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        def read(start: int, length: int) -> bytes:
+        def read(start: int, length: int) -> Any:
             file.seek(sinfo.offset + start)
-            found: bytes = file.read(length)
-            return found
+            return file.read(length)
 
         refuse_compressed(io.BufferedReader(RangeFile(sinfo.length, read)))
-        found: IO[bytes] = super()._slice_file(file, sinfo)
-        return found
+        return super()._slice_file(file, sinfo)
 
     def metadata_bytes(self) -> bytes:
         """Return the index as it is stored."""
@@ -115,17 +111,8 @@ class _MetadataUnpickler(pickle._Unpickler):
     and functions too, and allocates what a few bytes ask for.
     """
 
-    RECORDS: frozenset[type] = frozenset(
-        {
-            _StorageInfo,
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorStorageMetadata,
-        }
-    )
+    RECORDS = (Metadata, MetadataIndex, StorageMeta, BytesStorageMetadata, TensorStorageMetadata, ChunkStorageMetadata,
+               _StorageInfo)  # fmt: skip
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
@@ -139,26 +126,18 @@ class _MetadataUnpickler(pickle._Unpickler):
     del dispatch[pickle.BYTEARRAY8[0]]  # it allocates whatever length it is given; no index has one
     dispatch[pickle.BUILD[0]] = load_build
 
-    ALLOWED: Mapping[str, frozenset[str]] = {
-        "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
-        "torch.distributed.checkpoint.metadata": frozenset(
-            {
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            }
+    ALLOWED: Mapping[str, Container[str]] = {
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.distributed.checkpoint.metadata": (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
         ),
-        "torch.serialization": frozenset({"_get_layout"}),
-        "torch": frozenset({"Size"}),
-        "collections": frozenset({"OrderedDict"}),
-        "pathlib": frozenset({"Path", "PosixPath", "PurePosixPath"}),
-        "pathlib._local": frozenset({"Path", "PosixPath", "PurePosixPath"}),
-    }
+        "torch.serialization": ("_get_layout",),
+        "torch": ("Size",),
+        "collections": ("OrderedDict",),
+        "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+        "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
+    }  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the named record type, or a torch dtype; refuse anything else."""
@@ -231,8 +210,7 @@ class StrictLoadPlanner(PlainLoadPlanner):
                 f"{'; '.join(problems)} "
                 "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
             )
-        if rank() == 0:
-            _warn_of_other_dtypes(wanted, saved)
+        _warn_of_other_dtypes(wanted, saved)
 
 
 def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:
@@ -243,63 +221,43 @@ def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contai
     """
     kinds = {key.split(".")[0] for key in wanted}
     missing = [key for key in wanted if key not in saved]
-    extra = [
-        key
-        for key in saved
-        if key not in wanted
-        and key.split(".")[0] in kinds
-        and key not in ignored
-        and not key.startswith(NOT_NEEDED)
-    ]
+    surplus = [key for key in saved.keys() - wanted.keys() if key not in ignored and not key.startswith(NOT_NEEDED)]
+    extra = sorted(key for key in surplus if key.split(".")[0] in kinds)
     other = []
     for key, value in wanted.items():
-        entry = saved.get(key)
-        if isinstance(entry, TensorStorageMetadata) and isinstance(value, torch.Tensor):
-            if entry.size != value.size():
-                other.append(f"{key} is {list(entry.size)} there and {list(value.size())} here")
-        elif entry is not None and isinstance(entry, TensorStorageMetadata) != isinstance(
-            value, torch.Tensor
-        ):
+        entry, is_tensor = saved.get(key), isinstance(value, torch.Tensor)
+        if entry is not None and isinstance(entry, TensorStorageMetadata) != is_tensor:
             other.append(f"{key} is a tensor on one side only")
-    phrases = []
-    for label, keys in (("it lacks ", missing), ("it has, unasked for, ", extra), ("", other)):
-        if keys:
-            phrases.append(label + _first(keys))
-    return phrases
+        elif entry is not None and is_tensor and entry.size != value.size():
+            other.append(f"{key} is {list(entry.size)} there and {list(value.size())} here")
+    found = (("it lacks ", missing), ("it has, unasked for, ", extra), ("", other))
+    return [label + _first(keys) for label, keys in found if keys]
 
 
-def _first(keys: Iterable[str]) -> str:
-    keys = list(keys)
+def _first(keys: list[str]) -> str:
     more = len(keys) - NAMED_IN_MESSAGES
     return ", ".join(keys[:NAMED_IN_MESSAGES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _warn_of_other_dtypes(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
-        if isinstance(value, torch.Tensor) and value.dtype != saved[key].properties.dtype:
-            logger.warning(
-                "%s was saved as %s and is %s here: values are converted, the run does not continue exactly",
-                key,
-                saved[key].properties.dtype,
-                value.dtype,
-            )
+        if isinstance(value, torch.Tensor) and value.dtype != (dtype := saved[key].properties.dtype):
+            what = f"{key} was saved as {dtype} and is {value.dtype} here"
+            logger.warning("%s: values are converted, the run does not continue exactly", what, extra=ALL_RANKS)
             return
 
 
 def save_together(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:
     """Write one tree of all ranks; collective."""
-    if is_alone():
-        save_alone(state, storage_writer=storage_writer)
-    else:
-        dcp.save(state, storage_writer=storage_writer, process_group=group())
+    # Not `dcp.save`: that of torch 2.5 always communicates where there is a process group.
+    _save_state_dict(
+        state, storage_writer=storage_writer, process_group=group(), no_dist=is_alone(), planner=DefaultSavePlanner()
+    )
 
 
 def load_together(state: dict[str, Any], *, storage_reader: StorageReader, planner: Any) -> None:
     """Fill ``state`` from one tree, which all ranks read; collective."""
-    if is_alone():
-        load_alone(state, storage_reader=storage_reader, planner=planner)
-    else:
-        dcp.load(state, storage_reader=storage_reader, planner=planner)
+    _load_state_dict(state, storage_reader, process_group=group(), planner=planner, no_dist=is_alone())
 
 
 def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., None] = save_together) -> None:
@@ -337,16 +295,6 @@ def load_state(
     except CheckpointException as error:
         failure = CheckpointError(one_line(error))
     gather(f"cannot load {label}", partial(unless, failure, None))  # ranks that read another tree do not know of it
-
-
-def save_alone(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:
-    """Write a tree that this rank holds whole; no collective. `dcp.save` of torch 2.5 cannot do without."""
-    _save_state_dict(state, storage_writer=storage_writer, no_dist=True, planner=DefaultSavePlanner())
-
-
-def load_alone(state: dict[str, Any], *, storage_reader: StorageReader, planner: Any = None) -> None:
-    """Fill ``state`` from a tree that this rank holds whole; no collective."""
-    _load_state_dict(state, storage_reader, planner=planner, no_dist=True)
 
 
 def saved_entries(reader: Reader) -> Mapping[str, Any]:
@@ -397,13 +345,9 @@ def read_tensor(reader: Reader, key: str) -> torch.Tensor:
     return value
 
 
-class _single_process_is_fine(AbstractContextManager):
-    """Silences DCP's remark that there is no process group."""
-
-    def __enter__(self) -> None:
-        self._catch = warnings.catch_warnings()
-        self._catch.__enter__()
+@contextmanager
+def _single_process_is_fine() -> Iterator[None]:
+    """Silence DCP's warning that there is no process group."""
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-    def __exit__(self, *exception: Any) -> None:
-        self._catch.__exit__(*exception)
+        yield

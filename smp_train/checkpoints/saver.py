@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smp_train.checkpoints.commit import CLAIM, CheckpointFolder
-from smp_train.checkpoints.dcp import load_alone, load_together, save_alone, save_state, save_together
+from smp_train.checkpoints.dcp import load_together, save_state, save_together
 from smp_train.checkpoints.manifest import METADATA, FileRecord
+from smp_train.distributed import alone
 from smp_train.errors import CheckpointError
 from smp_train.models.smp_names import HubModel, Ranks
 
@@ -71,11 +72,13 @@ class Library:
 
     def save(self, state: dict[str, Any], *, storage_writer: Any) -> None:
         """Write as ``torch.distributed.checkpoint.save`` does; on the ranks that write."""
-        save_alone(state, storage_writer=storage_writer)
+        with alone():
+            save_together(state, storage_writer=storage_writer)
 
     def load(self, state: dict[str, Any], *, storage_reader: Any, planner: Any) -> None:
         """Read as ``torch.distributed.checkpoint.load`` does."""
-        load_alone(state, storage_reader=storage_reader, planner=planner)
+        with alone():
+            load_together(state, storage_reader=storage_reader, planner=planner)
 
     def begin(self, state: dict[str, Any], folder: str) -> None:
         """Copy the state and begin to write it to a folder; on the ranks that write."""

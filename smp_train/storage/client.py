@@ -84,27 +84,19 @@ def _made(process: int, read_timeout: float, *identity: str | None) -> Any:
         )
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(f"s3: no client can be made ({one_line(error)}); check the AWS variables") from None
-    made.meta.events.register("needs-retry.s3", _Retries(made.meta.endpoint_url).warn)
-    return made
+    warned = -SILENT_SECONDS
 
-
-class _Retries:
-    """Warns when a request is about to be made again because S3 gave no answer."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
-        self.warned = -SILENT_SECONDS
-
-    def warn(self, caught_exception: BaseException | None = None, attempts: int = 1, **_: Any) -> None:
+    def warn(caught_exception: BaseException | None = None, attempts: int = 1, **_: Any) -> None:
         """Handle botocore's event ``needs-retry``; the return value None leaves the decision to botocore."""
-        now = time.monotonic()
-        if caught_exception is None or attempts >= ATTEMPTS or now - self.warned < SILENT_SECONDS:
+        nonlocal warned
+        if caught_exception is None or attempts >= ATTEMPTS or time.monotonic() - warned < SILENT_SECONDS:
             return
-        self.warned = now
-        logger.warning(
-            "%s does not answer (%s); trying again, up to %d times",
-            self.endpoint, one_line(caught_exception), ATTEMPTS,
-        )  # fmt: skip
+        warned = time.monotonic()
+        logger.warning("%s does not answer (%s); trying again, up to %d times",
+                       made.meta.endpoint_url, one_line(caught_exception), ATTEMPTS)  # fmt: skip
+
+    made.meta.events.register("needs-retry.s3", warn)
+    return made
 
 
 @lru_cache
@@ -129,10 +121,9 @@ def code_of(error: BaseException) -> str:
 
 def explain(error: BaseException, what: str, operation: str, kind: type[SmpTrainError]) -> SmpTrainError:
     """Return a ``kind`` that says what to do about boto3's error in an operation on ``what``."""
-    response = getattr(error, "response", None) or {}
-    code = code_of(error)
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    region = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    answer = (getattr(error, "response", None) or {}).get("ResponseMetadata", {})
+    code, status = code_of(error), answer.get("HTTPStatusCode")
+    region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if code in ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "InvalidToken"):
         return kind(f"{what}: the AWS credentials have expired ({code}); renew them and start again")
     if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch"):

@@ -29,7 +29,6 @@ class FolderStorage:
         self.root = Path(location)
 
     def files(self, folder: str = "") -> dict[str, Entry]:
-        """Return all files below ``folder``."""
         top, found = self.root / folder, {}
         if os.path.dirname(folder) and top.is_symlink():
             return {}
@@ -45,7 +44,6 @@ class FolderStorage:
         return found
 
     def level(self, folder: str = "") -> tuple[dict[str, Entry], list[str]]:
-        """Return the files, and the names of the folders, directly in ``folder``."""
         files: dict[str, Entry] = {}
         folders = []
         with contextlib.suppress(FileNotFoundError), os.scandir(self.root / folder) as entries:
@@ -59,7 +57,6 @@ class FolderStorage:
         return files, sorted(folders)
 
     def entry(self, name: str) -> Entry | None:
-        """Return what is known of a file."""
         try:
             # Opened first: network file systems ask their server then, and may answer from memory otherwise.
             with (self.root / name).open("rb") as file:
@@ -69,7 +66,6 @@ class FolderStorage:
         return Entry(status.st_size, status.st_mtime)
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such a file."""
         return (self.root / name).is_file()
 
     def read(self, name: str) -> bytes:
@@ -82,33 +78,30 @@ class FolderStorage:
         return path.read_bytes()
 
     def ranges(self, wanted: Iterable[Range]) -> Iterator[bytes]:
-        """Yield each range."""
         for name, start, length, _ in wanted:
             with (self.root / name).open("rb") as file:
                 file.seek(start)
                 yield file.read(length)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file."""
         with self.writer(name) as file:
             file.write(data)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a small file unless it is there."""
         path = self.root / name
-        _make(path.parent)
         with _partial(path) as partial:
-            _write(partial, data)
+            with _synced(partial) as file:
+                file.write(data)
             try:
                 os.link(partial, path)
             except FileExistsError:
                 return False
             except OSError:  # a file system without hard links
                 try:
-                    with path.open("xb") as file:
-                        file.write(data)
+                    path.open("xb").close()
                 except FileExistsError:
                     return False
+                partial.replace(path)
         sync_folder(path.parent)
         return True
 
@@ -116,24 +109,19 @@ class FolderStorage:
     def writer(self, name: str, size: int = 0) -> Iterator[BinaryIO]:
         """Yield a stream into a file, which is renamed to ``name`` when it is on stable storage."""
         path = self.root / name
-        _make(path.parent)
         with _partial(path) as partial:
-            with partial.open("xb") as file:
+            with _synced(partial) as file:
                 yield file
-                file.flush()
-                os.fsync(file.fileno())
             partial.rename(path)
         sync_folder(path.parent)
 
     def move(self, name: str, to: str) -> None:
-        """Rename a file."""
         target = self.root / to
         _make(target.parent)
         (self.root / name).rename(target)
         sync_folder(target.parent)
 
     def delete(self, name: str) -> None:
-        """Remove a file."""
         (self.root / name).unlink(missing_ok=True)
 
     def delete_folder(self, folder: str) -> None:
@@ -144,7 +132,6 @@ class FolderStorage:
         self._remove_empty(path.parent)
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
-        """Remove partial files."""
         found = []
         for path in list(self.root.rglob(f".*{PARTIAL}")):
             name = path.relative_to(self.root).as_posix()
@@ -195,7 +182,8 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
-    """Yield a name beside ``path`` for what is not yet it, and remove that afterwards."""
+    """Make the folder of ``path``, yield a temporary name beside it, and remove what has that name afterwards."""
+    _make(path.parent)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
     try:
         yield partial
@@ -204,9 +192,11 @@ def _partial(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-def _write(path: Path, data: bytes) -> None:
+@contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file, which is on stable storage when the context ends."""
     with path.open("xb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
 

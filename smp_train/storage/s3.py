@@ -71,11 +71,9 @@ class S3Storage:
     # --- looking
 
     def files(self, folder: str = "") -> dict[str, Entry]:
-        """Return all objects below ``folder``."""
         return self._listed(folder)[0]
 
     def level(self, folder: str = "") -> tuple[dict[str, Entry], list[str]]:
-        """Return the objects, and the names of the folders, directly in ``folder``."""
         return self._listed(folder, Delimiter="/")
 
     def _listed(self, folder: str, **level: str) -> tuple[dict[str, Entry], list[str]]:
@@ -96,7 +94,6 @@ class S3Storage:
         return not self.request("list_objects_v2", Prefix=prefix, MaxKeys=1).get("KeyCount")
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such an object."""
         return self.entry(name) is not None
 
     def entry(self, name: str, missing: tuple[str, ...] = MISSING) -> Entry | None:
@@ -116,7 +113,6 @@ class S3Storage:
     # --- reading
 
     def read(self, name: str) -> bytes:
-        """Return a small object's content."""
         found = self.read_unless(name)
         assert found is not None
         return found
@@ -127,7 +123,7 @@ class S3Storage:
         if answer is None:
             return None
         content = bytearray()
-        self._receive(name, content.extend, 0, answer["ContentLength"], answer["ETag"], answer)
+        self.receive(name, content.extend, 0, answer["ContentLength"], answer["ETag"], answer)
         return bytes(content)
 
     def read_range(self, name: str, start: int, length: int, etag: str = "") -> bytes:
@@ -140,17 +136,14 @@ class S3Storage:
         """Yield each range, of one request each, in this order."""
         return prefetched(lambda each: self.read_range(*each), wanted, s3_client.AT_ONCE)
 
-    def receive(self, name: str, write: Callable[[bytes], object], start: int, end: int, etag: str = "") -> None:
+    def receive(
+        self, name: str, write: Callable[[bytes], object], start: int, end: int, etag: str = "", answer: Any = None
+    ) -> None:
         """Pass bytes ``start`` to ``end`` of an object to ``write``, chunk by chunk as they come.
 
         A body that breaks off is resumed where it broke. With ``etag`` it is an error if the object was replaced.
+        ``answer`` is that to the first request, if it has been made.
         """
-        self._receive(name, write, start, end, etag, None)
-
-    def _receive(
-        self, name: str, write: Callable[[bytes], object], start: int, end: int, etag: str, answer: Any
-    ) -> None:
-        """Do what `receive` does; ``answer`` is the first one, if it is there already."""
         done, failures, chunk_bytes = start, 0, CHUNK_BYTES
         version = {"IfMatch": etag} if etag else {}
         while done < end:
@@ -180,11 +173,9 @@ class S3Storage:
     # --- writing
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small object."""
         self.request("put_object", name, Body=data)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Write a small object unless it is there."""
         if self.read_unless(name, MISSING) is not None:  # a server may ignore conditions
             return False
         refused = ("PreconditionFailed", "ConditionalRequestConflict")
@@ -218,11 +209,9 @@ class S3Storage:
         self.delete(name)
 
     def delete(self, name: str) -> None:
-        """Remove an object."""
         self.request("delete_object", name)
 
     def delete_folder(self, folder: str) -> None:
-        """Remove every object below ``folder``."""
         keys = [self.key(f"{folder}/{file}".lstrip("/")) for file in self.files(folder)]
         for start in range(0, len(keys), 1000):
             batch = [{"Key": key} for key in keys[start : start + 1000]]
@@ -246,7 +235,6 @@ class S3Storage:
         return found
 
     def now(self) -> float:
-        """Return the time by the clock of S3."""
         answer = self.request("list_objects_v2", Prefix=self.prefix, MaxKeys=1)
         date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         return parsedate_to_datetime(date).timestamp() if date else time.time()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -18,15 +17,12 @@ class Upload(io.RawIOBase):
     """The object is there when `complete` has returned, or not at all. What S3 refuses is raised by any method."""
 
     def __init__(self, storage: S3Storage, name: str, part_bytes: int) -> None:
-        self._storage, self._name = storage, name
-        self._part_bytes = part_bytes
+        self._storage, self._name, self._part_bytes = storage, name, part_bytes
         self._buffer = bytearray()
         self._size = 0
         self._id = ""
-        self._parts: list[dict[str, Any]] = []
         self._pool: ThreadPoolExecutor | None = None
-        self._sending: deque[Future[Any]] = deque()
-        self._number = 0
+        self._parts: list[Future[dict[str, Any]]] = []
 
     def writable(self) -> bool:
         """Return True."""
@@ -53,11 +49,10 @@ class Upload(io.RawIOBase):
         if self._pool is None:
             self._id = self._storage.request("create_multipart_upload", self._name)["UploadId"]
             self._pool = ThreadPoolExecutor(client.AT_ONCE, thread_name_prefix="smp-train-upload")
-        if len(self._sending) >= client.AT_ONCE:
-            self._parts.append(self._sending.popleft().result())
+        if len(self._parts) >= client.AT_ONCE:
+            self._parts[-client.AT_ONCE].result()
         part, self._buffer = self._buffer, bytearray()
-        self._number += 1
-        self._sending.append(self._pool.submit(self._put, self._number, part))
+        self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, part))
 
     def _put(self, number: int, data: bytearray) -> dict[str, Any]:
         answer = self._storage.request("upload_part", self._name, UploadId=self._id, PartNumber=number, Body=data)
@@ -71,12 +66,10 @@ class Upload(io.RawIOBase):
             return
         if self._buffer:
             self._send()
-        self._parts += [each.result() for each in self._sending]
+        parts = {"Parts": [each.result() for each in self._parts]}
         self._pool.shutdown()
         try:
-            self._storage.request(
-                "complete_multipart_upload", self._name, UploadId=self._id, MultipartUpload={"Parts": self._parts}
-            )
+            self._storage.request("complete_multipart_upload", self._name, UploadId=self._id, MultipartUpload=parts)
         except self._storage.error as error:
             # A first try may have done it, and its answer was lost: nobody else writes this object.
             entry = self._storage.entry(self._name) if code_of(error.__cause__ or error) == "NoSuchUpload" else None

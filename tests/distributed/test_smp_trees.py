@@ -204,7 +204,8 @@ def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
 def read_apart() -> str:
     """Let each rank read a tree of its own, as tensor ranks do; that of rank 1 is broken."""
     from smp_train import distributed
-    from smp_train.checkpoints.dcp import load_alone, load_state
+    from smp_train.checkpoints.dcp import load_state
+    from smp_train.checkpoints.saver import Library
     from smp_train.checkpoints.translated import TensorReader
 
     class Broken(TensorReader):
@@ -215,7 +216,7 @@ def read_apart() -> str:
     distributed.start(ranks, timeout_seconds=300)
     reader = (Broken if ranks.rank == 1 else TensorReader)({"model.a": torch.ones(2)})
     try:
-        load_state({"model": {"a": torch.zeros(2)}}, reader, "trees", load=load_alone)
+        load_state({"model": {"a": torch.zeros(2)}}, reader, "trees", load=Library().load)
     except CheckpointError as error:
         return str(error)
     return "loaded"
