@@ -7,30 +7,31 @@ them, by pyarrow alone: ``datasets`` takes twenty times as long to import, and c
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from smp_train.data import bad_rows, s3
+from smp_train.data.arrow_file import Checked, Part, check, parts_of
 from smp_train.data.atomic_file import atomic_file
-from smp_train.data.hf_dataset_check import CHECK_VERSION, Checked, Columns, batches, check, columns_of
 from smp_train.data.progress import Progress
 from smp_train.data.source import Row, Source
-from smp_train.data.targets import NO_GAPS, attended_spans, of_rows_from, row_gaps
+from smp_train.data.targets import NO_GAPS, of_rows_from
 from smp_train.data.token_cache import TokenCache, share
 from smp_train.data.token_dataset import refuse_mixed
 from smp_train.data.utils import Shard
 from smp_train.errors import DataError
+from smp_train.storage.prefetch import prefetched
 
 CHECKED = ".checked"
+CHECK_VERSION = 5
+"""Of `Checked` and what it means: a file that another version checked is checked again."""
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
@@ -54,14 +55,18 @@ def files_of(location: str) -> list[Shard]:
     return found
 
 
+def _sealed(text: str) -> str:
+    """Return the content of a file that keeps a check: of a damaged one, or of another version, the digest differs."""
+    return f"{text}\n{hashlib.blake2b(f'{CHECK_VERSION} {text}'.encode(), digest_size=16).hexdigest()}\n"
+
+
 def _known(caches: TokenCache, shard: Shard) -> Checked | None:
     for base in caches.bases(shard):
-        try:
-            kept = json.loads(Path(base + CHECKED).read_text())
-            if kept["version"] == CHECK_VERSION and (found := Checked(**kept)).fits():
-                return found
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
+        with contextlib.suppress(OSError, ValueError):
+            kept = Path(base + CHECKED).read_text()
+            text = kept.partition("\n")[0]
+            if kept == _sealed(text):
+                return Checked(**json.loads(text))
     return None
 
 
@@ -72,47 +77,21 @@ def check_share(caches: TokenCache, location: str, rank: int, world: int, thread
     """
     missing = [shard for shard in share(files_of(location), rank, world) if _known(caches, shard) is None]
 
-    def checked(shard: Shard) -> None:
+    def checked(shard: Shard) -> Shard:
         found = check(shard.path, caches.vocab_size, (lambda row, why: None) if caches.skip_bad else None)
         try:
             with atomic_file(caches.destination.base(shard) + CHECKED) as file:
-                file.write(json.dumps(asdict(found)).encode())
+                file.write(_sealed(json.dumps(asdict(found))).encode())
         except OSError as error:
             raise caches.destination.unwritable(error) from None
+        return shard
 
     # Threads: what takes time, reading and NumPy's passes over large arrays, releases the interpreter lock.
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="smp-train-check")
     with Progress("checking", sum(shard.size for shard in missing), "B", rank == 0) as progress:
-        try:
-            for shard, _ in zip(missing, pool.map(checked, missing), strict=True):
+        with contextlib.closing(prefetched(checked, missing, threads)) as done:
+            for shard in done:
                 progress.update(shard.size)
-        finally:
-            pool.shutdown(cancel_futures=True)
     return len(missing)
-
-
-class _Batch:
-    """One record batch; its columns are views that are made when they are first asked for."""
-
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return int(self._batch.num_rows)
-
-    @cached_property
-    def columns(self) -> Columns:
-        return columns_of(self._batch)
-
-    def lengths(self) -> np.ndarray:
-        """Return the tokens of each row, without padding at its ends."""
-        attended = self.columns.targets()[1] if self.columns.mask is not None else None
-        starts = self.columns.ids.all_rows().starts
-        return np.diff(starts) if attended is None else attended_spans(attended, starts)[1]
-
-    def gaps(self) -> np.ndarray:
-        where, attended = self.columns.targets()
-        return NO_GAPS if where is None else row_gaps(where, attended, self.columns.ids.all_rows().starts)
 
 
 class HfRows(Source):
@@ -127,69 +106,55 @@ class HfRows(Source):
         self.files = files
         self.checked = checked
         refuse_mixed([(shard.path, found.labelled) for shard, found in zip(files, checked, strict=True) if found.rows])
-        of_files = [[_Batch(batch) for batch in batches(shard.path)] for shard in files]
-        self._batches = [batch for of_file in of_files for batch in of_file]
-        self._starts = [0, *accumulate(map(len, self._batches))]
-        """Stored rows before each batch."""
-        self._first_batch = [0, *accumulate(map(len, of_files))]
-        self._file_starts = [self._starts[first] for first in self._first_batch]
-        if self._file_starts[-1] != sum(found.rows + len(found.left_out) for found in checked):
-            raise DataError(f"{files[0].path}: its check is damaged; remove the files *{CHECKED} and start again")
-        self.shards = [range(a, b) for a, b in pairwise([0, *accumulate(found.rows for found in checked)])]
+        self._parts: list[Part] = []
+        self._first_parts = [0]
+        """The number of the first part of each file."""
+        for shard, found in zip(files, checked, strict=True):
+            for part in parts_of(shard.path):
+                left_out = found.left_out
+                ours = slice(*(bisect.bisect_left(left_out, end) for end in (part.first, part.first + len(part))))
+                self._parts += part.without(left_out[ours])
+            self._first_parts.append(len(self._parts))
+        self._starts = [0, *accumulate(map(len, self._parts))]
+        """Rows before each part."""
+        self.shards = [range(self._starts[a], self._starts[b]) for a, b in pairwise(self._first_parts)]
         """Rows of each file."""
-        left_out = [
-            start + row for start, found in zip(self._file_starts, checked, strict=False) for row in found.left_out
-        ]
-        self._kept = np.delete(np.arange(self._starts[-1]), left_out) if left_out else None
-        """The stored rows that are used, int64; None when all are."""
+        if [len(rows) for rows in self.shards] != [found.rows for found in checked]:
+            raise DataError(f"{files[0].path}: its check is damaged; remove the files *{CHECKED} and start again")
         digest = hashlib.blake2b(digest_size=16)
         for found in checked:
             digest.update(f"{found.digest} {found.rows} {found.tokens}\n".encode())
         self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
-        return self.shards[-1].stop
-
-    def _batches_of(self, shard: int) -> range:
-        return range(*self._first_batch[shard : shard + 2])
+        return self._starts[-1]
 
     def lengths(self, shard: int) -> np.ndarray:
         """Return the tokens of each row of a file, without padding at its ends."""
-        parts = [self._batches[number].lengths() for number in self._batches_of(shard)]
-        sizes = np.concatenate([np.empty(0, dtype=np.int64), *parts])
-        return np.delete(sizes, self.checked[shard].left_out)
+        parts = self._parts[slice(*self._first_parts[shard : shard + 2])]
+        return np.concatenate([np.empty(0, dtype=np.int64), *(part.lengths() for part in parts)])
 
     def gaps(self, shard: int, beginning: int = 0) -> np.ndarray:
         """Return the gaps of a file; none, without reading it, where no row begins with so long a one."""
-        found = self.checked[shard]
-        if found.latest < beginning:
+        if self.checked[shard].latest < beginning:
             return NO_GAPS
-        first_row = self._file_starts[shard]
-        parts = [
-            of_rows_from(self._starts[number] - first_row, self._batches[number].gaps())
-            for number in self._batches_of(shard)
-        ]
-        gaps = np.concatenate([NO_GAPS, *parts])
-        gaps = gaps[~np.isin(gaps[:, 0], found.left_out)]
-        gaps[:, 0] -= np.searchsorted(found.left_out, gaps[:, 0])
-        return gaps
+        numbers = range(*self._first_parts[shard : shard + 2])
+        first = self.shards[shard].start
+        return np.concatenate(
+            [NO_GAPS, *(of_rows_from(self._starts[number] - first, self._parts[number].gaps()) for number in numbers)]
+        )
 
-    def _stored(self, index: int) -> int:
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return (number of the part, row within it)."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return index if self._kept is None else int(self._kept[index])
+        number = bisect.bisect_right(self._starts, index) - 1
+        return number, index - self._starts[number]
 
     def row(self, index: int) -> Row:
         """Return one row; its ids are a view of the file."""
-        stored = self._stored(index)
-        number = bisect.bisect_right(self._starts, stored) - 1
-        row = stored - self._starts[number]
-        columns = self._batches[number].columns
-        mask = None if columns.mask is None else columns.mask.row(row)
-        labels = None if columns.labels is None else columns.labels.row(row)
-        return Row(
-            columns.ids.row(row), None if mask is None or mask.all() else mask.astype(bool), labels=labels
-        )
+        number, row = self._locate(index)
+        return self._parts[number].row(row)
 
     def fill(self, indices: list[int], into: np.ndarray) -> bool:
         """Read rows into int64 [rows, tokens]; False when one is not just ``tokens`` long and all counted."""
@@ -202,9 +167,9 @@ class HfRows(Source):
 
     def name(self, index: int) -> str:
         """Return ``file:row``, counted from 1."""
-        stored = self._stored(index)
-        number = bisect.bisect_right(self._file_starts, stored) - 1
-        return f"{self.files[number].name}:{stored - self._file_starts[number] + 1}"
+        number, row = self._locate(index)
+        file = self.files[bisect.bisect_right(self._first_parts, number) - 1]
+        return f"{file.name}:{self._parts[number].first + row + 1}"
 
     def report(self) -> dict[str, int | str]:
         """Totals, as of token shards."""

@@ -45,48 +45,14 @@ class RowParser:
     def __call__(self, line: bytes) -> Row:
         """Return the row, its ids and labels int64; ValueError: reason; what to do."""
         line = line.strip()
-        ids, mask, labels = self._fast(line) or _strict(line)
-        if ids.size == 0:
-            raise ValueError(f"{IDS} is empty; remove the row")
-        # One pass for both ends: a negative id is a huge one when read as unsigned.
-        if int(ids.view(np.uint64).max()) >= self.vocab_size:
-            place = int(np.argmax(ids.view(np.uint64) >= self.vocab_size))
-            raise ValueError(
-                f"token id {int(ids[place])} is outside the vocabulary [0, {self.vocab_size}); "
-                "use the tokenizer of the model, or set --vocab_size"
-            )
-        for name, values in ((MASK, mask), (LABELS, labels)):
-            if values is not None and values.size != ids.size:
-                raise ValueError(
-                    f"{IDS} has {ids.size} elements and {name} {values.size}; they must be as long as each other"
-                )
-        if mask is not None and int(mask.view(np.uint64).max()) > 1:
-            place = int(np.argmax(mask.view(np.uint64) > 1))
-            raise ValueError(f"{MASK}[{place}] is {int(mask[place])}; use 0 or 1")
-        if labels is not None:
-            self._check_labels(labels)
-        if ids.size < 2:
-            raise ValueError("a row of one token has none to predict; remove the row")
-        row = Row(ids, None if mask is None or mask.all() else mask.astype(bool), None, labels)
-        if not row.has_target():
-            fields = MASK if labels is None else f"{LABELS} and {MASK}"
-            raise ValueError(f"{fields} counts no token that has one before it: nothing to learn; remove the row")
-        if self.labelled not in (None, labels is not None):
-            has, others = ("labels", "none") if labels is not None else (f"no {LABELS}", "them")
+        row = checked_row(*(self._fast(line) or _strict(line)), self.vocab_size)
+        if self.labelled not in (None, row.labels is not None):
+            has, others = ("labels", "none") if row.labels is not None else (f"no {LABELS}", "them")
             raise ValueError(
                 f"has {has}, and the rows before it have {others}; give all rows of a shard {LABELS}, or no row"
             )
-        self.labelled = labels is not None
+        self.labelled = row.labels is not None
         return row
-
-    def _check_labels(self, labels: np.ndarray) -> None:
-        wrong = (labels.view(np.uint64) >= self.vocab_size) & (labels != IGNORED)
-        if wrong.any():
-            place = int(wrong.argmax())
-            raise ValueError(
-                f"{LABELS}[{place}] is {int(labels[place])}, outside the vocabulary [0, {self.vocab_size}); "
-                f"use a token id, or {IGNORED} where nothing is to be learnt"
-            )
 
     def _fast(self, line: bytes) -> Lists | None:
         """Read a line of well-formed lists; None leaves every doubtful line to `_strict`.
@@ -120,6 +86,42 @@ class RowParser:
         ):  # fmt: skip
             self._last_mask = tail, mask
         return None if ids is None else (ids, mask if known is None else known, labels)
+
+
+def checked_row(ids: np.ndarray, mask: np.ndarray | None, labels: np.ndarray | None, vocab_size: int) -> Row:
+    """Return lists, int64, as a row that training can use; ValueError: reason; what to do."""
+    if ids.size == 0:
+        raise ValueError(f"{IDS} is empty; remove the row")
+    # One pass for both ends: a negative id is a huge one when read as unsigned.
+    if int(ids.view(np.uint64).max()) >= vocab_size:
+        place = int(np.argmax(ids.view(np.uint64) >= vocab_size))
+        raise ValueError(
+            f"token id {int(ids[place])} is outside the vocabulary [0, {vocab_size}); "
+            "use the tokenizer of the model, or set --vocab_size"
+        )
+    for name, values in ((MASK, mask), (LABELS, labels)):
+        if values is not None and values.size != ids.size:
+            raise ValueError(
+                f"{IDS} has {ids.size} elements and {name} {values.size}; they must be as long as each other"
+            )
+    if mask is not None and int(mask.view(np.uint64).max()) > 1:
+        place = int(np.argmax(mask.view(np.uint64) > 1))
+        raise ValueError(f"{MASK}[{place}] is {int(mask[place])}; use 0 or 1")
+    if labels is not None:
+        wrong = (labels.view(np.uint64) >= vocab_size) & (labels != IGNORED)
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise ValueError(
+                f"{LABELS}[{place}] is {int(labels[place])}, outside the vocabulary [0, {vocab_size}); "
+                f"use a token id, or {IGNORED} where nothing is to be learnt"
+            )
+    if ids.size < 2:
+        raise ValueError("a row of one token has none to predict; remove the row")
+    row = Row(ids, None if mask is None or mask.all() else mask.astype(bool), None, labels)
+    if not row.has_target():
+        fields = MASK if labels is None else f"{LABELS} and {MASK}"
+        raise ValueError(f"{fields} counts no token that has one before it: nothing to learn; remove the row")
+    return row
 
 
 def _strict(line: bytes) -> Lists:

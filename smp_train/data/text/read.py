@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import IO, Any
 
+from smp_train.data.arrow_file import END_MARK
 from smp_train.data.bad_rows import LeftOut
-from smp_train.data.hf_dataset_check import END_MARK
 from smp_train.data.lines import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of
 from smp_train.data.text.text_file import PARQUET_SUFFIX, TextFile
 from smp_train.errors import ConfigError, DataError, install
