@@ -53,8 +53,13 @@ class Job:
 
 
 def say(line: str) -> None:
-    """Print a line of this script's."""
+    """Print a line on stderr."""
     print(f"smp-train: {line}", file=sys.stderr, flush=True)
+
+
+def node_name() -> str:
+    """Return this node's name, as Slurm calls it where Slurm started this process."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def ignore_term() -> None:

@@ -19,13 +19,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
+from smp_train.launch.srun_step import node_name, say
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 GRACE_SECONDS = 15.0
@@ -33,6 +34,9 @@ GRACE_SECONDS = 15.0
 (`checkpoints.manager.ABANDON_SECONDS`), print their reason, and release a lock."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code where a second ^C ended everything: the user's doing, and no failure."""
+DRAIN_SECONDS = 30.0
+CAUSES = {2: "configuration", 3: "data", 4: "checkpoint", 137: "killed", 134: "aborted", 139: "segfault"}
+"""By exit code, as a shell shows it."""
 # Left by an outer launcher, or by hooks of containers; ours are set anew for every worker.
 STALE = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -55,7 +59,8 @@ class Place:
     def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of one worker: ``environ`` with torchrun's variables for it."""
         kept = {name: value for name, value in environ.items() if name not in STALE}
-        kept.setdefault("OMP_NUM_THREADS", str(max(1, (_cpus() // self.processes) // 2)))
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        kept.setdefault("OMP_NUM_THREADS", str(max(1, cpus // self.processes // 2)))
         return kept | {
             "RANK": str(self.first_rank + local_rank),
             "WORLD_SIZE": str(self.nodes * self.processes),
@@ -71,10 +76,6 @@ class Place:
     def first_rank(self) -> int:
         """Rank of this node's first process."""
         return self.node_rank * self.processes
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_port() -> int:
@@ -111,149 +112,121 @@ def supervise(
     environ: Mapping[str, str] | None = None,
     log_dir: Path | None = None,
     grace_seconds: float = GRACE_SECONDS,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = say,
 ) -> tuple[int, Failure | None]:
     """Run ``command`` once per process of ``place`` and wait for all; return (exit code, first failure).
 
     With ``log_dir``, what each worker prints is also written to ``<log_dir>/rank-<r>.log``. The exit code is 0 when
     every worker's is 0, else that of the first that failed. Main thread only: it handles signals.
     """
-    say = say or _say
-    return _Supervisor(list(command), place, dict(environ or os.environ), log_dir, grace_seconds, say).run()
+    workers = _Workers(log_dir, say)
+    previous = {number: signal.signal(number, workers.on_signal) for number in FORWARDED}
+    try:
+        for local_rank in range(place.processes):
+            workers.start(command, place.first_rank + local_rank, place.environment(local_rank, environ or os.environ))
+        if workers.asked:
+            workers.send(signal.SIGTERM)  # the request may have come before the last of them was started
+        failure = workers.wait(grace_seconds)
+    finally:
+        workers.send(signal.SIGKILL)
+        workers.drain()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if workers.interrupted and failure is None and any(process.wait() for process in workers.processes.values()):
+        return INTERRUPTED, None
+    return (failure.code if failure else 0), failure
 
 
-class _Supervisor:
-    def __init__(
-        self,
-        command: list[str],
-        place: Place,
-        environ: dict[str, str],
-        log_dir: Path | None,
-        grace_seconds: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self.command, self.place, self.environ, self.log_dir = command, place, environ, log_dir
-        self.grace_seconds, self.say = grace_seconds, say
-        self.workers: list[subprocess.Popen[bytes]] = []
-        self.ended: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self.asked: list[signal.Signals] = []
+class _Workers:
+    """The processes of this node by rank."""
+
+    def __init__(self, log_dir: Path | None, say: Callable[[str], None]) -> None:
+        self.log_dir, self.say = log_dir, say
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.pumps: list[threading.Thread] = []
+        self.asked: list[int] = []
         self.interrupted = False
 
-    def run(self) -> tuple[int, Failure | None]:
-        previous = {number: signal.signal(number, self._on_signal) for number in FORWARDED}
-        pumps: list[threading.Thread] = []
-        try:
-            for local_rank in range(self.place.processes):
-                self._start(local_rank)
-            pumps = [thread for index in range(len(self.workers)) for thread in self._pump(index)]
-            if self.asked:
-                self._send(signal.SIGTERM)  # those that were not there yet when it came
-            for index in range(len(self.workers)):
-                threading.Thread(target=self._watch, args=(index,), daemon=True).start()
-            failure = self._wait()
-        finally:
-            for worker in self.workers:
-                if worker.poll() is None:
-                    worker.kill()
-            _drain(pumps)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if self.interrupted and failure is None and any(worker.returncode for worker in self.workers):
-            return INTERRUPTED, None
-        return (failure.code if failure else 0), failure
-
-    def _start(self, local_rank: int) -> None:
-        self.workers.append(
-            subprocess.Popen(
-                self.command,
-                env=self.place.environment(local_rank, self.environ) | self._cause_file(local_rank),
-                stdout=subprocess.PIPE if self.log_dir else None,
-                stderr=subprocess.PIPE if self.log_dir else None,
-                # ^C of a terminal reaches this process alone, which turns it into a request to stop.
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
+    def start(self, command: Sequence[str], rank: int, environ: dict[str, str]) -> None:
+        pipe = subprocess.PIPE if self.log_dir else None
+        process = self.processes[rank] = subprocess.Popen(
+            command,
+            env=environ | ({CAUSE_VARIABLE: str(self.log_dir / f"cause-rank-{rank}")} if self.log_dir else {}),
+            stdout=pipe,
+            stderr=pipe,
+            # ^C of a terminal reaches this process alone, which turns it into a request to stop.
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
+        threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
+        if self.log_dir:
+            for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                words = (source, self.log_dir / f"rank-{rank}.log", sink)
+                self.pumps.append(threading.Thread(target=_copy, args=words, daemon=True))
+                self.pumps[-1].start()
 
-    def _cause_file(self, local_rank: int) -> dict[str, str]:
-        if self.log_dir is None:
-            return {}
-        return {CAUSE_VARIABLE: str(self.log_dir / f"cause-rank-{self.place.first_rank + local_rank}")}
+    def _watch(self, rank: int) -> None:
+        self.processes[rank].wait()
+        self.ended.put(rank)
 
-    def _watch(self, index: int) -> None:
-        self.workers[index].wait()
-        self.ended.put(index)
-
-    def _pump(self, index: int) -> list[threading.Thread]:
-        """Copy what a worker prints to its log; both streams to one file, in the order they come."""
-        worker = self.workers[index]
-        if self.log_dir is None or worker.stdout is None or worker.stderr is None:
-            return []
-        path = self.log_dir / f"rank-{self.place.first_rank + index}.log"
-        threads = [
-            threading.Thread(target=_copy, args=(source, path, sink), daemon=True)
-            for source, sink in ((worker.stdout, sys.stdout), (worker.stderr, sys.stderr))
-        ]
-        for thread in threads:
-            thread.start()
-        return threads
-
-    def _wait(self) -> Failure | None:
-        """Wait until all workers have ended, or until one has failed and the others were given their time."""
+    def wait(self, grace_seconds: float) -> Failure | None:
+        """Wait until all have ended, which the others must within ``grace_seconds`` of the first failure."""
         failure: Failure | None = None
-        deadline: float | None = None
-        remaining = len(self.workers)
+        deadline = float("inf")
+        remaining = len(self.processes)
         while remaining:
-            # Woken up now and then: a signal handler runs only between two waits.
-            patience = 0.5 if deadline is None else max(0.0, min(0.5, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                self.send(signal.SIGKILL)
+                deadline = float("inf")
             try:
-                index = self.ended.get(timeout=patience)
+                # Woken up now and then: a signal handler runs only between two waits.
+                rank = self.ended.get(timeout=max(0.0, min(0.5, deadline - time.monotonic())))
             except queue.Empty:
-                index = None
-            if index is not None:
-                remaining -= 1
-                code = _shell_code(self.workers[index].returncode)
-                if code and failure is None and not self.interrupted:
-                    failure = self._failed(index, code)
-                    deadline = time.monotonic() + self.grace_seconds
-                    self._send(signal.SIGTERM)
-            elif deadline is not None and time.monotonic() >= deadline:
-                self._send(signal.SIGKILL)
-                deadline = None
+                continue
+            remaining -= 1
+            code = self.processes[rank].wait()
+            if code and failure is None and not self.interrupted:
+                failure = self._failure(rank, code if code > 0 else 128 - code)
+                self.say(failure.line())
+                deadline = time.monotonic() + grace_seconds
+                self.send(signal.SIGTERM)
         return failure
 
-    def _failed(self, index: int, code: int) -> Failure:
-        rank = self.place.first_rank + index
-        cause = _cause(code, self.asked)
-        for told in self._cause_file(index).values():
+    def _failure(self, rank: int, code: int) -> Failure:
+        cause = CAUSES.get(code, "error" if code < 128 else f"signal-{code - 128}")
+        if code in (137, 143) and self.asked:
+            cause = "stopped-before-saving"
+        if self.log_dir:
             with suppress(OSError):
-                if Path(told).read_text(encoding="utf-8") == LOST_PEER:
+                if (self.log_dir / f"cause-rank-{rank}").read_text(encoding="utf-8") == LOST_PEER:
                     cause = LOST_PEER
-        here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as Slurm calls it
-        failure = Failure(rank, here, code, cause)
-        self.say(failure.line())
-        return failure
+        return Failure(rank, node_name(), code, cause)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # ^C is a request to stop, like SIGTERM; the second ends everything.
-        again = number == signal.SIGINT and signal.SIGINT in self.asked
-        self.asked.append(signal.Signals(number))
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on; ^C is a request to stop, like SIGTERM, and the second ends everything."""
+        again = number == signal.SIGINT and number in self.asked
+        self.asked.append(number)
         if again:
             self.interrupted = True
-            if any(worker.poll() is None for worker in self.workers):
+            if any(process.poll() is None for process in self.processes.values()):
                 self.say("ended at once, as asked: what was not saved yet is lost")
-            self._send(signal.SIGKILL)
-        elif number == signal.SIGINT:
+            self.send(signal.SIGKILL)
+            return
+        if number == signal.SIGINT:
             self.say("asked to stop: saving after this step; ^C again ends everything at once")
-            self._send(signal.SIGTERM)
-        else:
-            self._send(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+        self.send(signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number)
 
-    def _send(self, number: signal.Signals) -> None:
-        for worker in self.workers:
-            if worker.poll() is None:
-                with suppress(ProcessLookupError):
-                    worker.send_signal(number)
+    def send(self, number: int) -> None:
+        for process in self.processes.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)  # to none that has ended
+
+    def drain(self) -> None:
+        """Wait until the output is copied, within a limit: children of a worker may hold it open."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for pump in self.pumps:
+            pump.join(max(0.0, deadline - time.monotonic()))
 
 
 def _die_with_parent() -> None:
@@ -268,45 +241,20 @@ def _die_with_parent() -> None:
 
 
 def _copy(source: IO[bytes], path: Path, sink: TextIO) -> None:
-    """Write each line to the log and to our own output; continue reading when either cannot be written."""
-    # A full disk, a folder that cannot be written or a closed terminal must not stop the reading: the worker would
-    # wait for ever.
-    with source, ExitStack() as opened:
-        log: IO[bytes] | None = None
-        with suppress(OSError):
-            log = opened.enter_context(path.open("ab", buffering=0))
-        for line in iter(source.readline, b""):
-            if log is not None:
-                with suppress(OSError):
-                    log.write(line)
-            with suppress(OSError):
-                sink.buffer.write(line)
-                sink.buffer.flush()
+    """Write each line to the log and to our own output.
 
-
-def _drain(pumps: Sequence[threading.Thread]) -> None:
-    """Wait until the workers' output is copied, within a limit: their children may hold it open.
-
-    In many short waits: a machine that was suspended has then lost one of them, not the time for copying.
+    A full disk, a folder that cannot be written or a closed terminal must not stop the reading: the worker would
+    block on its output.
     """
-    for _ in range(300):
-        busy = next((pump for pump in pumps if pump.is_alive()), None)
-        if busy is None:
-            return
-        busy.join(0.1)
-
-
-def _shell_code(returncode: int) -> int:
-    return 128 - returncode if returncode < 0 else returncode
-
-
-def _cause(code: int, asked: Sequence[signal.Signals]) -> str:
-    """Return the cause of an exit code, in one word."""
-    named = {2: "configuration", 3: "data", 4: "checkpoint", 137: "killed", 134: "aborted", 139: "segfault"}
-    if code in (137, 143) and asked:
-        return "stopped-before-saving"
-    return named.get(code, "error" if code < 128 else f"signal-{code - 128}")
-
-
-def _say(line: str) -> None:
-    print(f"smp-train: {line}", file=sys.stderr, flush=True)
+    log: IO[bytes] | None = None
+    with suppress(OSError):
+        log = path.open("ab", buffering=0)
+    for line in source:
+        if log:
+            with suppress(OSError):
+                log.write(line)
+        with suppress(OSError):
+            sink.buffer.write(line)
+            sink.buffer.flush()
+    if log:
+        log.close()

@@ -115,40 +115,28 @@ def test_a_log_that_cannot_be_written_does_not_stop_a_worker(tmp_path: Path) -> 
     assert supervise(command, Place(1), log_dir=tmp_path) == (0, None)
 
 
-def test_last_words_are_waited_for_but_not_for_ever() -> None:
-    """In short waits, whose number counts: a machine that stood still has used up one of them."""
-
-    class Pump:
-        waits = 0
-
-        def __init__(self, needs: int) -> None:
-            self.needs = needs
-
-        def is_alive(self) -> bool:
-            return Pump.waits < self.needs
-
-        def join(self, seconds: float) -> None:
-            assert seconds < 1
-            Pump.waits += 1
-
-    supervisor._drain([Pump(1), Pump(7)])  # type: ignore[list-item]
-    assert Pump.waits == 7
-    supervisor._drain([Pump(10**6)])  # type: ignore[list-item]  # what a worker left behind holds its output open
-    assert Pump.waits < 1000
+def test_output_that_a_workers_child_holds_open_is_waited_for_within_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "held")
+    monkeypatch.setattr(supervisor, "DRAIN_SECONDS", 0.1)
+    command = program(tmp_path, f"if os.fork() == 0: open({str(tmp_path / 'held')!r}).read()")
+    assert supervise(command, Place(1), log_dir=tmp_path) == (0, None)
+    (tmp_path / "held").write_text("")
 
 
-def start(tmp_path: Path, text: str) -> subprocess.Popen[str]:
-    """Run a supervisor of two workers in a process of its own and wait until both are ready."""
+def start(tmp_path: Path, text: str, more: str = "", workers: int = 2, **options: Any) -> subprocess.Popen[str]:
+    """Run a supervisor in a process of its own and wait until its workers are ready."""
     command = program(tmp_path, text)
     outer = (
-        "import sys; from smp_train.launch.supervisor import *; "
-        f"sys.exit(supervise({command!r}, Place(2), grace_seconds=0.2)[0])"
+        "import sys; from pathlib import Path; from smp_train.launch.supervisor import *; "
+        f"sys.exit(supervise({command!r}, Place({workers}), grace_seconds=0.2{more})[0])"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", outer], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", outer], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
     assert process.stdout is not None
-    assert [process.stdout.readline().split()[0] for _ in "12"] == ["ready", "ready"]
+    assert [process.stdout.readline() for _ in range(workers)] == ["ready\n"] * workers
     return process
 
 
@@ -192,37 +180,22 @@ def test_the_second_interrupt_ends_everything(tmp_path: Path) -> None:
 
 
 def test_a_second_interrupt_after_all_have_saved_is_no_failure(tmp_path: Path) -> None:
-    """The workers have ended; the supervisor is still copying what they said."""
-    command = program(
-        tmp_path,
-        """
-        asked = []
-        signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-        say("ready")
-        while not asked:
-            time.sleep(0.01)
-        say("saved")
-        """,
-    )
-    outer = (
-        "import sys; from pathlib import Path; from smp_train.launch import supervisor; "
-        "supervisor._drain = lambda pumps: (print('drains', flush=True), sys.stdin.readline()); "
-        f"sys.exit(supervisor.supervise({command!r}, supervisor.Place(1), log_dir=Path({str(tmp_path)!r}))[0])"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", outer], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        lines = iter(process.stdout.readline, "")
-        assert next(lines) == "ready\n"
-        process.send_signal(signal.SIGINT)
-        while next(lines) != "drains\n":
-            continue
-        process.send_signal(signal.SIGINT)
-        process.stdin.write("\n")
-        process.stdin.close()
-        assert process.wait(120) == 0
+    """The worker has ended; its output is still being copied, as a child of it goes on."""
+    after = """
+worker = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == worker:
+        time.sleep(0.01)
+    say("alone")
+    sys.stdin.readline()
+"""
+    process = start(tmp_path, STOPPABLE + after, f", log_dir=Path({str(tmp_path)!r})", 1, stdin=subprocess.PIPE)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in "12"] == ["saved\n", "alone\n"]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate("\n", timeout=120)
+    assert process.returncode == 0, err
 
 
 def test_workers_do_not_outlive_their_supervisor(tmp_path: Path) -> None:
