@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.distributed import Runtime, detect, expand_hostlist
+from smp_train.errors import one_line
+from smp_train.launch.srun_step import say
 from smp_train.launch.supervisor import Failure, Place, supervise
 
 BAD_NODE = 75
@@ -47,48 +48,49 @@ to end (Slurm's KillWait: 30 s), so that the first node can still record which o
 # --- on each node, before its processes start
 
 
-@dataclass(frozen=True)
-class Node:
-    """What a node counts of its own hardware; ``efa``: Elastic Fabric Adapters, 0 where they do not matter."""
-
-    name: str
-    processes: int
-    efa: int = 0
-
-
-def compare(folder: Path, hosts: Sequence[str], number: int, node: Node, seconds: float) -> tuple[list[str], str]:
+def compare(
+    folder: Path, hosts: Sequence[str], number: int, processes: int, efa: int, seconds: float
+) -> tuple[list[str], str]:
     """Exchange what nodes count, through a shared folder; return (nodes at fault, message), the same on all of them.
 
     Ranks follow from the number of processes on each node: with one GPU less on a node, all would wait for a rank that
-    nobody starts. ``hosts`` names the nodes in order, of which this is ``number``.
+    nobody starts.
+
+    Args:
+        folder: Of this start, the same on all nodes.
+        hosts: Names of all nodes, in order.
+        number: This node's index in ``hosts``.
+        processes: How many this node starts.
+        efa: Its Elastic Fabric Adapters; 0 where they do not matter.
+        seconds: How long to wait for the others.
 
     Raises:
         OSError: when the folder cannot be written.
     """
     scratch = folder / f".node-{number}.json"
-    scratch.write_text(json.dumps(asdict(node)), encoding="utf-8")
+    scratch.write_text(json.dumps([processes, efa]), encoding="utf-8")
     scratch.replace(folder / f"node-{number}.json")
-    found: dict[int, Node] = {}
+    found: dict[str, tuple[int, int]] = {}
     deadline = time.monotonic() + seconds
     while True:
-        for one in set(range(len(hosts))) - set(found):
-            with suppress(OSError, ValueError, TypeError):
-                found[one] = Node(**json.loads((folder / f"node-{one}.json").read_text(encoding="utf-8")))
+        for one, host in enumerate(hosts):
+            with suppress(OSError, ValueError):
+                found[host] = tuple(json.loads((folder / f"node-{one}.json").read_text(encoding="utf-8")))
         if len(found) == len(hosts) or time.monotonic() >= deadline:
             break
         time.sleep(0.2)
-    silent = [host for one, host in enumerate(hosts) if one not in found]
+    silent = [host for host in hosts if host not in found]
     if silent:
         return silent, f"no word from {', '.join(silent)} within {seconds:g} s: the task has not started there"
-    kinds = Counter((one.processes, one.efa) for one in found.values())
+    kinds = Counter(found.values())
     usual = max(kinds, key=lambda kind: (kinds[kind], kind))  # of two halves, the one that has more
-    odd = [found[one] for one in sorted(found) if (found[one].processes, found[one].efa) != usual]
-    names = [one.name for one in odd]
+    odd = [host for host in hosts if found[host] != usual]
     if not odd:
         return [], ""
-    return names, (
-        f"{', '.join(names)}: {odd[0].processes} GPUs and {odd[0].efa} EFA adapters, other nodes have {usual[0]} and "
-        f"{usual[1]}; replace the node, or set NPROC and INSTANCE_TYPE"
+    gpus, adapters = found[odd[0]]
+    return odd, (
+        f"{', '.join(odd)}: {gpus} GPUs and {adapters} EFA adapters, other nodes have {usual[0]} and {usual[1]}; "
+        "replace the node, or set NPROC and INSTANCE_TYPE"
     )
 
 
@@ -116,7 +118,7 @@ def run(
         # The next start leaves nodes out for a fault of their own only, not for one of a link or of all together.
         cause = "node" if verdict.get("at_fault") else "network"
         failure = Failure(-1, ",".join(verdict.get("nodes", [])) or failure.node, BAD_NODE, cause)
-    print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
+    say(failure.line())
     return failure.code, failure
 
 
@@ -147,7 +149,7 @@ def links(nodes: int) -> list[list[tuple[int, int]]]:
 def judge(
     names: Sequence[str], absent: Sequence[int], alone: Sequence[int], broken: Sequence[tuple[int, int]]
 ) -> Verdict:
-    """Say which nodes are at fault.
+    """Return which nodes are at fault.
 
     Args:
         names: Names of all nodes.
@@ -176,105 +178,93 @@ def judge(
     return Verdict([], "")
 
 
-def network(log: str) -> str:
-    """Return what NCCL uses by its own log (INIT, NET): efa or another provider, sockets, or ""."""
-    provider = re.search(r"NET/OFI Selected provider is (\S+)", log, re.IGNORECASE)
-    if provider:
-        return provider[1].rstrip(",")
-    return "sockets" if re.search(r"NET/Socket\s*: ?Using|Using network Socket", log) else ""
-
-
-def reach(host: str, port: int, seconds: float) -> None:
-    """Wait until something listens there; RuntimeError with the last reason when the time is up."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
-            return
-        except OSError as problem:
-            if time.monotonic() + 0.5 > deadline:
-                raise RuntimeError(problem.strerror or str(problem)) from None
-        time.sleep(0.5)
-
-
 class NetworkCheck:
     """One rank's part. ``reduce`` is what a step does; a test puts something else there."""
 
-    def __init__(self, runtime: Runtime, seconds: float, backend: str, device: Any) -> None:
-        self.runtime, self.backend, self.device = runtime, backend, device
-        self.seconds = seconds
+    def __init__(self, place: Runtime, seconds: float, backend: str, device: Any) -> None:
+        self.place, self.seconds, self.backend, self.device = place, seconds, backend, device
         self.store: Any = None
-        self.rate = 0.0
-        self.present: list[int] = []
 
-    def run(self) -> Verdict:
-        """Return the verdict, which rank 0 has yet to `send`; RuntimeError when rank 0 cannot be reached."""
+    def run(self, report: Callable[[Verdict], None]) -> Verdict:
+        """Return the verdict, after rank 0 has handed it to ``report``; RuntimeError when rank 0 cannot be reached."""
         import torch.distributed as dist
 
-        place, limit = self.runtime, timedelta(seconds=self.seconds)
-        size, world = place.local_world_size, place.world_size
-        if not place.is_main:
-            reach(place.master_addr, place.master_port, self.seconds)
+        place, world, size = self.place, self.place.world_size, self.place.local_world_size
+        limit = timedelta(seconds=self.seconds)
         self.store = dist.TCPStore(
             place.master_addr, place.master_port, world, place.is_main, limit, wait_for_workers=False
         )
         self.store.set(f"here/{place.rank}", place.hostname)
-        if place.is_main:
-            absent = self.missing([f"here/{rank}" for rank in range(world)], self.seconds / 2)
-            self.store.set("absent", json.dumps(absent))
-            self.present = [rank for rank in range(world) if rank not in absent]
-            if absent:
-                return judge(self._names(absent), sorted({rank // size for rank in absent}), [], [])
-        elif json.loads(self.get("absent", self.seconds)):
-            return self.verdict()
-        # Clocks start anew here, where all ranks are known to be: the steps then have equal time on every rank.
-        rounds = links(place.num_nodes)
-        share = self.seconds / 2 / (len(rounds) + 2)
-        first = place.node_rank * size
-        self.step("alone", list(range(first, first + size)) if size > 1 else None, share)
-        for number, pairs in enumerate(rounds):
-            mine = next((pair for pair in pairs if place.node_rank in pair), ())
-            ranks = [node * size for node in mine]
-            self.step(f"round{number}", ranks if place.rank in ranks else None, share)
-        if place.is_main:
-            alone = sorted({rank // size for rank in range(world) if not self._passed("alone", rank)})
-            broken = [
-                pair
-                for number, pairs in enumerate(rounds)
-                for pair in pairs
-                if not all(self._passed(f"round{number}", node * size) for node in pair)
-            ]
-            found = judge(self._names(), [], alone, broken)
-            self.store.set("links", found.message or "-")
-            if found.message:
-                return found
-        elif self.get("links", share) != "-":
-            return self.verdict()
-        self.step("all", list(range(world)), share)
-        if not place.is_main:
-            return self.verdict()
-        if all(self._passed("all", rank) for rank in range(world)):
-            return Verdict([], "", rate=self.rate)
-        return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
 
-    def step(self, name: str, ranks: list[int] | None, seconds: float) -> None:
-        """All-reduce over ``ranks``, report whether that ended well, and wait for the reports of all."""
-        ended: list[float] = []
-        if ranks is not None:
-            thread = threading.Thread(target=self._work, args=(name, ranks, seconds, ended), daemon=True)
+        def decide(name: str, find: Callable[[], Verdict], *, last: bool = False) -> Verdict:
+            """Let rank 0 decide and send its verdict to the others."""
+            if not place.is_main:
+                self.store.wait([name], timedelta(seconds=self.seconds + SLACK_SECONDS))
+                return Verdict(**json.loads(self.store.get(name)))
+            found = find()
+            if found.message or last:
+                # Before it is sent: whoever reads of a fault leaves, and a launcher may then end rank 0's node.
+                report(found)
+            self.store.set(name, json.dumps(asdict(found)))
+            return found
+
+        def absent() -> Verdict:
+            missing = self.missing([f"here/{rank}" for rank in range(world)], self.seconds / 2)
+            return judge(self._names(), sorted({rank // size for rank in missing}), [], [])
+
+        verdict = decide("absent", absent)
+        if verdict.message:
+            return verdict
+        # Clocks start anew here, where all ranks are known to be: the steps then have equal time on every rank.
+        stages = [[list(range(first, first + size)) for first in range(0, world, size) if size > 1]]
+        stages += [[[node * size for node in pair] for pair in pairs] for pairs in links(place.num_nodes)]
+        share = self.seconds / 2 / (len(stages) + 1)
+        for number, groups in enumerate(stages):
+            self.step(f"stage{number}", groups, share)
+
+        def broken() -> Verdict:
+            alone, *pairs = (
+                [[rank // size for rank in ranks] for ranks in groups if self.rate(f"stage{number}", ranks) is None]
+                for number, groups in enumerate(stages)
+            )
+            return judge(self._names(), [], [nodes[0] for nodes in alone], [(a, b) for each in pairs for a, b in each])
+
+        verdict = decide("links", broken)
+        if verdict.message:
+            return verdict
+        everyone = list(range(world))
+        self.step("all", [everyone], share)
+
+        def together() -> Verdict:
+            rate = self.rate("all", everyone)
+            if rate is None:
+                return Verdict([], "every node reaches its neighbours, but an all-reduce over all of them does not end")
+            return Verdict([], "", rate)
+
+        return decide("verdict", together, last=True)
+
+    def step(self, name: str, groups: list[list[int]], seconds: float) -> None:
+        """All-reduce over this rank's one of ``groups``, report its rate, and wait for the reports of all."""
+        ranks = next((ranks for ranks in groups if self.place.rank in ranks), [])
+        rates: list[float] = []
+
+        def work() -> None:
+            try:
+                rates.append(self.reduce(name, ranks, seconds))
+            except Exception as problem:  # of whatever library is below: the step has failed
+                say(f"preflight: [{self.place.hostname}] {name}: {one_line(problem)[:200]}")
+
+        if ranks:
+            thread = threading.Thread(target=work, daemon=True)
             thread.start()
             thread.join(seconds)
-        self.store.set(f"{name}/{self.runtime.rank}", "ok" if ended or ranks is None else "failed")
-        self.missing([f"{name}/{rank}" for rank in range(self.runtime.world_size)], seconds + SLACK_SECONDS)
+        self.store.set(f"{name}/{self.place.rank}", str(rates[0]) if rates else "")
+        self.missing([f"{name}/{rank}" for rank in range(self.place.world_size)], seconds + SLACK_SECONDS)
 
-    def _work(self, name: str, ranks: list[int], seconds: float, ended: list[float]) -> None:
-        try:
-            ended.append(self.reduce(name, ranks, seconds))
-        except Exception as problem:  # of whatever library is below: the step has failed
-            first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            print(f"smp-train: preflight: [{self.runtime.hostname}] {name}: {first[:200]}", file=sys.stderr, flush=True)
-        if ended and name == "all":
-            self.rate = ended[-1]
+    def rate(self, name: str, ranks: list[int]) -> float | None:
+        """Return the rate that the first of ``ranks`` reported for a step, None when one of them failed."""
+        rates = [self.store.get(key) if self.store.check([key]) else b"" for key in (f"{name}/{one}" for one in ranks)]
+        return float(rates[0]) if all(rates) else None
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
         """All-reduce over ``ranks`` in a group of its own, twice; return the second one's rate in GB/s."""
@@ -282,7 +272,7 @@ class NetworkCheck:
         import torch.distributed as dist
 
         # A client of its own: a thread that hangs in one must not keep the others from it.
-        place, limit = self.runtime, timedelta(seconds=seconds)
+        place, limit = self.place, timedelta(seconds=seconds)
         client = dist.TCPStore(place.master_addr, place.master_port, None, False, limit, wait_for_workers=False)
         store = dist.PrefixStore(f"group/{name}/{ranks[0]}", client)
         # Not through init_process_group, which has one default group at a time: here a group that hangs is abandoned.
@@ -312,56 +302,50 @@ class NetworkCheck:
             return [number for number, key in enumerate(keys) if not self.store.check([key])]
         return []
 
-    def get(self, key: str, seconds: float) -> str:
-        """Wait for a key of the store and return its value."""
-        self.store.wait([key], timedelta(seconds=seconds + SLACK_SECONDS))
-        return bytes(self.store.get(key)).decode()
-
-    def _passed(self, name: str, rank: int) -> bool:
-        return bool(self.store.check([f"{name}/{rank}"])) and bytes(self.store.get(f"{name}/{rank}")) == b"ok"
-
-    def _names(self, absent: Sequence[int] = ()) -> list[str]:
-        place = self.runtime
-        known = [name for name in os.environ.get(HOSTS, "").split(",") if name]
+    def _names(self) -> list[str]:
+        """Return the nodes' names, as they report them or as the launcher has them."""
+        place = self.place
+        known = os.environ.get(HOSTS, "").split(",")
         names = known if len(known) == place.num_nodes else [f"node-{node}" for node in range(place.num_nodes)]
         for node in range(place.num_nodes):
-            first = node * place.local_world_size
-            if first not in absent:
-                names[node] = bytes(self.store.get(f"here/{first}")).decode()
+            key = f"here/{node * place.local_world_size}"
+            if self.store.check([key]):
+                names[node] = self.store.get(key).decode()
         return names
-
-    def send(self, verdict: Verdict) -> None:
-        """Send the verdict to the others, who leave then."""
-        self.store.set("verdict", json.dumps(asdict(verdict)))
-
-    def verdict(self) -> Verdict:
-        """Wait for rank 0's verdict."""
-        return Verdict(**json.loads(self.get("verdict", self.seconds)))
 
     def leave(self, seconds: float) -> None:
         """End with rank 0 as the last, which serves the store; it waits so long for the others."""
         with suppress(RuntimeError):
-            self.store.set(f"bye/{self.runtime.rank}", "")
-            if self.runtime.is_main:
-                self.missing([f"bye/{rank}" for rank in self.present], seconds)
+            self.store.set(f"bye/{self.place.rank}", "")
+            if self.place.is_main:
+                self.missing([f"bye/{rank}" for rank in range(self.place.world_size)], seconds)
+
+
+def network(log: str) -> str:
+    """Return what NCCL uses by its own log (INIT, NET): efa or another provider, sockets, or ""."""
+    provider = re.search(r"NET/OFI Selected provider is (\S+)", log, re.IGNORECASE)
+    if provider:
+        return provider[1].rstrip(",")
+    return "sockets" if re.search(r"NET/Socket\s*: ?Using|Using network Socket", log) else ""
 
 
 def describe(verdict: Verdict, place: Runtime, device: str, log: str, efa: int) -> list[str]:
-    """Return what rank 0 prints of a verdict."""
+    """Return what rank 0 prints of a verdict; ``log`` is NCCL's, ``efa`` counts the adapters of each node."""
     if verdict.message:
         return [f"error: preflight: {verdict.message}"]
     size = (CPU_BYTES if device == "cpu" else GPU_BYTES) >> 20
     through = network(log)
-    lines = [
+    fine = (
         f"preflight: {place.world_size} ranks on {place.num_nodes} nodes reach each other: all-reduce of {size} MiB at "
         f"{verdict.rate:.2f} GB/s" + (f" through {through}" if through else "")
+    )
+    if not efa or place.num_nodes == 1 or through != "sockets":
+        return [fine]
+    return [
+        fine,
+        f"warning: preflight: NCCL goes through sockets, and each node has {efa} EFA adapters: the image has no EFA "
+        "plugin (aws-ofi-nccl), or it cannot be used",
     ]
-    if efa and place.num_nodes > 1 and through == "sockets":
-        lines.append(
-            f"warning: preflight: NCCL goes through sockets, and each node has {efa} EFA adapters: the image has no "
-            "EFA plugin (aws-ofi-nccl), or it cannot be used"
-        )
-    return lines
 
 
 def main(argv: Sequence[str] | None = None, make: Callable[..., NetworkCheck] = NetworkCheck) -> int:
@@ -382,32 +366,29 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., NetworkCheck] = 
     device = torch.device("cuda", place.local_rank) if gpus else torch.device("cpu")
     log = None
     if gpus and given.verdict and place.is_main and os.environ.get("NCCL_DEBUG", "WARN").upper() in ("WARN", "VERSION"):
-        log = given.verdict.parent / "preflight-nccl.log"  # unless the user has NCCL say things already
+        log = given.verdict.parent / "preflight-nccl.log"  # unless the user has NCCL log already
         os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
-    check = make(place, given.seconds, "nccl" if gpus else "gloo", device)
-    try:
-        verdict = check.run()
-    except RuntimeError as problem:
-        if place.local_rank == 0:
-            first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            print(
-                f"smp-train: error: preflight: {place.hostname} does not reach {place.master_addr}:{place.master_port} "
-                f"within {given.seconds:g} s ({first[:160]}): look whether the run starts there, and at the security "
-                "group",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-        return UNREACHABLE
-    if place.is_main:
+
+    def report(verdict: Verdict) -> None:
         text = log.read_text(errors="replace") if log and log.exists() else ""
         for line in describe(verdict, place, device.type, text, given.efa):
-            print(f"smp-train: {line}", file=sys.stderr, flush=True)
+            say(line)
         with suppress(OSError):  # it is printed, too
             if given.verdict:
                 given.verdict.write_text(json.dumps(asdict(verdict)) + "\n", encoding="utf-8")
-        # Last: whoever reads of a fault leaves, and a launcher then ends the others of that node. This rank must have
-        # printed and written all by then, and must still serve those who have not read it.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        check.send(verdict)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 serves those who have not read it
+
+    check = make(place, given.seconds, "nccl" if gpus else "gloo", device)
+    try:
+        verdict = check.run(report)
+    except RuntimeError as problem:
+        if place.local_rank == 0:
+            say(
+                f"error: preflight: {place.hostname} does not reach {place.master_addr}:{place.master_port} within "
+                f"{given.seconds:g} s ({one_line(problem)[:160]}): look whether the run starts there, and at the "
+                "security group"
+            )
+        return UNREACHABLE
     check.leave(FAULT_SECONDS if verdict.message else VERDICT_SECONDS)
     return BAD_NODE if verdict.message else 0
 

@@ -13,11 +13,11 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,13 @@ from smp_train.arguments import Resolved
 from smp_train.distributed import expand_hostlist
 from smp_train.distributed.group import RENDEZVOUS_SECONDS
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import container, environment, instances, network_check, nsys, preflight, timing
+from smp_train.launch import container, environment, instances, network_check, nsys, preflight, supervisor, timing
 from smp_train.launch import flags as launch_flags
-from smp_train.launch.environment import lint
+from smp_train.launch.command import ask
 from smp_train.launch.instances import Instance
+from smp_train.launch.srun_step import INSIDE, node_name, say
 from smp_train.launch.supervisor import Failure, Place, free_port, supervise
 
-INSIDE = "/.smp-train-inside"
-"""Launchers mount something here; where it is missing, the container was not entered."""
 FIRST_PORT, PORTS = 20000, 10000  # below the range of ephemeral ports
 GUARD = "launches.jsonl"
 USR1_SECONDS = 300
@@ -46,10 +45,17 @@ class BadNodeError(SmpTrainError):
     """A node that is not what the run needs; another may be. ``node`` is its name where it is not this one."""
 
     exit_code = network_check.BAD_NODE
+    cause = "node"
 
     def __init__(self, message: str, node: str | None = None) -> None:
         super().__init__(message)
         self.node = node
+
+
+class CrashLoopError(SmpTrainError):
+    """The run fails again and again without progress."""
+
+    cause = "crash-loop"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,13 +69,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--preflight", type=float, default=0, help="seconds for all nodes to reach each other, first")
     options.add_argument("--time_left", help="until the time limit of the job, as Slurm writes it")
     options.add_argument("--nsys", action="store_true", help="record this node with Nsight Systems")
-    options.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
     return options
-
-
-def name() -> str:
-    """Return this node's name, as Slurm calls it where Slurm started it."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def find_place(environ: Mapping[str, str], processes: int) -> Place:
@@ -85,15 +85,17 @@ def find_place(environ: Mapping[str, str], processes: int) -> Place:
             raise ConfigError(
                 f"srun started {tasks} tasks on {len(hosts)} nodes; it must be one per node: --ntasks-per-node=1"
             )
-        job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
-        return Place(
-            processes,
-            nodes=len(hosts),
-            node_rank=int(environ["SLURM_NODEID"]),
-            master_addr=hosts[0],
-            master_port=FIRST_PORT + (job * 7 + step) % PORTS,
-        )
-    nodes = _number(environ, "NNODES", 1)
+        # Another port for another step: that of the step before may still be in use.
+        port = FIRST_PORT + (int(environ["SLURM_JOB_ID"]) * 7 + int(environ.get("SLURM_STEP_ID", "0"))) % PORTS
+        return Place(processes, len(hosts), int(environ["SLURM_NODEID"]), hosts[0], port)
+
+    def number(name: str, default: int) -> int:
+        text = environ.get(name) or str(default)
+        if not text.isdigit():
+            raise ConfigError(f"{name}={text!r} is not a number")
+        return int(text)
+
+    nodes = number("NNODES", 1)
     if nodes == 1:
         return Place(processes, master_port=free_port())
     if not environ.get("NODE_RANK") or not environ.get("MASTER_ADDR"):
@@ -101,17 +103,10 @@ def find_place(environ: Mapping[str, str], processes: int) -> Place:
             f"NNODES={nodes} needs NODE_RANK (0 to {nodes - 1}, another on each node) and MASTER_ADDR (the name or "
             "address of node 0, the same on all)"
         )
-    rank = _number(environ, "NODE_RANK", 0)
-    if not 0 <= rank < nodes:
+    rank = number("NODE_RANK", 0)
+    if rank >= nodes:
         raise ConfigError(f"NODE_RANK={rank} is not from 0 to {nodes - 1} (NNODES={nodes})")
-    return Place(processes, nodes, rank, environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", 29500))
-
-
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    text = environ.get(name) or str(default)
-    if not text.isdigit():
-        raise ConfigError(f"{name}={text!r} is not a number")
-    return int(text)
+    return Place(processes, nodes, rank, environ["MASTER_ADDR"], number("MASTER_PORT", 29500))
 
 
 def count_gpus() -> int:
@@ -121,16 +116,10 @@ def count_gpus() -> int:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1", "NoDevFiles")])
     if not shutil.which("nvidia-smi"):
         return 0
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    except subprocess.TimeoutExpired:
-        raise BadNodeError(f"{socket.gethostname()}: nvidia-smi does not answer; replace or reboot the node") from None
-    if listed.returncode:
-        raise BadNodeError(
-            f"{socket.gethostname()}: nvidia-smi fails ({(listed.stderr or listed.stdout).strip()[:120]}); "
-            "replace or reboot the node"
-        )
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    code, listed = ask("nvidia-smi", "-L")
+    if code:
+        raise BadNodeError(f"{socket.gethostname()}: nvidia-smi fails ({listed[:120]}); replace or reboot the node")
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def count_efa() -> int:
@@ -175,7 +164,7 @@ def check_node(instance: Instance | None, nproc: str, gpus: int, *, nodes: int =
 
 def warn(resolved: Resolved, instance: Instance | None, place: Place, left: float | None) -> None:
     """Warn of what is missing on this node, and of a run that may not save before the job ends in ``left`` seconds."""
-    found = lint(os.environ)
+    found = environment.lint(os.environ)
     if left is not None:
         found += timing.save_warnings(
             resolved, limit=left, margin=USR1_SECONDS, instance=instance, nodes=place.nodes, processes=place.processes,
@@ -185,16 +174,14 @@ def warn(resolved: Resolved, instance: Instance | None, place: Place, left: floa
     if instance and instance.efa and place.nodes > 1 and resolved.args.distributed_backend != "gloo":
         found += preflight.missing_plugin(instance)
     for line in found:
-        print(f"smp-train: warning: {line}", file=sys.stderr, flush=True)
+        say(f"warning: {line}")
 
 
 def attempt_name(environ: Mapping[str, str]) -> str:
     """Return the name of this start, the same on all nodes: job.restart.step, or the time for a start by hand."""
-    if environ.get("SLURM_JOB_ID"):
-        return ".".join(
-            (environ["SLURM_JOB_ID"], environ.get("SLURM_RESTART_COUNT") or "0", environ.get("SLURM_STEP_ID") or "0")
-        )
-    return time.strftime("%Y%m%d-%H%M%S")
+    if not environ.get("SLURM_JOB_ID"):
+        return time.strftime("%Y%m%d-%H%M%S")
+    return ".".join(environ.get(f"SLURM_{name}") or "0" for name in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
 
 
 def guard(
@@ -239,17 +226,11 @@ def _time(marker: Path) -> float:
     return 0.0
 
 
-class CrashLoopError(SmpTrainError):
-    """The run fails again and again without progress."""
-
-
-CAUSES = {ConfigError: "configuration", BadNodeError: "node", CrashLoopError: "crash-loop"}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Check this node and run its processes; return the exit code, and record what failed first."""
     words = list(sys.argv[1:] if argv is None else argv)
-    before, training = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    middle = words.index("--") if "--" in words else len(words)
+    before, training = words[:middle], words[middle + 1 :]
     options = parser().parse_args(before)
     attempt = attempt_name(os.environ)
     node = int(os.environ.get("SLURM_NODEID") or os.environ.get("NODE_RANK") or 0)
@@ -259,10 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         training, resolved = launch_flags.complete(training, in_s3=not outside)
         logs = Path(resolved.args.run_dir) / "logs" / attempt
         failures = failures or logs.parent
-        if not options.dry_run:
-            _make(logs)
-            if node == 0 and NSYS not in os.environ:
-                guard(resolved, os.environ, options.max_attempts, attempt, in_s3=not outside)
+        _make(logs)
+        if node == 0 and NSYS not in os.environ:
+            guard(resolved, os.environ, options.max_attempts, attempt, in_s3=not outside)
         if outside:
             raise BadNodeError(
                 f"{socket.gethostname()}: srun was given --container-image, but this is not a container; pyxis is not "
@@ -272,10 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             container.refuse_lost(resolved.args.checkpoint_dir)
         code, failure = start(options, before, training, resolved, logs)
     except SmpTrainError as error:
-        print(f"smp-train: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        say(f"error: {' '.join(str(error).split())}")
         code = error.exit_code
-        failure = Failure(-1, getattr(error, "node", None) or name(), code, CAUSES.get(type(error), "error"))
-        print(f"smp-train: {failure.line()}", file=sys.stderr, flush=True)
+        cause = getattr(error, "cause", None) or supervisor.CAUSES.get(code, "error")
+        failure = Failure(-1, getattr(error, "node", None) or node_name(), code, cause)
+        say(failure.line())
     if failure is not None and failures is not None:
         record(failures / attempt, node, failure, resolved, in_s3=not outside)
     return code
@@ -289,22 +270,19 @@ def start(
     instance = instances.find(options.instance_type) if given else instances.here()
     place = find_place(os.environ, 1)
     processes = check_node(instance, options.nproc, count_gpus(), nodes=place.nodes, given=given)
-    place = find_place(os.environ, processes)
+    place = replace(place, processes=processes)
     if given or options.nproc == "auto":
         preflight.check(resolved, instance, place.nodes, place.processes)
-    if place.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ and not options.dry_run:
-        itself = network_check.Node(name(), processes, count_efa() if options.nproc == "auto" else 0)
+    if place.nodes > 1 and "SLURM_STEP_NODELIST" in os.environ:
+        efa = count_efa() if options.nproc == "auto" else 0
         hosts = expand_hostlist(os.environ["SLURM_STEP_NODELIST"])
         try:
-            odd, message = network_check.compare(logs, hosts, place.node_rank, itself, RENDEZVOUS_SECONDS)
+            odd, message = network_check.compare(logs, hosts, place.node_rank, processes, efa, RENDEZVOUS_SECONDS)
         except OSError as problem:
-            odd, message = [name()], f"{name()}: cannot write {logs} ({problem.strerror}), as other nodes can"
+            here = node_name()
+            odd, message = [here], f"{here}: cannot write {logs} ({problem.strerror}), as other nodes can"
         if odd:
             raise BadNodeError(message, ",".join(odd))
-    command = [sys.executable, "-m", "smp_train", "train", *training]
-    if options.dry_run:
-        print(json.dumps({"place": vars(place), "command": command}, indent=1))
-        return 0, None
     if options.nsys and NSYS not in os.environ:
         profiles = logs.parents[1] / "profile"
         _make(profiles)
@@ -323,7 +301,7 @@ def start(
         code, failure = network_check.run(place, options.preflight, backend, efa, environ, logs)
         if code:
             return code, failure
-    return supervise(command, place, environ=environ, log_dir=logs)
+    return supervise([sys.executable, "-m", "smp_train", "train", *training], place, environ=environ, log_dir=logs)
 
 
 def _make(folder: Path) -> None:
@@ -333,7 +311,7 @@ def _make(folder: Path) -> None:
         # The first node has made it, in the batch script. Room is short on all of them.
         if int(os.environ.get("SLURM_NODEID") or 0) > 0 and problem.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise BadNodeError(
-                f"{name()}: cannot write {folder} ({problem.strerror}), as the first node can: is its file system "
+                f"{node_name()}: cannot write {folder} ({problem.strerror}), as the first node can: is its file system "
                 "mounted here?"
             ) from None
         raise ConfigError(f"{folder}: {problem.strerror}; set --run_dir to a folder that all nodes can write") from None

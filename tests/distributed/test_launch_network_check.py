@@ -9,9 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from smp_train.distributed import Runtime
 from smp_train.launch import network_check as net
@@ -64,32 +67,40 @@ def test_what_nccl_goes_through() -> None:
 
 
 class Broken(net.NetworkCheck):
-    """A meeting in which one node's network carries nothing, as both ends notice at once."""
+    """A check in which one node's network carries nothing, as both ends notice at once."""
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
-        if name.startswith("round") and 1 in ranks:
+        if name != "all" and 1 in ranks:
             raise RuntimeError("no route to host")
         return super().reduce(name, ranks, seconds)
 
 
 class Impatient(net.NetworkCheck):
-    """A meeting that does not wait for those who do not come."""
+    """A check that does not wait for ranks that do not come."""
 
     def missing(self, keys: list[str], seconds: float) -> list[int]:
         return super().missing(keys, 0.3)
 
 
-class Slow(Broken):
-    """A meeting whose last rank is slow to hear the verdict, while a launcher already ends those of rank 0's node."""
+class Late(Broken):
+    """A check whose last rank reads the verdict late, while a launcher already ends the ranks of rank 0's node."""
 
-    def verdict(self) -> net.Verdict:
-        self.get("verdict", self.seconds)
+    def run(self, report: Callable[[net.Verdict], None]) -> net.Verdict:
         folder = Path(os.environ["FOLDER"])
-        assert (folder / "verdict.json").exists(), "a launcher may end rank 0 from now on"
-        if self.runtime.rank == 2:
-            os.kill(int((folder / "pid-0").read_text()), signal.SIGTERM)
-            time.sleep(0.3)
-        return super().verdict()
+        if self.place.rank != 2:
+            return super().run(report)
+        wait = dist.TCPStore.wait
+
+        def read_late(store: Any, keys: list[str], *words: Any) -> None:
+            wait(store, keys, *words)
+            if keys == ["links"]:
+                assert (folder / "verdict.json").exists(), "a launcher may end rank 0 from now on"
+                os.kill(int((folder / "pid-0").read_text()), signal.SIGTERM)
+                time.sleep(0.3)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist.TCPStore, "wait", read_late)
+            return super().run(report)
 
     def leave(self, seconds: float) -> None:
         (Path(os.environ["FOLDER"]) / "waits").write_text(str(seconds))
@@ -97,13 +108,13 @@ class Slow(Broken):
 
 
 class Silent(net.NetworkCheck):
-    """A meeting in which one node's network swallows everything; its steps are short, to be waited for."""
+    """A check in which one node's network swallows everything; its steps are short, to be waited for."""
 
-    def step(self, name: str, ranks: list[int] | None, seconds: float) -> None:
-        super().step(name, ranks, 0.3)
+    def step(self, name: str, groups: list[list[int]], seconds: float) -> None:
+        super().step(name, groups, 0.3)
 
     def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
-        if self.runtime.rank == 1:
+        if self.place.rank == 1:
             time.sleep(600)
         return super().reduce(name, ranks, seconds)
 
@@ -111,7 +122,7 @@ class Silent(net.NetworkCheck):
 def body(
     folder: str, port: int, local_world: int, seconds: float, kind: type[net.NetworkCheck], absent: int | None
 ) -> int | None:
-    net.SLACK_SECONDS = 60.0 if kind is not Slow else 0.1  # nobody is late who is only slow
+    net.SLACK_SECONDS = 60.0 if kind is not Late else 0.1  # nobody is late who is only slow
     net.VERDICT_SECONDS, net.FAULT_SECONDS = 60.0, 59.0
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == absent:
@@ -153,7 +164,7 @@ def test_a_node_that_reaches_nobody_is_named(tmp_path: Path) -> None:
 
 
 def test_all_hear_the_verdict_whoever_leaves_first(tmp_path: Path) -> None:
-    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Slow, None) == [net.BAD_NODE] * 3
+    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Late, None) == [net.BAD_NODE] * 3
     assert len(verdict(tmp_path).nodes) == 1
     assert (tmp_path / "waits").read_text() == "59.0"
     assert net.FAULT_SECONDS <= supervisor.GRACE_SECONDS, "else a launcher ends it before, in the middle"

@@ -280,7 +280,7 @@ def test_what_a_node_says_of_itself_does_not_overrule_the_user(monkeypatch: pyte
     assert agent.check_node(p5, "auto", 2, given=False) == 2
     # Chosen by the environment: no fault of a node, which would be left out of the next start.
     for nproc in ("auto", "8"):
-        with pytest.raises(agent.ConfigError, match=r"2 of 8 GPUs .*CUDA_VISIBLE_DEVICES=0,1"):
+        with pytest.raises(ConfigError, match=r"2 of 8 GPUs .*CUDA_VISIBLE_DEVICES=0,1"):
             agent.check_node(p5, nproc, 2)
 
 
@@ -313,25 +313,24 @@ def test_the_node_that_is_not_as_the_others_is_named_by_all(
     counts: list[tuple[int, int]], odd: list[str], tmp_path: Path
 ) -> None:
     hosts = [f"n{number}" for number in range(1, len(counts) + 1)]
-    nodes = [network_check.Node(host, *count) for host, count in zip(hosts, counts, strict=True)]
-    for number, node in enumerate(nodes):  # the first ones see nobody else yet
-        network_check.compare(tmp_path, hosts, number, node, seconds=0)
-    for number, node in enumerate(nodes):
-        names, message = network_check.compare(tmp_path, hosts, number, node, seconds=0)
+    for number, count in enumerate(counts):  # the first ones see nobody else yet
+        network_check.compare(tmp_path, hosts, number, *count, seconds=0)
+    for number, count in enumerate(counts):
+        names, message = network_check.compare(tmp_path, hosts, number, *count, seconds=0)
         assert names == odd
         assert not odd or re.match(f"{odd[0]}: . GPUs and .* other nodes have 8 and 32", message), message
 
 
 def test_a_node_that_never_starts_is_named(tmp_path: Path) -> None:
     hosts = ["n1", "n2", "n3"]
-    network_check.compare(tmp_path, hosts, 2, network_check.Node("n3", 8), seconds=0)
-    names, message = network_check.compare(tmp_path, hosts, 0, network_check.Node("n1", 8), seconds=0)
+    network_check.compare(tmp_path, hosts, 2, 8, 0, seconds=0)
+    names, message = network_check.compare(tmp_path, hosts, 0, 8, 0, seconds=0)
     assert (names, message.startswith("no word from n2 within 0 s")) == (["n2"], True)
 
 
-def beside(logs: Path, number: int, name: str, processes: int) -> None:
-    """Leave what another node of the step leaves."""
-    network_check.compare(logs, ["n1", "n3"], number, network_check.Node(name, processes), seconds=0)
+def beside(logs: Path, processes: int) -> None:
+    """Leave what the first node of the step leaves."""
+    network_check.compare(logs, ["n1", "n3"], 0, processes, 0, seconds=0)
 
 
 def test_a_task_starts_nothing_where_nodes_differ_or_checkpoints_would_be_lost(
@@ -343,7 +342,7 @@ def test_a_task_starts_nothing_where_nodes_differ_or_checkpoints_would_be_lost(
     run = ["--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
     logs = tmp_path / "run/logs/12.0.3"
     logs.mkdir(parents=True)
-    beside(logs, 0, "n1", 2)
+    beside(logs, 2)
     assert agent.main(["--nproc", "1", "--", *run]) == 75
     assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
     between = meet(tmp_path, monkeypatch, 0, 75, ["n1", "n3"])[1][1]
@@ -648,7 +647,7 @@ def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pyt
     nsys.chmod(0o755)
     words = ["--nproc", "1", "--nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
     (tmp_path / "run/logs/12.2.3").mkdir(parents=True)
-    beside(tmp_path / "run/logs/12.2.3", 0, "n1", 1)
+    beside(tmp_path / "run/logs/12.2.3", 1)
     environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
         [sys.executable, "-m", "smp_train.launch.node_agent", *words], cwd=ROOT, env=environ, check=False
