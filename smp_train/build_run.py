@@ -111,15 +111,9 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     check_memory(args, backend, spec, ranks)
     checkpoints = open_checkpoints(args, ranks, backend, spec, start.run, opened)
     train_data, validation = open_data(
-        args,
-        vocab_size=spec.config.vocab_size,
-        seq_len=seq_len,
-        ranks=ranks,
-        dp_rank=topology.dp_rank,
-        dp_size=topology.dp_size,
-        pin_memory=device.type == "cuda",
-    )
-
+        args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks,
+        dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda",
+    )  # fmt: skip
     found = look_for_checkpoint(args, spec, start, topology.mesh)
     with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main:
@@ -136,31 +130,19 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     log.info(where_weights_are_from(args, backend, spec, found))
-    run = Run(
-        resolved=resolved,
-        start=start,
-        runtime=ranks,
-        backend=backend,
-        spec=spec,
-        model=model,
-        optimizer=build_optimizer(args, backend, model, checkpoints),
-        train_data=train_data,
-        validation=validation,
-        schedule=choose_schedule(args, total_steps),
-        total_steps=total_steps,
-        checkpoints=checkpoints,
-        folder=folder,
-        metrics=metrics,
-        throughput=Throughput(
-            devices=ranks.world_size,
-            flops_per_token=flops_per_token(spec.config, seq_len),
-            peak=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
-            synchronize=torch.cuda.synchronize if device.type == "cuda" else None,
-        ),
-        stop=stop,
-        audit=audit,
-        found=found,
+    on_gpu = device.type == "cuda"
+    throughput = Throughput(
+        devices=ranks.world_size,
+        flops_per_token=flops_per_token(spec.config, seq_len),
+        peak=peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None,
+        synchronize=torch.cuda.synchronize if on_gpu else lambda: None,
     )
+    run = Run(
+        resolved=resolved, start=start, runtime=ranks, backend=backend, spec=spec, model=model,
+        optimizer=build_optimizer(args, backend, model, checkpoints), train_data=train_data, validation=validation,
+        schedule=choose_schedule(args, total_steps), total_steps=total_steps, checkpoints=checkpoints, folder=folder,
+        metrics=metrics, throughput=throughput, stop=stop, audit=audit, found=found,
+    )  # fmt: skip
     with distributed.together("writing run.json"):
         if ranks.is_main:
             write_run(run, parameters)
@@ -234,11 +216,9 @@ def open_checkpoints(
 ) -> CheckpointManager:
     """Check that the run can write its checkpoints and models, and lock the checkpoint folders; collective."""
     checkpoints = CheckpointManager(
-        policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints),
-        model_type=spec.model_type,
-        run=run,
-        asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
-    )
+        policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints), model_type=spec.model_type,
+        run=run, asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
+    )  # fmt: skip
     with distributed.together("looking at the checkpoint folders"):
         checkpoints.check_writable()
         if args.save_final_model and ranks.is_main and args.model_dir is not None:
@@ -257,13 +237,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW over the model's parameters."""
     optimizer = train_utils.build_optimizer(
-        model,
-        lr=args.lr,
-        betas=(args.beta1, args.beta2),
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
+        model, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay,
         decays=backend.decays,
-    )
+    )  # fmt: skip
     # A background save copies the state during the next forward and backward pass; the update waits for the copy.
     optimizer.register_step_pre_hook(lambda *_: checkpoints.staged())
     return optimizer
@@ -274,9 +250,7 @@ def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAud
     # The maximum: ranks on another file system see fewer attempts.
     attempt = max(distributed.gather("opening the audit", folder.earlier_attempts)) + 1
     with distributed.together("opening the audit"):
-        return DataAudit(
-            folder.path, ranks.rank, attempt=attempt, dp_rank=topology.dp_rank, dp_size=topology.dp_size
-        )
+        return DataAudit(folder.path, ranks.rank, attempt, topology.dp_rank, topology.dp_size)
 
 
 def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) -> int:
@@ -310,14 +284,9 @@ def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) 
 def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
     """Return the learning rate schedule of the run."""
     chosen = schedule(
-        args.lr_decay_style,
-        lr=args.lr,
-        min_lr=args.min_lr,
-        max_steps=total_steps,
-        decay_iters=args.lr_decay_iters,
-        warmup=args.warmup,
-        plateau=args.plateau,
-    )
+        args.lr_decay_style, lr=args.lr, min_lr=args.min_lr, max_steps=total_steps, decay_iters=args.lr_decay_iters,
+        warmup=args.warmup, plateau=args.plateau,
+    )  # fmt: skip
     if chosen.warmup_steps > total_steps:
         log.info("--warmup of %d steps is longer than the run: --lr is not reached", chosen.warmup_steps)
     return chosen
@@ -326,16 +295,10 @@ def choose_schedule(args: Arguments, total_steps: int) -> Schedule:
 def write_run(run: Run, parameters: int) -> None:
     """Write run.json of this start."""
     run.folder.write_run(
-        run=run.start.run.to_json(),
-        config=asdict(run.args),
-        sources=run.resolved.sources,
-        mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh},
-        backend=run.backend.name,
-        model=run.spec.name,
-        parameters=parameters,
-        total_steps=run.total_steps,
-        samples=run.train_data.sizes(),
-    )
+        run=run.start.run.to_json(), config=asdict(run.args), sources=run.resolved.sources,
+        mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh}, backend=run.backend.name,
+        model=run.spec.name, parameters=parameters, total_steps=run.total_steps, samples=run.train_data.sizes(),
+    )  # fmt: skip
 
 
 def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, found: Checkpoint | None) -> str:

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from smp_train import __version__
+from smp_train.arguments.values import is_bool, nearest
 from smp_train.distributed import failures, start_attempted, world_size
 from smp_train.errors import (
     CAUSE_VARIABLE,
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
     from smp_train.distributed import Runtime
 
 
-@dataclass(frozen=True)
-class Verb:
+class Verb(NamedTuple):
     """A verb: its help and the module of its ``main``, imported on use."""
 
     help: str
@@ -57,6 +57,7 @@ VERBS: dict[str, Verb] = {
 }
 
 HELP_FLAGS = {"-h", "--help"}
+OFF = {"0", "false", "no", "off"}
 GIVE_WAY_SECONDS = 5.0
 """Wait of a rank that failed because of another one, under launchers that report the first process to end."""
 QUIET_SECONDS = 1.0
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Set before torch is imported: its warnings about lost peers are a page of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if argv is None else argv)
-    failing = Failing(debug=_debug_asked(words))
+    failing = Failing(debug=_split_debug(words)[1])
     try:
         return _run(words, failing)
     except KeyboardInterrupt:
@@ -108,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], failing: Failing) -> int:
-    while words and words[0].partition("=")[0] == "--debug":
-        words = _without_debug(words)
+    if words and words[0].partition("=")[0] == "--debug":
+        words = _split_debug(words)[0]
     if not words or words[0] in {*HELP_FLAGS, "help"}:
         print(usage(), end="")
         return 0 if words else 2
@@ -118,13 +119,11 @@ def _run(words: list[str], failing: Failing) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in VERBS:
-        from smp_train.arguments.values import nearest
-
         hint = nearest(name, VERBS) or f"; the verbs are {', '.join(VERBS)}"
         raise ConfigError(f"unknown verb {name!r}{hint}")
     if name == "train":
         return _train(rest, failing)
-    return int(_import(name).main(_without_debug(rest)))
+    return int(_import(name).main(_split_debug(rest)[0]))
 
 
 def _train(words: list[str], failing: Failing) -> int:
@@ -181,32 +180,21 @@ def _import(name: str) -> ModuleType:
         ) from missing
 
 
-def _debug_asked(words: Sequence[str]) -> bool:
-    """Return whether --debug is on, before arguments are parsed."""
-    asked = False
-    for index, word in enumerate(words):
+def _split_debug(words: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the words without --debug and its value, which the parsers of verbs do not know, and whether it is on."""
+    kept: list[str] = []
+    debug = after_flag = False
+    for word in words:
         flag, equals, value = word.partition("=")
         if flag == "--debug":
-            following = words[index + 1] if index + 1 < len(words) else ""
-            asked = (value if equals else following).lower() not in {"0", "false", "no", "off"}
-    return asked
-
-
-def _without_debug(words: Sequence[str]) -> list[str]:
-    """Drop --debug and its value, which the parsers of verbs do not know."""
-    from smp_train.arguments.values import is_bool
-
-    kept: list[str] = []
-    dropped = False
-    for word in words:
-        if word.partition("=")[0] == "--debug":
-            dropped = "=" not in word
-        elif not (dropped and is_bool(word)):
-            kept.append(word)
-            dropped = False
+            debug, after_flag = value.lower() not in OFF, not equals
+            continue
+        if after_flag and is_bool(word):
+            debug = word.lower() not in OFF
         else:
-            dropped = False
-    return kept
+            kept.append(word)
+        after_flag = False
+    return kept, debug
 
 
 # Messages of communication libraries about a lost or silent peer, whose own message gives the cause.
@@ -245,9 +233,7 @@ def _report(error: Exception, text: str, code: int, failing: Failing) -> None:
     # it too if they still run after the wait: the launcher kills nobody, or local rank 0 has not failed yet.
     if runtime is not None and runtime.local_rank > 0 and not start_attempted():
         time.sleep(ALIKE_SECONDS)
-    where = ""
-    if runtime is not None:
-        where = f"[rank {runtime.rank} on {runtime.hostname}] "
+    where = "" if runtime is None else f"[rank {runtime.rank} on {runtime.hostname}] "
     # Rank 0 and the failing rank report; other ranks would repeat them.
     if not repeats or runtime is None or runtime.rank == 0:
         # One write: unbuffered print makes two, as under torchrun, and ranks share the stream.

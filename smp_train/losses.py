@@ -49,9 +49,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     Returns:
         A scalar float32 tensor; zero, with a gradient of zero, when nothing is counted.
     """
-    return F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 CHUNK_ELEMENTS = 1 << 25
@@ -59,14 +57,9 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def linear_cross_entropy_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    chunk: int | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return what `cross_entropy_sum` returns for ``hidden @ weight.T + bias``, without ever holding all logits.
 
     Tokens pass through the head in chunks. A chunk's gradients are computed while its logits are in memory: none are
@@ -94,14 +87,9 @@ def linear_cross_entropy_sum(
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        chunk: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int,
         group: dist.ProcessGroup | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         first = 0 if group is None else group.rank() * weight.shape[0]
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None

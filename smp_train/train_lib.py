@@ -155,15 +155,9 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     stream = topology.dp_rank * topology.cp_size + topology.cp_rank
     train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else stream)
     result = train_utils.train_step(
-        run.backend,
-        run.model,
-        run.optimizer,
-        micro_batches,
-        tokens=vote.tokens,
-        lr=run.schedule(progress.step),
-        max_grad_norm=args.grad_clip,
-        held=vote.held,
-    )
+        run.backend, run.model, run.optimizer, micro_batches, tokens=vote.tokens, lr=run.schedule(progress.step),
+        max_grad_norm=args.grad_clip, held=vote.held,
+    )  # fmt: skip
     tokens, stopped, failed = vote.outcome()
     if failed or tokens == 0:
         save_last(run)
@@ -257,10 +251,7 @@ def finish(run: Run, *, stopped: bool) -> None:
     if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)
     if run.runtime.is_main:
-        if stopped:
-            run.folder.mark_stopped(at)
-        else:
-            run.folder.mark_done(at)
+        (run.folder.mark_stopped if stopped else run.folder.mark_done)(at)
     run.metrics.event("stop" if stopped else "finish", step=at)
     if stopped:
         how = how_to_resume(run.resolved, run.runtime)

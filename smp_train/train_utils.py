@@ -20,14 +20,9 @@ from smp_train.parallel.optimizer import ShardedAdamW
 
 
 def build_optimizer(
-    model: nn.Module,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
     decays: Callable[[str, Tensor], bool] = lambda name, parameter: parameter.ndim >= 2,
-) -> torch.optim.AdamW:
+) -> torch.optim.AdamW:  # fmt: skip
     """Return AdamW with weight decay on what ``decays`` selects: by default matrices, not norms and biases.
 
     The kernel is fused: one per group instead of thousands.
@@ -37,13 +32,8 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (decay if decays(name, parameter) else no_decay).append(parameter)
-    groups = [
-        {"params": decay, "weight_decay": weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
-    ]
-    return ShardedAdamW(
-        [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
-    )
+    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    return ShardedAdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
 
 
 def seed_step(seed: int, step: int, stream: int) -> None:
@@ -87,9 +77,7 @@ class Vote:
             self._copied.record()
         else:
             dist.all_reduce(values)
-            self._host = values
-            self.tokens = values[0]
-            self._copied = None
+            self._host, self.tokens, self._copied = values, values[0], None
         self.held = ((values[2] > 0) | (values[0] == 0)).float()
         """float32 scalar on the device: 1 where a rank failed or no token counts, and the update is skipped."""
 
@@ -112,23 +100,16 @@ class StepResult:
 
 
 def train_step(
-    backend: Backend,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[Batch],
-    *,
-    tokens: Tensor,
-    lr: float,
-    max_grad_norm: float,
-    held: Tensor | None = None,
-) -> StepResult:
-    """Make one update from this rank's micro-batches of one global batch.
+    backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Batch], *,
+    tokens: Tensor, lr: float, max_grad_norm: float, held: Tensor | None = None,
+) -> StepResult:  # fmt: skip
+    """Make one update from this rank's micro-batches of one global batch, the same number on every rank.
 
     Args:
-        backend: Where the model lives.
-        model: What the backend built.
-        optimizer: Over the model's parameters.
-        micro_batches: This rank's part of the global batch, the same number on every rank.
+        backend: The backend that built the ``model``.
+        model: The model.
+        optimizer: Over its parameters.
+        micro_batches: This rank's part of the global batch.
         tokens: Number of counted tokens of the *global* batch, a scalar on the device.
         lr: Learning rate of this update.
         max_grad_norm: Clip the global gradient norm to this; 0 does not clip.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from smp_train.checkpoints.saver import Saver
 from smp_train.models.traits import check_loss
@@ -70,13 +71,9 @@ class Backend(ABC):
 
     @abstractmethod
     def loss_sum(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor | None,
+        self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Run the forward pass and return this rank's summed loss over its counted tokens, a float32 scalar.
 
         Args:
@@ -117,11 +114,9 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return sharded parameters and optimizer state under Hugging Face parameter names; collective."""
 
     @abstractmethod
-    def load_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def load_state(self, model: nn.Module, optimizer: Optimizer, read: Callable[[dict[str, Any]], None]) -> None:
         """Restore model and optimizer: ``read`` fills a state dict as that of `state_dict` in place; collective."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
@@ -64,14 +65,11 @@ class NativeBackend(Backend):
         self._loss_group = self.mesh.loss_group()
         self.topology = Topology(
             device=device,
-            dp_rank=degrees.data_rank(ranks.rank),
-            dp_size=degrees.data_parallel,
-            tp_rank=self.mesh.tensor.get_local_rank(),
-            tp_size=degrees.tensor,
-            cp_rank=self.mesh.context.get_local_rank(),
-            cp_size=degrees.context,
+            dp_rank=degrees.data_rank(ranks.rank), dp_size=degrees.data_parallel,
+            tp_rank=self.mesh.tensor.get_local_rank(), tp_size=degrees.tensor,
+            cp_rank=self.mesh.context.get_local_rank(), cp_size=degrees.context,
             mesh=dict(zip(self.mesh.root.mesh_dim_names or (), self.mesh.root.shape, strict=True)),
-        )
+        )  # fmt: skip
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
         """See `Backend.check`."""
@@ -80,9 +78,8 @@ class NativeBackend(Backend):
         check_experts(config)
         context_parallel.check(degrees.context, seq_len, args.attn_implementation, config)
         tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
-        activation_checkpointing.check(
-            args.activation_checkpointing, config.model_type, compiled=args.use_torch_compile
-        )
+        compiled = args.use_torch_compile
+        activation_checkpointing.check(args.activation_checkpointing, config.model_type, compiled=compiled)
         if degrees.tensor > 1:
             # Splitting a model on meta finds parameters without a rule.
             model = build.build_meta(spec, attn_implementation=args.attn_implementation)
@@ -120,19 +117,11 @@ class NativeBackend(Backend):
             if horizon >= len(layers):
                 logger.info("--activation_loading_horizon %d covers all layers: none is offloaded", horizon)
         fsdp.shard(
-            model,
-            layers,
-            self.mesh.parameters,
-            param_dtype=torch.bfloat16 if args.bf16 else None,
+            model, layers, self.mesh.parameters, param_dtype=torch.bfloat16 if args.bf16 else None,
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
-            forward_prefetch=args.forward_prefetch,
-            cpu_offload=self.cpu_offload,
-        )
-        loss_head.attach(
-            model,
-            chunked=chunked,
-            tensor=self.mesh.tensor if degrees.tensor > 1 else None,
-        )
+            forward_prefetch=args.forward_prefetch, cpu_offload=self.cpu_offload,
+        )  # fmt: skip
+        loss_head.attach(model, chunked=chunked, tensor=self.mesh.tensor if degrees.tensor > 1 else None)
         build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
         if not initial:
             return model
@@ -162,13 +151,9 @@ class NativeBackend(Backend):
             compile.apply(layers, backend=args.torch_compile_backend)
 
     def loss_sum(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor | None,
+        self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """See `Backend.loss_sum`."""
         targets = losses.shift(labels)
         inputs: dict[str, Any] = {"attention_mask": attention_mask}
@@ -199,12 +184,10 @@ class NativeBackend(Backend):
         dist.all_reduce(values, group=self._loss_group)
         return values
 
-    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """See `Backend.state_dict`."""
         return gather_state(model, optimizer)
 
-    def load_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def load_state(self, model: nn.Module, optimizer: Optimizer, read: Callable[[dict[str, Any]], None]) -> None:
         """See `Backend.load_state`; reads directly into the tensors of the model and the optimizer."""
         read(gather_state(model, optimizer))

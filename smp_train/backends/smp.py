@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+from torch.optim import Optimizer
 
 from smp_train import losses
 from smp_train.arguments import checkpointing
@@ -63,20 +65,11 @@ class SmpBackend(Backend):
         # Ranks of one sample are adjacent, tensor ranks innermost; expert ranks read different samples.
         self.topology = Topology(
             device=device,
-            dp_rank=degrees.data_rank(ranks.rank),
-            dp_size=degrees.data_parallel,
-            tp_rank=int(self.state.tp_rank) if tensor > 1 else 0,
-            tp_size=tensor,
-            cp_rank=int(self.state.cp_rank) if context > 1 else 0,
-            cp_size=context,
-            mesh={
-                "replicate": degrees.replicate,
-                "shard": degrees.shard,
-                "expert": degrees.expert,
-                "context": context,
-                "tensor": tensor,
-            },
-        )
+            dp_rank=degrees.data_rank(ranks.rank), dp_size=degrees.data_parallel,
+            tp_rank=int(self.state.tp_rank) if tensor > 1 else 0, tp_size=tensor,
+            cp_rank=int(self.state.cp_rank) if context > 1 else 0, cp_size=context,
+            mesh={name: getattr(degrees, name) for name in ("replicate", "shard", "expert", "context", "tensor")},
+        )  # fmt: skip
         self._fp8 = Fp8(args, self.state, device) if args.fp8 else None
         self._root: Any = None
         self._chunked = False
@@ -91,12 +84,9 @@ class SmpBackend(Backend):
         refuse_model(spec.config, self.args)
         if self.transforms:
             check_model(
-                split_sizes(spec.config),
-                seq_len=seq_len,
-                tensor=self.topology.tp_size,
-                context=self.topology.cp_size,
-                expert=self.args.expert_parallel_degree,
-            )
+                split_sizes(spec.config), seq_len=seq_len, tensor=self.topology.tp_size,
+                context=self.topology.cp_size, expert=self.args.expert_parallel_degree,
+            )  # fmt: skip
 
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build, transform, shard, checkpoint and offload: the canonical order of SMP's own scripts."""
@@ -114,9 +104,7 @@ class SmpBackend(Backend):
         hub = None
         if self.transforms:
             hub = HubModel.of(spec.config, {n: tuple(each.shape) for n, each in gather_state(model)["model"].items()})
-            model, layer = smp_model.transform(
-                self.library, model, args, from_rank0=weights is not None, real=real
-            )
+            model, layer = smp_model.transform(self.library, model, args, from_rank0=weights is not None, real=real)
         for name, parameter in model.named_parameters():
             if parameter.dtype != torch.float32:
                 raise ConfigError(f"{name} is {parameter.dtype}: SMP's mixed precision wants float32 parameters")
@@ -131,26 +119,17 @@ class SmpBackend(Backend):
         )  # fmt: skip
         dist.barrier()
         smp_model.checkpoint(self._root, args, layer, self._fp8)
-        wrapped = smp_model.offload(self._root) if args.sm_activation_offloading else self._root
+        wrapped = wrappers.offload_wrapper(self._root) if args.sm_activation_offloading else self._root
         sharded = self._settle_layout()
-        in_folders = not any(map(is_s3, args.checkpoint_dir))
-        self._saver = smp_saver.make(
-            self.state,
-            self._root,
-            sharded=sharded,
-            hub=hub,
-            ranks=Ranks(
-                self.topology.tp_rank,
-                self.topology.tp_size,
-                int(self.state.ep_rank) if args.expert_parallel_degree > 1 else 0,
-                args.expert_parallel_degree,
-            ),
-            in_folders=in_folders,
-        )
+        folders = not any(map(is_s3, args.checkpoint_dir))
+        experts = args.expert_parallel_degree
+        expert_rank = int(self.state.ep_rank) if experts > 1 else 0
+        ranks = Ranks(self.topology.tp_rank, self.topology.tp_size, expert_rank, experts)
+        self._saver = smp_saver.make(self.state, self._root, sharded=sharded, hub=hub, ranks=ranks, in_folders=folders)
         library = self._saver.library if isinstance(self._saver, LibrarySaver) else None
         if args.checkpoint_type == "async_sharded" and library is not None and not library.asynchronous:
             why = "what is cut over ranks, and --hybrid_shard_degree is 1"
-            if not in_folders:
+            if not folders:
                 why = "what goes to folders, where tensor or expert ranks have trees of their own"
             logger.info("--checkpoint_type async_sharded: training waits for each save, as SMP begins in the "
                         "background only %s", why)  # fmt: skip
@@ -190,13 +169,9 @@ class SmpBackend(Backend):
             )
 
     def loss_sum(
-        self,
-        model: nn.Module,
-        input_ids: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor | None,
+        self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """See `Backend.loss_sum`.
 
         FSDP1 averages gradients over all ranks that do not share matrices, but the loss is a sum: the gradient is
@@ -259,14 +234,12 @@ class SmpBackend(Backend):
             weights: dict[str, Tensor] = self._root.state_dict()
         return {canonical_name(name): value for name, value in weights.items()}
 
-    def state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """See `Backend.state_dict`."""
         assert self._tree is not None, "build comes first"
         return self._tree.gather(optimizer)
 
-    def load_state(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def load_state(self, model: nn.Module, optimizer: Optimizer, read: Callable[[dict[str, Any]], None]) -> None:
         """See `Backend.load_state`."""
         assert self._tree is not None, "build comes first"
         self._tree.load(optimizer, read)

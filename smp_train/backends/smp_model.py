@@ -105,15 +105,9 @@ def _without_weights() -> AbstractContextManager[Any]:
 
 
 def wrap(
-    model: Any,
-    args: Arguments,
-    *,
-    layer: type,
-    initialise_module: Callable[[nn.Module], None] | None,
-    from_rank0: bool,
-    real: bool,
-    device: torch.device,
-) -> Any:
+    model: Any, args: Arguments, *, layer: type, initialise_module: Callable[[nn.Module], None] | None,
+    from_rank0: bool, real: bool, device: torch.device,
+) -> Any:  # fmt: skip
     """Wrap in FSDP1 with the arguments of SMP's scripts; SMP supplies the process groups.
 
     Args:
@@ -131,9 +125,7 @@ def wrap(
         initialiser = maker(model, initialise_module) if initialise_module is not None else maker(model)
     precision = None
     if args.bf16:
-        precision = fsdp.MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
-        )
+        precision = fsdp.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
     complete = nullcontext()
     if initialiser is not None and not from_rank0:
         complete = initialiser.validate_params_and_buffers_inited()
@@ -193,11 +185,6 @@ def _apply(root: nn.Module, modules: list[nn.Module], *, reentrant: bool, checkp
         checkpoint_wrapper_fn=functools.partial(wrappers.checkpoint_wrapper, checkpoint_impl=kind, **options),
         check_fn=lambda module: id(module) in ids,
     )
-
-
-def offload(root: nn.Module) -> nn.Module:
-    """Return the root wrapped for activation offloading of its checkpointed layers."""
-    return wrappers.offload_wrapper(root)
 
 
 def chunk_loss(model: Any) -> None:

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from smp_train.errors import ConfigError
 
@@ -50,30 +49,20 @@ class Runtime:
         return self.rank == 0
 
 
-class MpiLauncher(NamedTuple):
-    """A kind of ``mpiexec``: the variables that hold a process's numbers, of which the first that is set counts."""
-
-    name: str
-    rank: str
-    size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_size: tuple[str, ...]
-
-
 MPI = {
-    "openmpi": MpiLauncher(
-        "Open MPI's mpiexec", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    "openmpi": (
+        "Open MPI's mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "pals": MpiLauncher(
-        "PALS' mpiexec", "PALS_RANKID", ("PMI_SIZE", "PALS_SIZE"),
-        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"), ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    "pals": (
+        "PALS' mpiexec", "PALS_RANKID", "PMI_SIZE PALS_SIZE",
+        "PALS_LOCAL_RANKID PMI_LOCAL_RANK", "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
     ),
-    "mpich": MpiLauncher(
-        "MPICH's mpiexec", "PMI_RANK", ("PMI_SIZE",),
-        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    "mpich": (
+        "MPICH's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
     ),
 }  # fmt: skip
+"""Kinds of ``mpiexec``: name, variables of rank, size, local rank and local size (of several the first that is set)."""
 
 
 def smp_installed() -> bool:
@@ -97,31 +86,19 @@ def detect(environ: Mapping[str, str] | None = None) -> Runtime:
     """
     environ = os.environ if environ is None else environ
     if _has_torch_variables(environ):
-        runtime = _from_torchrun(environ)
+        run = _from_torchrun(environ)
     elif "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
-        runtime = _from_mpi(environ, "openmpi")
+        run = _from_mpi(environ, "openmpi")
     elif "PALS_RANKID" in environ:
-        runtime = _from_mpi(environ, "pals")
+        run = _from_mpi(environ, "pals")
     elif "MPI_LOCALRANKID" in environ or "PMI_LOCAL_RANK" in environ:
-        runtime = _from_mpi(environ, "mpich")
+        run = _from_mpi(environ, "mpich")
     elif _in_slurm_step(environ):
-        runtime = _from_srun(environ)
+        run = _from_srun(environ)
     elif "PMI_RANK" in environ or "PMI_SIZE" in environ:
-        runtime = _from_mpi(environ, "mpich")
+        run = _from_mpi(environ, "mpich")
     else:
-        runtime = _from_python(environ)
-    _check(runtime)
-    return runtime
-
-
-def _runtime(environ: Mapping[str, str], launcher: str, numbers: tuple[int, ...], addr: str, port: int) -> Runtime:
-    """``numbers``: rank, world size, local rank, local world size, node rank, number of nodes."""
-    rank, world, local_rank, local, node, nodes = numbers
-    host, sagemaker = socket.gethostname(), is_sagemaker(environ)
-    return Runtime(launcher, rank, world, local_rank, local, node, nodes, addr, port, host, sagemaker)
-
-
-def _check(run: Runtime) -> None:
+        run = _from_python(environ)
     for what, value, limit in (
         ("rank", run.rank, run.world_size),
         ("local rank", run.local_rank, run.local_world_size),
@@ -134,24 +111,26 @@ def _check(run: Runtime) -> None:
                 f"local rank {run.local_rank} of {run.local_world_size}, node {run.node_rank} of {run.num_nodes}); "
                 "unset leftover variables of another launcher, or start all processes with one launcher"
             )
+    return run
+
+
+def _runtime(environ: Mapping[str, str], launcher: str, numbers: tuple[int, ...], addr: str, port: int) -> Runtime:
+    """``numbers``: rank, world size, local rank, local world size, node rank, number of nodes."""
+    rank, world, local_rank, local, node, nodes = numbers
+    host, sagemaker = socket.gethostname(), is_sagemaker(environ)
+    return Runtime(launcher, rank, world, local_rank, local, node, nodes, addr, port, host, sagemaker)
 
 
 def _number(environ: Mapping[str, str], launcher: str, *names: str) -> int:
     """Read the first variable of ``names`` that is set; ``launcher`` should have set it."""
-    for name in names:
-        if environ.get(name):
-            try:
-                return int(environ[name])
-            except ValueError:
-                raise ConfigError(
-                    f"{name}={environ[name]!r} is not a number, as {launcher} should have set it"
-                ) from None
-    raise ConfigError(
-        f"{' or '.join(names)} is not set, which {launcher} should have done; start the processes with it"
-    )
-
-
-# --- torchrun, and anything else that sets its variables ------------------------------------------
+    name = next((name for name in names if environ.get(name)), None)
+    if name is None:
+        missing = " or ".join(names)
+        raise ConfigError(f"{missing} is not set, which {launcher} should have done; start the processes with it")
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(f"{name}={environ[name]!r} is not a number, as {launcher} should have set it") from None
 
 
 def _has_torch_variables(environ: Mapping[str, str]) -> bool:
@@ -187,44 +166,33 @@ def _from_torchrun(environ: Mapping[str, str]) -> Runtime:
     return _runtime(environ, "torchrun", (rank, world, local_rank, local, node, nodes), environ["MASTER_ADDR"], port)
 
 
-# --- MPI ------------------------------------------------------------------------------------------
-
-
 def _from_mpi(environ: Mapping[str, str], launcher: str) -> Runtime:
-    mpi = MPI[launcher]
-    rank, world, local_rank, local = (
-        _number(environ, mpi.name, *names) for names in ((mpi.rank,), mpi.size, mpi.local_rank, mpi.local_size)
-    )
+    title, *variables = MPI[launcher]
+    rank, world, local_rank, local = (_number(environ, title, *names.split()) for names in variables)
     nodes = max(-(-world // max(local, 1)), 1)
     # mpiexec fills one node after the other by default; otherwise it goes round all nodes.
     node = rank // local if local > 0 and rank % local == local_rank else rank % nodes
     if nodes > 1 and launcher == "pals" and environ.get("PALS_NODEID"):
-        node = _number(environ, mpi.name, "PALS_NODEID")
+        node = _number(environ, title, "PALS_NODEID")
     numbers = (rank, world, local_rank, local, node, nodes)
     return _runtime(environ, launcher, numbers, _mpi_master(environ, nodes, world), _port(environ, world))
 
 
 def _mpi_master(environ: Mapping[str, str], nodes: int, world: int) -> str:
     """Return MASTER_ADDR, or PBS' first host, or this one node: mpiexec does not say where rank 0 runs."""
-    if environ.get("MASTER_ADDR"):
-        return environ["MASTER_ADDR"]
-    if nodes == 1:
-        return LOOPBACK
+    if environ.get("MASTER_ADDR") or nodes == 1:
+        return environ.get("MASTER_ADDR") or LOOPBACK
     nodefile = environ.get("PBS_NODEFILE")
-    if nodefile:
-        try:
-            hosts = Path(nodefile).read_text(encoding="utf-8").split()
-        except OSError as problem:
-            raise ConfigError(f"PBS_NODEFILE={nodefile}: {problem.strerror or problem}; set MASTER_ADDR") from None
-        if hosts:
-            return hosts[0]
+    try:
+        hosts = Path(nodefile).read_text(encoding="utf-8").split() if nodefile else []
+    except OSError as problem:
+        raise ConfigError(f"PBS_NODEFILE={nodefile}: {problem.strerror or problem}; set MASTER_ADDR") from None
+    if hosts:
+        return hosts[0]
     raise ConfigError(
         f"MASTER_ADDR is not set: mpiexec does not say on which of the {nodes} nodes rank 0 of {world} runs; export "
         "MASTER_ADDR=<first host> and pass it on (mpiexec -x MASTER_ADDR, or -env)"
     )
-
-
-# --- srun without torchrun ------------------------------------------------------------------------
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -300,9 +268,6 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
         first, last = match[1], match[2] or match[1]
         parts += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return parts
-
-
-# --- one process, or one per SageMaker host -------------------------------------------------------
 
 
 def _from_python(environ: Mapping[str, str]) -> Runtime:

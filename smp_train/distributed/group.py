@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,6 @@ CLOSED = "met"
 """Key in a round: all ranks have met in it, or some never can."""
 MISMATCH = "odd"
 """Key in a round: why its ranks do not fit together."""
-
-GIL_SECONDS = 0.2
-"""For the threads of a group to free the tensors of the last collective, which takes the GIL."""
 
 _attempted = False
 
@@ -200,10 +198,9 @@ def stop() -> None:
     """End the process group if there is one; never raises."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        # torch before 2.6 joins the threads of a gloo group while it holds the GIL: one that still waits for the GIL
-        # would never end.
-        time.sleep(GIL_SECONDS)
-        try:
+        if sys.modules["torch"].__version__ < "2.6":
+            # That torch joins the threads of a gloo group while it holds the GIL, which they may need to free the
+            # tensors of the last collective. Nothing shows when they have: give them time.
+            time.sleep(0.2)
+        with suppress(Exception):  # a peer may be gone already
             dist.destroy_process_group()
-        except Exception:  # a peer may be gone already
-            return

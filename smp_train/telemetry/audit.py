@@ -16,15 +16,10 @@ class DataAudit:
     "dp_size": 8}``, in order of use. A run that resumes from an earlier step writes later steps again, which replaces
     the lines of earlier attempts for these steps, those of ranks that no longer exist included.
 
-    Args:
-        run_dir: the run folder.
-        rank: this rank among all.
-        attempt: number of this start of the run, equal on all ranks.
-        dp_rank: data-parallel rank; ranks with equal ones read the same samples.
-        dp_size: number of data-parallel ranks.
+    ``attempt`` numbers the starts of the run, equally on all ranks. Ranks of equal ``dp_rank`` read the same samples.
     """
 
-    def __init__(self, run_dir: str | Path, rank: int, *, attempt: int, dp_rank: int, dp_size: int) -> None:
+    def __init__(self, run_dir: str | Path, rank: int, attempt: int, dp_rank: int, dp_size: int) -> None:
         self._writer = {"attempt": attempt, "dp_rank": dp_rank, "dp_size": dp_size}
         path = Path(run_dir) / f"data_audit-rank{rank}.jsonl"
         try:

@@ -34,16 +34,10 @@ def memory_report(device: torch.device, title: str) -> str:
     if device.type == "cuda":
         import torch
 
-        used = [
-            torch.cuda.memory_allocated(device) / _GIB,
-            torch.cuda.memory_reserved(device) / _GIB,
-            torch.cuda.max_memory_allocated(device) / _GIB,
-        ]
-    columns = zip(
-        ("allocated", "reserved", "peak", "cpu rss", "cpu available"),
-        [*used, rss_gib(), available_gib()],
-        strict=True,
-    )
+        counts = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_allocated)
+        used = [count(device) / _GIB for count in counts]
+    names = ("allocated", "reserved", "peak", "cpu rss", "cpu available")
+    columns = zip(names, [*used, rss_gib(), available_gib()], strict=True)
     cells = (f"{name} {'-' if value is None else format(value, '.2f'):>8}" for name, value in columns)
     return " | ".join([f"memory GiB | {title:<24}", *cells])
 

@@ -24,11 +24,7 @@ from smp_train.telemetry.logging_utils import get_logger
 
 FILE_NAME = "metrics.jsonl"
 
-STEP_FIELDS = (
-    "step",  # optimizer updates done, from 1
-    "loss",  # nats per counted token, mean over the global batch
-    "grad_norm",  # before clipping
-    "lr",  # used by this update
+SPEED_FIELDS = (
     "samples_per_sec",  # sequences, all devices
     "tokens_per_sec",  # positions, all devices
     "tokens_per_sec_per_device",
@@ -36,6 +32,14 @@ STEP_FIELDS = (
     "mfu",  # tflops_per_device as a fraction of the dense bf16 peak; null where that is unknown
     "step_sec",  # mean per update since the last record, without saving and validation
     "data_wait_sec",  # part of step_sec that this rank waited for its batch
+)
+
+STEP_FIELDS = (
+    "step",  # optimizer updates done, from 1
+    "loss",  # nats per counted token, mean over the global batch
+    "grad_norm",  # before clipping
+    "lr",  # used by this update
+    *SPEED_FIELDS,
     "memory_gib",  # the allocator's peak since the last record; resident memory without a GPU
     "tokens",  # counted tokens trained on since the first step of the run, all devices
     "consumed",  # samples taken from the data order so far
@@ -81,14 +85,9 @@ class Throughput:
     """
 
     def __init__(
-        self,
-        *,
-        devices: int,
-        flops_per_token: float | None = None,
-        peak: float | None = None,
-        synchronize: Callable[[], None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+        self, *, devices: int, flops_per_token: float | None = None, peak: float | None = None,
+        synchronize: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         """Start the first window.
 
         Args:
@@ -96,7 +95,7 @@ class Throughput:
             flops_per_token: model FLOPs of one position, forward and backward.
             peak: FLOP/s of one device (`peak_flops`), None when unknown.
             synchronize: waits for the device at both ends of a pause, so that work queued before a save does
-                not count as part of it. ``torch.cuda.synchronize`` on a GPU, None on a CPU.
+                not count as part of it: ``torch.cuda.synchronize`` on a GPU.
             clock: seconds; for tests.
         """
         self._devices, self._flops_per_token, self._peak = devices, flops_per_token, peak
@@ -116,14 +115,12 @@ class Throughput:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Exclude the body's time from the window. Must not be nested."""
-        if self._synchronize:
-            self._synchronize()
+        self._synchronize()
         began = self._clock()
         try:
             yield
         finally:
-            if self._synchronize:
-                self._synchronize()
+            self._synchronize()
             self._paused += self._clock() - began
 
     @contextmanager
@@ -141,12 +138,7 @@ class Throughput:
         Without a step in the window every field is None.
         """
         seconds = self._clock() - self._began - self._paused
-        fields: dict[str, float | None] = dict.fromkeys(
-            (
-                "samples_per_sec", "tokens_per_sec", "tokens_per_sec_per_device",
-                "tflops_per_device", "mfu", "step_sec", "data_wait_sec",
-            )
-        )  # fmt: skip
+        fields: dict[str, float | None] = dict.fromkeys(SPEED_FIELDS)
         if self._steps and seconds > 0:
             per_device = self._tokens / seconds / self._devices
             flops = None if self._flops_per_token is None else per_device * self._flops_per_token
@@ -169,9 +161,7 @@ class MetricsWriter:
     Every line is flushed. A disk failure during the run loses records, with one warning, and does not stop the run.
     """
 
-    def __init__(
-        self, run_dir: str | Path, *, is_main: bool = True, tensorboard_dir: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, run_dir: str | Path, *, is_main: bool = True, tensorboard_dir: Sequence[str] = ()) -> None:
         """Open the file, and one of TensorBoard in each folder of ``tensorboard_dir``. Not collective.
 
         Raises:
@@ -187,9 +177,8 @@ class MetricsWriter:
             return
         path = Path(run_dir) / FILE_NAME
         try:
-            torn = _lacks_line_end(path)
-            self._file = path.open("a", encoding="utf-8")
-            if torn:  # the partial last line of a killed run
+            self._file = path.open("a+", encoding="utf-8")
+            if path.stat().st_size and not path.read_bytes().endswith(b"\n"):  # the partial last line of a killed run
                 self._file.write("\n")
         except OSError as failure:
             raise ConfigError(f"{path}: cannot write metrics ({failure.strerror}); set --run_dir") from None
@@ -200,8 +189,6 @@ class MetricsWriter:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Write a logged step. Fields of `STEP_FIELDS` missing in ``record`` are written as null."""
-        if self._file is None:
-            return
         full = {**dict.fromkeys(STEP_FIELDS), "time": time.time(), **record}
         self._write(full)
         self._scalars("train", full)
@@ -210,8 +197,6 @@ class MetricsWriter:
         """Write an event of `EVENTS`, with ``step`` among its fields; `evaluate` also has ``loss``."""
         if name not in EVENTS:
             raise ValueError(f"{name} is not one of {EVENTS}")
-        if self._file is None:
-            return
         self._write({"event": name, "time": time.time(), **fields})
         if name == "evaluate":
             self._scalars("validation", fields)
@@ -225,6 +210,8 @@ class MetricsWriter:
         self._file, self._boards = None, []
 
     def _write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
         try:
             self._file.write(to_json(record) + "\n")
             self._file.flush()
@@ -243,16 +230,8 @@ class MetricsWriter:
 
 def to_json(record: Mapping[str, Any]) -> str:
     """Return ``record`` as one line of strict JSON, with non-finite numbers in ``nonfinite``."""
-    plain: dict[str, Any] = {}
-    nonfinite: dict[str, str] = {}
-    for name, value in record.items():
-        if hasattr(value, "item"):  # a scalar of numpy or torch
-            value = value.item()
-        if isinstance(value, float) and not math.isfinite(value):
-            nonfinite[name], value = str(value), None
-        plain[name] = value
-    if nonfinite:
-        plain["nonfinite"] = nonfinite
+    odd = {name: str(value) for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    plain = {**record, **dict.fromkeys(odd), **({"nonfinite": odd} if odd else {})}
     return json.dumps(plain, allow_nan=False, default=str)
 
 
@@ -267,15 +246,11 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError as failure:
         raise ConfigError(f"{path}: cannot read a run's metrics ({failure.strerror})") from None
-    records = []
+    records: list[Any] = []
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -286,11 +261,3 @@ def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             kept = [earlier for earlier in kept if earlier.get("step", 0) <= record["step"]]
         kept.append(record)
     return kept
-
-
-def _lacks_line_end(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"

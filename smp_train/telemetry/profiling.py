@@ -36,14 +36,11 @@ class Profiler:
         except OSError as failure:
             raise ConfigError(f"{self.folder}: cannot write profiles ({failure.strerror}); set --run_dir") from None
         if args.use_profiler:
+            # The step before the first one, if any, is warm-up: recorded and discarded.
+            skipped, warmup = max(self.first - 2, 0), min(self.first - 1, 1)
             self.torch_profiler = torch.profiler.profile(
                 schedule=torch.profiler.schedule(
-                    # The step before the first one, if any, is warm-up: recorded and discarded.
-                    skip_first=max(self.first - 2, 0),
-                    wait=0,
-                    warmup=min(self.first - 1, 1),
-                    active=args.profile_steps,
-                    repeat=1,
+                    skip_first=skipped, wait=0, warmup=warmup, active=args.profile_steps, repeat=1
                 ),
                 on_trace_ready=self._write,
                 record_shapes=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def write_report(run_dir: str | Path) -> Path:
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[union-attr, call-arg]
     losses, speed = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     figure.suptitle(_title(folder.path, run, steps), x=0.015, ha="left", fontsize=14, color=_INK)
-    _draw_losses(losses, records, reference_lines(run))
+    _draw_losses(losses, records, unigram_entropy(run))
     _draw_speed(speed, steps)
     for axes in (losses, speed):
         _dress(axes)
@@ -64,25 +65,14 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def reference_lines(run: dict[str, Any]) -> dict[str, float]:
-    """Return the losses to draw as horizontal lines, by name: from `run.json`, else the data's manifest.
-
-    The manifest is what ``smp-train prepare`` leaves beside the shards: ``_manifest.json`` in the training
-    folder or the one above it.
-    """
-    if run.get("reference_lines"):
-        return dict(run["reference_lines"])
+def unigram_entropy(run: dict[str, Any]) -> float | None:
+    """Return the entropy in the manifest of ``smp-train prepare``, in the training folder or the one above it."""
     folders = (run.get("config") or {}).get("training_dir")
     folder = folders[0] if isinstance(folders, list) and len(folders) == 1 else folders
     for candidate in [Path(folder), Path(folder).parent] if isinstance(folder, str) else []:
-        try:
-            manifest = json.loads((candidate / "_manifest.json").read_bytes())
-        except (OSError, ValueError):
-            continue
-        entropy = manifest.get("unigram_entropy_nats")
-        if entropy:
-            return {"unigram entropy": float(entropy["train"])}
-    return {}
+        with suppress(OSError, ValueError, KeyError):
+            return float(json.loads((candidate / "_manifest.json").read_bytes())["unigram_entropy_nats"]["train"])
+    return None
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -95,11 +85,10 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return [(sums[stop] - sums[start]) / (stop - start) for start, stop in ends]
 
 
-def _draw_losses(axes: Axes, records: list[dict[str, Any]], references: dict[str, float]) -> None:
+def _draw_losses(axes: Axes, records: list[dict[str, Any]], entropy: float | None) -> None:
     train = [(r["step"], r["loss"]) for r in records if "event" not in r and r.get("loss") is not None]
-    validation = [
-        (r["step"], r["loss"]) for r in records if r.get("event") == "evaluate" and r.get("loss") is not None
-    ]
+    evaluations = [r for r in records if r.get("event") == "evaluate"]
+    validation = [(r["step"], r["loss"]) for r in evaluations if r.get("loss") is not None]
     saves = [r["step"] for r in records if r.get("event") == "save"]
     if train:
         at, loss = zip(*train, strict=True)
@@ -113,8 +102,9 @@ def _draw_losses(axes: Axes, records: list[dict[str, Any]], references: dict[str
             at, loss, color=_VALIDATION, linewidth=1.2, marker="o", markersize=5, markeredgecolor="white",
             label=f"validation: last {loss[-1]:.3f}",
         )  # fmt: skip
-    for name, value in references.items():
-        axes.axhline(value, color=_REFERENCE, linestyle=_DASHED, linewidth=1.3, label=f"{name}: {value:.3f}")
+    if entropy is not None:
+        label = f"unigram entropy: {entropy:.3f}"
+        axes.axhline(entropy, color=_REFERENCE, linestyle=_DASHED, linewidth=1.3, label=label)
     if saves:
         # In axis units: the ticks sit on the lower edge whatever the losses are.
         axes.plot(

@@ -12,7 +12,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,36 +56,24 @@ class RunFolder:
         """Return the number of earlier starts of this run. Raises OSError where they cannot be read."""
         return len(self.attempts.read_bytes().splitlines()) if self.attempts.exists() else 0
 
-    def write_run(
-        self,
-        *,
-        config: Mapping[str, Any],
-        mesh: Mapping[str, Any] | None = None,
-        command: Sequence[str] | None = None,
-        **facts: Any,
-    ) -> None:
+    def write_run(self, *, config: Mapping[str, Any], mesh: Mapping[str, Any] | None = None, **facts: Any) -> None:
         """Write `run.json` and append the same to `attempts.jsonl`, one line per start of this run.
 
-        Args:
-            config: the resolved configuration.
-            mesh: name -> size of each dimension, and the world size.
-            command: the command line, by default this process's own.
-            facts: further entries, such as ``reference_lines={"unigram entropy": 5.3}`` for the report.
-
+        The resolved ``config``, the size of each dimension of the ``mesh``, versions, the command line and ``facts``.
         The environment, which may hold credentials, is not written; neither are queries of URLs.
         """
-        record = {
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": shlex.join(sys.orig_argv if command is None else command),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "versions": versions(),
-            "mesh": dict(mesh or {}),
-            "config": dict(config),
-            **facts,
-        }
         try:
-            record = {"attempt": self.earlier_attempts() + 1, **record}
+            record = {
+                "attempt": self.earlier_attempts() + 1,
+                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                "command": shlex.join(sys.orig_argv),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "versions": versions(),
+                "mesh": dict(mesh or {}),
+                "config": dict(config),
+                **facts,
+            }
             with self.attempts.open("a", encoding="utf-8") as file:
                 file.write(redacted(json.dumps(record, default=str)) + "\n")
             _write_atomic(self.run_json, redacted(json.dumps(record, default=str, indent=2)) + "\n")

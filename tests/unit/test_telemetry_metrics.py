@@ -44,15 +44,6 @@ def test_numbers_that_are_not_finite_are_null_and_named(tmp_path):
     assert record["nonfinite"] == {"loss": "nan", "grad_norm": "inf"}
 
 
-def test_scalars_of_numpy_and_torch_are_numbers(tmp_path):
-    import numpy as np
-    import torch
-
-    MetricsWriter(tmp_path).step({"step": np.int64(3), "loss": torch.tensor(1.5), "lr": np.float32("nan")})
-    (record,) = lines(tmp_path)
-    assert (record["step"], record["loss"], record["lr"]) == (3, 1.5, None)
-
-
 def test_a_line_torn_by_a_kill_costs_that_line_only(tmp_path):
     MetricsWriter(tmp_path).step({"step": 1})
     path = tmp_path / "metrics.jsonl"
@@ -210,23 +201,10 @@ def test_speed_without_a_known_device_or_without_a_step():
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
-        ("NVIDIA A10G", 70),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H200 NVL", 835.5),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA A10", None),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA GB200", None),
-        ("cpu", None),
+        ("A10G", 70), ("L4", 121), ("L40S", 362), ("A100-SXM4-40GB", 312), ("A100 80GB PCIe", 312),
+        ("H100 80GB HBM3", 989.4), ("H100 PCIe", 756.5), ("H100 NVL", 835.5), ("H200", 989.4), ("H200 NVL", 835.5),
+        ("B200", 2250), ("H100 80GB HBM3 MIG 1g.10gb", None), ("A10", None), ("RTX A1000", None), ("GB200", None),
     ],
-)
+)  # fmt: skip
 def test_the_peak_is_by_the_whole_name(name, tflops):
-    assert peak_flops(name) == (None if tflops is None else pytest.approx(tflops * 1e12))
+    assert peak_flops(f"NVIDIA {name}") == (None if tflops is None else pytest.approx(tflops * 1e12))

@@ -9,7 +9,7 @@ import pytest
 
 from smp_train.errors import ConfigError
 from smp_train.telemetry.metrics import MetricsWriter
-from smp_train.telemetry.report import main, reference_lines, smooth, write_report
+from smp_train.telemetry.report import main, smooth, write_report
 from smp_train.telemetry.run_folder import RunFolder
 
 
@@ -59,11 +59,11 @@ def test_the_command_writes_a_png_of_1200_by_800_and_names_it(tmp_path, capsys):
 
 def test_what_is_drawn_is_what_the_run_said(tmp_path, monkeypatch):
     write_metrics(tmp_path)
-    folder = RunFolder(tmp_path)
-    folder.write_run(
-        config={"run_name": "small", "model_type": "llama_v2"}, mesh={"world_size": 2},
-        reference_lines={"unigram entropy": 6.25},
-    )  # fmt: skip
+    train = tmp_path / "data" / "train"
+    train.mkdir(parents=True)
+    (tmp_path / "data" / "_manifest.json").write_text(json.dumps({"unigram_entropy_nats": {"train": 6.25}}))
+    config = {"run_name": "small", "model_type": "llama_v2", "training_dir": str(train)}
+    RunFolder(tmp_path).write_run(config=config, mesh={"world_size": 2})
     losses, speed = drawn(tmp_path, monkeypatch)
     assert labels(losses) == [
         "train: last 5.000", "validation: last 5.600", "unigram entropy: 6.250", "checkpoint saved",
@@ -92,17 +92,6 @@ def test_refusals_are_one_line_and_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[report\]'"):
         write_report(tmp_path)
-
-
-def test_reference_lines_come_from_the_run_or_else_from_the_data(tmp_path):
-    train = tmp_path / "data" / "train"
-    train.mkdir(parents=True)
-    config = {"config": {"training_dir": str(train)}}
-    assert reference_lines(config) == {}
-    (tmp_path / "data" / "_manifest.json").write_text(json.dumps({"unigram_entropy_nats": {"train": 6.5}}))
-    assert reference_lines(config) == {"unigram entropy": 6.5}
-    assert reference_lines({**config, "reference_lines": {"floor": 1.0}}) == {"floor": 1.0}
-    assert reference_lines({}) == {}
 
 
 def test_smoothing_is_the_mean_of_what_lies_around():
