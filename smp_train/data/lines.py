@@ -25,11 +25,11 @@ except ImportError:
 
 GZIP_MAGIC = b"\x1f\x8b"
 LINE_BYTES = 64 << 20
-"""No row and no document on a line is longer: a few kB of gzip may be any number of bytes without an end of line."""
+"""Longest line that is read: a few kB of gzip may be any number of bytes without an end of line."""
 OTHER_MAGIC = {
     b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\3\4": "zip", b"\x04\x22\x4d\x18": "lz4",
 }  # fmt: skip
-"""How files begin whose compression is not read."""
+"""Magic bytes of compressions that are not read."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -86,46 +86,35 @@ def lines_of(
                 )
             if line.isspace():
                 continue
-            if number == 1:
-                refuse_byte_order_mark(shown, line)
+            if number == 1 and line.startswith(BYTE_ORDER_MARK):
+                raise DataError(f"{shown}:1: starts with a byte order mark; save it as UTF-8 without one")
+            if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise DataError(f"{shown}:1: is UTF-16; save it as UTF-8")
             yield number, line
             if number % 64 == 0:
                 tick(raw.tell() - done)
                 done = raw.tell()
         tick(raw.tell() - done)
-    except InterruptedError:
-        # That is an OSError too, but ``tick``'s: nothing is wrong with the file.
+    except InterruptedError:  # of `tick`, not of the file, though an OSError too
         raise
     except GZIP_ERRORS as error:
         what = "gzip stream is damaged or cut short" if zipped else "cannot be read on"
-        if zipped:
-            # The decoder reads ahead of the lines that were yielded.
-            number = _lines_before_damage(raw)
+        # The decoder reads ahead of the lines that were yielded.
+        number = _lines_before_damage(raw) if zipped else number
         raise DataError(f"{shown}:{number + 1}: {what} ({error}); copy the shard again") from None
 
 
 def _lines_before_damage(raw: IO[bytes]) -> int:
-    """Return how many lines of a gzip stream end before the place where it cannot be read on."""
+    """Return how many lines of a gzip stream end before the byte at which it cannot be read on."""
     raw.seek(0)
-    lines, data, decoder = 0, b"", zlib.decompressobj(31)
-    while data := data or raw.read(1 << 16):
-        before = decoder.copy()
-        try:
-            lines += decoder.decompress(data).count(b"\n")
-        except zlib.error:
-            with suppress(zlib.error):
-                for place in range(len(data)):
-                    lines += before.decompress(data[place : place + 1]).count(b"\n")
-            return lines
-        data = decoder.unused_data
-        if decoder.eof:
-            decoder = zlib.decompressobj(31)
+    lines, decoder = 0, zlib.decompressobj(31)
+    with suppress(zlib.error):
+        while data := decoder.unused_data or raw.read(1 << 16):
+            decoder = zlib.decompressobj(31) if decoder.eof else decoder
+            before = decoder.copy()
+            try:
+                lines += decoder.decompress(data).count(b"\n")
+            except zlib.error:
+                for at in range(len(data)):
+                    lines += before.decompress(data[at : at + 1]).count(b"\n")
     return lines
-
-
-def refuse_byte_order_mark(path: str, line: bytes) -> None:
-    """Raise DataError when a file starts as UTF-16 or with UTF-8's mark, neither of which is JSON."""
-    if line.startswith(BYTE_ORDER_MARK):
-        raise DataError(f"{path}:1: starts with a byte order mark; save it as UTF-8 without one")
-    if line.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError(f"{path}:1: is UTF-16; save it as UTF-8")

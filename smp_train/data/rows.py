@@ -21,6 +21,7 @@ IDS = "input_ids"
 MASK = "attention_mask"
 LABELS = "labels"
 FIELDS = (IDS, MASK, LABELS)
+_ARRAY = "is a JSON array; one object per line is needed: jq -c '.[]'"
 _QUOTED = [b'"input_ids"', b'"attention_mask"', b'"labels"']
 
 Lists = tuple[np.ndarray, "np.ndarray | None", "np.ndarray | None"]
@@ -40,10 +41,10 @@ class RowParser:
         """Whether the rows have labels; None before the first."""
         self._simd = Parser and Parser()
         self._last_mask: tuple[bytes, np.ndarray] = (b"", np.empty(0, dtype=np.int64))
-        """The end of the last line that ended in its mask, and that mask: most shards have one, all ones."""
+        """End of the last line that ended in its mask, and that mask: most shards have a single one, all ones."""
 
     def __call__(self, line: bytes) -> Row:
-        """Return the row, its ids and labels int64; ValueError: reason; what to do."""
+        """Return the row, its ids and labels int64. Raises ValueError: reason; what to do."""
         line = line.strip()
         row = checked_row(*(self._fast(line) or _strict(line)), self.vocab_size)
         if self.labelled not in (None, row.labels is not None):
@@ -57,7 +58,7 @@ class RowParser:
     def _fast(self, line: bytes) -> Lists | None:
         """Read a line of well-formed lists; None leaves every doubtful line to `_strict`.
 
-        A mask at the end is not parsed again where it is the last one: ``{a, b}`` is a JSON object if ``{a}`` and
+        A mask at the end that equals the last one is not parsed again: ``{a, b}`` is a JSON object if ``{a}`` and
         ``{b}`` are.
         """
         comma = line.rfind(b",", 0, max(0, line.rfind(_QUOTED[1])))
@@ -76,43 +77,37 @@ class RowParser:
                 for field, count in zip(FIELDS, counts, strict=True)
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
-            # What failed may still be held by its traceback, and a parser whose document is held parses no other.
+            # The traceback may still hold the document, and a parser whose document is held parses no other.
             self._simd = Parser()
             return None
-        # What is behind the mask's comma must be the mask alone, in the outermost object.
-        if (
-            mask is not None and labels is None
-            and [tail.count(mark) for mark in (b"[", b'"', b"{", b"}")] == [1, 2, 0, 1]
-        ):  # fmt: skip
+        # After that comma must come the mask alone, in the outermost object.
+        is_mask_alone = [tail.count(mark) for mark in (b"[", b'"', b"{", b"}")] == [1, 2, 0, 1]
+        if mask is not None and labels is None and is_mask_alone:
             self._last_mask = tail, mask
         return None if ids is None else (ids, mask if known is None else known, labels)
 
 
 def checked_row(ids: np.ndarray, mask: np.ndarray | None, labels: np.ndarray | None, vocab_size: int) -> Row:
-    """Return lists, int64, as a row that training can use; ValueError: reason; what to do."""
+    """Return lists, int64, as a row that training can use. Raises ValueError: reason; what to do."""
     if ids.size == 0:
         raise ValueError(f"{IDS} is empty; remove the row")
-    # One pass for both ends: a negative id is a huge one when read as unsigned.
-    if int(ids.view(np.uint64).max()) >= vocab_size:
-        place = int(np.argmax(ids.view(np.uint64) >= vocab_size))
-        raise ValueError(
-            f"token id {int(ids[place])} is outside the vocabulary [0, {vocab_size}); "
-            "use the tokenizer of the model, or set --vocab_size"
-        )
     for name, values in ((MASK, mask), (LABELS, labels)):
         if values is not None and values.size != ids.size:
             raise ValueError(
                 f"{IDS} has {ids.size} elements and {name} {values.size}; they must be as long as each other"
             )
-    if mask is not None and int(mask.view(np.uint64).max()) > 1:
-        place = int(np.argmax(mask.view(np.uint64) > 1))
-        raise ValueError(f"{MASK}[{place}] is {int(mask[place])}; use 0 or 1")
+    if (at := _first_outside(ids, vocab_size)) is not None:
+        raise ValueError(
+            f"token id {ids[at]} is outside the vocabulary [0, {vocab_size}); "
+            "use the tokenizer of the model, or set --vocab_size"
+        )
+    if mask is not None and (at := _first_outside(mask, 2)) is not None:
+        raise ValueError(f"{MASK}[{at}] is {mask[at]}; use 0 or 1")
     if labels is not None:
-        wrong = (labels.view(np.uint64) >= vocab_size) & (labels != IGNORED)
-        if wrong.any():
-            place = int(wrong.argmax())
+        at = _first_outside(np.where(labels == IGNORED, 0, labels), vocab_size)
+        if at is not None:
             raise ValueError(
-                f"{LABELS}[{place}] is {int(labels[place])}, outside the vocabulary [0, {vocab_size}); "
+                f"{LABELS}[{at}] is {labels[at]}, outside the vocabulary [0, {vocab_size}); "
                 f"use a token id, or {IGNORED} where nothing is to be learnt"
             )
     if ids.size < 2:
@@ -124,6 +119,13 @@ def checked_row(ids: np.ndarray, mask: np.ndarray | None, labels: np.ndarray | N
     return row
 
 
+def _first_outside(values: np.ndarray, limit: int) -> int | None:
+    """Return the index of the first int64 outside [0, limit), if any."""
+    # One pass for both ends: a negative number is a huge one when read as unsigned.
+    unsigned = values.view(np.uint64)
+    return None if int(unsigned.max()) < limit else int(np.argmax(unsigned >= limit))
+
+
 def _strict(line: bytes) -> Lists:
     """Read a line with Python's own parser. Raises ValueError with the reason why it is no row."""
     if line.startswith(BYTE_ORDER_MARK):
@@ -132,10 +134,10 @@ def _strict(line: bytes) -> Lists:
         record = json.loads(line.decode(), object_pairs_hook=_Object, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         if line[:1] == b"[":
-            raise ValueError("starts a JSON array; one object per line is needed: jq -c '.[]'") from None
+            raise ValueError(_ARRAY) from None
         raise ValueError(f"broken JSON ({error}); one whole object per line is needed") from None
     if isinstance(record, list):
-        raise ValueError("is a JSON array; one object per line is needed: jq -c '.[]'")
+        raise ValueError(_ARRAY)
     if not isinstance(record, _Object):
         raise ValueError(f"is {_kind(record)}, not an object with {IDS}")
     if IDS not in record:
@@ -149,7 +151,7 @@ def _strict(line: bytes) -> Lists:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that knows which of its keys were given twice."""
+    """A JSON object with all keys as they were written, repeated ones too."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
