@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
-import weakref
 from collections.abc import Generator
 from itertools import accumulate, pairwise
 
@@ -17,7 +16,7 @@ from smp_train.data.shard import Shard
 from smp_train.data.source import Row, Source
 from smp_train.data.targets import NO_GAPS
 from smp_train.data.token_cache import TokenCache, share
-from smp_train.data.token_file import GAPS, REBUILT, Header, ShardRows, TokenFile, open_files, read_index
+from smp_train.data.token_file import GAPS, REBUILT, Header, ShardRows, TokenFile, read_index
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
@@ -47,8 +46,6 @@ class TokenShards(Source):
             digest.update(f"{header.digest} {header.rows} {header.tokens} {header.dtype}\n".encode())
         self.fingerprint = digest.hexdigest()
         """Digest of all rows in order; where the shards live and how they are compressed does not matter."""
-        self._paths = {file.path for file, _ in found}
-        weakref.finalize(self, open_files.drop, self._paths)
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -110,7 +107,8 @@ class TokenShards(Source):
 
     def close(self) -> None:
         """Close the token files; they open again when a row is read."""
-        open_files.close(self._paths)
+        for file, _ in self.found:
+            file.close()
 
     def report(self) -> dict[str, int | str]:
         """Totals: shards, rows, tokens, attended and counted ones, and the longest row with its shard and line."""

@@ -18,11 +18,11 @@ import json
 import os
 import resource
 import struct
-import threading
+import weakref
 import zlib
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import deque
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -50,6 +50,11 @@ RESERVED = 512
 MOST_OPEN = 1 << 16
 REBUILT = "start again, and it is rebuilt"
 """What to do about a damaged file that is made of a shard."""
+_COUNTS = (
+    "rows", "tokens", "counted", "attended", "longest", "longest_line", "skipped", "vocab_size", "size", "latest",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Header:
     """What an ``.idx`` says of one shard without its arrays."""
@@ -122,6 +127,14 @@ def header_of_block(shard: Shard, rows: int, seq_len: int, vocab_size: int, dige
     )  # fmt: skip
 
 
+class _Descriptor:
+    """An open file. It is closed with its last reference, so that a thread may close what another one is reading."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number).atexit = False
+
+
 class TokenFile:
     """A pair of token files; the arrays of its index are read when they are first used, and kept.
 
@@ -134,21 +147,15 @@ class TokenFile:
 
     def __init__(self, base: str, headers: list[Header], at: int, crc: int) -> None:
         self.base, self.headers = base, headers
+        self.path = base + ".tok"
         self.begins = list(accumulate((header.tok_bytes for header in headers), initial=0))
         """Byte of the ``.tok`` where each shard begins, and the last ends."""
         self._array_begins = list(accumulate((header.array_bytes for header in headers), initial=at))
+        self.index_bytes = self._array_begins[-1]
+        """Size of the ``.idx``."""
         self._crc = crc
         self._body: np.ndarray | None = None
-
-    @property
-    def index_bytes(self) -> int:
-        """Size of the ``.idx``."""
-        return self._array_begins[-1]
-
-    @property
-    def path(self) -> str:
-        """The ``.tok``."""
-        return self.base + ".tok"
+        self._opened: _Descriptor | None = None
 
     def arrays(self, number: int, cure: str = REBUILT) -> dict[str, np.ndarray]:
         """Return the arrays of a shard. Raises DataError when the index is damaged."""
@@ -166,6 +173,34 @@ class TokenFile:
             found[name] = np.frombuffer(self._body, kind, count, at)
             at += found[name].nbytes
         return found
+
+    def open(self) -> _Descriptor:
+        """Open the ``.tok``, which can then be read to its end though it is removed. Raises OSError.
+
+        Where too many are open in this process, the one opened first is closed.
+        """
+        opened = self._opened
+        if opened is None:
+            opened = self._opened = _Descriptor(self.path)
+            _opened.append(weakref.ref(self))
+            while len(_opened) > most_open():
+                first = _opened.popleft()()
+                if first is not None:
+                    first.close()
+        return opened
+
+    def close(self) -> None:
+        """Close the ``.tok``; it opens again when it is read."""
+        self._opened = None
+
+    def read(self, into: np.ndarray, offset: int) -> int:
+        """Read bytes of the ``.tok`` into ``into``; return how many there were. Raises OSError."""
+        opened = self._opened or self.open()
+        return os.preadv(opened.number, [into.data], offset)
+
+
+_opened: deque[weakref.ref[TokenFile]] = deque()
+"""The files that were opened, first to last."""
 
 
 def read_index(base: str, *, index_alone: bool = False) -> TokenFile | None:
@@ -196,87 +231,30 @@ def read_index(base: str, *, index_alone: bool = False) -> TokenFile | None:
 
 def _fits(header: Header) -> bool:
     """Return whether what a header says is consistent: then nothing that is read by it is larger than its files."""
-    rows, tokens, kinds = header.rows, header.tokens, {"none": (), "prefix": ("valid",), "bits": ("valid", "extent")}
-    numbers = (
-        rows, tokens, header.counted, header.attended, header.longest, header.longest_line, header.skipped,
-        header.vocab_size, header.size, header.latest,
-    )  # fmt: skip
-    if any(type(number) is not int or number < 0 for number in numbers) or rows == 0:
-        return False
-    needed = {"crc", *kinds[header.mask], *(("starts",) if header.row_length is None else ())}
+    rows, tokens, arrays = header.rows, header.tokens, header.arrays
+    masks: set[str] = {"none": set(), "prefix": {"valid"}, "bits": {"valid", "extent"}}[header.mask]
+    gaps = arrays.keys() & set(GAPS)
+    shapes = {"crc": ("<u4", rows), "starts": ("<u8", rows + 1)}
+    shapes |= dict.fromkeys(("valid", "extent", "lines"), ("<u8", rows))
+    if gaps:
+        shapes |= dict.fromkeys(GAPS, ("<u4", int(arrays[GAPS[0]][1])))
+    needed = {"crc", *masks, *(GAPS if gaps else ()), *(("starts",) if header.row_length is None else ())}
     bitmap = tokens // 8 + rows if header.mask == "bits" else 0
-    gaps = [tuple(header.arrays[name]) for name in GAPS if name in header.arrays]
     return (
-        header.row_length in (None, tokens // rows)
-        and (header.row_length is None or tokens % rows == 0)
+        all(type(number) is int and number >= 0 for number in map(vars(header).get, _COUNTS))
+        and rows > 0
+        and header.row_length in (None, tokens / rows)
         and header.longest <= tokens
         and header.dtype in ("<u2", "<u4")
         and type(header.labelled) is bool
         and header.tok_bytes == tokens * header.token_bytes + bitmap
-        and needed <= set(header.arrays) <= {"crc", "starts", "valid", "extent", "lines", *GAPS}
-        and len(gaps) in (0, len(GAPS))
-        and len(set(gaps)) <= 1
-        and all(kind == "<u4" and type(count) is int and count > 0 for kind, count in gaps)
-        and all(
-            (kind, count) == ("<u4" if name == "crc" else "<u8", rows + (name == "starts"))
-            for name, (kind, count) in header.arrays.items()
-            if name not in GAPS
-        )
+        and needed <= arrays.keys()
+        and all(shapes.get(name) == (kind, n) and type(n) is int and n > 0 for name, (kind, n) in arrays.items())
     )
 
 
-class _OpenFiles:
-    """The ``.tok`` files that this process has open; when there are too many, the one unused for longest is closed."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[str, int] = OrderedDict()
-        # One thread reads ahead while another reads too: no file may be closed meanwhile.
-        self._lock = threading.Lock()
-        self._most = 0
-        self._dropped: deque[str] = deque()
-
-    def read(self, path: str, into: np.ndarray, offset: int) -> int:
-        """Read bytes at a place into ``into``; return how many there were. Raises OSError."""
-        with self._lock:
-            file = self._open.get(path)
-            if file is None:
-                file = self._add(path)
-            elif len(self._open) == self._most:
-                self._open.move_to_end(path)
-            return os.preadv(file, [into.data], offset)
-
-    def open(self, path: str) -> None:
-        """Open a file now: it can be read to its end though it is removed meanwhile. Raises OSError."""
-        with self._lock:
-            if path not in self._open:
-                self._add(path)
-
-    def _add(self, path: str) -> int:
-        self._most = self._most or _allowed()
-        while self._dropped:
-            self._close(self._dropped.popleft())
-        while len(self._open) >= self._most:
-            os.close(self._open.popitem(last=False)[1])
-        file = self._open[path] = os.open(path, os.O_RDONLY)
-        return file
-
-    def close(self, paths: Iterable[str]) -> None:
-        """Close some of them; they open again when they are read."""
-        with self._lock:
-            for path in paths:
-                self._close(path)
-
-    def _close(self, path: str) -> None:
-        file = self._open.pop(path, None)
-        if file is not None:
-            os.close(file)
-
-    def drop(self, paths: Iterable[str]) -> None:
-        """Close some of them before the next is opened. For the garbage collector, which runs under any lock."""
-        self._dropped.extend(paths)
-
-
-def _allowed() -> int:
+@cache
+def most_open() -> int:
     """Return how many files may be open, the soft limit of descriptors raised as far as the hard one allows."""
     soft, hard = (MOST_OPEN if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
     if soft < min(hard, MOST_OPEN):
@@ -284,9 +262,6 @@ def _allowed() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MOST_OPEN), hard))
             soft = min(hard, MOST_OPEN)
     return max(1, soft - RESERVED, soft // 2)
-
-
-open_files = _OpenFiles()
 
 
 class ShardRows:
@@ -333,7 +308,7 @@ class ShardRows:
     def _bytes(self, size: int, offset: int) -> np.ndarray:
         data = np.empty(size, dtype=np.uint8)
         try:
-            return data[: open_files.read(self.file.path, data, self._begin + offset)]
+            return data[: self.file.read(data, self._begin + offset)]
         except FileNotFoundError:
             raise DataError(f"{self.file.path}: was removed; {self._cure}") from None
         except OSError as error:
@@ -351,7 +326,7 @@ class ShardRows:
         if scratch.nbytes != size:
             return False
         try:
-            read = open_files.read(self.file.path, scratch, self._begin + row * size)
+            read = self.file.read(scratch, self._begin + row * size)
         except OSError:
             read = 0
         if read != size or crc32(self._plain_tail, crc32(scratch)) != self._crc[row]:

@@ -20,63 +20,53 @@ from smp_train.data.lines import read_lines
 from smp_train.data.rows import RowParser
 from smp_train.data.shard import Shard
 from smp_train.data.source import Row
-from smp_train.data.token_file import (
-    GAPS,
-    LABELS,
-    MAGIC,
-    PREFIX,
-    VERSION,
-    Header,
-    crc32,
-    dtype_for,
-    version_of,
-)
+from smp_train.data.token_file import GAPS, LABELS, MAGIC, PREFIX, VERSION, Header, crc32, dtype_for, version_of
 from smp_train.errors import DataError
 
 
 class _Rows:
-    """The arrays of a shard while it is being converted."""
+    """What the index says of the rows of one shard while it is being converted."""
 
-    def __init__(self) -> None:
-        self.crc, self.starts, self.lines = array("I"), array("Q", [0]), array("Q")
-        self.valid, self.extent = array("Q"), array("Q")
+    def __init__(self, dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self.starts, self.valid, self.extent, self.lines = array("Q", [0]), array("Q"), array("Q"), array("Q")
+        self.gaps = tuple(array("I") for _ in GAPS)
+        self.crc = array("I")
         self.bits: dict[int, bytes] = {}
         """Masks of the rows that are not simply padded on the right."""
-        self.gaps = tuple(array("I") for _ in GAPS)
-        self.counted = self.attended = self.longest = self.longest_line = self.skipped = 0
+        self.counted = self.longest = self.longest_line = self.skipped = 0
         self.latest = 1
         self.first_bad = ""
         self.labelled = False
 
-    def add(self, line: int, row: Row, dtype: np.dtype) -> bytes:
+    def add(self, line: int, row: Row) -> bytes:
         """Take the next row; return what to store of it."""
         n, mask = row.input_ids.size, row.counted
-        stored = row.input_ids.astype(dtype).tobytes()
+        stored = row.input_ids.astype(self.dtype).tobytes()
         if row.labels is not None:
             self.labelled = True
             stored += row.labels.astype(LABELS).tobytes()
         valid = n if mask is None else int(np.count_nonzero(mask))
         bits, extent = b"", valid
         if mask is not None and not mask[:valid].all():
-            places = np.flatnonzero(mask)
-            extent = int(places[-1] - places[0]) + 1
+            attended = np.flatnonzero(mask)
+            extent = int(attended[-1] - attended[0]) + 1
             bits = self.bits[len(self.crc)] = np.packbits(mask).tobytes()
-        counted = valid
-        if row.labels is not None or extent > valid or extent < 2:
-            counted = self._add_gaps(row)
+        if row.labels is None and extent == valid >= 2:
+            self.counted += valid
+        else:
+            self._add_gaps(row)
         self.crc.append(crc32(bits or valid.to_bytes(8, "little"), crc32(stored)))
         self.starts.append(self.starts[-1] + n)
         self.lines.append(line)
         self.valid.append(valid)
         self.extent.append(extent)
-        self.counted += counted
-        self.attended += valid
         if n > self.longest:
             self.longest, self.longest_line = n, line
         return stored
 
-    def _add_gaps(self, row: Row) -> int:
-        """Note where a row carries no loss; return how many of its tokens do."""
+    def _add_gaps(self, row: Row) -> None:
+        """Note where a row carries no loss."""
         where = row.targets()
         assert where is not None
         found = targets.row_gaps(where, row.counted, np.array([0, where.size]))
@@ -84,9 +74,10 @@ class _Rows:
         for column, values in zip(self.gaps, found.T, strict=True):
             column.extend(values.tolist())
         self.latest = max(self.latest, targets.latest(found))
-        return int(np.count_nonzero(where))
+        self.counted += int(np.count_nonzero(where))
 
     def bitmap(self) -> bytes:
+        """Return the masks of all rows, if any is not simply padding on the right."""
         if not self.bits:
             return b""
         rows = len(self.crc)
@@ -98,30 +89,38 @@ class _Rows:
         return bytes(bitmap)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        crc = np.frombuffer(self.crc, dtype="<u4")
-        starts = np.frombuffer(self.starts, dtype="<u8")
-        valid = np.frombuffer(self.valid, dtype="<u8")
-        lines = np.frombuffer(self.lines, dtype="<u8")
+        """Return the arrays that the index needs, in stored order."""
+        starts, valid, extent, lines = (
+            np.array(column, "<u8") for column in (self.starts, self.valid, self.extent, self.lines)
+        )
         lengths = np.diff(starts)
         found = {"starts": starts} if (lengths != lengths[0]).any() else {}
         if self.bits or (valid != lengths).any():
             found["valid"] = valid
         if self.bits:
-            found["extent"] = np.frombuffer(self.extent, dtype="<u8")
-        if (lines != np.arange(1, lines.size + 1, dtype=np.uint64)).any():
+            found["extent"] = extent
+        if (lines != np.arange(1, lines.size + 1)).any():
             found["lines"] = lines
         if self.gaps[0]:
-            found |= {name: np.frombuffer(column, dtype="<u4") for name, column in zip(GAPS, self.gaps, strict=True)}
-        return {**found, "crc": crc}
+            found |= {name: np.array(column, "<u4") for name, column in zip(GAPS, self.gaps, strict=True)}
+        return {**found, "crc": np.array(self.crc, "<u4")}
 
-    def header(self, shard: Shard, vocab_size: int, dtype: np.dtype, tok_bytes: int) -> tuple[Header, bytes]:
+    def digest(self, arrays: dict[str, np.ndarray]) -> str:
+        """Return the identity of the rows. Gaps, which follow from what the checksums are of, are no part of it."""
+        digest = hashlib.blake2b(b"labels" if self.labelled else b"", digest_size=16)
+        for name, values in arrays.items():
+            if name != "lines" and name not in GAPS:
+                digest.update(name.encode() + values.tobytes())
+        return digest.hexdigest()
+
+    def header(self, shard: Shard, vocab_size: int, tok_bytes: int) -> tuple[Header, bytes]:
         """Return what the index says of the shard, and its arrays."""
         arrays = self.arrays()
         header = Header(
-            rows=len(self.crc), tokens=self.starts[-1], counted=self.counted, attended=self.attended,
-            dtype=dtype.str, row_length=None if "starts" in arrays else self.longest, longest=self.longest,
+            rows=len(self.crc), tokens=self.starts[-1], counted=self.counted, attended=sum(self.valid),
+            dtype=self.dtype.str, row_length=None if "starts" in arrays else self.longest, longest=self.longest,
             longest_line=self.longest_line, mask="bits" if self.bits else "prefix" if "valid" in arrays else "none",
-            tok_bytes=tok_bytes, digest=digest_of(arrays, labelled=self.labelled), source=shard.name, size=shard.size,
+            tok_bytes=tok_bytes, digest=self.digest(arrays), source=shard.name, size=shard.size,
             modified=version_of(shard), vocab_size=vocab_size, skipped=self.skipped, first_bad=self.first_bad,
             labelled=self.labelled, latest=self.latest,
             arrays={name: (values.dtype.str, values.size) for name, values in arrays.items()},
@@ -138,20 +137,15 @@ class Writer:
         self.arrays: list[bytes] = []
 
     def convert(
-        self,
-        shard: Shard,
-        vocab_size: int,
-        tick: Callable[[int], None] = lambda done: None,
-        *,
-        read_from: str | None = None,
-        skip_bad: bool = False,
-    ) -> Header:
+        self, shard: Shard, vocab_size: int, tick: Callable[[int], None] = lambda done: None, *,
+        read_from: str | None = None, skip_bad: bool = False,
+    ) -> None:  # fmt: skip
         """Add a shard of JSON lines. Raises DataError ``PATH:LINE: reason; what to do``.
 
         ``read_from`` is a local copy of a shard that is elsewhere; ``skip_bad`` leaves out, and counts, malformed
         lines. A damaged gzip stream is an error all the same: what is missing behind the damage is not known.
         """
-        parse, rows = RowParser(vocab_size), _Rows()
+        parse, rows = RowParser(vocab_size), _Rows(dtype_for(vocab_size))
 
         def parsed() -> Iterator[tuple[int, Row]]:
             for number, line in read_lines(read_from or shard.path, tick, shown=shard.path):
@@ -163,28 +157,20 @@ class Writer:
                     rows.skipped += 1
                     rows.first_bad = rows.first_bad or f"{number}: {error}"
 
-        header = self._add(shard, vocab_size, rows, parsed())
+        self.add(shard, vocab_size, parsed(), rows)
         if read_from is None:
             _refuse_changed(shard)
-        return header
 
-    def add_block(self, name: str, vocab_size: int, block: np.ndarray) -> None:
-        """Add rows [rows, tokens], all counted, as a shard called ``name``."""
-        size = block.size * dtype_for(vocab_size).itemsize
-        self._add(Shard("", name, size, 0), vocab_size, _Rows(), enumerate(map(Row, block), 1))
-
-    def _add(self, shard: Shard, vocab_size: int, rows: _Rows, found: Iterable[tuple[int, Row]]) -> Header:
-        dtype, tok_bytes = dtype_for(vocab_size), 0
-        for number, row in found:
-            tok_bytes += self._write(rows.add(number, row, dtype))
+    def add(self, shard: Shard, vocab_size: int, found: Iterable[tuple[int, Row]], rows: _Rows | None = None) -> None:
+        """Add a shard of (line, row). Raises DataError where it has no row."""
+        rows = rows or _Rows(dtype_for(vocab_size))
+        tok_bytes = sum(self._write(rows.add(number, row)) for number, row in found)
         if not rows.crc:
             why = f"none of its lines is a row ({rows.first_bad})" if rows.skipped else "no row in it"
             raise DataError(f"{shard.path}: empty shard ({why}); write it again or remove it")
-        tok_bytes += self._write(rows.bitmap())
-        header, arrays = rows.header(shard, vocab_size, dtype, tok_bytes)
+        header, arrays = rows.header(shard, vocab_size, tok_bytes + self._write(rows.bitmap()))
         self.headers.append(header)
         self.arrays.append(arrays)
-        return header
 
     def _write(self, data: bytes) -> int:
         if self._tok is not None:
@@ -226,25 +212,16 @@ def _refuse_changed(shard: Shard) -> None:
 def write_rows(name: str, base: str, vocab_size: int, block: np.ndarray) -> None:
     """Write rows that need no parsing, [rows, tokens], all counted, as the token file of a shard called ``name``."""
     with writing(base) as writer:
-        writer.add_block(name, vocab_size, block)
+        shard = Shard("", name, block.size * dtype_for(vocab_size).itemsize, 0)
+        writer.add(shard, vocab_size, enumerate(map(Row, block), 1))
 
 
 def digests_of_block(block: np.ndarray, vocab_size: int) -> dict[str, str]:
     """Return, by type of id, the digest of rows [rows, tokens], all counted, on lines 1, 2, ..."""
     found = {}
     for dtype in dict.fromkeys((dtype_for(vocab_size), np.dtype("<u4"))):
-        rows = _Rows()
+        rows = _Rows(dtype)
         for number, ids in enumerate(block, 1):
-            rows.add(number, Row(ids), dtype)
-        found[dtype.str] = digest_of(rows.arrays())
+            rows.add(number, Row(ids))
+        found[dtype.str] = rows.digest(rows.arrays())
     return found
-
-
-def digest_of(arrays: dict[str, np.ndarray], *, labelled: bool = False) -> str:
-    """Return the identity of the rows that the arrays of an index are of."""
-    digest = hashlib.blake2b(b"labels" if labelled else b"", digest_size=16)
-    for name, values in arrays.items():
-        # Gaps follow from what the checksums of the rows are of.
-        if name != "lines" and name not in GAPS:
-            digest.update(name.encode() + values.tobytes())
-    return digest.hexdigest()

@@ -20,7 +20,7 @@ from smp_train.data.shard import Shard
 from smp_train.data.staging import Slot, Stager, claim_slot, digest_of
 from smp_train.data.token_cache import share
 from smp_train.data.token_dataset import LEFT_OUT, TokenShards, in_order, judge, open_converted
-from smp_train.data.token_file import ShardRows, TokenFile, open_files
+from smp_train.data.token_file import ShardRows, TokenFile
 from smp_train.data.window_index import WindowIndex
 from smp_train.distributed import Runtime
 from smp_train.errors import DataError
@@ -97,12 +97,8 @@ class Windowed(TokenShards):
 
     def _enter(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:
         with self._changed:
-            gone = self._staged.keys() - set(needed)
-            open_files.close({self._staged.pop(shard).file.path for shard in gone} - self._paths_of(needed))
             # Opened now, so that whatever removes them in the middle of the window does no harm.
-            for shard in needed:
-                if shard not in self._staged:
-                    self._staged[shard] = self._open(shard)
+            self._staged = {shard: self._staged.get(shard) or self._open(shard) for shard in needed}
             self._wanted = needed, following
             self._changed.notify_all()
         yield
@@ -110,9 +106,6 @@ class Windowed(TokenShards):
     def _advance(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:
         if self.stager is not None:
             yield from self.stager.advance(needed, following)
-
-    def _paths_of(self, shards: list[int]) -> set[str]:
-        return {self._staged[shard].file.path for shard in shards if shard in self._staged}
 
     def _open(self, shard: int) -> ShardRows:
         unit, number = self._units[shard]
@@ -123,7 +116,7 @@ class Windowed(TokenShards):
             raise DataError(f"{self.slot.unit_base(unit)}.tok: was removed; {self.cure}")
         rows = ShardRows(file, number, self.cure)
         try:
-            open_files.open(file.path)
+            file.open()
         except OSError as error:
             raise DataError(f"{file.path}: cannot be read ({error.strerror}); {self.cure}") from None
         return rows
@@ -132,7 +125,6 @@ class Windowed(TokenShards):
         """Give up what is being staged: no more is read for now."""
         with self._changed:
             self._wanted = None
-            open_files.close({rows.file.path for rows in self._staged.values()})
             self._staged = {}
             self._changed.notify_all()
         if self.stager is not None:

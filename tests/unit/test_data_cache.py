@@ -14,6 +14,8 @@ import sys
 import tempfile
 import time
 import zlib
+from collections import deque
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +281,6 @@ def test_no_flipped_bit_is_read(tmp_path, kind):
         content = path.read_bytes()
         for place in range(0, len(content), 1 if path.suffix == ".tok" else 3):
             path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
-            token_file.open_files.close([str(path)])
             found = read_index(str(path)[:-4])
             if found is None:
                 noticed += 1
@@ -337,8 +338,8 @@ def open_below(folder):
 
 def count_anew(monkeypatch):
     """Let the limit be asked for anew, with no file open."""
-    monkeypatch.setattr(token_file.open_files, "_most", 0)
-    token_file.open_files.close(list(token_file.open_files._open))
+    monkeypatch.setattr(token_file, "_opened", deque())
+    monkeypatch.setattr(token_file, "most_open", cache(token_file.most_open.__wrapped__))
 
 
 def test_more_token_files_than_may_be_open(tmp_path, monkeypatch):
@@ -352,6 +353,7 @@ def test_more_token_files_than_may_be_open(tmp_path, monkeypatch):
     check_rows(other, rows)
     assert open_below(tmp_path) == 3, "of all data sets together"
     source.close()
+    other.close()
     assert open_below(tmp_path) == 0
     check_rows(source, rows)
 
@@ -363,7 +365,6 @@ def test_a_data_set_that_is_dropped_closes_its_files(tmp_path):
     assert open_below(tmp_path) == 5
     del source
     gc.collect()
-    token_file.open_files.open(__file__)
     assert open_below(tmp_path) == 0
 
 
