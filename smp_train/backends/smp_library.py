@@ -141,10 +141,8 @@ def moe_config(args: Arguments, *, reads_weights: bool) -> Any:
 def context_options(library: Any, args: Arguments) -> dict[str, Any]:
     """Return the options of ``transform`` for context parallelism; releases before 2.6 have p2p only."""
     parameters = inspect.signature(library.transform).parameters
-    if "cp_comm_type" in parameters:
-        return {"cp_comm_type": args.cp_comm_type}
     passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    if args.cp_comm_type != "p2p" and passes_on:
+    if "cp_comm_type" in parameters or (args.cp_comm_type != "p2p" and passes_on):
         return {"cp_comm_type": args.cp_comm_type}  # unsupported values are refused by SMP
     if args.cp_comm_type != "p2p":
         raise ConfigError(
@@ -163,16 +161,14 @@ def configuration(args: Arguments, world_size: int) -> dict[str, Any]:
     shard = int(args.hybrid_shard_degree or 0)
     if not shard and (args.context_parallel_degree > 1 or args.expert_parallel_degree > 1):
         shard = plan(args, world_size, world_size, smp=True).sharded
+    switches = ("sm_activation_offloading", "fsdp_cache_flush_warnings", "allow_empty_shards")
+    numbers = (
+        "activation_loading_horizon", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
+    )  # fmt: skip
     return {
         "hybrid_shard_degree": shard,
-        # SMP's default is True.
-        "sm_activation_offloading": bool(args.sm_activation_offloading),
-        "activation_loading_horizon": int(args.activation_loading_horizon),
-        "fsdp_cache_flush_warnings": bool(args.fsdp_cache_flush_warnings),
-        "allow_empty_shards": bool(args.allow_empty_shards),
-        "tensor_parallel_degree": int(args.tensor_parallel_degree),
-        "context_parallel_degree": int(args.context_parallel_degree),
-        "expert_parallel_degree": int(args.expert_parallel_degree),
+        **{name: bool(getattr(args, name)) for name in switches},
+        **{name: int(getattr(args, name)) for name in numbers},
         "random_seed": int(args.seed if args.random_seed is None else args.random_seed),
     }
 

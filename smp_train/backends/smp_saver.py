@@ -63,9 +63,7 @@ class SmpLibrary(Library):
         return bool(self._queue.maybe_finalize_async_calls(blocking=wait, process_group=self._group))
 
 
-def make(
-    state: Any, root: Any, *, sharded: bool, hub: HubModel | None, ranks: Ranks, in_folders: bool = True
-) -> Saver:
+def make(state: Any, root: Any, *, sharded: bool, hub: HubModel | None, ranks: Ranks, in_folders: bool) -> Saver:
     """Return how this rank saves and loads; collective.
 
     Args:
@@ -102,7 +100,7 @@ def make(
             raise
         logger.info("Checkpoints: torch's own saver; %s", missing)
         return by_torch
-    which, among = members.index(dist.get_rank()), len(members)
+    which = members.index(dist.get_rank())
     return LibrarySaver(
-        hub=hub, ranks=ranks, part=by_torch.part, writes=first, library=library, which=which, among=among
+        hub=hub, ranks=ranks, part=by_torch.part, writes=first, library=library, which=which, among=len(members)
     )

@@ -35,9 +35,7 @@ class Tree:
     def __init__(self, root: Any, names: list[str], *, sharded: bool, device: torch.device, raw: bool) -> None:
         self.root, self.names, self.sharded, self.raw = root, set(names), sharded, raw
         self.hub_names = hub_names(root)
-        self.mesh: Any = None
-        if sharded:
-            self.mesh = DeviceMesh.from_group(root.process_group, device.type)
+        self.mesh: Any = DeviceMesh.from_group(root.process_group, device.type) if sharded else None
 
     def gather(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the tree; collective."""
@@ -87,23 +85,14 @@ class Tree:
             model = {canonical_name(name): value for name, value in self.root.state_dict().items()}
             optim = fsdp.FullyShardedDataParallel.optim_state_dict(self.root, optimizer)
         # Tied weights: values loaded into the first name must reach the others.
-        first = {name for name in model if name in self.names}
-        for alias, target in self._aliases(model, first).items():
-            model[alias] = model[target]
+        first: dict[int, str] = {}
+        for name, parameter in self.root.module.named_parameters(remove_duplicate=False):
+            name = canonical_name(name)
+            if id(parameter) in first and name in model and name not in self.names:
+                model[name] = model[first[id(parameter)]]
+            first.setdefault(id(parameter), name)
         optim["state"] = {canonical_name(name): values for name, values in optim["state"].items()}
         return model, optim
-
-    def _aliases(self, model: dict[str, Any], first: set[str]) -> dict[str, str]:
-        """Return the first name of each further name of a tied weight."""
-        module = self.root.module
-        of: dict[int, str] = {}
-        found = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            name = canonical_name(name)
-            if id(parameter) in of and name in model and name not in first:
-                found[name] = of[id(parameter)]
-            of.setdefault(id(parameter), name)
-        return found
 
     @contextmanager
     def _as_sharded(self) -> Iterator[None]:

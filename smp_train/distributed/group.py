@@ -42,12 +42,9 @@ _meeting: Meeting | None = None
 
 
 def start(
-    runtime: Runtime,
-    *,
-    distributed_backend: str = "auto",
-    timeout_seconds: float,
+    runtime: Runtime, *, distributed_backend: str = "auto", timeout_seconds: float,
     rendezvous_seconds: float = RENDEZVOUS_SECONDS,
-) -> torch.device:
+) -> torch.device:  # fmt: skip
     """Choose this process's device and form the process group, also in a world of one.
 
     Ranks have ``rendezvous_seconds`` to find each other (at most ``timeout_seconds``); collectives have
@@ -66,13 +63,9 @@ def start(
     try:
         store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=runtime.rank,
-            world_size=runtime.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if device.type == "cuda" else None,
-        )
+            backend, store=store, rank=runtime.rank, world_size=runtime.world_size,
+            timeout=timedelta(seconds=timeout_seconds), device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
     except (RuntimeError, ValueError, OSError) as problem:
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         # A slow or lost node is no mistake in the settings: another start may succeed.
@@ -109,13 +102,9 @@ def meet(runtime: Runtime, seconds: float) -> Any:
     global _meeting
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: Any = dist.TCPStore(
-        runtime.master_addr,
-        runtime.master_port,
-        None if agent_serves else runtime.world_size,
-        is_master=runtime.is_main and not agent_serves,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-    )
+        runtime.master_addr, runtime.master_port, None if agent_serves else runtime.world_size,
+        is_master=runtime.is_main and not agent_serves, timeout=timedelta(seconds=seconds), wait_for_workers=False,
+    )  # fmt: skip
     deadline, pause = time.monotonic() + seconds, 0.01  # from here on: rank 0 may have started late
     everyone = [f"here/{rank}" for rank in range(runtime.world_size)]
     prefix = ""

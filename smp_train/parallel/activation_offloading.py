@@ -13,7 +13,7 @@ which the backward pass needs first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -64,12 +64,8 @@ class HostPool:
 
     def __init__(self, *, pin_memory: bool) -> None:
         self.pin_memory = pin_memory
-        self.held = 0
-        """Bytes of all its buffers."""
-        self.in_use = 0
-        """Bytes of the buffers in use."""
-        self.most = 0
-        """The largest `in_use` so far."""
+        self.held = self.in_use = self.most = 0
+        """Bytes of all buffers, of those in use, and the largest `in_use` so far."""
         self._free: dict[int, list[Tensor]] = {}
 
     def take(self, size: int) -> Tensor:
@@ -189,7 +185,8 @@ class LayerPass:
             layer: LayerPass | None = self
             for _ in range(self.offload.horizon + 1):
                 if layer is not None:
-                    layer.load()
+                    for stored in layer.alive():
+                        stored.load()
                     layer = layer.previous
         return packed.tensor() if isinstance(packed, Packed) else packed
 
@@ -203,18 +200,11 @@ class LayerPass:
         self.stored = [weakref.ref(stored) for stored in self.fresh.values()]
         self.fresh = {}
 
-    def leave(self) -> None:
-        """Release the device memory of everything copied to the host."""
-        for stored in self._alive():
-            stored.leave()
-
-    def load(self) -> None:
-        """Start loading everything back."""
-        for stored in self._alive():
-            stored.load()
-
-    def _alive(self) -> list[Stored]:
-        return [stored for stored in (reference() for reference in self.stored) if stored is not None]
+    def alive(self) -> Iterator[Stored]:
+        """Yield what was copied to the host and autograd still holds."""
+        for reference in self.stored:
+            if (stored := reference()) is not None:
+                yield stored
 
 
 class Offload:
@@ -232,27 +222,21 @@ class Offload:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             shared = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad)
-            this = LayerPass(
-                self,
-                None if first else self._latest,
-                away=away,
-                staying=(*layer.parameters(), *layer.buffers(), *shared),
-            )
+            staying = (*layer.parameters(), *layer.buffers(), *shared)
+            this = LayerPass(self, None if first else self._latest, away=away, staying=staying)
             with torch.autograd.graph.saved_tensors_hooks(this.pack, this.unpack):
                 output = forward(*args, **kwargs)
             this.close()
             # The previous layer's device-to-host copy overlapped this forward; release its device memory.
-            if self._latest is not None:
-                self._latest.leave()
+            for stored in self._latest.alive() if self._latest is not None else ():
+                stored.leave()
             self._latest = this
             return output
 
         return offloaded
 
 
-def apply(
-    layers: list[nn.Module], *, device: torch.device, horizon: int, lane: Lane | None = None
-) -> Offload:
+def apply(layers: list[nn.Module], *, device: torch.device, horizon: int, lane: Lane | None = None) -> Offload:
     """Send the activations of the decoder ``layers`` to host memory between forward and backward pass.
 
     Call it after activation checkpointing, so that a checkpointed layer's input is what is sent, and before sharding.

@@ -97,25 +97,16 @@ class ContextSplit:
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions in the whole sequence of what `split` keeps, int64 ``[1, seq / degree]``."""
-        whole = torch.arange(2 * self.degree * self.piece, device=device)
-        return self.split(whole.unsqueeze(0))
+        return self.split(torch.arange(2 * self.degree * self.piece, device=device).unsqueeze(0))
 
     def show(self, attention_mask: Tensor | None) -> None:
         """Set which keys are visible until the next call, from an int64 ``[batch, seq]`` mask of the whole sequence."""
         self._visible = None if attention_mask is None else attention_mask.bool()
 
     def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Attend causally from this rank's tokens to the whole sequence, in the form that transformers calls.
 
         Args:
@@ -145,17 +136,11 @@ class ContextSplit:
         outputs = []
         for part, place in zip(query.chunk(2, dim=2), self.pieces, strict=True):
             end = self._end(place)
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    part,
-                    key[:, :, :end],
-                    value[:, :, :end],
-                    attn_mask=self._mask(end, sliding_window, query.device),
-                    dropout_p=dropout,
-                    scale=scaling,
-                    enable_gqa=query.shape[1] != key.shape[1],
-                )
-            )
+            output = F.scaled_dot_product_attention(
+                part, key[:, :, :end], value[:, :, :end], attn_mask=self._mask(end, sliding_window, query.device),
+                dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+            )  # fmt: skip
+            outputs.append(output)
         return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
     def _end(self, place: int) -> int:

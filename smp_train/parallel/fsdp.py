@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 
 def shard(
-    model: nn.Module,
-    layers: list[nn.Module],
-    mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype | None,
-    reshard_after_forward: bool,
-    forward_prefetch: bool = False,
-    cpu_offload: bool = False,
-) -> None:
+    model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, *, param_dtype: torch.dtype | None,
+    reshard_after_forward: bool, forward_prefetch: bool = False, cpu_offload: bool = False,
+) -> None:  # fmt: skip
     """Shard ``model`` in place over ``mesh``, 1-D, or 2-D as (replicate, shard).
 
     Gradients are *summed* over ranks, in float32: the loss is already divided by the number of counted tokens of the
@@ -41,36 +31,28 @@ def shard(
         cpu_offload: Keep parameters, gradients and so the optimizer's state in host memory, in page-locked memory for
             CUDA; only gathered parameters are on the device.
     """
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    last = layers[-1]
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy(),
+    }
     for layer in layers:
         # The last layer's backward pass follows its forward pass at once: freeing it would cost a second all-gather.
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=reshard_after_forward and layer is not last,
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+        fully_shard(layer, **options, reshard_after_forward=reshard_after_forward and layer is not layers[-1])
+    fully_shard(model, **options, reshard_after_forward=False)
     if forward_prefetch:
         for module, following in zip([model, *layers[:-1]], layers, strict=True):
             assert isinstance(module, FSDPModule)
             module.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _sum_gradients(module)
-
-
-def _sum_gradients(module: FSDPModule) -> None:
-    if hasattr(module, "set_gradient_divide_factor"):
-        module.set_gradient_divide_factor(1.0)
-    else:  # torch 2.6 and 2.7
-        module.set_reduce_scatter_divide_factor(1.0)
-    # A divide factor makes FSDP2 ask for a pre-multiplied sum, which gloo does not have.
-    if hasattr(module, "set_force_sum_reduction_for_comms"):
-        module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(1.0)
+            else:  # torch 2.6 and 2.7
+                module.set_reduce_scatter_divide_factor(1.0)
+            # A divide factor makes FSDP2 ask for a pre-multiplied sum, which gloo does not have.
+            if hasattr(module, "set_force_sum_reduction_for_comms"):
+                module.set_force_sum_reduction_for_comms(True)
 
 
 def accumulate(model: nn.Module, *, last: bool) -> None:

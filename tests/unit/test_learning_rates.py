@@ -1,7 +1,6 @@
 """The schedules where others go wrong: the first update, the ends of warm-up and plateau, the floor."""
 
 import math
-import pickle
 
 import pytest
 from hypothesis import given
@@ -49,14 +48,10 @@ def test_the_cosine_is_above_its_floor_at_80_percent_of_the_run():
 @pytest.mark.parametrize(
     ("style", "expected"),
     [
-        ("constant", PEAK),
-        ("linear", (PEAK + FLOOR) / 2),
-        ("cosine", (PEAK + FLOOR) / 2),
-        ("exponential", math.sqrt(PEAK * FLOOR)),
-        ("plateau", (PEAK + FLOOR) / 2),
-        ("wsd", PEAK),
+        ("constant", PEAK), ("wsd", PEAK), ("exponential", math.sqrt(PEAK * FLOOR)),
+        *((style, (PEAK + FLOOR) / 2) for style in ("linear", "cosine", "plateau")),
     ],
-)
+)  # fmt: skip
 def test_the_middle_of_the_decay(style, expected):
     assert build(style)(549) == pytest.approx(expected, rel=1e-12)
 
@@ -96,13 +91,6 @@ def test_warm_up_is_a_count_from_one_up_and_a_fraction_of_the_span_below():
     assert build("cosine", warmup=0.1, decay_iters=50).warmup_steps == 5
 
 
-def test_a_rate_depends_on_the_step_alone():
-    rate = build("cosine", plateau=0.2)
-    straight = [rate(step) for step in range(1000)]
-    resumed = pickle.loads(pickle.dumps(build("cosine", plateau=0.2)))
-    assert [resumed(step) for step in reversed(range(1000))] == straight[::-1]
-
-
 def test_constant_ignores_the_floor():
     assert build("constant", min_lr=1.0)(10**6) == PEAK
 
@@ -110,17 +98,8 @@ def test_constant_ignores_the_floor():
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"style": "cosin"}, "cosin"),
-        ({"max_steps": 0}, "--max_steps"),
-        ({"decay_iters": 0}, "--lr_decay_iters"),
         ({"lr": 0.0}, "--lr"),
-        ({"lr": float("nan")}, "--lr"),
-        ({"min_lr": 1.0}, "--min_lr"),
-        ({"min_lr": -1e-9}, "--min_lr"),
         ({"style": "exponential", "min_lr": 0.0}, "exponential"),
-        ({"warmup": -0.1}, "--warmup"),
-        ({"warmup": float("inf")}, "--warmup"),
-        ({"warmup": 2.5}, "--warmup"),
         ({"warmup": 1001, "decay_iters": 1000}, "--warmup"),
         ({"warmup": 0.6, "plateau": 0.5}, "--plateau"),
     ],
