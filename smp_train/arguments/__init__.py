@@ -1,7 +1,7 @@
 """The settings of a training run: flags, aliases, parsing and validation. Imports no torch.
 
 `parse` reads a command line, SageMaker's environment and a configuration file; `validate` refuses what cannot
-work before anything starts; `ineffective` says what was given without effect.
+work before anything starts; `ineffective` lists what was given without effect.
 """
 
 from smp_train.arguments.document import help_text, print_config
@@ -9,13 +9,4 @@ from smp_train.arguments.groups import Arguments
 from smp_train.arguments.parse import Resolved, parse
 from smp_train.arguments.validation import ineffective, refuse_natively, validate
 
-__all__ = [
-    "Arguments",
-    "Resolved",
-    "help_text",
-    "ineffective",
-    "parse",
-    "print_config",
-    "refuse_natively",
-    "validate",
-]
+__all__ = ["Arguments", "Resolved", "help_text", "ineffective", "parse", "print_config", "refuse_natively", "validate"]

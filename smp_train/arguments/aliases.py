@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from smp_train.arguments.flag import FSDP2, MINIMAL, PROFILING, SYSTEMS, TRAINER
+from smp_train.arguments.flag import SYSTEMS
 from smp_train.arguments.groups import flags
 from smp_train.arguments.values import read_bool, read_float, read_int, unquote
 
@@ -33,7 +33,7 @@ class Alias:
     """Another system's name for a setting of ours."""
 
     name: str
-    system: str
+    systems: tuple[str, ...]
     ours: tuple[str, ...]
     help: str = ""
     read: Reader | None = None
@@ -76,7 +76,7 @@ def _fsdp(text: str) -> dict[str, Any]:
     known: dict[str, dict[str, Any]] = {"auto_wrap": {}, "offload": {"cpu_offload": True}}
     for name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"):
         known[name] = {"sharding_strategy": "_hybrid_shard_zero2" if name == "hybrid_shard_zero2" else name}
-    read = _choice(known, f"the words are {', '.join(known)}")
+    read = _choice(known, f"give {', '.join(known)}")
     return {flag: value for word in unquote(text).split() for flag, value in read(word).items()}
 
 
@@ -85,22 +85,6 @@ def _warmup_ratio(text: str) -> dict[str, Any]:
     if not 0 <= share < 1:
         raise ValueError("expects a share of the run from 0 up to, not including, 1")
     return {"warmup": share}
-
-
-BOARDS: dict[str, dict[str, Any]] = {
-    "none": {"tensorboard_dir": None},
-    "tensorboard": {"tensorboard_dir": Implied(["{run_dir}/tensorboard"])},
-}
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "linear": {"lr_decay_style": "linear", "min_lr": Implied(0.0)},
-    "cosine": {"lr_decay_style": "cosine", "min_lr": Implied(0.0)},
-    "cosine_with_min_lr": {"lr_decay_style": "cosine"},
-    "constant": {"lr_decay_style": "constant", "warmup": Implied(0.0)},
-    "constant_with_warmup": {"lr_decay_style": "constant"},
-    "warmup_stable_decay": {"lr_decay_style": "wsd"},
-}
-PRECISIONS = {"float32": False, "fp32": False, "bf16": True, "bfloat16": True}
-EVAL: dict[str, dict[str, Any]] = {"steps": {}, "no": {"validation_freq": None}}
 
 
 def _choice(known: dict[str, dict[str, Any]], otherwise: str) -> Reader:
@@ -115,47 +99,48 @@ def _choice(known: dict[str, dict[str, Any]], otherwise: str) -> Reader:
     return read
 
 
+BOARDS: dict[str, dict[str, Any]] = {
+    "none": {"tensorboard_dir": None},
+    "tensorboard": {"tensorboard_dir": Implied(["{run_dir}/tensorboard"])},
+}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "linear": {"lr_decay_style": "linear", "min_lr": Implied(0.0)},
+    "cosine": {"lr_decay_style": "cosine", "min_lr": Implied(0.0)},
+    "cosine_with_min_lr": {"lr_decay_style": "cosine"},
+    "constant": {"lr_decay_style": "constant", "warmup": Implied(0.0)},
+    "constant_with_warmup": {"lr_decay_style": "constant"},
+    "warmup_stable_decay": {"lr_decay_style": "wsd"},
+}
+MODELS: dict[str, dict[str, Any]] = {"mingpt": {"model_type": "gpt2"}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    word: {"bf16": word[0] == "b"} for word in ("float32", "fp32", "bf16", "bfloat16")
+}
+EVAL = _choice({"steps": {}, "no": {"validation_freq": None}}, "give --eval_steps N")
+
+
+def _flash(text: str) -> dict[str, Any]:
+    return {"attn_implementation": "flash_attention_2" if read_bool(text) else "sdpa"}
+
+
 TRANSLATED: tuple[Alias, ...] = (
-    Alias("model_name", PROFILING, ("model_type", "model_size"), "such as llama2_7b", _model_name),
-    Alias(
-        "model", MINIMAL, ("model_type",), "mingpt",
-        _choice({"mingpt": {"model_type": "gpt2"}}, "any other model is chosen by --model_type and --model_size"),
-    ),
-    Alias(
-        "precision", MINIMAL, ("bf16",), "float32 or bf16",
-        _choice({word: {"bf16": on} for word, on in PRECISIONS.items()}, "give float32 or bf16"),
-    ),
-    Alias("max_epochs", MINIMAL, ("epochs", "evaluate_only"), "below 0: evaluate only", _max_epochs),
-    Alias(
-        "warmup_steps", f"{FSDP2}, {TRAINER}", ("warmup",), "a number of steps",
-        lambda text: {"warmup": read_int(text)},
-    ),
-    Alias(
-        "use_flash_attn", FSDP2, ("attn_implementation",), "flash_attention_2, or sdpa when 0",
-        lambda text: {"attn_implementation": "flash_attention_2" if read_bool(text) else "sdpa"}, switch=True,
-    ),
-    Alias("output_dir", TRAINER, ("run_dir", "checkpoint_dir"), "DIR: DIR and DIR/checkpoints", _output_dir),
-    Alias("warmup_ratio", TRAINER, ("warmup",), "a share of the run", _warmup_ratio),
-    Alias(
-        "lr_scheduler_type", TRAINER, ("lr_decay_style", "min_lr", "warmup"),
-        "linear and cosine end at 0, constant has no warm-up", _choice(SCHEDULES, f"give {' or '.join(SCHEDULES)}"),
-    ),
-    Alias(
-        "report_to", TRAINER, ("tensorboard_dir",), "tensorboard (in RUN_DIR/tensorboard) or none",
-        _choice(BOARDS, "give tensorboard or none; the numbers of each step are in metrics.jsonl"),
-    ),
-    Alias("fsdp", TRAINER, ("sharding_strategy", "cpu_offload"), 'such as "full_shard auto_wrap"', _fsdp),
-    Alias(
-        "ddp_timeout", TRAINER, ("distributed_timeout_minutes",), "in seconds",
-        lambda text: {"distributed_timeout_minutes": read_float(text) / 60},
-    ),
-    Alias(
-        "eval_strategy", TRAINER, ("validation_freq",), "steps (as --eval_steps says) or no",
-        _choice(EVAL, "give --eval_steps N"),
-    ),
-    Alias(
-        "evaluation_strategy", TRAINER, ("validation_freq",), "as --eval_strategy", _choice(EVAL, "give --eval_steps N")
-    ),
+    Alias("model_name", ("profiling",), ("model_type", "model_size"), "such as llama2_7b", _model_name),
+    Alias("model", ("minimal",), ("model_type",), "mingpt",
+          _choice(MODELS, "any other model is chosen by --model_type and --model_size")),
+    Alias("precision", ("minimal",), ("bf16",), "float32 or bf16", _choice(PRECISIONS, "give float32 or bf16")),
+    Alias("max_epochs", ("minimal",), ("epochs", "evaluate_only"), "below 0: evaluate only", _max_epochs),
+    Alias("warmup_steps", ("fsdp2", "trainer"), ("warmup",), "steps", lambda text: {"warmup": read_int(text)}),
+    Alias("use_flash_attn", ("fsdp2",), ("attn_implementation",), "flash_attention_2; 0: sdpa", _flash, switch=True),
+    Alias("output_dir", ("trainer",), ("run_dir", "checkpoint_dir"), "DIR and DIR/checkpoints", _output_dir),
+    Alias("warmup_ratio", ("trainer",), ("warmup",), "a share of the run", _warmup_ratio),
+    Alias("lr_scheduler_type", ("trainer",), ("lr_decay_style", "min_lr", "warmup"),
+          "linear and cosine end at 0, constant has no warm-up", _choice(SCHEDULES, f"give {' or '.join(SCHEDULES)}")),
+    Alias("report_to", ("trainer",), ("tensorboard_dir",), "tensorboard (RUN_DIR/tensorboard) or none",
+          _choice(BOARDS, "give tensorboard or none; the numbers of each step are in metrics.jsonl")),
+    Alias("fsdp", ("trainer",), ("sharding_strategy", "cpu_offload"), 'such as "full_shard auto_wrap"', _fsdp),
+    Alias("ddp_timeout", ("trainer",), ("distributed_timeout_minutes",), "seconds",
+          lambda text: {"distributed_timeout_minutes": read_float(text) / 60}),
+    Alias("eval_strategy", ("trainer",), ("validation_freq",), "steps (of --eval_steps) or no", EVAL),
+    Alias("evaluation_strategy", ("trainer",), ("validation_freq",), "as --eval_strategy", EVAL),
 )  # fmt: skip
 
 OFF = ("0", "false", "no", "off", "none")
@@ -166,19 +151,19 @@ COUNT = None
 REFUSED = "refused"
 """As the note of a name: none of its values is accepted."""
 READ_AHEAD = "batches are read ahead by themselves"
+AS_READ = "text is tokenised as it is read"
 BOOLEAN = "give 0 or 1"
 
 # Names of the Trainer's that set nothing here: the values that are accepted, the note on them, the advice on others.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
-    "fp16": (OFF, "0: float16 is not used",
-             "training in float16 is not available; give --bf16 1 (bfloat16), or --bf16 0 (float32)"),
-    "optim": (("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"),
-              "adamw_torch: the optimizer is always AdamW", "the optimizer is AdamW: give adamw_torch"),
+    "fp16": (OFF, "0: there is no float16", "there is no float16; give --bf16 1 (bfloat16), or --bf16 0 (float32)"),
+    "optim": (("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), "adamw_torch: the optimizer is AdamW",
+              "the optimizer is AdamW: give adamw_torch"),
     "do_train": (ON, "1: the verb says it", "to validate and train nothing, give --evaluate_only 1"),
     "do_eval": (ANY, "--eval_steps N validates every N steps and at the end", BOOLEAN),
     "overwrite_output_dir": (ANY, "a run without --resume_from_checkpoint begins anew", BOOLEAN),
-    "save_strategy": (("steps",), "steps: --save_steps says when", "give --save_steps N"),
-    "logging_strategy": (("steps",), "steps: --logging_steps says when", "give --logging_steps N"),
+    "save_strategy": (("steps",), "steps, of --save_steps", "give --save_steps N"),
+    "logging_strategy": (("steps",), "steps, of --logging_steps", "give --logging_steps N"),
     "load_best_model_at_end": (OFF, "0: the newest are kept",
                                "the newest checkpoints are kept; metrics.jsonl says which validated best"),
     "dataloader_num_workers": (COUNT, READ_AHEAD, ""),
@@ -186,29 +171,27 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
     "preprocessing_num_workers": (COUNT, READ_AHEAD, ""),
     "dataloader_pin_memory": (ANY, READ_AHEAD, BOOLEAN),
     "dataloader_persistent_workers": (ANY, READ_AHEAD, BOOLEAN),
-    "remove_unused_columns": (ANY, "columns that are not trained on are not read", BOOLEAN),
+    "remove_unused_columns": (ANY, "unused columns are not read", BOOLEAN),
     "overwrite_cache": (ANY, "a cache that does not fit the data is made again", BOOLEAN),
-    "use_fast_tokenizer": (ANY, "tokenizers are the fast ones", BOOLEAN),
+    "use_fast_tokenizer": (ANY, "tokenizers are fast ones", BOOLEAN),
     "logging_first_step": (ANY, "--logging_steps says when", BOOLEAN),
     "disable_tqdm": (ANY, "there is no bar", BOOLEAN),
-    "streaming": (ON, "1: text is always tokenised as it is read", "text is always tokenised as it is read"),
+    "streaming": (ON, f"1: {AS_READ}", AS_READ),
     "keep_linebreaks": (ON, "1: text is read as it is", "text is read as it is"),
-    "save_safetensors": (ON, "1: a final model is always in safetensors", "a final model is always in safetensors"),
-    "prediction_loss_only": (ON, "1: validation always measures the loss alone",
-                             "validation always measures the loss alone"),
+    "save_safetensors": (ON, "1: a final model is in safetensors", "a final model is always in safetensors"),
+    "prediction_loss_only": (ON, "1: validation measures the loss", "validation always measures the loss alone"),
     "ddp_bucket_cap_mb": (COUNT, "gradients are reduced layer by layer", ""),
     "low_cpu_mem_usage": (ANY, "weights are streamed into each rank's part", BOOLEAN),
     "ddp_find_unused_parameters": (OFF, "0: there are none", "every parameter of a decoder-only model is used"),
     "torch_dtype": (("float32", "auto"), "float32 or auto: weights are float32",
                     "weights stay in float32; --bf16 1 computes in bfloat16"),
-    "config_name": ((), REFUSED,
-                    "give --model_name_or_path a folder with that config.json and no weights, or --model_type with "
-                    "widths"),
+    "push_to_hub": (OFF, "0: nothing is uploaded", "--save_final_model 1 writes a folder, which `hf upload` sends"),
+    "config_name": ((), REFUSED, "give --model_name_or_path a folder with that config.json and no weights, or "
+                                 "--model_type with widths"),
     "deepspeed": ((), REFUSED,
                   "--sharding_strategy full_shard is ZeRO 3, shard_grad_op is ZeRO 2; --cpu_offload 1 offloads"),
     "fsdp_config": ((), REFUSED,
                     "give flags: --sharding_strategy, --hybrid_shard_degree, --cpu_offload, --forward_prefetch"),
-    "push_to_hub": (OFF, "0: nothing is uploaded", "--save_final_model 1 writes a folder, which `hf upload` sends"),
 }  # fmt: skip
 
 
@@ -220,28 +203,31 @@ def _count(text: str) -> dict[str, Any]:
 def _without_effect(name: str) -> Alias:
     accepted, note, advice = WITHOUT_EFFECT[name]
     if accepted is None:
-        return Alias(name, TRAINER, (), note, _count)
+        return Alias(name, ("trainer",), (), note, _count)
     read = _choice({word: {} for word in accepted}, advice)
-    return Alias(name, TRAINER, (), note, read, switch=bool({"0", "1"} & set(accepted)))
+    return Alias(name, ("trainer",), (), note, read, switch=bool({"0", "1"} & set(accepted)))
 
 
 def _declared() -> list[Alias]:
     """Return the aliases that rows of flags declare; one in several rows sets all of these flags."""
-    systems: dict[str, dict[str, None]] = {}
-    ours: dict[str, dict[str, None]] = {}
-    for flag in flags().values():
-        for system, names in flag.aka.items():
-            for name in names.split():
-                systems.setdefault(name, {})[system] = None
-                ours.setdefault(name, {})[flag.name] = None
-    return [Alias(name, ", ".join(systems[name]), tuple(ours[name])) for name in ours]
+    table = flags().values()
+    rows = [(name, system, row.name) for row in table for system in row.aka for name in row.aka[system].split()]
+    found: dict[str, Alias] = {}
+    for name, system, ours in rows:
+        known = found.get(name, Alias(name, (), ()))
+        found[name] = Alias(name, _with(known.systems, system), _with(known.ours, ours))
+    return list(found.values())
 
 
-ALIASES: tuple[Alias, ...] = tuple(
+def _with(known: tuple[str, ...], one: str) -> tuple[str, ...]:
+    return known if one in known else (*known, one)
+
+
+ALIASES = tuple(
     sorted(
         [*_declared(), *TRANSLATED, *map(_without_effect, WITHOUT_EFFECT)],
-        key=lambda alias: SYSTEMS.index(alias.system.split(", ")[0]),
+        key=lambda alias: list(SYSTEMS).index(alias.systems[0]),
     )
 )
-NAMES: dict[str, Alias] = {name: Alias(name, "", (name,)) for name in flags()} | {each.name: each for each in ALIASES}
+NAMES = {name: Alias(name, (), (name,)) for name in flags()} | {each.name: each for each in ALIASES}
 """Every name that sets a flag: our own, and the aliases."""

@@ -1,4 +1,4 @@
-"""What a flag is: one row, which a field of a dataclass declares, with everything that is known of the flag."""
+"""One flag: a row with everything that is known of it, which a field of a dataclass declares."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Systems whose names for our flags are accepted.
-SMP = "SMP v2 samples (17.SM-modelparallelv2)"
-FSDP = "AWS FSDP sample (10.FSDP)"
-PROFILING = "AWS FSDP profiling sample (19.FSDP-llama2-profiling)"
-MINIMAL = "minimal_fsdp"
-FSDP2 = "FSDP2 LLM Training"
-TRAINER = "Hugging Face Trainer"
-SYSTEMS = (SMP, FSDP, PROFILING, MINIMAL, FSDP2, TRAINER)
+SYSTEMS = {
+    "smp": "SMP v2 samples (17.SM-modelparallelv2)", "fsdp": "AWS FSDP sample (10.FSDP)",
+    "profiling": "AWS FSDP profiling sample (19.FSDP-llama2-profiling)", "minimal": "minimal_fsdp",
+    "fsdp2": "FSDP2 LLM Training", "trainer": "Hugging Face Trainer",
+}  # fmt: skip
+"""Systems whose names for our flags are accepted, by the keyword under which `flag` takes these names."""
 
 
 class Rule(NamedTuple):
@@ -26,16 +24,20 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-AT_LEAST_0 = Rule("must be at least 0", lambda number: number >= 0)
-AT_LEAST_1 = Rule("must be at least 1", lambda number: number >= 1)
-AT_LEAST_2 = Rule("must be at least 2, to have a next token", lambda number: number >= 2)
-ABOVE_0 = Rule("must be above 0", lambda number: number > 0)
-ABOVE_0_TO_1 = Rule("must be above 0 and at most 1", lambda number: 0 < number <= 1)
-BELOW_1 = Rule("must be from 0 up to, not including, 1", lambda number: 0 <= number < 1)
-SHARE = Rule("must be a fraction, at least 0 and at most 1, as 0.1%", lambda number: 0 <= number <= 1)
-A_FOLDER = Rule(
-    "this is written little by little, which S3 cannot do; give a folder", lambda place: not place.startswith("s3://")
-)
+RULES = {
+    ">=0": Rule("must be at least 0", lambda number: number >= 0),
+    ">=1": Rule("must be at least 1", lambda number: number >= 1),
+    ">=2": Rule("must be at least 2, to have a next token", lambda number: number >= 2),
+    ">0": Rule("must be above 0", lambda number: number > 0),
+    ">0 <=1": Rule("must be above 0 and at most 1", lambda number: 0 < number <= 1),
+    ">=0 <1": Rule("must be from 0 up to, not including, 1", lambda number: 0 <= number < 1),
+    ">=0 <=1": Rule("must be a fraction, at least 0 and at most 1, as 0.1%", lambda number: 0 <= number <= 1),
+    "share or count": Rule(
+        "must be a share of at least 0 and below 1, or a whole number from 1 on",
+        lambda number: 0 <= number < 1 or (number >= 1 and number == int(number)),
+    ),
+    "folder": Rule("is appended to, which S3 cannot do; give a folder", lambda place: not place.startswith("s3://")),
+}
 
 
 class Only(NamedTuple):
@@ -45,32 +47,22 @@ class Only(NamedTuple):
     why: str
 
 
-def share_or(counted: str) -> Rule:
-    """Return the rule for a share below 1 that is a whole number from 1 on."""
-    return Rule(
-        f"must be at least 0; a share is below 1, and from 1 on it counts {counted}",
-        lambda number: 0 <= number < 1 or (number >= 1 and number == int(number)),
-    )
-
-
 @dataclass(frozen=True)
 class Flag:
     """One flag. `flag` declares a row; `flags_of` adds the fields after ``aka``, which the dataclass knows."""
 
     help: str
-    """One line that says what the flag does."""
     default: Any
     choices: tuple[Any, ...] = ()
     """The only values it takes; empty for any."""
-    unit: str = ""
-    """What a value counts; empty where that goes without saying."""
     shown: str = ""
     """Stands for the default in help where that is found out at start."""
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Other systems' spellings of a value, and ours."""
     switch: bool = False
     """It may stand alone, for 1, and after ``--no-``, for 0. Text that may has those under 1 and 0 in ``values``."""
-    must: Rule | None = None
+    must: str = ""
+    """The key of its rule in `RULES`."""
     needs: str = ""
     """The flag without which it is refused."""
     idle_without: str = ""
@@ -107,8 +99,9 @@ class Flag:
 
 
 def flag(default: Any, help: str, **known: Any) -> Any:
-    """Declare one flag; ``known`` are fields of `Flag`."""
-    metadata = {"flag": Flag(help, default, **known)}
+    """Declare one flag; ``known`` are fields of `Flag`, and other systems' names for it by the key of `SYSTEMS`."""
+    aka = {system: known.pop(system) for system in SYSTEMS if system in known}
+    metadata = {"flag": Flag(help, default, aka=aka, **known)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -119,21 +112,15 @@ def flags_of(group: type) -> Iterator[Flag]:
     hints = typing.get_type_hints(group)
     for item in dataclasses.fields(group):
         row: Flag = item.metadata["flag"]
-        kind, many, optional = _read_type(hints[item.name])
+        hint, many = hints[item.name], False
+        optional = isinstance(hint, types.UnionType)
+        if optional:
+            (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        if typing.get_origin(hint) is list:
+            (hint,), many = typing.get_args(hint), True
         yield dataclasses.replace(
-            row, name=item.name, group=group, kind=kind, many=many, optional=optional, switch=row.switch or kind is bool
+            row, name=item.name, group=group, kind=hint, many=many, optional=optional, switch=row.switch or hint is bool
         )
-
-
-def _read_type(hint: Any) -> tuple[type, bool, bool]:
-    """Take ``list[int] | None`` apart into (int, many, optional)."""
-    optional = False
-    if isinstance(hint, types.UnionType):
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-        optional = True
-    if typing.get_origin(hint) is list:
-        return typing.get_args(hint)[0], True, optional
-    return hint, False, optional
 
 
 def show(value: Any) -> str:

@@ -11,37 +11,25 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from smp_train.arguments import checkpointing
+from smp_train.arguments import model_flags as model
+from smp_train.arguments import running_flags as running
+from smp_train.arguments import training_flags as training
 from smp_train.arguments.flag import Flag, flags_of
-from smp_train.arguments.model_flags import FinetuneArguments, ModelArguments, ParallelArguments
 from smp_train.arguments.run_name import CHECKPOINTS, RUNS
-from smp_train.arguments.running_flags import LegacyArguments, LoggingArguments, RuntimeArguments
-from smp_train.arguments.training_flags import CheckpointArguments, DataArguments, OptimizerArguments
 
 GROUPS: tuple[type, ...] = (
-    ModelArguments,
-    ParallelArguments,
-    OptimizerArguments,
-    DataArguments,
-    CheckpointArguments,
-    FinetuneArguments,
-    LoggingArguments,
-    RuntimeArguments,
-    LegacyArguments,
-)
+    model.ModelArguments, model.ParallelArguments, training.OptimizerArguments, training.DataArguments,
+    training.CheckpointArguments, model.FinetuneArguments, running.LoggingArguments, running.RuntimeArguments,
+    running.LegacyArguments,
+)  # fmt: skip
 
 
 @dataclass
 class Arguments(
-    LegacyArguments,
-    RuntimeArguments,
-    LoggingArguments,
-    FinetuneArguments,
-    CheckpointArguments,
-    DataArguments,
-    OptimizerArguments,
-    ParallelArguments,
-    ModelArguments,
-):
+    running.LegacyArguments, running.RuntimeArguments, running.LoggingArguments, model.FinetuneArguments,
+    training.CheckpointArguments, training.DataArguments, training.OptimizerArguments, model.ParallelArguments,
+    model.ModelArguments,
+):  # fmt: skip
     """All settings of a training run, flat. `smp_train.arguments.parse` makes one from a command line."""
 
     def __post_init__(self) -> None:

@@ -13,23 +13,20 @@ SMP_KEYS = tuple(name for name, flag in flags().items() if flag.smp_key)
 """SMP's nine documented configuration keys; each is a flag of ours by the same name."""
 TOLERATED = frozenset({"placement_strategy"})
 """SageMaker's SDK sends this one itself with recipes; SMP v2 tolerates it."""
-SMP_V1_KEYS = frozenset(
-    {
-        "active_microbatches", "auto_partition", "bf16", "checkpoint_attentions", "ddp", "ddp_dist_backend",
-        "default_partition", "delayed_parameter_initialization", "fp16", "fp16_params", "memory_weight", "microbatches",
-        "offload_activations", "optimize", "partitions", "pipeline", "pipeline_parallel_degree", "prescaled_batch",
-        "sdp_gradient_clipping", "sdp_hierarchical_allgather", "sdp_max_live_parameters",
-        "sdp_param_persistence_threshold", "sdp_reduce_bucket_size", "sharded_data_parallel_degree",
-        "shard_optimizer_state", "skip_tracing",
-    }
-)  # fmt: skip
+SMP_V1_KEYS = frozenset({
+    "active_microbatches", "auto_partition", "bf16", "checkpoint_attentions", "ddp", "ddp_dist_backend",
+    "default_partition", "delayed_parameter_initialization", "fp16", "fp16_params", "memory_weight", "microbatches",
+    "offload_activations", "optimize", "partitions", "pipeline", "pipeline_parallel_degree", "prescaled_batch",
+    "sdp_gradient_clipping", "sdp_hierarchical_allgather", "sdp_max_live_parameters", "sdp_param_persistence_threshold",
+    "sdp_reduce_bucket_size", "sharded_data_parallel_degree", "shard_optimizer_state", "skip_tracing",
+})  # fmt: skip
 
 
 def read_mp_parameters(value: Any, spelling: str) -> tuple[dict[str, Any], list[str]]:
     """Return (values by our flags' names, keys that have no effect) of an SMP parameter set."""
     if value in (None, "", "None", "{}", {}):
         return {}, []
-    pairs = value if isinstance(value, dict) else _pairs(str(value), spelling)
+    pairs = value if isinstance(value, dict) else _pairs(str(value).strip(), spelling)
     for key in pairs:
         if key in SMP_V1_KEYS:
             raise ConfigError(
@@ -43,17 +40,13 @@ def read_mp_parameters(value: Any, spelling: str) -> tuple[dict[str, Any], list[
 
 
 def _pairs(text: str, spelling: str) -> dict[str, Any]:
-    """Read ``{"k": v}`` or ``k=v,k=v``."""
-    text = text.strip()
+    """Read ``{"k": v}`` or ``k=v,k=v``, either of them also as a JSON string."""
     if text.startswith(("{", '"')):
         try:
             parsed = json.loads(text)
-            parsed = json.loads(parsed) if isinstance(parsed, str) and parsed.startswith("{") else parsed
         except ValueError:
             raise ConfigError(f"{spelling}: neither JSON nor key=value,key=value: {text!r}") from None
-        if isinstance(parsed, dict):
-            return parsed
-        text = str(parsed)
+        return parsed if isinstance(parsed, dict) else _pairs(str(parsed).strip(), spelling)
     found: dict[str, Any] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = pair.partition("=")

@@ -32,14 +32,14 @@ NUMBER = re.compile(r"-(\d|\.\d)")
 
 @dataclass
 class Resolved:
-    """Arguments, where each value came from, and what the user should be told about them."""
+    """Arguments, where each value came from, and notes for the user about them."""
 
     args: Arguments
     sources: dict[str, str]
     notes: list[str] = field(default_factory=list)
 
     def given(self, name: str) -> bool:
-        """Say whether the user set ``name`` (rather than a default, the platform, or another setting)."""
+        """Return whether the user set ``name`` (rather than a default, the platform, or another setting)."""
         return self.sources[name].startswith((COMMAND_LINE, "SM_HP_", "config file"))
 
 
@@ -68,24 +68,17 @@ def _unknown(name: str, spelling: str) -> ConfigError:
     return ConfigError(f"unknown flag {spelling}{hint or '; `smp-train train --help` lists all'}")
 
 
-def _is_flag(token: str) -> bool:
-    return token.startswith("-") and token != "-" and not NUMBER.match(token)
-
-
-def _words(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag as written with the words after it."""
-    current: tuple[str, list[str]] | None = None
+def _words(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each flag as written with the words after it."""
+    found: list[tuple[str, list[str]]] = []
     for token in map(str, argv):
-        if _is_flag(token):
-            if current:
-                yield current
-            current = (token, [])
-        elif current is None:
+        if token.startswith("-") and token != "-" and not NUMBER.match(token):
+            found.append((token, []))
+        elif not found:
             raise ConfigError(f"unexpected argument {token!r}: values follow a flag, as in --lr 1e-4")
         else:
-            current[1].append(token)
-    if current:
-        yield current
+            found[-1][1].append(token)
+    return found
 
 
 def _one_flag(token: str, words: list[str]) -> Given:
@@ -102,11 +95,9 @@ def _one_flag(token: str, words: list[str]) -> Given:
         return Given(switch.name, "0", written, COMMAND_LINE)
     known = NAMES.get(name)  # None: --mp_parameters
     is_switch = known is not None and known.is_switch
-    values = [attached, *words] if equals else words
+    values = [attached, *words] if equals else words or (["1"] if is_switch else [])
     if not values:
-        if not is_switch:
-            raise ConfigError(f"{written} expects a value")
-        values = ["1"]
+        raise ConfigError(f"{written} expects a value")
     if known is not None and known.takes_many:
         return Given(name, values, written, COMMAND_LINE)
     if len(values) > 1:
@@ -129,17 +120,12 @@ def read_command_line(argv: Sequence[str], notes: list[str]) -> list[Given]:
 
 def read_environment(environ: Mapping[str, str]) -> list[Given]:
     """Read SageMaker's hyperparameters; its own (``SM_HP_SAGEMAKER_*``) are not ours to judge."""
-    found = []
-    for variable in sorted(environ):
-        if not variable.startswith("SM_HP_"):
-            continue
-        name = canonical(variable[len("SM_HP_") :].lower())
-        if name.startswith("sagemaker_"):
-            continue
+    variables = {name: canonical(name[6:].lower()) for name in sorted(environ) if name.startswith("SM_HP_")}
+    variables = {variable: name for variable, name in variables.items() if not name.startswith("sagemaker_")}
+    for variable, name in variables.items():
         if name not in known_names():
             raise _unknown(name, variable)
-        found.append(Given(name, environ[variable], variable, variable))
-    return found
+    return [Given(name, environ[variable], variable, variable) for variable, name in variables.items()]
 
 
 def read_config(path: str) -> list[Given]:
@@ -185,9 +171,7 @@ def read_smp_config(path: str) -> list[Given]:
 def launched_by_smp(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return SMP's configuration as the launcher gives it, by key; what has no effect or no value is left out."""
     variable = "SM_HP_MP_PARAMETERS"
-    if variable not in environ:
-        return {}
-    given = Given(MP_PARAMETERS, environ[variable], variable, variable)
+    given = Given(MP_PARAMETERS, environ.get(variable), variable, variable)
     return {name: value for name, value, _ in _settings(given, [])}
 
 
@@ -255,11 +239,11 @@ def _settle(name: str, first: Given, second: Given, before: str, after: str, not
 
 def _platform_defaults(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Defaults that SageMaker's environment gives."""
-    found: dict[str, tuple[Any, str]] = {}
-    for name, flag in flags().items():
-        if flag.variable and environ.get(flag.variable):
-            value = environ[flag.variable]
-            found[name] = ([value] if flag.many else value, flag.variable)
+    found: dict[str, tuple[Any, str]] = {
+        name: ([value] if flag.many else value, flag.variable)
+        for name, flag in flags().items()
+        if (value := environ.get(flag.variable))
+    }
     if is_sagemaker(environ):
         found["checkpoint_dir"] = (["/opt/ml/checkpoints"], "SageMaker")
     return found
@@ -287,29 +271,24 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
             sources[name] = source
     args = Arguments(**values)
     _explain_settled(args, values, sources, notes)
-    _drop_idle_validation(args, sources, notes)
     return Resolved(args, sources, list(dict.fromkeys(notes)))
 
 
 def _explain_settled(args: Arguments, values: dict[str, Any], sources: dict[str, str], notes: list[str]) -> None:
-    """Give what `Arguments` settled by itself its source, and a note where it overrode the user."""
+    """Give what follows from other settings its source, and a note where it overrides the user."""
     causes = {
         "model_type": "--from_scratch", "model_size": "--from_scratch",
         "sharding_strategy": "--hybrid_shard_degree", "run_dir": "--run_name", "checkpoint_dir": "--run_name",
         "activation_checkpointing": "--selective_checkpointing",
     }  # fmt: skip
-    table = flags()
     for name, cause in causes.items():
-        settled, asked = getattr(args, name), values.get(name, table[name].default)
+        settled, asked = getattr(args, name), values.get(name, flags()[name].default)
         if settled == asked or (isinstance(asked, str) and asked.lower() == settled):
             continue
         if name == "sharding_strategy" and name in values:
             notes.append(f"{cause} {args.hybrid_shard_degree} turns --sharding_strategy {asked} into {settled}")
         sources[name] = f"follows from {cause}"
-
-
-def _drop_idle_validation(args: Arguments, sources: dict[str, str], notes: list[str]) -> None:
-    """Do not ask for validation data on behalf of a validation that never comes due."""
+    # A validation that never comes due needs no data.
     idle = args.validation_freq is not None and args.validation_freq > args.max_steps
     if idle and not (args.test_dir or args.use_synthetic_data):
         notes.append(

@@ -7,84 +7,65 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smp_train.arguments.flag import (
-    A_FOLDER,
-    ABOVE_0,
-    AT_LEAST_1,
-    BELOW_1,
-    FSDP2,
-    MINIMAL,
-    PROFILING,
-    TRAINER,
-    Only,
-    flag,
-)
+from smp_train.arguments.flag import Only, flag
+
+NO_GENERATION = Only((None,), "generating text is not available in this version; leave it out")
 
 
 @dataclass
 class LoggingArguments:
-    """Logging and profiling: what a run tells, and where it writes it."""
+    """Logging and profiling: what a run writes, and where."""
 
     run_name: str = flag(
-        "", "Name of the run: a start of the same name goes on with it, another one is another run",
+        "", "Name of the run: a start of the same name goes on with it",
         shown="a fresh one, such as llama_v2-7b-20261122-1; that of the run resumed",
     )
     run_dir: str = flag(
         "", "Folder for run.json, metrics.jsonl, logs and report", shown="runs/<run_name>; SM_OUTPUT_DATA_DIR",
-        must=A_FOLDER, variable="SM_OUTPUT_DATA_DIR",
+        must="folder", variable="SM_OUTPUT_DATA_DIR",
     )
     logging_freq: int = flag(
-        1, "Steps between log lines", unit="steps", must=AT_LEAST_1,
-        aka={PROFILING: "report_interval", FSDP2: "log_interval", TRAINER: "logging_steps"},
+        1, "Steps between log lines", must=">=1",
+        profiling="report_interval", fsdp2="log_interval", trainer="logging_steps",
     )
     logging_freq_for_avg: int = flag(
-        50, "Steps that averaged speeds are taken over", unit="steps", must=AT_LEAST_1,
+        50, "Steps that speeds are averaged over", must=">=1",
         no_effect="speeds are averaged from one log line to the next",
     )
     tensorboard_dir: list[str] | None = flag(
-        None, "Folders for TensorBoard files; {run_dir} in them is the run folder", shown="none", must=A_FOLDER,
-        aka={TRAINER: "logging_dir"},
+        None, "Folders for TensorBoard; {run_dir} in them is the run folder", must="folder", trainer="logging_dir",
     )
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
     use_profiler: bool = flag(False, "Record the PyTorch profiler")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
-    profile_start: int = flag(
-        6, "First step to profile, counted from each start of the run", unit="steps", must=AT_LEAST_1
-    )
-    profile_steps: int = flag(3, "Steps to profile", unit="steps", must=AT_LEAST_1)
+    profile_start: int = flag(6, "First step to profile, counted from each start", must=">=1")
+    profile_steps: int = flag(3, "Steps to profile", must=">=1")
 
 
 @dataclass
 class RuntimeArguments:
     """Running: configuration files, communication and debugging."""
 
-    config: str | None = flag(None, "YAML or JSON file of flags; flags given elsewhere win over it")
-    smp_config: str | None = flag(None, "JSON file of SMP v2's configuration keys; flags given elsewhere win over it")
+    config: str | None = flag(None, "YAML or JSON file of flags")
+    smp_config: str | None = flag(None, "JSON file of SMP v2's configuration keys")
     print_config: bool = flag(False, "Print every setting with where its value came from, and exit")
     debug: bool = flag(False, "Print tracebacks")
     distributed_backend: str = flag(
-        "auto", "Communication: nccl on GPUs, else gloo; gloo trains on the CPU",
-        choices=("auto", "nccl", "smddp", "gloo"), aka={TRAINER: "ddp_backend"},
+        "auto", "Communication; auto: nccl on GPUs, else gloo. gloo trains on the CPU",
+        choices=("auto", "nccl", "smddp", "gloo"), trainer="ddp_backend",
     )
-    distributed_timeout_minutes: float = flag(30.0, "Longest wait inside a collective", unit="minutes", must=ABOVE_0)
-    prompt: str | None = flag(
-        None, "Text to continue: belongs to generation",
-        only=Only((None,), "generating text is not available in this version; leave it out"),
-    )
-    num_tokens: int | None = flag(
-        None, "Tokens to generate: belongs to generation", must=AT_LEAST_1,
-        only=Only((None,), "generating text is not available in this version; leave it out"),
-    )
+    distributed_timeout_minutes: float = flag(30.0, "Longest wait inside a collective", must=">0")
+    prompt: str | None = flag(None, "Text to continue", only=NO_GENERATION)
+    num_tokens: int | None = flag(None, "Tokens to generate", must=">=1", only=NO_GENERATION)
 
 
 @dataclass
 class LegacyArguments:
-    """Accepted for old command lines: these have no effect here, and a run that is given one says so."""
+    """Accepted for old command lines: without effect here, and a run that is given one says so."""
 
     delayed_param: bool = flag(
-        True, "Create parameters only once they are sharded",
-        no_effect_natively="parameters are always created after sharding",
-        aka={PROFILING: "low_cpu_fsdp", MINIMAL: "meta_init"},
+        True, "Create parameters only once sharded", no_effect_natively="parameters are always created after sharding",
+        profiling="low_cpu_fsdp", minimal="meta_init",
     )
     use_orig_params: bool = flag(
         False, "FSDP1: keep original parameters", no_effect="FSDP2 always keeps the original parameters"
@@ -94,15 +75,13 @@ class LegacyArguments:
         no_effect="every decoder layer is sharded by itself",
     )
     patch_neox_rope: bool = flag(
-        True, "Patch of an old transformers release", no_effect="current transformers needs no patch"
+        True, "Patch an old transformers", no_effect="current transformers needs no patch"
     )
     framework: str = flag("fsdp", "Training framework", no_effect="there is one")
     use_smp_flash_attn: bool = flag(
-        True, "SMP's own flash attention", no_effect="the attention kernel is chosen by --attn_implementation"
+        True, "SMP's flash attention", no_effect="the attention kernel is chosen by --attn_implementation"
     )
-    use_smp_implementation: bool = flag(
-        False, "SMP's own model implementation", no_effect_natively="the model is transformers' own"
-    )
+    use_smp_implementation: bool = flag(False, "SMP's own model", no_effect_natively="the model is transformers' own")
     log_reduced_training_loss: bool = flag(
         False, "Log the loss averaged over ranks", no_effect="the logged loss is always that of the global batch"
     )
@@ -111,12 +90,10 @@ class LegacyArguments:
     )
     clean_cache: bool = flag(False, "Empty the CUDA cache every step", no_effect="the allocator needs no emptying")
     summary_first_pdrop: float = flag(
-        0.1, "Dropout of GPT-2's classification head", must=BELOW_1,
+        0.1, "Dropout of GPT-2's classification head", must=">=0 <1",
         no_effect="a language model has no classification head",
     )
-    nccl_test_log: str = flag(
-        "", "Output of an NCCL test, logged with the metrics", shown="none", no_effect="it is not read"
-    )
+    nccl_test_log: str = flag("", "Output of an NCCL test", shown="none", no_effect="it is not read")
     environment: str | None = flag(
         None, "Kind of machine", choices=("pbs", "local"), no_effect="the launcher is found out"
     )

@@ -6,7 +6,7 @@ import ast
 import difflib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -15,8 +15,6 @@ from smp_train.errors import ConfigError
 
 TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 FALSE = frozenset({"0", "false", "no", "off", "n", "f"})
-
-
 NOT_GIVEN = object()
 """The value of a flag that was named without one: ``--lr ''`` from SageMaker."""
 
@@ -28,18 +26,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def is_bool(text: str) -> bool:
-    """Say whether ``text`` is one of the spellings of a boolean."""
+    """Return whether ``text`` is one of the spellings of a boolean."""
     return text.strip().lower() in TRUE | FALSE
 
 
 def read_bool(text: str) -> bool:
     """Read 0/1, true/false, yes/no, on/off in any case; ValueError otherwise."""
-    word = text.strip().lower()
-    if word in TRUE:
-        return True
-    if word in FALSE:
-        return False
-    raise ValueError("expects 0 or 1 (or true, false)")
+    if not is_bool(text):
+        raise ValueError("expects 0 or 1 (or true, false)")
+    return text.strip().lower() in TRUE
 
 
 def read_int(text: str) -> int:
@@ -66,17 +61,6 @@ def read_float(text: str, complaint: str = "expects a number") -> float:
     return number
 
 
-def read_scalar(kind: type, text: str) -> Any:
-    """Read ``text`` as bool, int, float or str; ValueError says what was expected."""
-    if kind is bool:
-        return read_bool(text)
-    if kind is int:
-        return read_int(text)
-    if kind is float:
-        return read_float(text)
-    return unquote(text)
-
-
 def unquote(text: str) -> str:
     """Take the quotes off a string that SageMaker has JSON-encoded."""
     if len(text) >= 2 and text[0] == text[-1] == '"':
@@ -87,11 +71,14 @@ def unquote(text: str) -> str:
     return text
 
 
+READERS: dict[type, Callable[[str], Any]] = {bool: read_bool, int: read_int, float: read_float, str: unquote}
+
+
 def _is_none(flag: Flag, value: Any) -> bool:
-    if value is None:
+    if flag.many and value in ([], [""], ["None"]):
         return True
     if not isinstance(value, str) or value in flag.choices:
-        return False
+        return value is None
     word = unquote(value).strip()
     # "none" in lower case may be meant as text where text is expected.
     return word in {"", "None", "null"} or (flag.kind is not str and word.lower() == "none")
@@ -103,16 +90,14 @@ def _items(flag: Flag, value: Any) -> list[Any]:
         words = list(value)
         return _items(flag, words[0]) if len(words) == 1 and isinstance(words[0], str) else words
     if isinstance(value, str) and value.strip().startswith("["):
-        try:
-            parsed = json.loads(value)
-        except ValueError:
+        for read in (json.loads, ast.literal_eval):
             try:
-                parsed = ast.literal_eval(value.strip())
+                parsed = read(value.strip())
             except (ValueError, SyntaxError):
-                raise ValueError("is not a list such as [1, 2]") from None
-        if not isinstance(parsed, list):
-            raise ValueError("is not a list such as [1, 2]")
-        return parsed
+                continue
+            if isinstance(parsed, list):
+                return parsed
+        raise ValueError("is not a list such as [1, 2]")
     if isinstance(value, str) and flag.kind is not str and "," in value:
         return value.split(",")
     return [value]
@@ -128,7 +113,7 @@ def _scalar(flag: Flag, value: Any) -> Any:
     text = str(value)
     if flag.switch and flag.kind is str and is_bool(text):
         text = str(int(read_bool(text)))
-    result = read_scalar(flag.kind, text)
+    result: Any = READERS[flag.kind](text)
     if isinstance(result, str) and (flag.values or flag.choices):
         plain = result.strip().lower().replace("-", "_")
         result = plain if plain in flag.choices else flag.values.get(plain, result)
@@ -143,15 +128,11 @@ def convert(flag: Flag, value: Any, spelling: str) -> Any:
     ``NOT_GIVEN`` stands for an empty value of a flag that cannot be empty. ``spelling`` is how the user wrote
     the flag; a `ConfigError` begins with it.
     """
-    if _is_none(flag, value) or (flag.many and value in ([], [""], ["None"])):
-        return None if flag.optional else NOT_GIVEN
+    empty = None if flag.optional else NOT_GIVEN
+    if _is_none(flag, value):
+        return empty
     try:
-        if flag.many:
-            items = [_scalar(flag, item) for item in _items(flag, value)]
-            if not items:
-                return None if flag.optional else NOT_GIVEN
-            return items
-        return _scalar(flag, value)
+        return [_scalar(flag, item) for item in _items(flag, value)] or empty if flag.many else _scalar(flag, value)
     except ValueError as problem:
         written = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
         raise ConfigError(f"{spelling} {written!r}: {problem}") from None

@@ -1,4 +1,4 @@
-"""What is said of the flags: help, the resolved configuration, and the reference table."""
+"""Help, the resolved configuration, and the reference of the flags."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_help_names_everything_and_fits() -> None:
 
 def test_help_shows_defaults_choices_and_what_is_not_available() -> None:
     words = " ".join(help_text().split())
-    assert "--lr X Peak learning rate [0.0001] (= --max_lr, --learning_rate)" in words
+    assert "--lr X Peak learning rate [0.0001] (= --max_lr --learning_rate)" in words
     assert "(constant, linear, cosine, exponential, plateau, wsd) [cosine]" in words
-    assert "--data_type NAME Kind of model the data is for (gpt, bert) [gpt] (only gpt in this version)" in words
+    assert "--data_type NAME Kind of model the data is for (gpt, bert) [gpt] (only gpt)" in words
 
 
 def test_print_config_gives_every_value_its_source() -> None:
@@ -45,16 +45,12 @@ def test_print_config_gives_every_value_its_source() -> None:
     assert table["model_size"] == ["7b", "command line, --model_name"]
     assert table["beta1"] == ["0.9", "default"]
     assert table["hidden_width"] == ["-", "default: the preset's, else 768"]
-    columns = {
-        row.index(table[row.split()[0]][1], 48) for row in rows if row.split()[0] in ("lr", "beta1", "bf16")
-    }
+    columns = {row.index(table[row.split()[0]][1], 48) for row in rows if row.split()[0] in ("lr", "beta1", "bf16")}
     assert len(columns) == 1
 
 
 def test_reference_table_is_up_to_date() -> None:
-    assert DOCUMENT.read_text(encoding="utf-8") == markdown(), (
-        "run: python -m smp_train.arguments > docs/flags.md"
-    )
+    assert DOCUMENT.read_text(encoding="utf-8") == markdown(), "run: python -m smp_train.arguments > docs/flags.md"
 
 
 def test_every_flag_is_read_refused_or_said_to_have_no_effect() -> None:

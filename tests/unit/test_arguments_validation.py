@@ -8,7 +8,6 @@ import shlex
 import pytest
 
 from smp_train.arguments import Arguments, ineffective, parse, refuse_natively, validate
-from smp_train.arguments.flag import A_FOLDER
 from smp_train.arguments.groups import flags
 from smp_train.distributed.degrees import divisors
 from smp_train.errors import ConfigError
@@ -30,8 +29,7 @@ ALLOWED = [
     "--sharding_strategy full_shard", "--sharding_strategy hybrid_shard", "--sharding_strategy shard_grad_op",
     "--sharding_strategy _hybrid_shard_zero2", "--sharding_strategy no_shard", "--hybrid_shard_degree 4",
     "--hybrid_shard_degree 1", "--hybrid_shard_degree 8", "--bf16 0", "--gradient_accumulation_steps 4",
-    "--grad_clip 0",
-    "--lr_decay_style constant", "--lr_decay_style wsd --plateau 0.5", "--lr_decay_style exponential",
+    "--grad_clip 0", "--lr_decay_style constant", "--lr_decay_style wsd --plateau 0.5", "--lr_decay_style exponential",
     "--activation_checkpointing 0", "--tensorboard_dir tb", "--enable_memory_profiling 1", "--same_seed 1",
     "--validation_freq 5", "--data_audit 1", "--print_config", "--hf_model folder",
     "--warmup 100 --max_steps 10",
@@ -45,6 +43,8 @@ ALLOWED = [
     "--run_name x-1000steps --checkpoint_dir d",
     "--activation_checkpointing 0 --selective_checkpointing 0.5", "--cpu_offload 1", "--forward_prefetch 0",
     "--use_torch_compile 1 --torch_compile_backend eager", "--fp8 1", "--attn_implementation flash_attention_2",
+    "--finetune 1 --pretrained_model_name a/m --save_final_model 1 --model_dir a",
+    "--finetune 1 --hf_model m --pretrained_checkpoint_file a/m --save_final_model 1 --model_dir a",
 ]  # fmt: skip
 
 
@@ -69,7 +69,7 @@ COMBINATIONS = {
     "--max_context_width 1": "must be at least 2",
     "--min_lr 1e-3": "--min_lr 0.001 is above --lr 0.0001",
     "--lr 1e-6": "give a lower --min_lr",
-    "--warmup 1.5": "counts whole steps",
+    "--warmup 1.5": "--warmup 1.5: must be a share",
     "--warmup 0.5 --plateau 0.6": "together at most 1",
     "--plateau 2": "must be a fraction",
     "--checkpoint_dir a b": "--checkpoint_dir has 2 entries and --checkpoint_freq 1",
@@ -80,7 +80,7 @@ COMBINATIONS = {
     "--num_heads 8 --num_key_value_heads 3": "1, 2, 4, 8 would",
     "--num_experts_per_tok 4 --num_local_experts 2": "is above --num_local_experts 2",
     "--sharding_strategy no_shard --hybrid_shard_degree 4": "contradict each other",
-    "--selective_checkpointing 1.5": "from 1 on it counts every N-th layer",
+    "--selective_checkpointing 1.5": "--selective_checkpointing 1.5: must be a share",
     "--activation_checkpointing sometimes": "is not none, full, selective:op",
     "--activation_checkpointing selective:1.5": "is not none, full, selective:op",
     "--activation_checkpointing selective:op --selective_checkpointing 0.5": "contradict each other",
@@ -103,17 +103,21 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("line", COMBINATIONS)
-def test_combinations_are_refused(line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check(READY + line)
-    assert COMBINATIONS[line] in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_final_model_may_go_beside_what_the_run_starts_from() -> None:
-    check(READY + "--finetune 1 --pretrained_model_name a/m --save_final_model 1 --model_dir a")
-    check(READY + "--finetune 1 --hf_model m --pretrained_checkpoint_file a/m --save_final_model 1 --model_dir a")
+DATA = {
+    "": "--training_dir",
+    "--training_dir d --validation_freq 5": "--validation_freq 5 needs --test_dir",
+    "--training_dir d --max_epochs -1": "--evaluate_only needs --test_dir",
+    "--dataset d --tokenizer t --training_dir s": "both say what to train on",
+    "--dataset d --tokenizer t --use_synthetic_data 1": "--dataset d and --use_synthetic_data both say",
+    "--dataset d": "--dataset d needs --tokenizer",
+    "--dataset d --tokenizer t --epochs 2": "give --max_steps alone",
+    "--dataset d --tokenizer t --shuffle window:2": "streamed text knows global and none",
+    "--dataset d --tokenizer t --short pack": "--short pack does not go with --dataset",
+    "--dataset d --tokenizer t --zipped_data 1": "--zipped_data 1 is for shards",
+    "--dataset d --tokenizer t --long crop": "--long crop does not go with --dataset",
+    "--dataset s3://b/d --tokenizer t --validation_freq 5": "--validation_freq 5 needs --test_dir",
+    "--dataset_config_name en --training_dir s": "--dataset_config_name en needs --dataset",
+}
 
 
 DEGREES = [
@@ -134,20 +138,28 @@ def test_degrees(world: int, changes: dict[str, int], complaint: str) -> None:
     validate(Arguments(use_synthetic_data=True, **dict.fromkeys(changes, 1)), world)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"), [*((READY + line, said) for line, said in COMBINATIONS.items()), *DATA.items()]
+)
+def test_combinations_are_refused(line: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(line)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 REFUSED = {name: flag.only for name, flag in flags().items() if flag.only}
 REFUSED_NATIVELY = {name: flag.only_natively for name, flag in flags().items() if flag.only_natively}
 ON = {
-    "backend": "smp",
-    "expert_parallel_degree": "2",
-    "limit_all_gathers": "0",
-    "backward_fetch_policy": "backward_post",
-    "moe": "1", "checkpoint_type": "async_local", "dataset_type": "hf",
-    "use_profiler": "1", "profile_nsys": "1", "data_type": "bert", "prompt": "p", "num_tokens": "5",
+    "expert_parallel_degree": "2", "limit_all_gathers": "0", "backward_fetch_policy": "backward_post", "moe": "1",
+    "checkpoint_type": "async_local", "data_type": "bert", "prompt": "p", "num_tokens": "5",
 }  # fmt: skip
 
 
 def test_every_refused_flag_has_a_case() -> None:
-    assert set(ON) >= {*REFUSED, *REFUSED_NATIVELY}
+    assert set(ON) == {*REFUSED, *REFUSED_NATIVELY}
+    assert not [name for name in ON if flags()[name].idle]
+    assert all(name in flags() for flag in flags().values() for name in (flag.needs, flag.idle_without) if name)
 
 
 @pytest.mark.parametrize("name", sorted({*REFUSED, *REFUSED_NATIVELY}))
@@ -161,15 +173,10 @@ def test_on_is_refused_and_off_accepted(name: str) -> None:
         validate(dataclasses.replace(Arguments(use_synthetic_data=True), **{name: value}), 8)
 
 
-@pytest.mark.parametrize("name", [name for name, flag in flags().items() if flag.must is A_FOLDER])
+@pytest.mark.parametrize("name", [name for name, flag in flags().items() if flag.must == "folder"])
 def test_places_in_s3_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name} s3://bucket/x: "):
         check(f"{READY} --{name}=s3://bucket/x")
-
-
-def test_a_flag_is_not_both_refused_and_without_effect() -> None:
-    assert not [name for name in {*REFUSED, *REFUSED_NATIVELY} if flags()[name].idle]
-    assert all(name in flags() for flag in flags().values() for name in (flag.needs, flag.idle_without) if name)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_NATIVELY))
@@ -180,40 +187,9 @@ def test_what_only_smp_does_is_left_to_it(name: str) -> None:
         refuse_natively(Arguments(use_synthetic_data=True, **given))
 
 
-def test_data_must_come_from_somewhere() -> None:
-    with pytest.raises(ConfigError, match="--training_dir"):
-        check("")
-    with pytest.raises(ConfigError, match=r"--validation_freq 5 .*--test_dir"):
-        check("--training_dir d --validation_freq 5")
-    with pytest.raises(ConfigError, match=r"--evaluate_only .*--test_dir"):
-        check("--training_dir d --max_epochs -1")
+def test_data_that_is_allowed() -> None:
     check("--training_dir d --test_dir t --validation_freq 5")
     check("--dataset d --tokenizer t --bad_rows skip")
-
-
-TEXT = {
-    "--dataset d --tokenizer t --training_dir s": "both say what to train on",
-    "--dataset d --tokenizer t --use_synthetic_data 1": "--dataset d and --use_synthetic_data both say",
-    "--dataset d": "--dataset d needs --tokenizer",
-    "--dataset d --tokenizer t --epochs 2": "give --max_steps alone",
-    "--dataset d --tokenizer t --shuffle window:2": "streamed text knows global and none",
-    "--dataset d --tokenizer t --short pack": "--short pack does not go with --dataset",
-    "--dataset d --tokenizer t --zipped_data 1": "--zipped_data 1 is for shards",
-    "--dataset d --tokenizer t --long crop": "--long crop does not go with --dataset",
-    "--dataset s3://b/d --tokenizer t --validation_freq 5": "--validation_freq 5 needs --test_dir",
-    "--dataset_config_name en --training_dir s": "--dataset_config_name en needs --dataset",
-}
-
-
-@pytest.mark.parametrize("line", TEXT)
-def test_streamed_text(line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check(line)
-    assert TEXT[line] in str(refused.value)
-    assert "\n" not in str(refused.value)
-
-
-def test_streamed_text_is_allowed() -> None:
     check("--dataset allenai/c4 --dataset_config_name en --tokenizer t --validation_freq 5")
     check("--dataset s3://b/text --hf_model folder --test_dir t --validation_freq 5 --short concat --shuffle none")
 
@@ -239,6 +215,4 @@ def test_flags_of_shards_say_that_they_do_nothing_for_text() -> None:
 
 
 def test_divisors() -> None:
-    assert divisors(1) == [1]
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(16) == [1, 2, 4, 8, 16]
+    assert (divisors(1), divisors(12), divisors(16)) == ([1], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16])
