@@ -6,6 +6,7 @@ Standard library only and Python 3.8 or newer, as the host's own interpreter may
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -20,15 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch.srun_step import (
-    Job,
-    ignore_term,
-    make_folders,
-    output,
-    read_command_line,
-    say,
-    step,
-)
+from smp_train.launch.srun_step import Job, ignore_term, make_folders, output, read_command_line, say, step
 
 REQUEUED = 128 + signal.SIGTERM
 NOT_SHARED = re.compile(r"execve\(\)|No module named '?smp_train|pyxis: .*(No such file|does not exist)")
@@ -70,57 +63,26 @@ class Start:
         """One line (restart, newest checkpoint known) for each start since the job's last checkpoint."""
         self.attempts = f"{job.run_dir}/logs/{self.id}.{self.restart}"
         """Folder of the logs of a step of this start, without its last part, the number of the step."""
+        # Markers of an earlier run in this folder differ in their text, which has the time.
+        self.markers = {name: read(self.run_dir / name) for name in ("DONE", "STOPPED")}
+        self.recorded = size(self.run_dir / "metrics.jsonl")
 
-    def shown(self) -> str:
-        """Return what Slurm shows of the job: Name=value pairs."""
-        return output("scontrol", "show", "job", self.id)
+    def shown(self, pattern: str) -> list[str]:
+        """Return what matches in Slurm's description of the job: Name=value pairs."""
+        return re.findall(pattern, output("scontrol", "show", "job", self.id), re.MULTILINE)
 
-    def stopped_before(self) -> bool:
-        """Remove STOP; return whether a person made it since this job was submitted."""
-        if not self.stop.exists():
-            return False
-        mine = self._stop_is_mine()
-        made = self.stop.stat().st_mtime
-        self.stop.unlink()
-        if mine:
-            return False
-        if self.restart:
-            return True
-        submitted = re.search(r"SubmitTime=(\d\S+)", self.shown())
-        return submitted is not None and int(made) >= time.mktime(time.strptime(submitted[1], "%Y-%m-%dT%H:%M:%S"))
-
-    def _stop_is_mine(self) -> bool:
-        """Whether STOP was written by a start of this script; one that a person makes is empty."""
-        return read(self.stop).strip() in ("USR1", "TERM")
-
-    def count(self) -> None:
-        """Record this start; `SmpTrainError` where too many before it never reached the node agent."""
-        before = self._counted()
-        if before and self.saved():
-            self._keep(0)
-            before = []
-        begun, newest = self._begun()
-        in_vain = sum(committed == newest and restart not in begun for restart, committed in before)
-        if in_vain >= self.job.max_attempts:
-            raise SmpTrainError(
-                f"{in_vain} starts of job {self.id} ended before anything of smp-train ran: not trying again; see the "
-                "output of srun and of the nodes above, mend that, and submit the same script again"
-            )
-        with self.starts.open("a", encoding="utf-8") as file:
-            file.write(f"{self.restart} {newest}\n")
-
-    def _counted(self) -> list[tuple[int, int]]:
+    def counted(self) -> list[tuple[int, int]]:
         """Return (restart, checkpoint known then) of the starts since the last checkpoint."""
         rows = [line.split() for line in read(self.starts).splitlines()]
         return [(int(row[0]), int(row[1])) for row in rows if len(row) == 2]
 
-    def _keep(self, count: int) -> None:
-        """Keep the first ``count`` of the counted starts; a full disk keeps nobody from starting the job again."""
-        kept = self._counted()[:count]
+    def keep(self, count: int) -> None:
+        """Keep the first ``count`` of the counted starts; a full disk does not prevent the next start."""
+        kept = self.counted()[:count]
         with suppress(OSError):
             self.starts.write_text("".join(f"{restart} {known}\n" for restart, known in kept), encoding="utf-8")
 
-    def _begun(self) -> tuple[dict[int, int], int]:
+    def begun(self) -> tuple[dict[int, int], int]:
         """Return (step that each restart of this job began with, newest one of the run), as node agents recorded."""
         begun, newest = {}, 0
         for line in read(self.run_dir / "launches.jsonl").splitlines():
@@ -139,19 +101,55 @@ class Start:
         folders = [f"{self.job.run_dir}/checkpoints", *self.job.written]
         return bool(output("find", *folders, "-maxdepth", "2", "-name", "COMMITTED", "-newer", str(self.starts)))
 
+    def refuse_loop(self, last: str | None = None) -> None:
+        """Raise `SmpTrainError` where too many starts, after the ``last`` step with this one, brought no checkpoint."""
+        counted = self.counted()
+        begun, newest = self.begun()
+        reached = read(f"{last}/committed-step").strip()
+        if last and not self.job.checkpoints_in_s3:
+            in_vain = len(counted)
+        elif reached.isdigit():  # the node agent has looked into S3
+            in_vain = sum(begun.get(restart, known) == int(reached) for restart, known in counted)
+        else:  # the node agent counts those that reach it
+            in_vain = sum(known == newest and restart not in begun for restart, known in counted)
+        if in_vain >= self.job.max_attempts:
+            raise SmpTrainError(
+                f"{in_vain} starts of job {self.id} brought no new checkpoint: not trying again; logs: "
+                f"{self.attempts}.* and the output of srun. Lower --checkpoint_freq if they needed longer"
+            )
+
+    def count(self) -> None:
+        """Record this start; `SmpTrainError` where too many before it never reached the node agent."""
+        if self.counted() and self.saved():
+            self.keep(0)
+        self.refuse_loop()
+        with self.starts.open("a", encoding="utf-8") as file:
+            file.write(f"{self.restart} {self.begun()[1]}\n")
+
+    def stop_is_mine(self) -> bool:
+        """Whether STOP was written by a start of this script; one that a person makes is empty."""
+        return read(self.stop).strip() in ("USR1", "TERM")
+
+    def stopped_before(self) -> bool:
+        """Remove STOP; return whether a person made it since this job was submitted."""
+        if not self.stop.exists():
+            return False
+        mine, made = self.stop_is_mine(), self.stop.stat().st_mtime
+        self.stop.unlink()
+        if mine or self.restart:
+            return not mine
+        submitted = self.shown(r"SubmitTime=(\d\S+)")
+        return bool(submitted) and int(made) >= time.mktime(time.strptime(submitted[0], "%Y-%m-%dT%H:%M:%S"))
+
     def run(self, command: list[str]) -> int:
         """Run the step to its end, forwarding requests to stop; return srun's exit code."""
         os.environ["SMP_TRAIN_KEEP_STOP"] = "1"  # from here on a STOP is meant for this start
-        # Markers of an earlier run in this folder differ in their text, which has the time.
-        self.markers = {name: read(self.run_dir / name) for name in ("DONE", "STOPPED")}
-        self.recorded = size(self.run_dir / "metrics.jsonl")
-        outputs = re.findall(r"^ *Std(?:Out|Err)=(.+)$", self.shown(), re.MULTILINE)
-        self.outputs = {path: size(path) for path in outputs}
+        self.outputs = {path: size(path) for path in self.shown(r"^ *Std(?:Out|Err)=(.+)$")}
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, self.on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         if self.asked:
-            self._ask()
+            self.ask()
         say(
             f"job {self.id}, start {self.restart + 1}, nodes {os.environ.get('SLURM_JOB_NODELIST', '')}, run folder "
             f"{self.run_dir}; to stop and save: touch {self.stop}"
@@ -160,12 +158,13 @@ class Start:
         self.step = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
         code = self.step.wait()
         self.ended = True
-        if self._stop_is_mine():
+        if self.stop_is_mine():
             self.stop.unlink()
         return code if code >= 0 else 128 - code
 
-    def _on_signal(self, number: int, _: Any) -> None:
-        if number == signal.SIGINT:  # a person in an allocation: save and stop; ^C again ends the step
+    def on_signal(self, number: int, _: Any) -> None:
+        """Forward a request to stop; ^C of a person in an allocation saves and stops, ^C again ends the step."""
+        if number == signal.SIGINT:
             if self.user and self.step is not None:
                 self.step.terminate()
             self.user = True
@@ -174,11 +173,11 @@ class Start:
             return
         self.asked = "USR1" if number == signal.SIGUSR1 else self.asked or "TERM"
         if not self.ended:
-            self._ask()
+            self.ask()
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Ask the run to stop; a person's request stays as it is, and has precedence."""
-        if self.stop.exists() and not self._stop_is_mine():
+        if self.stop.exists() and not self.stop_is_mine():
             self.user = True
             return
         with suppress(OSError):
@@ -196,18 +195,18 @@ class Start:
         if (not self.asked or self.user) and self.new("STOPPED"):
             say(f"stopped on request and saved: {self.run_dir}/STOPPED; submit the same script again to go on")
             return 0
-        last = self._last_step()
-        first, reported = self._first_failure(last)
+        last = self.last_step()
+        first, reported = self.first_failure(last)
         if first:
-            silent = self._silent_nodes(reported) if first["cause"] in LOST else ""
+            silent = self.silent_nodes(reported) if first["cause"] in LOST else ""
             say(f"first failure of this start: {first[0]}{silent}")
-        if first and not self._worth_another_start(first["cause"]):
-            say(f"error: this would fail again in the same way: not starting it again; logs: {self.attempts}.*")
-            return int(first["rc"])
-        state = (re.findall(r"JobState=([A-Z_]*)", self.shown()) or [""])[0]
+            if not self.worth_another_start(first["cause"]):
+                say(f"error: this would fail again in the same way: not starting it again; logs: {self.attempts}.*")
+                return int(first["rc"])
+        state = "".join(self.shown(r"JobState=([A-Z_]*)")[:1])
         if self.asked == "TERM" and state != "RUNNING":
             # No fault of the run's: it does not count, here and in the node agent.
-            self._keep(len(self._counted()) - 1)
+            self.keep(len(self.counted()) - 1)
             with suppress(OSError):
                 Path(last, "ended-by-slurm").touch()
             say(
@@ -216,84 +215,64 @@ class Start:
             )
             return REQUEUED
         if self.saved() or (self.asked and self.new("STOPPED")):
-            self._keep(0)
-        elif (in_vain := self._in_vain(last)) >= self.job.max_attempts:
-            raise SmpTrainError(
-                f"{in_vain} starts of job {self.id} brought no new checkpoint: not trying again; logs: "
-                f"{self.attempts}.*. Lower --checkpoint_freq if they needed longer"
-            )
+            self.keep(0)
+        else:
+            self.refuse_loop(last)
         why = f"asked to stop by {self.asked}; " if self.asked else ""
         say(f"not finished ({why}srun returned {code}): putting the job back into the queue")
-        return self._requeue(first["node"] if first and first["cause"] == "node" else None)
+        return self.requeue(first["node"] if first and first["cause"] == "node" else None)
 
-    def _last_step(self) -> str:
+    def last_step(self) -> str:
         """Return the log folder of the last step: auto-resume runs several in one start."""
-        parent, prefix = os.path.split(self.attempts)
-        steps = [name.rpartition(".") for name in os.listdir(parent) if os.path.isdir(os.path.join(parent, name))]
-        numbers = [int(number) for name, _, number in steps if name == prefix and number.isdigit()]
-        return f"{self.attempts}.{max(numbers, default=-1)}"
+        steps = [path.rpartition(".")[2] for path in glob.glob(f"{glob.escape(self.attempts)}.*/")]
+        return f"{self.attempts}.{max((int(step[:-1]) for step in steps if step[:-1].isdigit()), default=-1)}"
 
-    def _first_failure(self, last: str) -> tuple[Any, list[str]]:
-        """Return (match of `FAILURE`, nodes that left one) of the last step; None where nothing tells."""
-        lines = [read(path) for path in sorted(Path(last).glob("failed-*"))]
-        found = [match for match in map(FAILURE.search, lines) if match]
+    def first_failure(self, last: str) -> tuple[Any, list[str]]:
+        """Return (match of `FAILURE`, nodes that left one) of the last step; None where nothing is known."""
+        found = [match for path in sorted(Path(last).glob("failed-*")) for match in FAILURE.finditer(read(path))]
         # The crash-loop guard overrules all. Ranks that lost touch with a peer do not know why: they come last.
         found.sort(key=lambda match: 0 if match["cause"] == "crash-loop" else 2 if match["cause"] in LOST else 1)
         if found:
             return found[0], [match["node"] for match in found]
         # A run that was asked to stop has not failed, whatever an earlier step of it has.
-        return (None if self.asked else self._failure_in_output()), []
+        return (None if self.asked else self.failure_in_output()), []
 
-    def _failure_in_output(self) -> Any:
-        """Return the failure that the job's output tells, of a node that could leave no file.
+    def failure_in_output(self) -> Any:
+        """Return the failure in the job's output, of a node that could leave no file.
 
         A node without the shared file system cannot even start the agent. What this host has and a node has not is the
-        node's fault; what this host lacks as well, or any other end, may be the fault of all.
+        node's fault; what is missing on this host as well, or any other end, may be the fault of all.
         """
         text = "\n".join(read(path, before) for path, before in self.outputs.items())
-        earlier = "\n".join(map(read, Path(self.attempts).parent.glob(f"{Path(self.attempts).name}.*/failed-*")))
+        earlier = "\n".join(map(read, glob.glob(f"{glob.escape(self.attempts)}.*/failed-*")))
         for match in FAILURE.finditer(text):
             if match[0] not in earlier:
                 return match
         ends = re.findall(r"srun: error: ([^ ,[]+): task \d+: Exited with exit code (\d+)", text)
         if not ends:
             return None
+        node, code = ends[0]
         here = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
-        (node, code), cause = ends[0], "error"
-        if NOT_SHARED.search(text) and (here, code) not in ends:
-            cause = "node"
+        cause = "node" if NOT_SHARED.search(text) and (here, code) not in ends else "error"
         return FAILURE.search(f"LAUNCH-FAIL node={node} rank=-1 rc={code} cause={cause}")
 
-    def _silent_nodes(self, reported: list[str]) -> str:
-        """Say which nodes left nothing while others lost touch with them, and which of them Slurm has lost."""
+    def silent_nodes(self, reported: list[str]) -> str:
+        """Return which nodes left nothing while others lost touch with them, and which of them Slurm has lost."""
         nodes = os.environ.get("SLURM_JOB_NODELIST", "")
         silent = [name for name in output("scontrol", "show", "hostnames", nodes).split() if name not in reported]
-        if len(silent) > len(reported):  # most of them were ended by srun before they could write
-            silent = []
-        rows = output("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format", "%N %T").splitlines()
-        states = dict(row.split()[:2] for row in rows if len(row.split()) > 1)
-        down = sorted(name for name, state in states.items() if re.search(r"down|fail|\*$", state))
-        said = f"; no word from {','.join(silent)}" if silent else ""
-        return said + (f"; Slurm has lost {','.join(down)}" if down else "")
+        states = output("sinfo", "--noheader", "--Node", "--nodes", nodes, "--format", "%N %T")
+        down = sorted(set(re.findall(r"^(\S+) +\S*(?:down|fail|\*$)", states, re.MULTILINE)))
+        # Most of the nodes: they were ended by srun before they could write.
+        text = f"; no word from {','.join(silent)}" if 0 < len(silent) <= len(reported) else ""
+        return text + (f"; Slurm has lost {','.join(down)}" if down else "")
 
-    def _worth_another_start(self, cause: str) -> bool:
+    def worth_another_start(self, cause: str) -> bool:
         """A mistake shows at the first start, before its first step; later the same cause means a disk or a network."""
         if cause not in ("configuration", "data", "checkpoint"):
             return cause != "crash-loop"
         return self.restart > 0 or '"loss"' in read(self.run_dir / "metrics.jsonl", self.recorded)
 
-    def _in_vain(self, last: str) -> int:
-        """Return how many starts, this one included, brought no checkpoint, as far as that is known here."""
-        counted = self._counted()
-        if not self.job.checkpoints_in_s3:
-            return len(counted)
-        reached = read(f"{last}/committed-step").strip()
-        if not reached.isdigit():  # the node agent could not look: the next one will, and refuse
-            return 0
-        begun, _ = self._begun()
-        return sum(begun.get(restart, known) == int(reached) for restart, known in counted)
-
-    def _requeue(self, bad: str | None) -> int:
+    def requeue(self, bad: str | None) -> int:
         """Put the job back into the queue, off a bad node; Slurm ends this script as it takes the job back."""
         gone: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: gone.append(number))
@@ -303,20 +282,18 @@ class Start:
                 "submit the same script again to go on"
             )
         if bad:
-            self._exclude(bad)
+            self.exclude(bad)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(REQUEUED))
         if not gone:
             time.sleep(60)
         return REQUEUED
 
-    def _exclude(self, bad: str) -> None:
+    def exclude(self, bad: str) -> None:
         """Keep the job off bad nodes as long as enough others are left for it."""
-        shown = self.shown()
-        if re.search(r"(ReqNodeList|Features|Reservation)=[^( \n]", shown):
+        if self.shown(r"(?:ReqNodeList|Features|Reservation)=[^( \n]"):
             say(f"warning: the job may run on certain nodes only, and {bad} is not left out; replace or reboot it")
             return
-        found = re.search(r"ExcNodeList=(\S+)", shown)
-        excluded = ",".join([found[1], bad] if found and found[1] != "(null)" else [bad])
+        excluded = ",".join([*(name for name in self.shown(r"ExcNodeList=(\S+)")[:1] if name != "(null)"), bad])
         names = output("scontrol", "show", "hostnames", excluded).split()
         there = output(
             "sinfo", "--noheader", "--Node", "--partition", os.environ.get("SLURM_JOB_PARTITION", ""), "--responding",

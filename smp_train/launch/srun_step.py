@@ -82,20 +82,19 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
     Raises:
         ConfigError: for what is missing on this host; a dry run looks at no file.
     """
-    here = socket.gethostname()
-    words, flags = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--label"], list(job.flags)
-    nodes = os.environ.get("SLURM_JOB_NUM_NODES")
-    if nodes:  # an allocation of salloc may be for more tasks
-        words += [f"--nodes={nodes}", f"--ntasks={nodes}"]
+    here, flags, nodes = socket.gethostname(), list(job.flags), os.environ.get("SLURM_JOB_NUM_NODES")
+    srun = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--label"]
+    srun += [f"--nodes={nodes}", f"--ntasks={nodes}"] if nodes else []  # an allocation of salloc may be for more tasks
     options = output("srun", "--help", stderr=subprocess.STDOUT)
     if "--auto-resume" in options:  # HyperPod's plugin swaps a bad node and runs the same srun again
-        words.append("--auto-resume=1")
+        srun.append("--auto-resume=1")
     agent = ["--nproc", job.nproc or "auto", "--max_attempts", str(job.max_attempts)]
-    agent += ["--failures", f"{job.run_dir}/logs"]
-    agent += ["--instance_type", job.instance_type] if job.instance_type else []
-    agent += ["--preflight", job.preflight] if job.preflight else []
     left = "" if dry_run else output("squeue", "--noheader", "--jobs", os.environ["SLURM_JOB_ID"], "--format", "%L")
-    agent += ["--time_left", left.strip()] if left.strip() else []
+    for option, value in (
+        ("failures", f"{job.run_dir}/logs"), ("instance_type", job.instance_type), ("preflight", job.preflight),
+        ("time_left", left.strip()),
+    ):  # fmt: skip
+        agent += [f"--{option}", value] if value else []
     if job.profile == "torch":
         flags += ["--use_profiler", "1"]
     elif job.profile == "nsys":
@@ -105,8 +104,7 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
         raise ConfigError(f"PROFILE={job.profile}: is not torch or nsys")
     # The image has a Python of its own, for which the packages on this shell's PYTHONPATH are not made.
     further = [] if job.image else os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    further = [folder for folder in further if folder and folder != job.code_dir]
-    os.environ["PYTHONPATH"] = os.pathsep.join([job.code_dir, *further])
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([job.code_dir, *filter(None, further)]))
     os.environ["PYTHONUNBUFFERED"] = "1"
     os.environ["NSYS_DIR"] = os.environ.get("NSYS_DIR") or "/fsx/nsight-efa"
     command = [job.python, "-m", "smp_train.launch.node_agent"]
@@ -117,9 +115,8 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
             )
         if not dry_run and job.image.startswith(("./", "/")) and not os.path.exists(job.image):
             raise ConfigError(f"no image {job.image} on {here}; make it with docker_build.sh, or set IMAGE")
-        handed = {name for name in os.environ if HANDED_OVER.fullmatch(name)}
-        handed |= {name for name in job.container_env.split(",") if name}
-        words += [
+        handed = {name for name in os.environ if HANDED_OVER.fullmatch(name)} | set(job.container_env.split(",")) - {""}
+        srun += [
             f"--container-image={job.image}", f"--container-mounts={','.join(mounts(job, dry_run=dry_run))}",
             "--no-container-mount-home", f"--container-workdir={os.getcwd()}",
             f"--container-env={','.join(sorted(handed))}",
@@ -129,12 +126,11 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
         command = ["/bin/bash", "-c", 'exec "$@"', "task", *command]
     elif not dry_run and not shutil.which(job.python):
         raise ConfigError(f"no interpreter {job.python} on {here}; run setup_conda_env.sh, or set PYTHON")
-    return [*words, *command, *agent, "--", *flags]
+    return [*srun, *command, *agent, "--", *flags]
 
 
 def mounts(job: Job, *, dry_run: bool = False) -> list[str]:
     """Return what pyxis is to mount, once each; `ConfigError` for what it cannot mount."""
-    found = [f"{job.code_dir}/smp_train/launch:{INSIDE}:ro"]
     for mount in job.mounts:
         if "," in mount or mount.count(":") > 2:
             raise ConfigError(
@@ -144,16 +140,16 @@ def mounts(job: Job, *, dry_run: bool = False) -> list[str]:
         source = mount.partition(":")[0]
         if not dry_run and not os.path.exists(source):
             raise ConfigError(f"no {source} to mount on {socket.gethostname()}; make it, or take it out of MOUNTS")
-        found.append(mount)
     nsys = os.environ.get("NSYS_DIR", "") if job.profile == "nsys" else ""
     own = [place for place in (SMP_CLUSTER_LOGS, nsys) if os.path.isdir(place)]
-    for folder in (*job.folders, os.getcwd(), job.code_dir, job.run_dir, *job.written, *own):
+    folders = [*job.folders, os.getcwd(), job.code_dir, job.run_dir, *job.written, *own]
+    for folder in folders:
         if "," in folder or ":" in folder:
             raise ConfigError(
                 f"{folder}: pyxis cannot mount a path with a comma or a colon in it; rename it, or name it by a link "
                 "that has none"
             )
-        found.append(folder)
+    found = [f"{job.code_dir}/smp_train/launch:{INSIDE}:ro", *job.mounts, *folders]
     return list(dict.fromkeys(os.path.join(os.getcwd(), one) for one in found))
 
 
