@@ -13,7 +13,7 @@ import smp_train
 from smp_train import arguments, backends, distributed, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
-from smp_train.checkpoints import Checkpoint, CheckpointManager, RunId, policies
+from smp_train.checkpoints import Checkpoint, CheckpointManager, Policy, RunId
 from smp_train.checkpoints.export import check_tokenizer, tokenizer_beside
 from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.checkpoints.model_folder import check_writable
@@ -216,8 +216,9 @@ def open_checkpoints(
 ) -> CheckpointManager:
     """Check that the run can write its checkpoints and models, and lock the checkpoint folders; collective."""
     checkpoints = CheckpointManager(
-        policies(args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints), model_type=spec.model_type,
-        run=run, asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
+        list(map(Policy, args.checkpoint_dir, args.checkpoint_freq, args.num_kept_checkpoints)),
+        model_type=spec.model_type, run=run,
+        asynchronous=(args.checkpoint_type or backend.checkpoint_type) == "async_sharded",
     )  # fmt: skip
     with distributed.together("looking at the checkpoint folders"):
         checkpoints.check_writable()

@@ -2,17 +2,76 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from smp_train.checkpoints.collective import gather
+from smp_train.checkpoints.host_memory import free_host_bytes
+from smp_train.distributed.agree import ALL_RANKS, is_alone, on_group, unless
 from smp_train.distributed.dtensor import DTensor, local_tensor
+from smp_train.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
+
+GROUP_TIMEOUT = timedelta(hours=2)
+"""Ranks of a background save wait for the slowest disk among them."""
 MEMORY_SHARE = 0.6
 """Share of the free host memory that copies may take; beyond it saves are synchronous."""
+
+
+class BackgroundWriter:
+    """Begins saves in the background, over a process group of their own."""
+
+    def __init__(self) -> None:
+        self._stager: Stager | None = None
+        self._group: Any = None
+
+    def begin(self, state: dict[str, Any], write: Callable[[dict[str, Any]], Any]) -> Background | None:
+        """Copy ``state`` and begin to ``write`` it; collective.
+
+        None on all ranks, and a warning, where a host has no memory for the copy.
+        """
+        what = "cannot copy the state to host memory"
+        begun: list[tuple[dict[str, Any], Callable[[], None]]] = []
+        try:
+            if self._stager is None:
+                _check_memory(state)
+                self._stager = Stager()
+                self._group = None if is_alone() else dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+            stager = self._stager
+            gather(what, lambda: begun.append(stager.begin(state)))
+        except CheckpointError as failure:
+            logger.warning("%s: saves are synchronous", failure, extra=ALL_RANKS)
+            self._stager = None
+            return None
+        copy, complete = begun[0]
+
+        def in_background(failure: Exception | None) -> Any:
+            with on_group(self._group):
+                gather(what, lambda: unless(failure, None))
+                return write(copy)
+
+        return Background(complete, in_background)
+
+
+def _check_memory(state: dict[str, Any]) -> None:
+    """Raise `CheckpointError` on every rank where a host cannot hold a copy of what its ranks hold; collective."""
+    name = socket.gethostname()
+    ranks = gather("cannot save", lambda: (name, local_bytes(state), free_host_bytes()))
+    for host in sorted({host for host, _, _ in ranks}):
+        needed = sum(need for where, need, _ in ranks if where == host)
+        free = min((free for where, _, free in ranks if where == host and free is not None), default=None)
+        if free is not None and needed > MEMORY_SHARE * free:
+            what = f"{host} has {free / 2**30:.1f} GiB of memory free, a copy of the state takes {needed / 2**30:.1f}"
+            raise CheckpointError(what)
 
 
 class Stager:

@@ -1,4 +1,4 @@
-"""A save under way: the checkpoint that is being written, and how what its ranks have written is committed."""
+"""A try at saving one step to one folder: begun, written, committed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.commit import CheckpointFolder
-from smp_train.checkpoints.manifest import META, Committed, FileRecord
-from smp_train.checkpoints.owner import Owner
-from smp_train.checkpoints.saver import LibrarySaver
-from smp_train.distributed.agree import any_rank, here, rank
+from smp_train.checkpoints.manifest import META, Committed, FileRecord, folder_name
+from smp_train.checkpoints.saver import LibrarySaver, Saver
+from smp_train.checkpoints.target import Target
+from smp_train.distributed.agree import any_rank, here, rank, unless
 from smp_train.errors import CheckpointError
 from smp_train.storage import wait_for
 
@@ -30,66 +29,113 @@ class Saved:
     durable: bool = True
 
 
-@dataclass(frozen=True)
 class Attempt:
-    """A checkpoint that is being written, into ``staged`` of ``storage``."""
+    """One try at saving ``meta``'s step to ``target``; ``began`` is when it was asked for. All of it is collective."""
 
-    what: str
-    """What fails where it fails."""
-    storage: CheckpointFolder
-    staged: str
-    after: float = 0.0
-    """Time of the newest commit in the folder: this one counts as later, whatever the clock says."""
+    def __init__(
+        self, target: Target, model_type: str, meta: dict[str, Any], began: float, *,
+        back_to: int | None, on_stage: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._target, self._folder, self._on_stage = target, target.folder, on_stage
+        self._model_type, self._meta, self._began = model_type, meta, began
+        name = folder_name(model_type, meta["step"])
+        self._what = f"cannot save {os.path.join(self._folder.location, name)}"
+        self._staged = on_main(self._what, lambda: target.begin(name, back_to))
+
+    def save(self, saver: Saver, state: dict[str, Any]) -> Saved:
+        """Write ``state`` by ``saver`` and commit it."""
+        with self._cleared_on_failure():
+            if isinstance(saver, LibrarySaver):
+                gather(self._what, lambda: saver.prepare(self._folder, self._staged))
+            records: dict[str, FileRecord] = {}
+            failure: Exception | None = None
+            try:
+                records = saver.write(state, self._folder, self._staged, self._on_stage)
+            except Exception as error:
+                if isinstance(error, CheckpointError) and not isinstance(saver, LibrarySaver):
+                    raise CheckpointError(f"{self._what}: {error}") from error  # all ranks wrote, all have this
+                failure = error  # this rank's alone: the others learn of it as they commit
+            return self._commit(lambda: unless(failure, records))
+
+    def begin(self, saver: LibrarySaver, state: dict[str, Any]) -> Elsewhere:
+        """Let a backend's library copy ``state`` and write it in the background."""
+        with self._cleared_on_failure():
+            gather(self._what, lambda: saver.prepare(self._folder, self._staged))
+            failure: Exception | None = None
+            try:
+                saver.begin(state, self._folder, self._staged)
+            except Exception as error:
+                failure = error
+            gather(self._what, lambda: unless(failure, None))
+        return Elsewhere(saver, self)
+
+    def end(self, saver: LibrarySaver, failure: Exception | None) -> list[Saved]:
+        """Commit what the library has written, unless this rank had a ``failure``."""
+        with self._cleared_on_failure():
+            listed = gather(self._what, lambda: unless(failure, saver.listed(self._folder, self._staged)))
+            files = dict(each for each in listed if each is not None).get(saver.part, {})
+            saved = self._commit(lambda: saver.written(self._folder, self._staged, files))
+        self._target.retain(saved.step, self._on_stage)
+        return [saved]
 
     @contextlib.contextmanager
-    def cleared_on_failure(self) -> Iterator[None]:
+    def _cleared_on_failure(self) -> Iterator[None]:
         """Remove what was written when the body raises."""
         try:
             yield
         except BaseException:
             if rank() == 0:
                 with contextlib.suppress(OSError, CheckpointError):
-                    self.storage.delete(self.staged)
+                    self._folder.delete(self._staged)
             raise
 
-    def commit(
-        self,
-        records: Callable[[], dict[str, FileRecord]],
-        meta: dict[str, Any],
-        *,
-        model_type: str,
-        owner: Owner | None,
-        on_stage: Callable[[str], None],
-    ) -> str:
-        """Make what the ranks have written a checkpoint, and return where it is; collective.
+    def _commit(self, records: Callable[[], dict[str, FileRecord]]) -> Saved:
+        """Make what the ranks have written a checkpoint.
 
         ``records`` returns what this rank wrote, or raises what kept it from that: then nothing is committed.
         """
-        shares = gather(self.what, lambda: (here(""), records()))
+        shares = gather(self._what, lambda: (here(""), records()))
+        step = self._meta["step"]
 
         def commit() -> str:
-            files = _all_files(self.storage, self.staged, shares)
-            files[META] = self.storage.put(self.staged, META, json.dumps(meta, indent=1).encode())
-            now = max(time.time(), self.after + 0.001)
-            committed = Committed(meta["step"], model_type, files, run=self.storage.run, time=now)
-            on_stage("commit")
-            if owner is not None:
-                owner.check()
-            on_stage("publish")
-            name = self.storage.publish(self.staged, committed)
-            return os.path.join(self.storage.location, name)
+            files = self._all_files(shares)
+            files[META] = self._folder.put(self._staged, META, json.dumps(self._meta, indent=1).encode())
+            now = self._target.commit_time()
+            committed = Committed(step, self._model_type, files, run=self._folder.run, time=now)
+            self._on_stage("commit")
+            if self._target.owner is not None:
+                self._target.owner.check()
+            self._on_stage("publish")
+            return os.path.join(self._folder.location, self._folder.publish(self._staged, committed))
 
-        return on_main(self.what, commit)
+        path = on_main(self._what, commit)
+        return Saved(step, path, time.monotonic() - self._began, not self._target.node_local)
+
+    def _all_files(self, shares: list[tuple[str, dict[str, FileRecord]]]) -> dict[str, FileRecord]:
+        """Join what the ranks wrote. Raises `CheckpointError` where rank 0 does not see another rank's files."""
+        files = {file: record for _, records in shares for file, record in records.items()}
+
+        def absent() -> list[str]:
+            sizes = self._folder.sizes(self._staged)
+            return [file for file, record in files.items() if sizes.get(file) != record.size]
+
+        if not wait_for(lambda: not absent()) and (missing := absent()):
+            who = next(who for who, records in shares if missing[0] in records)
+            raise CheckpointError(
+                f"{who}wrote {missing[0]}, which rank 0 does not see: the nodes do not share {self._folder.location}; "
+                "give a --checkpoint_dir that they do"
+            )
+        return files
 
 
 class Elsewhere:
-    """A save that another library writes; stands where a `Background` does.
+    """A save that a backend's library writes; stands where a `Background` does.
 
     What goes wrong in the library on one rank is kept, for all ranks to learn of when the save is ended.
     """
 
-    def __init__(self, saver: LibrarySaver, end: Callable[[Exception | None], list[Saved]]) -> None:
-        self._saver, self._end = saver, end
+    def __init__(self, saver: LibrarySaver, attempt: Attempt) -> None:
+        self._saver, self._attempt = saver, attempt
         self._ended = not saver.writes
         self._failure: Exception | None = None
 
@@ -116,27 +162,7 @@ class Elsewhere:
     def result(self) -> list[Saved]:
         """Wait for the end, commit, and return what was saved; collective."""
         self._ask(wait=True)
-        return self._end(self._failure)
+        return self._attempt.end(self._saver, self._failure)
 
     def abandon(self, seconds: float) -> None:
         """Let it be: what it wrote is no checkpoint."""
-
-
-def _all_files(
-    storage: CheckpointFolder, staged: str, shares: Sequence[tuple[str, dict[str, FileRecord]]]
-) -> dict[str, FileRecord]:
-    """Join what the ranks wrote. Raises `CheckpointError` where rank 0 does not see another rank's files."""
-    files = {file: record for _, records in shares for file, record in records.items()}
-
-    def absent() -> list[str]:
-        sizes = storage.sizes(staged)
-        return [file for file, record in files.items() if sizes.get(file) != record.size]
-
-    if not wait_for(lambda: not absent()) and (missing := absent()):
-        file = missing[0]
-        who = next(who for who, records in shares if file in records)
-        raise CheckpointError(
-            f"{who}wrote {file}, which rank 0 does not see: the nodes do not share {storage.location}; "
-            "give a --checkpoint_dir that they do"
-        )
-    return files

@@ -30,8 +30,8 @@ from smp_train.checkpoints.manifest import (
     parse_folder_name,
 )
 from smp_train.checkpoints.owner import Owner
-from smp_train.checkpoints.retention import Policy
 from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
+from smp_train.checkpoints.target import Policy
 from smp_train.errors import CheckpointError, ConfigError, redacted
 from smp_train.models.hugging_face import trust_code
 from smp_train.storage import normal

@@ -47,8 +47,8 @@ ASIDE = f"{COMMITTED}."
 """How COMMITTED is called once the checkpoint has been set aside; the reason comes after it."""
 CLAIM = ".run"
 """First file of an attempt: two runs that begin the same name at the same time see each other by it."""
-PROBE = ".shared"
-"""Name under which `CheckpointManager.check_shared` writes for a moment, without owning the folder."""
+PROBE = ".probe-"
+"""How files are called that are there for a moment, to see who can write to the folder, or sees it."""
 PROBE_SECONDS = 60.0
 """A probe, or a temporary file, that has not been touched for so long is nobody's."""
 IN_FLIGHT_SECONDS = 60.0
@@ -155,15 +155,26 @@ class CheckpointFolder:
 
     def check_writable(self) -> None:
         """Create the folder where needed and prove that files can be written; else `CheckpointError`."""
-        probe = f".probe-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         try:
-            self.storage.put(probe, b"smp-train\n")
-            self.storage.delete(probe)
+            self.storage.delete(self.put_probe())
         except (OSError, CheckpointError) as error:
             reason = getattr(error, "strerror", None) or error
             raise CheckpointError(
                 f"cannot write to checkpoint folder {self.location}: {reason}; give another --checkpoint_dir"
             ) from error
+
+    def put_probe(self) -> str:
+        """Write a file for `check_probe`, and return its name."""
+        probe = f"{PROBE}{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        self.storage.put(probe, b"smp-train\n")
+        return probe
+
+    def check_probe(self, probe: str) -> None:
+        """Raise `CheckpointError` where this rank does not see what another one has put there."""
+        if not storage.wait_for(lambda: self.storage.exists(probe)):
+            raise CheckpointError(
+                f"{self.location} is not the folder that rank 0 sees; give a --checkpoint_dir that all nodes share"
+            )
 
     def put(self, name: str, file: str, data: bytes) -> FileRecord:
         """Write a small file and return its record."""
@@ -196,8 +207,6 @@ class CheckpointFolder:
         Raises `CheckpointError` where it is not, and the run has no id.
         """
         attempt = "-".join([uuid.uuid4().hex[:8], *([self.run.key] if self.run.key else [])])
-        if name == PROBE:
-            return f"{name}/{attempt}"
         if not self.storage.exists(name):
             self.put(f"{name}/{attempt}", CLAIM, self.run.id.encode())
             if self._is_free(name):
@@ -313,14 +322,14 @@ class CheckpointFolder:
             return []
         done = self._sweep_before(idle)
         now = self.storage.now()
-        for name in names:
-            if parse_folder_name(name) is None and name != PROBE:
-                continue
-            least = max(idle, PROBE_SECONDS) if name == PROBE else idle
+        for name in filter(parse_folder_name, names):
             for attempt, newest in self._unclaimed(name).items():
-                if now - newest >= least:
+                if now - newest >= idle:
                     self.storage.delete_folder(attempt)
                     done.append(f"removed {attempt}, left by an interrupted save or deletion")
+        for file, entry in self.storage.level()[0].items():
+            if file.startswith(PROBE) and now - entry.modified >= PROBE_SECONDS:
+                self.storage.delete(file)
         least = idle if is_s3(self.location) else max(idle, PROBE_SECONDS)
         for file in self.storage.discard_unfinished(self._may_discard, now - least):
             done.append(f"removed what was written of {file}")

@@ -155,7 +155,7 @@ def test_training_and_saving_do_not_mix_up_their_messages(tmp_path: Path) -> Non
 def test_without_memory_for_a_copy_saves_are_synchronous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("smp_train.checkpoints.host_memory.free_host_bytes", lambda: 100)
+    monkeypatch.setattr("smp_train.checkpoints.async_save.free_host_bytes", lambda: 100)
     manager = CheckpointManager([Policy(str(tmp_path), 1, 2)], model_type="m", asynchronous=True)
     assert manager.save(1, {"model": {"w": torch.ones(999)}}, {}) == [f"{tmp_path}/m-1steps"]
     assert "saves are synchronous" in caplog.text

@@ -28,6 +28,7 @@ from smp_train.checkpoints import manager as manager_module
 from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.manifest import parse_folder_name
 from smp_train.checkpoints.runs import committed_names
+from smp_train.checkpoints.target import Target
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all, train
 from tests.harness import RankFailed, run
 from tests.s3_server import bucket, serving, there
@@ -121,7 +122,7 @@ def training(place: str, asynchronous: bool, killer: Killer | None = None) -> di
         [Policy(place, 1, 2)], model_type="m", asynchronous=asynchronous, on_stage=killer or (lambda stage: None)
     )
     if killer is not None:
-        manager._stage = killer.before("stage", manager._stage)  # type: ignore[method-assign]
+        Target.begin = killer.before("stage", Target.begin)  # type: ignore[method-assign]
         async_save._copy = killer.before("copy", async_save._copy)
     try:
         manager.lock()

@@ -14,17 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp_train.checkpoints import (
-    CheckpointManager,
-    Policy,
-    RunId,
-    find,
-    policies,
-)
+from smp_train.checkpoints import CheckpointManager, Policy, RunId, find
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.manifest import Committed, FileRecord
-from smp_train.checkpoints.retention import steps_kept
 from smp_train.checkpoints.runs import committed as committed_entries
 from smp_train.checkpoints.runs import damaged
 from smp_train.errors import CheckpointError, ConfigError
@@ -457,8 +450,7 @@ def test_unfinished_ones_do_not_count_and_other_models_are_not_touched(tmp_path)
 
 
 def test_each_folder_has_its_own_policy(tmp_path):
-    rules = policies([f"{tmp_path}/a", f"{tmp_path}/b"], [2, 3], [2, 1])
-    saver = CheckpointManager(rules, model_type="m")
+    saver = CheckpointManager([Policy(f"{tmp_path}/a", 2, 2), Policy(f"{tmp_path}/b", 3, 1)], model_type="m")
     for step in range(1, 13):
         saver.save(step, state(), {})
     assert names(tmp_path / "a") == ["m-10steps", "m-12steps"]
@@ -468,11 +460,9 @@ def test_each_folder_has_its_own_policy(tmp_path):
     assert names(tmp_path / "b") == ["m-13steps"]
 
 
-def test_two_policies_on_one_folder_keep_what_either_keeps(tmp_path):
-    saver = CheckpointManager(policies([str(tmp_path), f"{tmp_path}/."], [1, 4], [2, 2]), model_type="m")
-    for step in range(1, 11):
-        saver.save(step, state(), {})
-    assert names(tmp_path) == ["m-10steps", "m-4steps", "m-8steps", "m-9steps"]
+def test_two_policies_on_one_folder_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--checkpoint_dir"):
+        CheckpointManager([Policy(str(tmp_path), 1, 2), Policy(f"{tmp_path}/.", 4, 2)], model_type="m")
 
 
 @pytest.mark.parametrize(
@@ -486,7 +476,7 @@ def test_two_policies_on_one_folder_keep_what_either_keeps(tmp_path):
     ],
 )
 def test_which_steps_are_kept(keep, steps, newest, kept):
-    assert steps_kept(steps, [Policy("f", 1, keep)], newest) == kept
+    assert Policy("f", 1, keep).kept(steps, newest) == kept
 
 
 def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(tmp_path, caplog, capsys):
@@ -517,11 +507,6 @@ def test_what_is_gone_back_to_elsewhere_changes_nothing(tmp_path):
     saver.go_back(find(tmp_path / "theirs" / "llama_v2-20steps"))
     saver.save(21, state(), {})
     assert names(tmp_path / "ours") == ["llama_v2-21steps", "llama_v2-30steps"]
-
-
-def test_lists_of_unequal_length_are_refused():
-    with pytest.raises(ConfigError, match="got 2, 1 and 2"):
-        policies(["a", "b"], [1], [1, 2])
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, monkeypatch):

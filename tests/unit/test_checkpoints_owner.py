@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from smp_train.checkpoints import CheckpointManager, Policy, find, owner
-from smp_train.checkpoints.commit import PROBE, CheckpointFolder, open_folder
+from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.owner import OWNER, Owner, Token
 from smp_train.errors import CheckpointError
 
@@ -296,9 +296,7 @@ def test_what_is_left_goes_whatever_the_clock_says(tmp_path):
 
 def test_what_another_job_tries_its_folder_with_stays_for_a_moment(tmp_path):
     """It does so before it asks for the lock, or will not ask for it: an evaluation only reads."""
-    there_already = open_folder(tmp_path)
-    probe = there_already.stage(PROBE)
-    there_already.put(probe, "probe", b"")
+    probe = open_folder(tmp_path).put_probe()
     for there in (True, False):
         saver = manager(tmp_path)
         saver.lock()
@@ -307,4 +305,4 @@ def test_what_another_job_tries_its_folder_with_stays_for_a_moment(tmp_path):
         assert (tmp_path / probe).exists() == there
         if there:
             long_ago = time.time() - 3600
-            os.utime(tmp_path / probe / "probe", (long_ago, long_ago))
+            os.utime(tmp_path / probe, (long_ago, long_ago))

@@ -154,7 +154,7 @@ def test_only_leftovers_of_the_run_itself_are_swept(place, stage):
 
     for run in (FIRST, SECOND):
         killed = saver(place, run, on_stage=stop_at(stage))
-        next(iter(killed._storages.values())).delete = lambda name: None  # as if it had been killed
+        killed._targets[0].folder.delete = lambda name: None  # as if it had been killed
         with pytest.raises((Stop, CheckpointError)):
             killed.save(5 if run == FIRST else 6, state(), {})
     assert left(FIRST)
