@@ -53,6 +53,11 @@ def one_line(failure: BaseException) -> str:
     return " ".join(str(failure).split()) or type(failure).__name__
 
 
+def first_line(failure: BaseException) -> str:
+    """Return the first line of the message of another library's exception, or its type where the message is empty."""
+    return (str(failure).strip().splitlines() or [type(failure).__name__])[0]
+
+
 def install(extras: str) -> str:
     """Return the command that installs extras of this package, which is on no package index."""
     return f"pip install '.[{extras}]' in smp-train's checkout"

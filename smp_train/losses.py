@@ -17,18 +17,6 @@ IGNORE_INDEX = -100
 """Label of a token without loss; the default of `torch.nn.functional.cross_entropy`."""
 
 
-def count_targets(labels: Tensor) -> Tensor:
-    """Return how many tokens of ``labels`` are counted as targets.
-
-    Args:
-        labels: int64 ``[batch, seq]``, not shifted. The first token of a row is never a target.
-
-    Returns:
-        A scalar int64 tensor.
-    """
-    return (labels[:, 1:] != IGNORE_INDEX).sum()
-
-
 def shift(labels: Tensor) -> Tensor:
     """Return the targets of ``labels``: position ``t`` predicts token ``t + 1``; the last position predicts nothing.
 

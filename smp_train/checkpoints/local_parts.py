@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from smp_train.checkpoints.dcp import Reader, plain_value, read_tensor, saved_entries
 from smp_train.errors import CheckpointError
-from smp_train.models.flat_order import flat_order
 from smp_train.models.hub_names import canonical_name
+from smp_train.models.layouts import flat_order
 from smp_train.models.smp_names import is_transformed
 
 _FLAT = re.compile(r"(?P<unit>(?:.+\.)?)_flat_param")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from smp_train.checkpoints.local_parts import FlatPart
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, first_line
 from smp_train.models.weight_files import refuse_compressed
 
 
@@ -111,8 +111,7 @@ def read(path: Any) -> dict[str, Any]:
                 raise ValueError("it is TorchScript")  # which torch.load would open as such
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_Pickle)
     except Exception as failure:
-        first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-        raise CheckpointError(f"{path} cannot be read: {first}") from failure
+        raise CheckpointError(f"{path} cannot be read: {first_line(failure)}") from failure
     if not (isinstance(found, dict) and all(isinstance(found.get(part), dict) for part in ("model", "optimizer"))):
         raise CheckpointError(f"{path} is not a local checkpoint of SMP's sample: it lacks model or optimizer")
     return found

@@ -25,13 +25,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from smp_train.checkpoints.dcp import Reader
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import NOT_WEIGHTS
-from smp_train.models.smp_names import ROOTS, Block, HubModel, Ranks, blocks, is_known, plain
+from smp_train.models.hub_names import canonical_name
+from smp_train.models.layouts import SMP_LAYERS
+from smp_train.models.smp_names import Block, HubModel, Ranks, blocks, plain
 
 # What programs call the model and the optimizer's state; ours is first.
 MODEL_PREFIXES = ("model.", "app.model.", "state_dict.", "module.", "")
@@ -48,18 +49,6 @@ class Tree:
 
     ranks: Ranks
     reader: Reader
-
-
-@dataclass(frozen=True)
-class _Source:
-    tree: Tree
-    index: MetadataIndex
-    start: tuple[int, ...]
-
-
-_Requests = dict[ReadItem, list[tuple[ReadItem, tuple[Any, ...], tuple[Any, ...]]]]
-"""Requests to a reader, each with those that it answers: the original one, the index in its tensor of what is filled,
-and the index of that in what is read."""
 
 
 class _WholeReader(Reader):
@@ -116,14 +105,93 @@ class TensorReader(_WholeReader):
         return _done()
 
 
-class TranslatedReader(_WholeReader):
-    """Reads ``model.<name>`` and ``optim.state.<name>.<moment>``, by the hub's names, from trees of a checkpoint."""
+@dataclass(frozen=True)
+class _Source:
+    """Where a chunk begins: within a saved chunk, which ``reader`` has at ``index``."""
 
-    def __init__(self, trees: Sequence[Tree], model: HubModel) -> None:
-        self.trees, self.model = trees, model
+    reader: Reader
+    index: MetadataIndex
+    start: tuple[int, ...]
+
+
+_Answers = list[tuple[ReadItem, tuple[slice, ...]]]
+"""The original requests that one request to a reader answers, each with its part of what is read."""
+
+
+class _Rearranged(_WholeReader):
+    """Reads tensors each of which consists of parts of the chunks that other readers have."""
+
+    def __init__(self) -> None:
         self._metadata: Metadata | None = None
         self._sources: dict[MetadataIndex, _Source] = {}
         self._found: dict[str, tuple[TensorProperties, list[ChunkStorageMetadata]]] = {}
+
+    def _add(
+        self, key: str, properties: TensorProperties, at: Sequence[int], size: Sequence[int], source: _Source
+    ) -> None:
+        """Add the chunk of ``size`` at ``at`` of the tensor ``key``, unless it is there: tensor ranks have replicas."""
+        index = MetadataIndex(key, torch.Size(at))
+        if index not in self._sources:
+            self._sources[index] = source
+            chunks = self._found.setdefault(key, (properties, []))[1]
+            chunks.append(ChunkStorageMetadata(torch.Size(at), torch.Size(size)))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata."""
+        if self._metadata is None:
+            self.preload()
+        assert self._metadata is not None
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read each saved chunk once: readers load a chunk whole for every request."""
+        wanted: dict[Reader, dict[MetadataIndex, list[tuple[ReadItem, list[int], list[int]]]]] = {}
+        for item in plan.items:
+            source = self._sources[item.storage_index]
+            dims = len(source.start)
+            offsets, size = _last(dims, 0, item.storage_offsets), _last(dims, 1, item.lengths)
+            at = [start + offset for start, offset in zip(source.start, offsets, strict=True)]
+            wanted.setdefault(source.reader, {}).setdefault(source.index, []).append((item, at, size))
+        for reader, chunks in wanted.items():
+            requests = dict(itertools.starmap(_request, chunks.items()))
+            reader.read_data(LoadPlan(list(requests)), _Targets(planner, requests)).wait()
+        return _done()
+
+
+def _last(dims: int, fill: int, values: Sequence[int]) -> list[int]:
+    """Return the last ``dims`` of the values; the dimensions that only one side has come first, and have one index."""
+    return [*[fill] * dims, *values][len(values) :]
+
+
+def _request(index: MetadataIndex, wanted: list[tuple[ReadItem, list[int], list[int]]]) -> tuple[ReadItem, _Answers]:
+    """Return one request to a saved chunk for all that is ``wanted`` of it (request, offset, size), and its answers."""
+    low = [min(at) for at in zip(*(at for _, at, _ in wanted), strict=True)]
+    high = [max(ends) for ends in zip(*(map(sum, zip(at, size, strict=True)) for _, at, size in wanted), strict=True)]
+    lengths = torch.Size(end - begin for begin, end in zip(low, high, strict=True))
+    there = replace(wanted[0][0], storage_index=index, storage_offsets=torch.Size(low), lengths=lengths)
+    return there, [
+        (item, tuple(slice(a - begin, a - begin + n) for a, n, begin in zip(at, size, low, strict=True)))
+        for item, at, size in wanted
+    ]
+
+
+def _overlap(
+    at: Sequence[int], size: Sequence[int], chunk: ChunkStorageMetadata
+) -> tuple[list[int], list[int], tuple[int, ...]] | None:
+    """Return (offset, size, offset within the chunk) of what a block and a chunk have in common, None for nothing."""
+    low = [max(a, b) for a, b in zip(at, chunk.offsets, strict=True)]
+    ends = zip(at, size, chunk.offsets, chunk.sizes, strict=True)
+    common = [min(a + n, b + m) - begin for (a, n, b, m), begin in zip(ends, low, strict=True)]
+    start = tuple(a - b for a, b in zip(low, chunk.offsets, strict=True))
+    return None if any(length <= 0 for length in common) else (low, common, start)
+
+
+class TranslatedReader(_Rearranged):
+    """Reads ``model.<name>`` and ``optim.state.<name>.<moment>``, by the hub's names, from trees of a checkpoint."""
+
+    def __init__(self, trees: Sequence[Tree], model: HubModel) -> None:
+        super().__init__()
+        self.trees, self.model = trees, model
 
     def preload(self) -> None:
         """Read the metadata of all trees. Raises `CheckpointError` where they are not the whole model."""
@@ -135,55 +203,25 @@ class TranslatedReader(_WholeReader):
             tree.reader.set_up_storage_reader(metadata, False)
             saved = metadata.state_dict_metadata
             prefix = model_prefix(saved, self.model)
+            tensors = {key: entry for key, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
             shapes = {}
-            for key, entry in saved.items():
-                if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix) and not _OTHERS.match(key):
+            for key, entry in tensors.items():
+                if key.startswith(prefix) and not _OTHERS.match(key):
                     name = key.removeprefix(prefix)
                     shapes[plain(name)] = entry.size
-                    self._take(tree, key, name, _WEIGHT, entry, entry.size, unknown)
-            for key, entry in saved.items():
+                    unknown += self._take(tree, key, name, _WEIGHT, entry, entry.size)
+            for key, entry in tensors.items():
                 moment = MOMENTS.fullmatch(key)
-                if moment is not None and isinstance(entry, TensorStorageMetadata):
+                if moment is not None:
                     to = "optim.state.{}." + moment["what"]
                     shape = shapes.get(plain(moment["name"]), entry.size)
-                    self._take(tree, key, moment["name"], to, entry, shape, unknown)
+                    unknown += self._take(tree, key, moment["name"], to, entry, shape)
         if unknown:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise CheckpointError(
                 f"it has, unasked for, {unknown[0]}{more}: no name of the hub's or SMP's for this {self.model.kind} "
                 "(another --num_layers? Else have SMP write a full checkpoint, and start from that)"
             )
-        self._metadata = self._checked()
-
-    def _take(
-        self, tree: Tree, key: str, name: str, to: str, entry: TensorStorageMetadata, shape: Sequence[int],
-        unknown: list[str],
-    ) -> None:  # fmt: skip
-        """Add a saved tensor's chunks, each under the names of the hub's tensors that it holds a block of."""
-        found = blocks(name, tuple(shape), tree.ranks, self.model)
-        if found is None:
-            if self.model.tied and _TIED.search(name):
-                if to != _WEIGHT:  # optimizers have no moments of a parameter under its second name
-                    raise CheckpointError(f"it has {key}: embedding and head are not one there (--tie_word_embeddings)")
-            elif not NOT_WEIGHTS.search(name) and not _NO_PARAMETER.search(name):
-                unknown.append(key)
-            return
-        if not entry.size:  # AdamW's step, one for each tensor
-            found = [Block(hub, (), (), ()) for hub in dict.fromkeys(block.name for block in found)]
-        for block, chunk in itertools.product(found, entry.chunks):
-            inside = _intersection(block, chunk)
-            if inside is None:
-                continue
-            at, start, size = inside
-            new = to.format(block.name)
-            index = MetadataIndex(new, torch.Size(at))
-            if index in self._sources:  # the same on several tensor ranks, or replicas
-                continue
-            self._sources[index] = _Source(tree, MetadataIndex(key, chunk.offsets), start)
-            chunks = self._found.setdefault(new, (entry.properties, []))[1]
-            chunks.append(ChunkStorageMetadata(torch.Size(at), torch.Size(size)))
-
-    def _checked(self) -> Metadata:
         entries: dict[str, Any] = {}
         for key, (properties, chunks) in self._found.items():
             moment = MOMENTS.fullmatch(key)
@@ -192,115 +230,74 @@ class TranslatedReader(_WholeReader):
             if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
                 raise CheckpointError(f"it does not hold all of {key}: trees of some ranks are missing")
             entries[key] = TensorStorageMetadata(properties, torch.Size(size), chunks)
-        return Metadata(entries, storage_meta=StorageMeta())
+        self._metadata = Metadata(entries, storage_meta=StorageMeta())
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata under the hub's names."""
-        if self._metadata is None:
-            self.preload()
-        assert self._metadata is not None
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read from each tree what lies there, each saved chunk once: readers load a chunk whole for every request."""
-        of_tree: dict[int, dict[MetadataIndex, list[tuple[ReadItem, tuple[int, ...], tuple[int, ...]]]]] = {}
-        for item in plan.items:
-            source = self._sources[item.storage_index]
-            lead = len(source.start) - len(item.lengths)
-            inner = [start + at for start, at in zip(source.start[lead:], item.storage_offsets, strict=True)]
-            wanted = (item, (*source.start[:lead], *inner), (*[1] * lead, *item.lengths))
-            of_tree.setdefault(self.trees.index(source.tree), {}).setdefault(source.index, []).append(wanted)
-        for number, chunks in of_tree.items():
-            requests = dict(_request(index, wanted) for index, wanted in chunks.items())
-            self.trees[number].reader.read_data(LoadPlan(list(requests)), _Targets(planner, requests)).wait()
-        return _done()
-
-
-def _request(index: MetadataIndex, wanted: Sequence[tuple[ReadItem, tuple[int, ...], tuple[int, ...]]]) -> Any:
-    """Return one request to a saved chunk for all that is ``wanted`` of it (request, where, size), and its answers."""
-    low = [min(at) for at in zip(*(at for _, at, _ in wanted), strict=True)]
-    high = [max(ends) for ends in zip(*(map(sum, zip(at, size, strict=True)) for _, at, size in wanted), strict=True)]
-    there = replace(
-        wanted[0][0],
-        storage_index=index,
-        storage_offsets=torch.Size(low),
-        lengths=torch.Size(end - begin for begin, end in zip(low, high, strict=True)),
-    )
-    return there, [
-        (
-            item,
-            (None,) * (len(at) - len(item.lengths)),
-            tuple(slice(a - begin, a - begin + n) for a, n, begin in zip(at, size, low, strict=True)),
-        )
-        for item, at, size in wanted
-    ]
+    def _take(
+        self, tree: Tree, key: str, name: str, to: str, entry: TensorStorageMetadata, shape: Sequence[int]
+    ) -> list[str]:
+        """Add a saved tensor's chunks under the names of the hub's tensors in it; return the key if it is unknown."""
+        found = blocks(name, tuple(shape), tree.ranks, self.model)
+        if found is None:
+            if self.model.tied and _TIED.search(name):
+                if to != _WEIGHT:  # optimizers have no moments of a parameter under its second name
+                    raise CheckpointError(f"it has {key}: embedding and head are not one there (--tie_word_embeddings)")
+                return []
+            return [] if NOT_WEIGHTS.search(name) or _NO_PARAMETER.search(name) else [key]
+        if not entry.size:  # AdamW's step, one for each tensor
+            found = [Block(hub, (), (), ()) for hub in dict.fromkeys(block.name for block in found)]
+        for block, chunk in itertools.product(found, entry.chunks):
+            lead = len(block.start) - len(block.size)
+            common = _overlap(block.start, (*[1] * lead, *block.size), chunk)
+            if common is not None:
+                low, size, start = common
+                at = [a + b - c for a, b, c in zip(block.at, low[lead:], block.start[lead:], strict=True)]
+                source = _Source(tree.reader, MetadataIndex(key, chunk.offsets), start)
+                self._add(to.format(block.name), entry.properties, at, size[lead:], source)
+        return []
 
 
-class RankReader(_WholeReader):
+class RankReader(_Rearranged):
     """Reads what one tensor and expert rank of SMP's own implementation holds, from a reader of the hub's names."""
 
     def __init__(self, hub: Reader, state: Mapping[str, Any], ranks: Ranks, model: HubModel) -> None:
         """``state``: what the rank holds under SMP's names, laid out as `gather_state` does."""
-        self.hub, self.ranks, self.model = hub, ranks, model
-        self._shapes = {name: tuple(value.shape) for name, value in state["model"].items()}
-        optim = state.get("optim", {}).get("state", {})
-        self._moments = {name: list(optim.get(name, ())) for name in self._shapes}
-        self._entries: dict[str, Any] = {}
-        self._sources: dict[MetadataIndex, tuple[str, Block]] = {}
+        super().__init__()
+        self.hub, self.ranks, self.model, self._state = hub, ranks, model, state
 
     def preload(self) -> None:
         """Read the metadata. Raises `CheckpointError` for a parameter that is not in the table."""
         self.hub.preload()
+        self._sources, self._found = {}, {}
         saved = self.hub.read_metadata().state_dict_metadata
-        self._entries, self._sources = {}, {}
-        for name, shape in self._shapes.items():
+        entries: dict[str, Any] = {}
+        moments = self._state.get("optim", {}).get("state", {})
+        for name, value in self._state["model"].items():
+            shape = tuple(value.shape)
             found = blocks(name, shape, self.ranks, self.model)
             if found is None:
                 raise CheckpointError(f"{name}, of SMP's own {self.model.kind} here, has no known name on the hub")
-            self._give(f"model.{name}", "model.{}", shape, found, saved)
-            for what in self._moments[name]:
+            step = [Block(found[0].name, (), (), ())]  # one for each tensor
+            wanted = {f"model.{name}": (_WEIGHT, shape, found)}
+            for what in moments.get(name, ()):
                 to = f"optim.state.{{}}.{what}"
-                if what == "step":  # one for each tensor
-                    self._give(f"optim.state.{name}.{what}", to, (), [Block(found[0].name, (), (), ())], saved)
-                else:
-                    self._give(f"optim.state.{name}.{what}", to, shape, found, saved)
+                wanted[f"optim.state.{name}.{what}"] = (to, (), step) if what == "step" else (to, shape, found)
+            for key, (to, size, parts) in wanted.items():
+                if all(to.format(block.name) in saved for block in parts):
+                    for block in parts:
+                        self._take(key, block, to.format(block.name), saved[to.format(block.name)])
+                    entries[key] = TensorStorageMetadata(self._found[key][0], torch.Size(size), self._found[key][1])
+        self._metadata = Metadata(entries, storage_meta=StorageMeta())
 
-    def _give(
-        self, key: str, to: str, shape: Sequence[int], found: Sequence[Block], saved: Mapping[str, Any]
-    ) -> None:
-        """Add a tensor of the rank, one chunk for each block, if all of the hub's tensors are there."""
-        theirs = [to.format(block.name) for block in found]
-        if not all(each in saved for each in theirs):
-            return
-        chunks = []
-        for block, each in zip(found, theirs, strict=True):
-            size = (*[1] * (len(block.start) - len(block.size)), *block.size)
-            chunks.append(ChunkStorageMetadata(torch.Size(block.start), torch.Size(size)))
-            self._sources[MetadataIndex(key, torch.Size(block.start))] = (each, block)
-        self._entries[key] = TensorStorageMetadata(saved[theirs[0]].properties, torch.Size(shape), chunks)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata under SMP's names."""
-        if not self._entries:
-            self.preload()
-        return Metadata(self._entries, storage_meta=StorageMeta())
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each slice from the chunks of the hub's tensor in which it lies."""
-        saved = self.hub.read_metadata().state_dict_metadata
-        requests: _Requests = {}
-        for item in plan.items:
-            key, block = self._sources[item.storage_index]
-            lead = len(block.start) - len(block.size)
-            at = [begin + inner for begin, inner in zip(block.at, item.storage_offsets[lead:], strict=True)]
-            wanted = ChunkStorageMetadata(torch.Size(at), torch.Size(item.lengths[lead:]))
-            entry = saved[key]
-            assert isinstance(entry, TensorStorageMetadata)
-            for part in create_read_items_for_chunk_list(key, entry, [wanted]):
-                inside = (slice(a, a + n) for a, n in zip(part.dest_offsets, part.lengths, strict=True))
-                # Several parameters may have their step from one tensor; where it goes tells their requests apart.
-                requests[replace(part, dest_index=item.dest_index)] = [(item, (*[0] * lead, *inside), ())]
-        return self.hub.read_data(LoadPlan(list(requests)), _Targets(planner, requests))
+    def _take(self, key: str, block: Block, hub: str, entry: Any) -> None:
+        """Add the chunks of a tensor of the hub that lie in a block of the rank's tensor ``key``."""
+        lead = len(block.start) - len(block.size)
+        for chunk in entry.chunks:
+            common = _overlap(block.at, block.size, chunk)
+            if common is not None:
+                low, size, start = common
+                at = [a + b - c for a, b, c in zip(block.start[lead:], low, block.at, strict=True)]
+                source = _Source(self.hub, MetadataIndex(hub, chunk.offsets), start)
+                self._add(key, entry.properties, (*block.start[:lead], *at), (*[1] * lead, *size), source)
 
 
 def _done() -> Future[None]:
@@ -312,69 +309,45 @@ def _done() -> Future[None]:
 class _Targets(LoadPlanner):
     """Stands between a reader and the planner: what is asked of the reader fills part of the original request."""
 
-    def __init__(self, planner: LoadPlanner, requests: _Requests) -> None:
+    def __init__(self, planner: LoadPlanner, requests: dict[ReadItem, _Answers]) -> None:
         self._planner, self._requests = planner, requests
 
     def resolve_tensor(self, there: ReadItem) -> torch.Tensor:
         """Return the memory that is to be filled, with the dimensions of the saved tensor."""
-        (item, index, _), *others = self._requests[there]
+        (item, _), *others = self._requests[there]
         target = self._planner.resolve_tensor(item)
-        return torch.empty(there.lengths, dtype=target.dtype) if others else target[index]
+        return torch.empty(there.lengths, dtype=target.dtype) if others else target.view(there.lengths)
 
     def commit_tensor(self, there: ReadItem, tensor: torch.Tensor) -> None:
-        """Hand on what was read for several; otherwise it is in the model's or the optimizer's own tensor."""
-        answered = self._requests[there]
-        if len(answered) > 1:
-            for item, index, within in answered:
-                self._planner.resolve_tensor(item).detach()[index].copy_(tensor[within])
+        """Hand on what was read: it is in the memory of the original request, unless there are several."""
+        (item, _), *others = answers = self._requests[there]
+        if not others:
+            self._planner.commit_tensor(item, tensor.view(item.lengths))
+            return
+        for item, within in answers:
+            target = self._planner.resolve_tensor(item).detach()
+            target.copy_(tensor[within].view(target.shape))
+            self._planner.commit_tensor(item, target)
 
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Not called: the plan is made."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Not called."""
+    def _not_called(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan is made, and tensors are all that is asked for."""
         raise NotImplementedError
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Not called."""
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Not called."""
-        raise NotImplementedError
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Not called: tensors are all that is asked for."""
-        raise NotImplementedError
-
-
-def _intersection(
-    block: Block, chunk: ChunkStorageMetadata
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Return where a chunk's part of a block begins in the hub's tensor and in the chunk, and its size there."""
-    lead = len(block.start) - len(block.size)
-    start = [begin - offset for begin, offset in zip(block.start, chunk.offsets, strict=True)]
-    if any(not 0 <= start[dim] < chunk.sizes[dim] for dim in range(lead)):
-        return None
-    at, size = [], []
-    for dim, (place, length) in enumerate(zip(block.at, block.size, strict=True), lead):
-        low, high = max(0, start[dim]), min(chunk.sizes[dim], start[dim] + length)
-        if low >= high:
-            return None
-        at.append(place + low - start[dim])
-        size.append(high - low)
-        start[dim] = low
-    return tuple(at), tuple(start), tuple(size)
+    set_up_planner = create_local_plan = create_global_plan = finish_plan = load_bytes = _not_called
 
 
 def model_prefix(saved: Iterable[str], model: HubModel) -> str:
     """Return what stands before the parameters' names in a tree. Raises `CheckpointError` where there are none."""
     keys = [key for key in saved if not _OTHERS.match(key)]
     for prefix in MODEL_PREFIXES:
-        if any(key.startswith(prefix) and is_known(key.removeprefix(prefix), model.shapes) for key in keys):
+        if any(key.startswith(prefix) and _known(key.removeprefix(prefix), model) for key in keys):
             return prefix
     for prefix in MODEL_PREFIXES[:2]:  # under SMP's own names
-        if model.kind in ROOTS and any(key.startswith(prefix) for key in keys):
+        if model.kind in SMP_LAYERS and any(key.startswith(prefix) for key in keys):
             return prefix
     known, first = ", ".join(keys[:3]), next(iter(model.shapes))
     raise CheckpointError(f"it holds no {first} under any of the usual names; its entries begin with {known}")
+
+
+def _known(name: str, model: HubModel) -> bool:
+    return canonical_name(name) in model.shapes or plain(name) in model.shapes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from smp_train.models.hugging_face import model_of
 
@@ -19,22 +19,9 @@ STATE_BYTES = 16
 EXPERT = re.compile(r"\.experts\.")
 
 
-class Counts(NamedTuple):
-    """Numbers of parameters: all, those that one token uses, and the part of these in matrix products."""
-
-    total: int
-    active: int
-    active_matmul: int
-
-
 def count_parameters(config: PretrainedConfig) -> int:
     """Return the number of parameters, tied ones counted once."""
-    return _counts(config).total
-
-
-def count_active_parameters(config: PretrainedConfig) -> int:
-    """Return the number of parameters one token uses: of the experts only those it is routed to."""
-    return _counts(config).active
+    return _counts(config)[0]
 
 
 def flops_per_token(config: PretrainedConfig, seq_len: int, *, causal: bool = False) -> float:
@@ -47,7 +34,7 @@ def flops_per_token(config: PretrainedConfig, seq_len: int, *, causal: bool = Fa
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
-    return float(6 * _counts(config).active_matmul + (attention // 2 if causal else attention))
+    return float(6 * _counts(config)[1] + (attention // 2 if causal else attention))
 
 
 def _active_share(config: PretrainedConfig) -> float:
@@ -58,14 +45,17 @@ def _active_share(config: PretrainedConfig) -> float:
     return used / experts if experts and used else 1.0
 
 
-def _counts(config: PretrainedConfig) -> Counts:
+def _counts(config: PretrainedConfig) -> tuple[int, int]:
     kind: Any = type(config)
     return _count_built(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=64)
-def _count_built(kind: Any, config_json: str) -> Counts:
-    # Counted on a model on meta: exact for every model of transformers, without a formula per family.
+def _count_built(kind: Any, config_json: str) -> tuple[int, int]:
+    """Return the number of parameters, and of those that one token uses in matrix products.
+
+    They are counted in a model on meta: exact for every model of transformers, without a formula per family.
+    """
     import torch
     from torch import nn
 
@@ -77,11 +67,9 @@ def _count_built(kind: Any, config_json: str) -> Counts:
     if head is not None:
         looked_up.discard(id(head.weight))
     share = _active_share(config)
-    total = active = matmul = 0.0
-    for name, param in model.named_parameters():
-        used = param.numel() * (share if EXPERT.search(name) else 1.0)
-        total += param.numel()
-        active += used
-        if param.dim() > 1 and id(param) not in looked_up:
-            matmul += used
-    return Counts(round(total), round(active), round(matmul))
+    matmul = sum(
+        param.numel() * (share if EXPERT.search(name) else 1.0)
+        for name, param in model.named_parameters()
+        if param.dim() > 1 and id(param) not in looked_up
+    )
+    return sum(param.numel() for param in model.parameters()), round(matmul)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smp_train.distributed import ALL_RANKS
-from smp_train.errors import CheckpointError, ConfigError, one_line
+from smp_train.errors import CheckpointError, ConfigError, first_line, one_line
 from smp_train.models.weight_files import weight_files
 from smp_train.storage.paths import Place, S3Path, place
 
@@ -62,8 +62,7 @@ def load_tokenizer(location: str) -> Any:
     except Exception as failure:  # anything, for files of unknown origin
         if "trust_remote_code" in str(failure):
             raise _foreign_code(f"tokenizer {location}") from failure
-        first = (str(failure).strip().splitlines() or [type(failure).__name__])[0]
-        raise ConfigError(f"tokenizer {location} cannot be read: {first}") from failure
+        raise ConfigError(f"tokenizer {location} cannot be read: {first_line(failure)}") from failure
 
 
 def model_of(config: Any, **more: Any) -> Any:

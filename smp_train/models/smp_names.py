@@ -1,9 +1,7 @@
 """Parameters of SMP's own (transformed) implementation as blocks of the tensors on the Hugging Face hub.
 
-SMP's source is not public. Its decoder layers are Transformer Engine's and its experts Megatron Core's, whose names are
-public, as is the outer tree of SMP v1 (``transformer.seq_layers.N``, ``word_embedding``). That v2 combines them in this
-way is an assumption (docs/smp-v2.md). A name outside the table is refused. The split over tensor ranks is not in the
-table: it follows from the shapes of the rank's tensor and the whole one.
+The names are those of `smp_train.models.layouts`. The split over tensor ranks follows from the shapes of the rank's
+tensor and the whole one.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import canonical_name
+from smp_train.models.layouts import LAYOUTS, SMP_LAYERS
 
 _FOLDER = re.compile(r"tp(?P<tensor>\d+)_ep(?P<expert>\d+)(?:_fsdp(?P<shard>\d+))?")
 _EARLIER = re.compile(r"(?:tp(?P<tensors>\d+)-(?P<tensor>\d+))?/?(?:ep(?P<experts>\d+)-(?P<expert>\d+))?")
@@ -27,42 +26,6 @@ _EXPERTS = re.compile(
     r"|experts\.local_experts\.(?P<local>\d+)\.linear_fc(?P<fc>[12])\.weight)"
 )
 _QKV = re.compile(r"self_attention\.layernorm_qkv\.(query|key|value)_(weight|bias)")
-_ATTENTION = {
-    "self_attention.layernorm_qkv.layer_norm_weight": ("input_layernorm.weight",),
-    "self_attention.layernorm_qkv.query_weight": ("self_attn.q_proj.weight",),
-    "self_attention.layernorm_qkv.key_weight": ("self_attn.k_proj.weight",),
-    "self_attention.layernorm_qkv.value_weight": ("self_attn.v_proj.weight",),
-    "self_attention.proj.weight": ("self_attn.o_proj.weight",),
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
-}
-_LLAMA = _ATTENTION | {
-    "layernorm_mlp.layer_norm_weight": ("post_attention_layernorm.weight",),
-    # A rank's rows of the gate projection precede its rows of the up projection.
-    "layernorm_mlp.fc1_weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "layernorm_mlp.fc2_weight": ("mlp.down_proj.weight",),
-}
-_NEOX = {
-    f"{theirs}{joint}{kind}": (f"{ours}.{kind}",)
-    for theirs, joint, ours in (
-        ("self_attention.layernorm_qkv.layer_norm", "_", "input_layernorm"),
-        ("self_attention.proj", ".", "attention.dense"),
-        ("layernorm_mlp.layer_norm", "_", "post_attention_layernorm"),
-        ("layernorm_mlp.fc1", "_", "mlp.dense_h_to_4h"),
-        ("layernorm_mlp.fc2", "_", "mlp.dense_4h_to_h"),
-    )
-    for kind in ("weight", "bias")
-}
-LAYER_TABLES: dict[str, Mapping[str, tuple[str, ...]]] = {
-    "llama": _LLAMA, "mistral": _LLAMA, "mixtral": _ATTENTION, "gpt_neox": _NEOX,
-}  # fmt: skip
-_LLAMA_ROOTS = {"layers": "model.layers", "embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_NEOX_ROOTS = {
-    "layers": "gpt_neox.layers",
-    "embedding": "gpt_neox.embed_in",
-    "norm": "gpt_neox.final_layer_norm",
-    "head": "embed_out",
-}
-ROOTS = {"llama": _LLAMA_ROOTS, "mistral": _LLAMA_ROOTS, "mixtral": _LLAMA_ROOTS, "gpt_neox": _NEOX_ROOTS}
 # Modules outside the layers, by the last but one component of the name.
 _AROUND = {
     "word_embedding": "embedding", "word_embeddings": "embedding", "embed_tokens": "embedding", "embed_in": "embedding",
@@ -148,16 +111,11 @@ def plain(name: str) -> str:
     return ".".join(word for word in canonical_name(name).split(".") if word not in WRAPPERS)
 
 
-def is_known(name: str, shapes: Mapping[str, Any]) -> bool:
-    """Return whether a saved name, without wrappers, is one of ``shapes``."""
-    return canonical_name(name) in shapes or plain(name) in shapes
-
-
 def is_transformed(names: Iterable[str], kind: str) -> bool:
     """Return whether parameters have SMP's names rather than those of transformers."""
-    if kind not in ROOTS:
+    if kind not in SMP_LAYERS:
         return False
-    roots = {root.split(".")[0] for root in ROOTS[kind].values()} | {"lm_head"}
+    roots = {LAYOUTS[kind].layers.split(".")[0], LAYOUTS[kind].head, "lm_head"}
     return any(canonical_name(name).split(".")[0] not in roots for name in names)
 
 
@@ -169,23 +127,23 @@ def blocks(name: str, shape: Sequence[int], ranks: Ranks, model: HubModel) -> li
     name = canonical_name(name) if canonical_name(name) in model.shapes else plain(name)
     if name in model.shapes:
         return _stacked((name,), shape, ranks, model)
-    if model.kind not in ROOTS:
+    if model.kind not in SMP_LAYERS:
         return None
-    roots = ROOTS[model.kind]
+    layout = LAYOUTS[model.kind]
     layer = _LAYER.search(name)
     if layer is None:
         path, _, leaf = name.rpartition(".")
         around = _AROUND.get(path.rpartition(".")[2])
-        hub = f"{roots[around]}.{leaf}" if around else ""
+        hub = f"{getattr(layout, around)}.{leaf}" if around else ""
         return _stacked((hub,), shape, ranks, model) if hub in model.shapes else None
-    prefix, rest = f"{roots['layers']}.{layer[1]}.", layer[2]
+    prefix, rest = f"{layout.layers}.{layer[1]}.", layer[2]
     moe = _EXPERTS.fullmatch(rest) if model.kind == "mixtral" else None
     if moe is not None:
         return _experts(moe, prefix + "block_sparse_moe.", shape, ranks, model)
     qkv = _QKV.fullmatch(rest) if model.kind == "gpt_neox" else None
     if qkv is not None:
         return _by_head(f"{prefix}attention.query_key_value.{qkv[2]}", qkv[1], shape, ranks, model)
-    found = tuple(prefix + part for part in LAYER_TABLES[model.kind].get(rest, ()))
+    found = [prefix + part for part in SMP_LAYERS[model.kind].get(rest, ())]
     return _stacked(found, shape, ranks, model) if found and set(found) <= set(model.shapes) else None
 
 

@@ -7,9 +7,8 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import torch
@@ -43,12 +42,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Streamed:
-    """A stored tensor, row-major without gaps, of which what is indexed is fetched; see `models.weight_files.Block`.
+    """A stored tensor of which what is indexed is fetched; see `models.weight_files.Block`.
 
-    Attributes:
-        file: its file.
-        etag: the version of that.
-        start: where its bytes begin there.
+    ``etag`` is the version of its file, ``start`` the byte there at which its numbers begin: row by row without gaps,
+    or ``strides`` apart, as those of a transposed tensor, which is fetched whole.
     """
 
     file: S3Path
@@ -56,6 +53,7 @@ class Streamed:
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
 
     def get_shape(self) -> list[int]:
         """Return its shape."""
@@ -63,72 +61,59 @@ class Streamed:
 
     def __getitem__(self, index: Any) -> Tensor:
         """Fetch the block at ``index``: a slice per dimension, all with both ends, or an ellipsis."""
-        bounds = self._bounds(index)
-        target = torch.empty([high - low for low, high in bounds], dtype=self.dtype)
+        if self.strides is not None:
+            span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+            flat = Streamed(self.file, self.etag, self.start, self.dtype, (0 if 0 in self.shape else span,))[...]
+            return flat.as_strided(self.shape, self.strides)[index]
+        target = torch.empty([high - low for low, high in self._bounds(index)], dtype=self.dtype)
         fetch([(target, self, index)], self.file.parent)
         return target
 
     def _bounds(self, index: Any) -> list[tuple[int, int]]:
-        if index is Ellipsis:
-            return [(0, size) for size in self.shape]
-        return [(one.start or 0, one.stop) for one in index]
+        return [(0, size) for size in self.shape] if index is ... else [(each.start or 0, each.stop) for each in index]
 
     def requests(self, target: Tensor, index: Any) -> Iterator[Request]:
-        """Yield what to fetch for the block at ``index``, which goes to ``target``: at most `PART_BYTES` at once.
+        """Yield what to fetch for the block at ``index``, which goes to ``target``: at most `PART_BYTES` at once."""
+        if target.numel():
+            shaped = target if self.shape else target.view(1)
+            yield from self._rows(shaped, self.shape or (1,), self._bounds(index) or [(0, 1)], 0)
 
-        Rows of which a part is wanted are fetched whole where many of them go into one request: that is cheaper than a
-        request for each.
+    def _rows(
+        self, target: Tensor, shape: Sequence[int], bounds: Sequence[tuple[int, int]], at: int
+    ) -> Iterator[Request]:
+        """Yield the requests for a part of the tensor that begins ``at`` that number of it.
+
+        Rows are fetched whole, several at once, which is cheaper than a request for what is wanted of each. A row that
+        takes a request of its own is split along its own rows.
         """
-        shape, bounds = self.shape or (1,), self._bounds(index) or [(0, 1)]
-        target = target.view(1) if not self.shape else target
-        if any(low >= high for low, high in bounds):
+        (low, high), *inner = bounds
+        row, size = math.prod(shape[1:]), self.dtype.itemsize
+        if 2 * row * size > s3.PART_BYTES and len(shape) > 1:
+            for number in range(low, high):
+                yield from self._rows(target[number - low], shape[1:], inner, at + number * row)
             return
-        most = s3.PART_BYTES // self.dtype.itemsize
-        cut = max((d for d, span in enumerate(bounds) if span != (0, shape[d])), default=0)
-        # Elements to one step along dimension `cut`, which is the last that is not taken whole, or a later one.
-        while math.prod(shape[cut + 1 :]) > most:
-            cut += 1
-        inner = math.prod(shape[cut + 1 :])
-        low, high = bounds[cut]
-        run, stride = (high - low) * inner, shape[cut] * inner  # of what follows each other, and to the next such
-        if cut == 0 or run >= most:
-            # Cut runs into requests.
-            along, step, count = cut, inner, max(1, most // inner)
-        else:
-            # Let a request bring several runs, with what is between them.
-            along, step, count = cut - 1, stride, max(1, most // stride)
-        first_at = 0 if along == cut else low * inner
-        for outer in product(*(range(*span) for span in bounds[:along])):
-            base = first_at + sum(i * math.prod(shape[d + 1 :]) for d, i in enumerate(outer))
-            view = target[tuple(i - bounds[d][0] for d, i in enumerate(outer))] if outer else target
-            begin, end = bounds[along]
-            for one in range(begin, end, count):
-                rows = min(end, one + count) - one
-                runs = (1, rows * inner) if along == cut else (rows, run)
-                yield self._request(base + one * step, *runs, stride, view[one - begin : one - begin + rows])
+        within = (slice(None), *(slice(*span) for span in inner))
+        for first in range(low, high, s3.PART_BYTES // (row * size)):
+            rows = target[first - low : first - low + s3.PART_BYTES // (row * size)]
 
-    def _request(self, at: int, count: int, run: int, stride: int, target: Tensor) -> Request:
-        """Return the request for ``count`` runs of elements, ``stride`` apart, of which ``target`` is made."""
-        size = self.dtype.itemsize
+            def put(data: Tensor, rows: Tensor = rows) -> None:
+                rows.copy_(data.view(len(rows), *shape[1:])[within])
 
-        def put(data: Tensor) -> None:
-            target.copy_(data.as_strided((count, run), (stride, 1)).reshape(target.shape))
-
-        length = ((count - 1) * stride + run) * size
-        return Request(Range(self.file.name, self.start + at * size, length, self.etag), put, self.dtype)
+            begin = self.start + (at + first * row) * size
+            yield Request(Range(self.file.name, begin, len(rows) * row * size, self.etag), put, self.dtype)
 
 
 def fetch(copies: Iterable[tuple[Tensor, Any, Any]], folder: S3Path) -> None:
     """Fill each target with what its block, of a file in ``folder``, has at the index.
 
     ``copies`` are (target, block, index), taken as they are needed: requests for the next ones are under way while one
-    is put in its place, `AT_ONCE` of them at most. Blocks that are not `Streamed` are read at once.
+    is put in its place, `AT_ONCE` of them at most. Blocks that cannot be fetched in parts are read at once.
     """
     waiting: deque[Request] = deque()
 
     def wanted() -> Iterator[Range]:
         for target, block, index in copies:
-            if not isinstance(block, Streamed):
+            if not isinstance(block, Streamed) or block.strides is not None:
                 target.copy_(block[index])
                 continue
             for request in block.requests(target, index):
@@ -206,34 +191,8 @@ def _has_places(content: Any) -> bool:
     return True
 
 
-def _placed(path: S3Path, etag: str, tensor: Tensor) -> Any:
+def _placed(path: S3Path, etag: str, tensor: Tensor) -> Streamed:
     storage: Any = tensor.untyped_storage()
     start = int(storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize)
-    shape = tuple(tensor.shape)
-    if tensor.is_contiguous():
-        return Streamed(path, etag, start, tensor.dtype, shape)
-    return Scattered(path, etag, start, tensor.dtype, shape, tuple(tensor.stride()))
-
-
-@dataclass(frozen=True)
-class Scattered:
-    """A tensor whose elements do not follow each other in the file, as a transposed one's: fetched whole."""
-
-    file: S3Path
-    etag: str
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def get_shape(self) -> list[int]:
-        """Return its shape."""
-        return list(self.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Fetch the tensor, and return the block at ``index``."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)[index]
-        whole = Streamed(self.file, self.etag, self.start, self.dtype, (span,))[...]
-        return whole.as_strided(self.shape, self.strides)[index]
+    strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+    return Streamed(path, etag, start, tensor.dtype, tuple(tensor.shape), strides)

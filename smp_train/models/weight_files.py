@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, first_line
 from smp_train.storage.paths import Place, S3Path, names_in
 
 if TYPE_CHECKING:  # torch is imported where tensors are read: finding files works without it
@@ -134,8 +134,7 @@ def _open_pickled(path: Place, stack: ExitStack) -> tuple[list[str], Callable[[s
             # The format before torch 1.6 cannot be mapped; it is read whole.
             content = load(path, mmap=zipfile.is_zipfile(path))
     except Exception as failure:  # anything, for a file of unknown origin
-        first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-        raise CheckpointError(f"{path} cannot be read as a file of tensors: {first}") from failure
+        raise CheckpointError(f"{path} cannot be read as a file of tensors: {first_line(failure)}") from failure
     tensors = _tensors_in(content)
     if not tensors:
         raise CheckpointError(f"{path} holds no tensors by name; is it the file with the model's weights?")

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from smp_train.errors import CheckpointError
-from smp_train.models.flat_order import flat_order
+from smp_train.models.layouts import flat_order
 
 TINY = {"num_hidden_layers": 11, "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 4, "vocab_size": 32}
 MORE = {"mixtral": {"num_local_experts": 11}, "llama": {"attention_bias": True, "mlp_bias": True}}
