@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from smp_train.data import conversion
@@ -31,12 +31,12 @@ SLOT = "slot"
 """What the folder of one job is called, with a number."""
 SUFFIXES = (".tok", ".idx")
 WAIT_SECONDS = 1.0
-SAY_SECONDS = 60.0
+REPORT_SECONDS = 60.0
 """Between lines about a window that is waited for."""
 
 
 def claim_slot(folder: str) -> tuple[str, FolderLock | None]:
-    """Take the first slot that no other job holds; return it with its lock, which holds it. Raises OSError.
+    """Take the first slot that no other job holds; return it with the lock that holds it. Raises OSError.
 
     Slots of ended jobs are removed, and temporary files that a killed one left in this one. Where files cannot
     be locked every job has a new slot.
@@ -95,10 +95,9 @@ class Slot(Destination):
     def write(self, group: list[tuple[Shard, str | None]], tick: Callable[[int], None]) -> None:
         """Stage a unit. Raises DataError."""
         (shard, copy), unit = group[0], self.units.index(group[0][0])
-        if not self.indexes:
+        if copy is None or not self.indexes:
             super().write(group, tick)
         else:
-            assert copy is not None, "prepared tokens are staged from S3 alone"
             try:
                 settle(copy, self.unit_base(unit) + ".tok")
                 shutil.copyfile(self.indexes[unit], self.unit_base(unit) + ".idx")
@@ -128,13 +127,11 @@ def digest_of(headers: list[Header]) -> str:
     return " ".join(header.digest for header in headers)
 
 
-@dataclass
 class Stager:
     """Keeps this node's part of the wanted units in the slot; the next ones are staged in a thread.
 
     Args:
         slot: the folder.
-        whole: units that an unbounded run has left converted; they are never staged.
         node: this one among those that share the slot.
         nodes: how many do.
         at_once: objects of S3 to fetch at a time.
@@ -142,41 +139,38 @@ class Stager:
         lock: holds the slot.
     """
 
-    slot: Slot
-    whole: set[int]
-    node: int = 0
-    nodes: int = 1
-    at_once: int = 1
-    processes: int = 1
-    lock: FolderLock | None = None
-    _node_of: dict[int, int] = field(default_factory=dict)
-    """Which node stages each unit that is wanted, in the order in which they are."""
-    _thread: threading.Thread | None = None
-    _error: Exception | None = None
-    _stopped: bool = False
+    def __init__(
+        self, slot: Slot, node: int = 0, nodes: int = 1, at_once: int = 1, processes: int = 1,
+        lock: FolderLock | None = None,
+    ) -> None:
+        self.slot, self.node, self.nodes, self.lock = slot, node, nodes, lock
+        self._at_once, self._processes = at_once, processes
+        self._node_of: dict[int, int] = {}
+        """The node that stages each wanted unit, in order of need."""
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._stopped = False
 
     def advance(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:
         """Have units ``needed`` staged, and ``following`` soon; others are removed. Yields while it waits.
 
         Every stager of a slot is asked the same in the same order. Raises DataError when a unit cannot be staged.
         """
-        before, wanted = self._node_of, dict[int, int]()
-        for group in (needed, following):
-            new = {unit: place % self.nodes for place, unit in enumerate(u for u in group if u not in before)}
-            wanted |= {unit: before[unit] if unit in before else new[unit] for unit in group}
-        self._node_of = wanted  # at once: a thread that stages reads it
+        before, wanted = self._node_of, list(dict.fromkeys([*needed, *following]))
+        new = [unit for unit in wanted if unit not in before]
+        node_of = before | {unit: number % self.nodes for number, unit in enumerate(new)}
+        self._node_of = {unit: node_of[unit] for unit in wanted}  # at once: a thread that stages reads it
         try:
             old = {unit for unit, node in before.items() if node == self.node}
             if not before and self.node == 0:
-                # What an earlier run left is of no node: the first removes it.
-                old = self.slot.here()
+                old = self.slot.here()  # what an earlier run left is of no node: the first removes it
             for unit in old - self._node_of.keys():
                 self.slot.remove(unit)
         except OSError as error:
             raise DataError(f"{self.slot.folder}: old shards cannot be removed ({error.strerror})") from None
         self._stopped = False
         self._start()
-        asked = said = time.monotonic()
+        asked = reported = time.monotonic()
         while missing := self._missing(needed):
             assert self._thread is not None, "it was started"
             if not self._thread.is_alive():
@@ -184,15 +178,15 @@ class Stager:
                     raise self._error
                 self._start()
             self._thread.join(WAIT_SECONDS)
-            if time.monotonic() - said >= SAY_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - reported >= REPORT_SECONDS:
+                reported = time.monotonic()
                 path = self.slot.units[missing[0]].path
-                logger.warning("%s: not in %s after %.0f s of waiting", path, self.slot.folder, said - asked)
+                logger.warning("%s: not in %s after %.0f s of waiting", path, self.slot.folder, reported - asked)
             yield
 
     def _missing(self, units: Iterable[int]) -> list[int]:
-        """Return what of this node's part is not staged yet."""
-        mine = [unit for unit in units if self._node_of.get(unit) == self.node and unit not in self.whole]
+        """Return this node's units that are not staged yet."""
+        mine = [unit for unit in units if self._node_of.get(unit) == self.node]
         return [unit for unit in mine if self.slot.staged(unit) is None]
 
     def _start(self) -> None:
@@ -210,9 +204,9 @@ class Stager:
             # `advance` may have removed a unit since: it looks missing, and is not wanted any more.
             units = [unit for unit in missing if unit in self._node_of]
             for _ in conversion.convert(
-                self.slot, [self.slot.units[unit] for unit in units], processes=self.processes, file_bytes=0,
-                at_once=self.at_once, apart=not self.slot.indexes, stop=lambda: self._stopped,
-            ):  # fmt: skip
+                self.slot, [self.slot.units[unit] for unit in units], processes=self._processes, file_bytes=0,
+                at_once=self._at_once, apart=not self.slot.indexes, stop=lambda: self._stopped,
+            ):
                 pass
             for unit in units:
                 if unit not in self._node_of:  # `advance` has come to removing it before it was here

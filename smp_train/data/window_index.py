@@ -6,13 +6,14 @@ read once, checked and counted, and its index is kept, common to all jobs.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
-import struct
+import shutil
+import tarfile
 from collections.abc import Generator
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 
 from smp_train.data import conversion, manifest, s3
 from smp_train.data.atomic_file import atomic_file, settle
@@ -23,8 +24,6 @@ from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
-
-_LENGTHS = struct.Struct("<QQ")
 
 
 class WindowIndex:
@@ -41,22 +40,17 @@ class WindowIndex:
     def __init__(
         self, location: str, *, prepared: bool, window: int, vocab_size: int, cache_dir: str | None = None,
         zipped: bool | None = None, max_bad: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.location, self.prepared = location, prepared
         self.cache = TokenCache(location, vocab_size, cache_dir, max_bad is not None)
-        self.index_objects: list[Shard] = []
-        if prepared:
-            objects = s3.list_folder(location)[0]
-            self.units = [shard for shard in objects if shard.name.endswith(".tok") and shard.name[0] not in "._"]
-            self.index_objects = paired(self.units, objects)
-        else:
-            self.units = list_shards(location, zipped)
+        self._index_objects = paired(s3.list_folder(location)[0]) if prepared else {}
+        self.units = list(self._index_objects) if prepared else list_shards(location, zipped)
         self.is_large = len(self.units) > 2 * window
         """False where two windows hold all of it."""
-        self.listed: dict[str, Header] = {}
+        self._listed: dict[str, Header] = {}
         """What the manifest says of each shard."""
         if self.is_large and not prepared:
-            self.listed = listed_headers(location, self.units, vocab_size)
+            self._listed = listed_headers(location, self.units, vocab_size)
         self._index = Index()
 
     @cached_property
@@ -75,8 +69,8 @@ class WindowIndex:
         if self.prepared:
             file = read_index(self.destination.base(unit), index_alone=True)
             return [] if file is None else [(file, number) for number in range(len(file.headers))]
-        if unit.name in self.listed:
-            return [(TokenFile("", [self.listed[unit.name]], 0, 0), 0)]
+        if unit.name in self._listed:
+            return [(TokenFile("", [self._listed[unit.name]], 0, 0), 0)]
         found = self._index.find(unit) or self.cache.find(unit)
         return [] if found is None else [found]
 
@@ -87,77 +81,63 @@ class WindowIndex:
             self._index.scan(self.destination, index_alone=True)
         return [unit for unit in units if not self.known(unit)]
 
-    def lacking(self) -> list[int]:
-        """Return 0 of each unit that this rank sees converted by an unbounded run, of others 1."""
-        if self.prepared:
-            return [1] * len(self.units)
-        self.cache.scan()
-        return [int(self.cache.find(unit) is None) for unit in self.units]
-
     def count(self, slot: str, rank: int, world: int, at_once: int, processes: int) -> Generator[int, None, None]:
         """Count a rank's share of the units whose rows are not known; objects of S3 go through ``slot``."""
         missing = self.unknown(share(self.units, rank, world))
         if self.prepared:
-            yield from self._fetch_indexes(missing, slot)
+            yield from self._fetch_indexes({self._index_objects[unit]: unit for unit in missing}, slot)
         elif missing:
             size = 0 if s3.is_s3(self.location) else conversion.FILE_BYTES
             yield from conversion.convert(
                 self.destination, missing, what="counting rows", shown=rank == 0, copies=slot, file_bytes=size,
                 at_once=at_once, processes=min(processes, at_once),
-            )  # fmt: skip
+            )
 
-    def _fetch_indexes(self, missing: list[Shard], slot: str) -> Generator[int, None, None]:
-        unit_of = {self.index_objects[self.units.index(unit)]: unit for unit in missing}
-        to = self.destination
-        for index, copy in s3.staged(list(unit_of), slot) if missing else ():
-            unit = unit_of[index]
+    def _fetch_indexes(self, unit_of: dict[Shard, Shard], slot: str) -> Generator[int, None, None]:
+        for index, copy in s3.staged(unit_of, slot) if unit_of else ():
+            unit, base = unit_of[index], self.destination.base(unit_of[index])
             try:
-                settle(copy, to.base(unit) + ".idx")
+                settle(copy, base + ".idx")
             except OSError as error:
-                raise to.unwritable(error) from None
-            file = read_index(to.base(unit), index_alone=True)
+                raise self.destination.unwritable(error) from None
+            file = read_index(base, index_alone=True)
             if file is None or file.begins[-1] != unit.size:
-                os.unlink(to.base(unit) + ".idx")  # else the next start takes it for this unit's
+                os.unlink(base + ".idx")  # else the next start takes it for this unit's
                 raise DataError(
                     f"{index.path}: is damaged, of another version, or of another .tok; make both or copy them again"
                 )
             yield 1
 
     def index_files(self, units: list[Shard]) -> bytes:
-        """Return the index files of some units, for nodes that have not counted them."""
-        parts = []
-        for base in dict.fromkeys(file.base for unit in units for file, _ in self.known(unit) if file.base):
-            name, content = os.path.basename(base).encode(), Path(base + ".idx").read_bytes()
-            parts += [_LENGTHS.pack(len(name), len(content)), name, content]
-        return b"".join(parts)
+        """Return the index files of some units in a tar, for nodes that have not counted them."""
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w") as tar:
+            for base in dict.fromkeys(file.base for unit in units for file, _ in self.known(unit) if file.base):
+                tar.add(base + ".idx", os.path.basename(base) + ".idx")
+        return content.getvalue()
 
     def take_index_files(self, files: bytes) -> None:
         """Keep index files of another node that are not here. Raises DataError."""
-        to, at = self.destination, 0
-        while at < len(files):
-            name, content = _LENGTHS.unpack_from(files, at)
-            at += _LENGTHS.size
-            base = os.path.join(to.folder, files[at : at + name].decode())
-            if read_index(base, index_alone=True) is None:
+        with tarfile.open(fileobj=io.BytesIO(files)) as tar:
+            for member in tar:
+                path, content = os.path.join(self.destination.folder, member.name), tar.extractfile(member)
+                if content is None or read_index(path[: -len(".idx")], index_alone=True) is not None:
+                    continue
                 try:
-                    with atomic_file(base + ".idx") as file:
-                        file.write(files[at + name : at + name + content])
+                    with atomic_file(path) as file:
+                        shutil.copyfileobj(content, file)
                 except OSError as error:
-                    raise to.unwritable(error) from None
-            at += name + content
+                    raise self.destination.unwritable(error) from None
 
 
-def paired(units: list[Shard], objects: list[Shard]) -> list[Shard]:
+def paired(objects: list[Shard]) -> dict[Shard, Shard]:
     """Return the ``.idx`` object of each ``.tok`` object. Raises DataError for one without the other."""
-    indexes = {shard.name: shard for shard in objects if shard.name.endswith(".idx")}
-    wanted = {shard.name[: -len(".tok")] + ".idx": shard for shard in units}
-    for name, shard in wanted.items():
-        if name not in indexes:
-            raise DataError(f"{shard.path}: its .idx is not beside it; make both or copy them again")
-    for name, index in indexes.items():
-        if name not in wanted:
-            raise DataError(f"{index.path}: its .tok is not beside it; make both or copy them again")
-    return [indexes[name] for name in wanted]
+    toks = {shard.name[:-4]: shard for shard in objects if shard.name.endswith(".tok") and shard.name[0] not in "._"}
+    indexes = {shard.name[:-4]: shard for shard in objects if shard.name.endswith(".idx")}
+    for of, others, suffix in ((toks, indexes, ".idx"), (indexes, toks, ".tok")):
+        for name in sorted(of.keys() - others.keys()):
+            raise DataError(f"{of[name].path}: its {suffix} is not beside it; make both or copy them again")
+    return {shard: indexes[name] for name, shard in toks.items()}
 
 
 def listed_headers(location: str, shards: list[Shard], vocab_size: int) -> dict[str, Header]:

@@ -1,4 +1,4 @@
-"""A set of shards of which `--shuffle window:K` has two windows on disk, and knows the number of rows of the others."""
+"""A set of shards of which `--shuffle window:K` keeps two windows on disk; of the others it knows the indexes alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import threading
 import uuid
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 from smp_train import distributed
 from smp_train.data import s3
@@ -28,7 +27,6 @@ from smp_train.errors import DataError
 logger = logging.getLogger("smp_train.data")
 
 STAGED_AGAIN = "start again, and it is staged again; is something clearing the --data_cache_dir?"
-Meet = Callable[[str, Generator[Any, None, None]], None]
 
 
 class Windowed(TokenShards):
@@ -38,31 +36,22 @@ class Windowed(TokenShards):
         shards: the files.
         found: header of each, with the file of its index where there is one, and its number there.
         slot: where they are staged.
-        units: what of the slot each shard is in, and its number there.
-        whole: token files of the shards that an unbounded run has left converted, by shard.
+        units: the unit of the slot that each shard is in, and its number there.
         stager: of the process that stages for its node; None on others.
-        meet: runs a stager's steps while the others wait; collective (`rounds.in_rounds`).
     """
 
     staged = True
 
     def __init__(
-        self,
-        shards: list[Shard],
-        found: list[tuple[TokenFile, int]],
-        slot: Slot,
-        units: list[tuple[int, int]],
-        whole: dict[int, tuple[TokenFile, int]],
+        self, shards: list[Shard], found: list[tuple[TokenFile, int]], slot: Slot, units: list[tuple[int, int]],
         stager: Stager | None,
-        meet: Meet = in_rounds,
     ) -> None:
         super().__init__(shards, found, STAGED_AGAIN)
-        self.slot, self.stager = slot, stager
-        self._units, self._whole, self._meet = units, whole, meet
+        self.slot, self.stager, self._units = slot, stager, units
         self._wanted: tuple[list[int], list[int]] | None = None
         self._last = TokenFile("", [], 0, 0)
         self._changed = threading.Condition()
-        self._staged: dict[int, ShardRows] = {}
+        self._reading: dict[int, ShardRows] = {}
         """The shards that are being read."""
 
     def _index(self, shard: int) -> ShardRows:
@@ -73,109 +62,93 @@ class Windowed(TokenShards):
         return ShardRows(self._last, number)
 
     def _rows(self, shard: int) -> ShardRows:
-        """Return the rows of a shard once it is staged, which the training loop asks for. Raises DataError."""
+        """Return the rows of a shard; wait until the training loop has it staged. Raises DataError."""
         with self._changed:
-            self._changed.wait_for(lambda: shard in self._staged or self._wanted is None)
-            if shard not in self._staged:
+            self._changed.wait_for(lambda: shard in self._reading or self._wanted is None)
+            if shard not in self._reading:
                 raise DataError(
                     f"{self.files[shard].path}: is not staged, as no training is going on; rows under --shuffle "
                     "window:K are read in their order alone"
                 )
-            return self._staged[shard]
+            return self._reading[shard]
 
     def want(self, needed: list[int], following: list[int]) -> None:
         """Have shards ``needed`` staged, then ``following``, and no others; collective when these change.
 
-        Called when every rank has read all rows behind those that are needed. Raises DataError.
+        Called when every rank has read all rows before those that are needed. Raises DataError.
         """
         if (needed, following) == self._wanted:
             return
         units = [list(dict.fromkeys(self._units[shard][0] for shard in group)) for group in (needed, following)]
-        self._meet("staging the next window", self._advance(*units))
+        in_rounds("staging the next window", self._advance(*units))
         # Collective too: where one rank cannot open its files, no other may come to the next place of a blend alone.
-        self._meet("opening the next window", self._enter(needed, following))
-
-    def _enter(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:
-        with self._changed:
-            # Opened now, so that whatever removes them in the middle of the window does no harm.
-            self._staged = {shard: self._staged.get(shard) or self._open(shard) for shard in needed}
-            self._wanted = needed, following
-            self._changed.notify_all()
-        yield
+        in_rounds("opening the next window", self._enter(needed, following))
 
     def _advance(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:
         if self.stager is not None:
             yield from self.stager.advance(needed, following)
 
-    def _open(self, shard: int) -> ShardRows:
+    def _enter(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:
+        with self._changed:
+            # Opened now, so that whatever removes them in the middle of the window does no harm.
+            self._reading = {shard: self._reading.get(shard) or self._staged_rows(shard) for shard in needed}
+            self._wanted = needed, following
+            self._changed.notify_all()
+        yield
+
+    def _staged_rows(self, shard: int) -> ShardRows:
         unit, number = self._units[shard]
         file = self.slot.staged(unit)
-        if file is None and shard in self._whole:
-            file, number = self._whole[shard]
         if file is None:
             raise DataError(f"{self.slot.unit_base(unit)}.tok: was removed; {self.cure}")
-        rows = ShardRows(file, number, self.cure)
         try:
             file.open()
         except OSError as error:
             raise DataError(f"{file.path}: cannot be read ({error.strerror}); {self.cure}") from None
-        return rows
+        return ShardRows(file, number, self.cure)
 
     def rest(self) -> None:
         """Give up what is being staged: no more is read for now."""
         with self._changed:
             self._wanted = None
-            self._staged = {}
+            self._reading = {}
             self._changed.notify_all()
         if self.stager is not None:
             self.stager.stop()
 
 
 def assemble(
-    place: WindowIndex, window: int, slot: str, *, lock: FolderLock | None = None, node: int = 0, nodes: int = 1,
-    stages: bool = True, at_once: int = 1, processes: int = 1, max_bad: float | None = None, meet: Meet = in_rounds,
-    lacking: list[int] | None = None,
-) -> Windowed:  # fmt: skip
-    """Return the rows of a place of which all rows are known. Raises DataError.
+    place: WindowIndex, window: int, folder: str, stager_of: Callable[[Slot], Stager | None],
+    max_bad: float | None = None,
+) -> Windowed:
+    """Return the rows of a place of which the indexes are known. Raises DataError.
 
     Args:
         place: the place.
         window: shards of a window.
-        slot: folder that units are staged in.
-        lock: of the slot, in the process that claimed it.
-        node: this one among those that share the slot.
-        nodes: how many do.
-        stages: this process stages for its node.
-        at_once: objects of S3 to fetch at a time.
-        processes: to parse in.
+        folder: the slot.
+        stager_of: makes the stager of the slot, in the process that stages for its node.
         max_bad: fraction of malformed lines that may have been left out; None tolerates none.
-        meet: as of `Windowed`.
-        lacking: 0 of each unit that every rank sees converted, which is not staged, else 1; None: this rank is alone.
     """
-    for shard in place.unknown(place.units):
-        raise DataError(f"{shard.path}: its index vanished; is something clearing the --data_cache_dir?")
-    of_units = [place.known(unit) for unit in place.units]
-    found = [one for known in of_units for one in known]
-    units = [(unit, number) for unit, known in enumerate(of_units) for number in range(len(known))]
-    whole: dict[int, tuple[TokenFile, int]] = {}
+    for unit in place.unknown(place.units):
+        raise DataError(f"{unit.path}: its index vanished; is something clearing the --data_cache_dir?")
+    known = [place.known(unit) for unit in place.units]
+    found = [one for of_unit in known for one in of_unit]
+    units = [(unit, number) for unit, of_unit in enumerate(known) for number in range(len(of_unit))]
     to, indexes = place.destination, []
     if place.prepared:
-        indexes = [to.base(unit) + ".idx" for unit in place.units]
         unit_of = {(file.base, number): unit for (file, number), unit in zip(found, units, strict=True)}
         found = in_order(found, to.vocab_size)
         units = [unit_of[file.base, number] for file, number in found]
-    else:
-        lacking = place.lacking() if lacking is None else lacking
-        seen = [(unit, place.cache.find(shard)) for unit, shard in enumerate(place.units) if not lacking[unit]]
-        whole = {unit: one for unit, one in seen if one is not None}
-    digests = [digest_of([file.headers[number] for file, number in known]) for known in of_units]
-    of_job = Slot(
-        slot, "", to.vocab_size, to.skip_bad, units=tuple(place.units), digests=tuple(digests), indexes=tuple(indexes)
+        indexes = [to.base(unit) + ".idx" for unit in place.units]
+    digests = [digest_of([file.headers[number] for file, number in of_unit]) for of_unit in known]
+    slot = Slot(
+        folder, "", to.vocab_size, to.skip_bad, units=tuple(place.units), digests=tuple(digests), indexes=tuple(indexes)
     )
-    stager = Stager(of_job, set(whole), node, nodes, at_once, processes, lock) if stages else None
-    source = Windowed([place.units[unit] for unit, _ in units], found, of_job, units, whole, stager, meet)
+    stager = stager_of(slot)
+    source = Windowed([place.units[unit] for unit, _ in units], found, slot, units, stager)
     judge(source, max_bad, LEFT_OUT if place.prepared else "")
-    if stager is not None and node == 0:
+    if stager is not None and stager.node == 0:
         _say_room(place, source, window)
     return source
 
@@ -187,24 +160,24 @@ def _say_room(place: WindowIndex, source: Windowed, window: int) -> None:
     logger.info(
         "%s: %d shards, of which two windows of %d are kept in %s: at most %.2f GB, and what is being fetched",
         place.location, len(place.units), window, slot, needed / 1e9,
-    )  # fmt: skip
+    )
     if needed > free:
         logger.warning(
             "%s: has room for %.2f GB of them only; lower the %d of --shuffle window:%d, or give another "
             "--data_cache_dir", slot, free / 1e9, window, window,
-        )  # fmt: skip
+        )
 
 
 def open_windowed(
     location: str, *, prepared: bool, window: int, vocab_size: int, cache_dir: str | None, zipped: bool | None,
     max_bad: float | None, processes: int, ranks: Runtime,
-) -> TokenShards | None:  # fmt: skip
+) -> TokenShards | None:
     """Open a place of which two windows are kept on disk; None where they hold all of it. Collective."""
     with distributed.together(f"reading {location}"):
         place = WindowIndex(
             location, prepared=prepared, window=window, vocab_size=vocab_size, cache_dir=cache_dir, zipped=zipped,
             max_bad=max_bad,
-        )  # fmt: skip
+        )
         # Made by the first look: a node that cannot write there stops all.
         folder = place.destination.folder if place.is_large else ""
     refuse_different(location, [(unit.name, unit.size, unit.etag) for unit in place.units])
@@ -212,11 +185,11 @@ def open_windowed(
         return None
     shared = ranks.num_nodes > 1 and _is_shared(folder)
     node, nodes = (ranks.node_rank, ranks.num_nodes) if shared else (0, 1)
-    claims, lock = ranks.local_rank == 0 and node == 0, None
+    lock: FolderLock | None = None
 
     def claim() -> tuple[int, str]:
         nonlocal lock
-        if not claims:
+        if ranks.local_rank or node:
             return ranks.node_rank, ""
         try:
             path, lock = claim_slot(folder)
@@ -232,20 +205,21 @@ def open_windowed(
     in_rounds(counting, place.count(slot, ranks.rank, ranks.world_size, at_once, processes))
     if any(distributed.gather(counting, lambda: bool(place.unknown(place.units)))):
         _exchange_indexes(place, ranks, counting)
+    # Copies of a file on two nodes may have different times, by which an index names its shard.
     in_rounds(counting, place.count(slot, ranks.local_rank, ranks.local_world_size, at_once, processes))
     with distributed.together(counting):
-        lacking = place.lacking()
-    # Nodes may keep caches of their own, and another job may be converting: what one rank lacks is staged for all.
-    lacking = distributed.largest(lacking)
-    if not any(lacking):
+        converted = not prepared and not place.cache.missing(place.units)
+    # Nodes may keep caches of their own: an unbounded run has converted all of it only where every rank sees that.
+    if not distributed.any_rank(not converted):
         with distributed.together(f"opening {location}"):
             return open_converted(place.cache, place.units, max_bad)
+
+    def stager_of(of_job: Slot) -> Stager | None:
+        at_once = max(1, min(s3.AT_ONCE, window) // nodes)
+        return Stager(of_job, node, nodes, at_once, ranks.local_world_size, lock) if ranks.local_rank == 0 else None
+
     with distributed.together(f"opening {location}"):
-        return assemble(
-            place, window, slot, lock=lock, node=node, nodes=nodes, stages=ranks.local_rank == 0,
-            at_once=max(1, min(s3.AT_ONCE, window) // nodes), processes=ranks.local_world_size, max_bad=max_bad,
-            lacking=lacking,
-        )  # fmt: skip
+        return assemble(place, window, slot, stager_of, max_bad)
 
 
 def refuse_different(place: str, seen: object) -> None:
@@ -276,9 +250,14 @@ def _exchange_indexes(place: WindowIndex, ranks: Runtime, counting: str) -> None
 
 
 def _is_shared(folder: str) -> bool:
-    """Tell whether all nodes see one folder; collective."""
-    probe = Path(folder, distributed.on_main("naming a probe", lambda: f".shared-{uuid.uuid4().hex}.tmp"))
-    distributed.on_main(f"looking at {folder}", probe.touch)
+    """Return whether all nodes see one folder; collective."""
+
+    def write() -> str:
+        name = f".shared-{uuid.uuid4().hex}.tmp"
+        Path(folder, name).touch()
+        return name
+
+    probe = Path(folder, distributed.on_main(f"writing to {folder}", write))
     shared = all(distributed.gather(f"looking at {folder}", probe.exists))
-    distributed.on_main(f"looking at {folder}", lambda: probe.unlink(missing_ok=True))
+    probe.unlink(missing_ok=True)
     return shared

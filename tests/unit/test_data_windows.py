@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from smp_train import distributed
-from smp_train.data import folder_lock, staging, token_writer
+from smp_train.data import folder_lock, staging, token_writer, windowed
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.layout import lay_out
 from smp_train.data.open_data import open_place
@@ -153,7 +153,7 @@ def test_an_epoch_of_s3_on_a_small_disk(bucket, tmp_path, monkeypatch, kind):
     assert sorted(names[:total]) == sorted(names[total : 2 * total]) == sorted(map(whole.name, range(total)))
 
 
-def as_ranks(place, cache, world, consumed, until, max_bad=None):
+def as_ranks(place, cache, world, consumed, until):
     """Train with the ranks of one node as threads, which vote at every step; return what each has read, or raised."""
     barrier = threading.Barrier(world, timeout=300)
     results = [None] * world
@@ -178,7 +178,7 @@ def as_ranks(place, cache, world, consumed, until, max_bad=None):
 
     def run(rank):
         place_of = WindowIndex(place, prepared=False, window=WINDOW, vocab_size=300, cache_dir=str(cache))
-        source = assemble(place_of, WINDOW, slot, stages=rank == 0, lock=lock, max_bad=max_bad, meet=meet)
+        source = assemble(place_of, WINDOW, slot, lambda of: staging.Stager(of, lock=lock) if rank == 0 else None)
         data = training(source, dp_rank=rank, dp_size=world)
         barrier.wait()
         names, failed = [], None
@@ -199,10 +199,12 @@ def as_ranks(place, cache, world, consumed, until, max_bad=None):
 
     votes = [None] * world
     threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windowed, "in_rounds", meet)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert lock is not None
     lock.release()  # as the end of the job's processes does; the collector may come to it later
     return results
@@ -377,35 +379,19 @@ def test_a_blend_of_windows(tmp_path):
     assert len(list((tmp_path / "cache").rglob("*.tok"))) <= 8
 
 
-def test_what_needs_no_stage(tmp_path):
-    """A set of two windows is kept whole; so is one that an unbounded run has left whole."""
+def test_what_needs_no_stage(tmp_path, monkeypatch):
+    """A set of two windows is kept whole; so is one that an unbounded run has converted whole, for all ranks to see."""
     few = write_shards(tmp_path / "few", count=4)
     place = write_shards(tmp_path / "data")
     open_source(place, vocab_size=300, cache_dir=str(tmp_path / "c"))
     for one, cache in ((few, "few_c"), (place, "c")):
         assert not isinstance(opened(one, tmp_path / cache), Windowed)
-    # Of a part, that part is read where it is, and stays.
     (left,) = (tmp_path / "c").glob("*.tok")
-    more = Path(write_shards(tmp_path / "more", count=4))
-    for path in more.iterdir():
-        path.rename(tmp_path / "data" / f"m{path.name}")
+    monkeypatch.setattr(distributed, "any_rank", lambda yes: True)
     source = opened(place, tmp_path / "c")
     assert isinstance(source, Windowed)
-    assert len(source.stager.whole) == SHARDS
     assert read(training(source), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
     assert left.exists()
-    assert not list((tmp_path / "c").rglob("slot-*/00000*.tok"))
-
-
-def test_what_one_rank_lacks_is_staged_for_all(tmp_path, monkeypatch):
-    """Of what another job converts meanwhile, or only one node has, ranks see different parts."""
-    place = write_shards(tmp_path / "data")
-    open_source(place, vocab_size=300, cache_dir=str(tmp_path / "c"))
-    monkeypatch.setattr(distributed, "largest", lambda lacking: [*lacking[:3], 1, *lacking[4:]])
-    source = opened(place, tmp_path / "c")
-    assert isinstance(source, Windowed)
-    assert source.stager.whole == set(range(SHARDS)) - {3}
-    assert read(training(source), 0, 330) == in_order(place, tmp_path / "x", (0, 330))
 
 
 def test_a_window_that_one_rank_cannot_open_is_a_failure_of_all(tmp_path, monkeypatch):
@@ -422,8 +408,8 @@ def test_a_window_that_one_rank_cannot_open_is_a_failure_of_all(tmp_path, monkey
     def removed(self, shard):
         raise DataError("was removed")
 
-    source._meet = meet
-    monkeypatch.setattr(Windowed, "_open", removed)
+    monkeypatch.setattr(windowed, "in_rounds", meet)
+    monkeypatch.setattr(Windowed, "_staged_rows", removed)
     with pytest.raises(DataError, match="was removed"):
         source.want([0], [1])
     assert met == ["opening the next window"]
@@ -562,7 +548,7 @@ def test_a_shard_that_nobody_stages_is_not_waited_for(tmp_path):
 
 
 def test_waiting_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(staging, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(staging, "REPORT_SECONDS", 0.0)
     monkeypatch.setattr(staging, "WAIT_SECONDS", 0.01)
     source = opened(write_shards(tmp_path / "data"), tmp_path / "cache")
     write, said = staging.Slot.write, threading.Event()
