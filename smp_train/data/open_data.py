@@ -41,13 +41,7 @@ def long_rows(args: Arguments) -> str:
 
 
 def open_data(
-    args: Arguments,
-    *,
-    vocab_size: int,
-    seq_len: int,
-    ranks: Runtime,
-    dp_rank: int,
-    dp_size: int,
+    args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime, dp_rank: int, dp_size: int,
     pin_memory: bool = False,
 ) -> tuple[Loader, ValidationData | None]:
     """Open the training and the validation data as this rank sees them; collective.
@@ -61,8 +55,7 @@ def open_data(
         dp_size: data-parallel ranks.
         pin_memory: make batches in page-locked memory.
     """
-
-    max_bad = args.max_bad if args.bad_rows == "skip" else None
+    max_bad, long = args.max_bad if args.bad_rows == "skip" else None, long_rows(args)
 
     def opened(place: str, shuffle: str = "none") -> Source:
         with distributed.together(f"reading {place}"):
@@ -71,23 +64,17 @@ def open_data(
             place, dataset_type=args.dataset_type, vocab_size=vocab_size, cache_dir=args.data_cache_dir,
             zipped=args.zipped_data, max_bad=max_bad, window=read_shuffle(shuffle), ranks=ranks,
             processes=processes_for(args.data_num_workers, ranks.local_world_size),
-        )  # fmt: skip
+        )
         with distributed.together(f"laying out {place}"):
             say(place, source)
-            source = lay_out(source, seq_len, long=long_rows(args), short=args.short)
-            source = leave_out_unlearnable(source, seq_len, long=long_rows(args), max_bad=max_bad, place=place)
+            source = lay_out(source, seq_len, long=long, short=args.short)
+            source = leave_out_unlearnable(source, seq_len, long=long, max_bad=max_bad, place=place)
         refuse_different(place, source.fingerprint)
         return source
 
+    share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
     if args.dataset is not None:
-        return open_text(
-            args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks, dp_rank=dp_rank, dp_size=dp_size,
-            pin_memory=pin_memory, shards=opened,
-        )  # fmt: skip
-    long = long_rows(args)
-    share: dict[str, Any] = {
-        "seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "long": long, "pin_memory": pin_memory,
-    }  # fmt: skip
+        return open_text(args, vocab_size=vocab_size, ranks=ranks, shards=opened, **share)
     source: Source
     held_out: Source | None = None
     order: Order | BlendOrder | None = None
@@ -106,46 +93,30 @@ def open_data(
             held_out = opened(args.test_dir)
     with distributed.together("preparing the data"):
         training = TrainingData(
-            source,
-            order or Order(len(source), args.seed, args.shuffle, shards(source)),
-            micro_batch=args.train_batch_size,
-            accumulation=args.gradient_accumulation_steps,
-            named=args.data_audit,
-            epochs=args.epochs,
-            **share,
+            source, order or Order(len(source), args.seed, args.shuffle, shards(source)), long=long,
+            micro_batch=args.train_batch_size, accumulation=args.gradient_accumulation_steps, named=args.data_audit,
+            epochs=args.epochs, **share,
         )
-        if held_out is None:
-            return training, None
-        return training, ValidationData(
-            held_out,
-            micro_batch=args.val_batch_size,
-            max_batches=args.validation_batches,
-            fast=args.fast_validation,
-            **share,
+        return training, None if held_out is None else ValidationData(
+            held_out, micro_batch=args.val_batch_size, max_batches=args.validation_batches, fast=args.fast_validation,
+            long=long, **share,
         )
 
 
 def say(place: str, source: Source) -> None:
-    """Say in the log what is in a place, where its source knows."""
+    """Log what is in a place, where its source knows."""
     totals = source.report()
     if totals is not None:
         logger.info(
             "%s: %d rows in %d files, %d tokens of which %d count%s, the longest row of %d",
             place, totals["rows"], totals["shards"], totals["tokens"], totals["counted_tokens"],
             " by their labels" if totals.get("labelled") else "", totals["longest"],
-        )  # fmt: skip
+        )
 
 
 def open_place(
-    location: str,
-    *,
-    dataset_type: str = "gpt_jsonl",
-    vocab_size: int,
-    cache_dir: str | None = None,
-    zipped: bool | None = None,
-    max_bad: float | None = None,
-    processes: int = 1,
-    window: int = 0,
+    location: str, *, dataset_type: str = "gpt_jsonl", vocab_size: int, cache_dir: str | None = None,
+    zipped: bool | None = None, max_bad: float | None = None, processes: int = 1, window: int = 0,
     ranks: Runtime | None = None,
 ) -> Source:
     """Open the rows of a place, converted or copied first where that was not done before; collective.
@@ -161,9 +132,6 @@ def open_place(
         window: shards of a window (--shuffle window:K); below 1 all are kept on disk.
         ranks: this rank among all, which share the work; None: it is alone.
     """
-    rank, world, local_rank, local_world = (0, 1, 0, 1)
-    if ranks is not None:
-        rank, world, local_rank, local_world = ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size
     reading = f"reading {location}"
     with distributed.together(reading):
         kind = kind_of(location, dataset_type)
@@ -176,7 +144,7 @@ def open_place(
         source = open_windowed(
             location, prepared=kind == PREPARED, window=window, vocab_size=vocab_size, cache_dir=cache_dir,
             zipped=zipped, max_bad=max_bad, processes=processes, ranks=ranks,
-        )  # fmt: skip
+        )
         if source is not None:
             return source
     with distributed.together(reading):
@@ -195,22 +163,21 @@ def open_place(
         elif kind == ARROW:
             yield hf_dataset.check_share(cache, location, rank, world, processes)
 
-    in_rounds(reading, steps(rank, world))
+    here = (ranks.local_rank, ranks.local_world_size) if ranks is not None else (0, 1)
+    in_rounds(reading, steps(*((ranks.rank, ranks.world_size) if ranks is not None else here)))
     # Where nodes keep files of their own, the ranks of each do what the other nodes have done for themselves.
-    in_rounds(reading, steps(local_rank, local_world))
-    here = location
+    in_rounds(reading, steps(*here))
+    folder, cure = location, "copy or make it again"
     if remote and kind != SHARDS:
+        cure = "start again, and it is fetched"
         with distributed.together(reading):
-            here = bring(location, cache_dir)[0]
-    if remote and kind == ARROW:
-        with distributed.together(f"checking {location}"):
-            cache = TokenCache(here, vocab_size, cache_dir, max_bad is not None)
-            hf_dataset.check_share(cache, here, local_rank, local_world, processes)
+            folder = bring(location, cache_dir)[0]
+            if kind == ARROW:
+                cache = TokenCache(folder, vocab_size, cache_dir, max_bad is not None)
+                hf_dataset.check_share(cache, folder, *here, processes)
     with distributed.together(f"opening {location}"):
         if kind == ARROW:
-            return hf_dataset.open_hf_dataset(cache, here, max_bad)
+            return hf_dataset.open_hf_dataset(cache, folder, max_bad)
         if kind == PREPARED:
-            return open_prepared(
-                here, vocab_size, max_bad, "start again, and it is fetched" if remote else "copy or make it again"
-            )
+            return open_prepared(folder, vocab_size, max_bad, cure)
         return open_converted(cache, files, max_bad)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 
 from smp_train.data.shard import Shard
@@ -16,7 +17,7 @@ from smp_train.storage.prefetch import prefetched
 from smp_train.storage.ranges import RangeFile
 from smp_train.storage.s3 import UNREADABLE, S3Storage
 
-__all__ = ["AT_ONCE", "fetch", "is_s3", "list_folder", "open_ranges", "read_small", "staged"]
+__all__ = ["AT_ONCE", "is_s3", "list_folder", "open_ranges", "read_small", "staged"]
 
 READ_AHEAD = 1 << 20
 """Bytes of one request of an object that is read as a file."""
@@ -46,22 +47,6 @@ def list_folder(location: str, *, deep: bool = False) -> tuple[list[Shard], list
     ], folders
 
 
-def fetch(shard: Shard, path: str, tick: Callable[[], None] = lambda: None) -> None:
-    """Write an object to ``path``, exactly the version that was listed.
-
-    ``tick`` is called now and then. Raises DataError.
-    """
-    storage, key = _object(shard.path)
-    tick()
-    with open(path, "wb") as file:
-
-        def write(chunk: bytes) -> None:
-            file.write(chunk)
-            tick()
-
-        storage.receive(key, write, 0, shard.size, f'"{shard.etag}"')
-
-
 def read_small(path: str) -> bytes | None:
     """Return the content of an object; None where it is not there, or this role may not read it.
 
@@ -81,24 +66,28 @@ def open_ranges(path: str, size: int, etag: str) -> io.BufferedReader:
 def staged(
     shards: Iterable[Shard], folder: str, *, at_once: int = AT_ONCE, stop: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[Shard, str]]:
-    """Yield (object, local copy) in the order given, ``at_once`` being fetched meanwhile.
+    """Yield (object, local copy) in the order given, ``at_once`` being fetched meanwhile; each the version listed.
 
     Copies are temporary files in ``folder``: whoever takes one removes it. Never more than ``at_once`` lie there
     untaken; those go when the iterator is closed. Raises DataError, also when ``folder`` is full, and InterruptedError
-    when ``stop``, asked all the time, says so.
+    when ``stop``, asked at every chunk, returns True.
     """
-    closing: list[bool] = []
-
-    def give_up() -> None:
-        if closing or stop():
-            raise InterruptedError
+    closing = threading.Event()
 
     def get(shard: Shard) -> tuple[Shard, str]:
+        storage, key = _object(shard.path)
         try:
             handle, path = tempfile.mkstemp(prefix=".stage.", suffix=".tmp", dir=folder)
-            os.close(handle)
             try:
-                fetch(shard, path, give_up)
+                with os.fdopen(handle, "wb") as file:
+
+                    def write(chunk: bytes) -> None:
+                        if closing.is_set() or stop():
+                            raise InterruptedError
+                        file.write(chunk)
+
+                    write(b"")
+                    storage.receive(key, write, 0, shard.size, f'"{shard.etag}"')
             except BaseException:
                 os.unlink(path)
                 raise
@@ -115,4 +104,4 @@ def staged(
         try:
             yield from copies
         finally:
-            closing.append(True)
+            closing.set()

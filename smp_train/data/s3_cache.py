@@ -33,24 +33,30 @@ def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -
     The local folder is named by the place and the versions of all objects, so versions never mix. Raises DataError.
     """
     objects = s3.list_folder(location)[0]
-    versions = hashlib.blake2b(digest_size=8)
-    for shard in objects:
-        versions.update(f"{shard.path} {shard.size} {shard.etag}\n".encode())
+    versions = "".join(f"{shard.path} {shard.size} {shard.etag}\n" for shard in objects)
     where = hashlib.blake2b(location.rstrip("/").encode(), digest_size=4).hexdigest()
     place = os.path.join(cache_dir or own_folder(), PREFIX + where)
-    folder = f"{place}-{versions.hexdigest()}"
+    folder = f"{place}-{hashlib.blake2b(versions.encode(), digest_size=8).hexdigest()}"
     try:
         os.makedirs(os.path.dirname(folder), exist_ok=True)
         if _locks.get(place, ("",))[0] != folder:
             _locks.pop(place, None)
-            _locks[place] = folder, _shared_lock(folder)
+            lock = None
+            with contextlib.suppress(NotImplementedError):
+                lock = take(folder, shared=True)
+            _locks[place] = folder, lock
         os.makedirs(folder, exist_ok=True)
         _remove_earlier(place, folder, location)
         sweep(folder)
-        # Dealt before looking: what is there changes while ranks look, and they must agree on the deal.
+        # Shared out before looking: what is there changes while ranks look, and they must agree on the shares.
         missing = _missing(share(objects, rank, world), folder)
-        if rank == 0:
-            _warn_of_room(location, folder, sum(shard.size for shard in _missing(objects, folder)))
+        size, free = sum(shard.size for shard in _missing(objects, folder)), shutil.disk_usage(folder).free
+        if rank == 0 and size > free:
+            logger.warning(
+                "%s: has room for %.2f GB, but %.2f GB of %s are to be copied there; remove copies of other places "
+                "that no run reads (%s* beside it), or give another --data_cache_dir",
+                folder, free / 1e9, size / 1e9, location, PREFIX,
+            )
         for shard, copy in s3.staged(missing, folder) if missing else ():
             settle(copy, os.path.join(folder, shard.name))
     except OSError as error:
@@ -59,12 +65,6 @@ def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -
             "give a --data_cache_dir that can be written"
         ) from None
     return folder, [shard.name for shard in missing]
-
-
-def _shared_lock(folder: str) -> FolderLock | None:
-    with contextlib.suppress(NotImplementedError):
-        return take(folder, shared=True)
-    return None
 
 
 def _missing(objects: list[Shard], folder: str) -> list[Shard]:
@@ -85,25 +85,5 @@ def _remove_earlier(place: str, folder: str, location: str) -> None:
             lock = take(str(other))
             if lock is not None and other.exists():
                 # The rank that comes first says so; a console shows warnings only for most ranks.
-                logger.warning("%s: removed, %s is not what it was (%.2f GB)", other, location, _bytes(other) / 1e9)
+                logger.warning("%s: removed, as %s has changed since", other, location)
                 shutil.rmtree(other, ignore_errors=True)
-
-
-def _bytes(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
-    return total
-
-
-def _warn_of_room(location: str, folder: str, size: int) -> None:
-    """Warn when there is no room for what is to be copied, with the copies that could make some."""
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        others = [path for path in Path(folder).parent.glob(f"{PREFIX}*") if path.is_dir() and str(path) != folder]
-        logger.warning(
-            "%s: has room for %.2f GB, but %.2f GB of %s are to be copied there; copies of other places "
-            "(%s* beside it) take %.2f GB: remove what no run reads, or give another --data_cache_dir",
-            folder, free / 1e9, size / 1e9, location, PREFIX, sum(map(_bytes, others)) / 1e9,
-        )  # fmt: skip

@@ -232,10 +232,10 @@ def test_many_at_once_and_never_more_on_disk(server, bucket, tmp_path):
 def test_a_full_disk(server, bucket, tmp_path, monkeypatch):
     put(bucket, "t/a.json", big(20))
 
-    def full(shard, path, tick):
+    def full(*request):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(s3, "fetch", full)
+    monkeypatch.setattr(storage_s3.S3Storage, "receive", full)
     place = f"s3://{bucket[1]}/t"
     with pytest.raises(DataError) as refused:
         open_source(place, vocab_size=10000, cache_dir=str(tmp_path))
@@ -285,11 +285,11 @@ def test_a_copy_of_an_earlier_version_goes_when_nobody_reads_it(bucket, tmp_path
     reading.release()
     (cache / "s3-another-place").mkdir()
     assert len(opened(3)) == 2
-    assert "removed, s3://" in caplog.text
+    assert "removed, as s3://" in caplog.text
     assert (cache / "s3-another-place").exists()
     monkeypatch.setattr(s3_cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
     opened(4)
-    assert "copies of other places (s3-* beside it) take 0.00 GB: remove what no run reads" in caplog.text
+    assert "remove copies of other places that no run reads (s3-* beside it)" in caplog.text
 
 
 def test_what_a_killed_run_left_of_an_earlier_copy_goes_too(bucket, tmp_path, monkeypatch):
@@ -307,17 +307,19 @@ def test_what_a_killed_run_left_of_an_earlier_copy_goes_too(bucket, tmp_path, mo
     assert open_place(prepared_tokens(bucket, tmp_path, 1), vocab_size=9, cache_dir=str(cache)).row(0)
 
 
-def test_one_rank_warns_of_all_that_is_to_be_copied(bucket, tmp_path, monkeypatch):
+def test_one_rank_warns_of_all_that_is_to_be_copied(bucket, tmp_path, monkeypatch, caplog):
     for name in "abcd":
         put(bucket, f"t/{name}.tok", bytes(10))
         put(bucket, f"t/{name}.idx", bytes(10))
     s3_cache.bring(f"s3://{bucket[1]}/t", str(tmp_path), 1, 4)
     monkeypatch.setattr(s3_cache.s3, "staged", lambda missing, folder: ())
-    sizes = []
-    monkeypatch.setattr(s3_cache, "_warn_of_room", lambda location, folder, size: sizes.append(size))
+    monkeypatch.setattr(s3_cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=59))
     for rank in range(4):
         s3_cache.bring(f"s3://{bucket[1]}/t", str(tmp_path), rank, 4)
-    assert sizes == [60], "of 80 bytes, two objects are there"
+    assert caplog.text.count("has room for") == 1
+    monkeypatch.setattr(s3_cache.shutil, "disk_usage", lambda folder: SimpleNamespace(free=60))
+    s3_cache.bring(f"s3://{bucket[1]}/t", str(tmp_path), 0, 4)
+    assert caplog.text.count("has room for") == 1, "of 80 bytes, two objects are there"
 
 
 def test_a_place_that_cannot_hold_what_is_brought(bucket, tmp_path):
