@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 from smp_train.data import s3
+from smp_train.data.open_data import open_place
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData
-from smp_train.data.token_dataset import open_prepared, open_source
+from smp_train.data.token_dataset import open_prepared
 from smp_train.data.token_writer import write_rows, writing
 from smp_train.data.utils import Shard, list_shards
 
@@ -97,7 +98,7 @@ def convert(shard: Shard, base: str) -> None:
 
 def ours(folder: Path, seq_len: int) -> Callable[[], None]:
     """Return the next epoch over the token cache, in the global shuffle, read when asked, of a run that goes on."""
-    source = open_source(str(folder), vocab_size=VOCAB)
+    source = open_place(str(folder), vocab_size=VOCAB)
     data = TrainingData(
         source, Order(len(source)), seq_len=seq_len, micro_batch=BATCH, accumulation=1, dp_rank=0, dp_size=1,
         prefetch=0, named=False,
@@ -172,7 +173,7 @@ def hugging_face(folder: Path) -> Callable[[], None] | None:
         print("datasets is not installed: left out")
         return None
     disable_progress_bars()
-    source = open_source(str(folder / "shards"), vocab_size=VOCAB)
+    source = open_place(str(folder / "shards"), vocab_size=VOCAB)
     rows = [source.row(index).input_ids.astype(np.int32) for index in range(len(source))]
     Dataset.from_dict({"input_ids": rows}).save_to_disk(str(folder / "arrow"))
     found = load_from_disk(str(folder / "arrow")).with_format("torch", columns=["input_ids"])
@@ -192,7 +193,7 @@ def lit_data(folder: Path, seq_len: int) -> Callable[[], None] | None:
     except ImportError:
         print("litdata is not installed: left out")
         return None
-    source = open_source(str(folder / "shards"), vocab_size=VOCAB)
+    source = open_place(str(folder / "shards"), vocab_size=VOCAB)
     rows = np.concatenate([source.row(index).input_ids for index in range(len(source))]).astype(np.int32)
     np.save(folder / "rows.npy", rows)
     made = str(folder / "litdata")

@@ -34,18 +34,10 @@ def processes_for(asked: int | None, ranks_here: int) -> int:
 
 
 def convert(
-    to: Destination,
-    shards: list[Shard],
-    *,
-    processes: int = 1,
-    shown: bool = False,
-    what: str = "token cache",
-    file_bytes: int = FILE_BYTES,
-    copies: str | None = None,
-    at_once: int = s3.AT_ONCE,
-    apart: bool = False,
+    to: Destination, shards: list[Shard], *, processes: int = 1, shown: bool = False, what: str = "token cache",
+    file_bytes: int = FILE_BYTES, copies: str | None = None, at_once: int = s3.AT_ONCE, apart: bool = False,
     stop: Callable[[], bool] = lambda: False,
-) -> Generator[int, None, None]:
+) -> Generator[int, None, None]:  # fmt: skip
     """Convert shards, yielding now and then how many were done since; close it to give up.
 
     Args:
@@ -120,20 +112,20 @@ def _in_processes(
     # Spawned: a fork would take a copy of a process that may hold CUDA, threads and locks.
     context = multiprocessing.get_context("spawn")
     given_up = context.Event()
+    pending: dict[Future[int], Group] = {}
+
+    def collect(most: int) -> Generator[int, None, None]:
+        while len(pending) > most:
+            finished, _ = wait(pending, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
+            if stop():
+                raise InterruptedError
+            for future in finished:
+                done = future.result()
+                update(sum(shard.size for shard, _ in pending.pop(future)))
+                yield done
+            yield 0
+
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(to, given_up)) as pool:
-        pending: dict[Future[int], Group] = {}
-
-        def collect(most: int) -> Generator[int, None, None]:
-            while len(pending) > most:
-                finished, _ = wait(pending, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
-                if stop():
-                    raise InterruptedError
-                for future in finished:
-                    done = future.result()
-                    update(sum(shard.size for shard, _ in pending.pop(future)))
-                    yield done
-                yield 0
-
         try:
             for group in groups:
                 pending[pool.submit(_work, group)] = group
@@ -147,18 +139,24 @@ def _in_processes(
             raise
 
 
-_worker: list[tuple[Destination, Callable[[int], None]]] = []
+_worker: list[tuple[Destination, Event]] = []
+"""Of a process that converts: where to, and what is set when it is to stop."""
 
 
 def _start(to: Destination, given_up: Event) -> None:
-    """Set a process up: it knows where to write, and ends with its parent."""
+    """Set a process up that converts."""
+    _worker.append((to, given_up))
+    follow_parent()
+
+
+def _work(group: Group) -> int:
+    to, given_up = _worker[0]
 
     def tick(_: int) -> None:
         if given_up.is_set():
             raise InterruptedError
 
-    _worker.append((to, tick))
-    follow_parent()
+    return _write(to, group, tick)
 
 
 def follow_parent() -> None:
@@ -171,8 +169,3 @@ def follow_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
-
-
-def _work(group: Group) -> int:
-    to, tick = _worker[0]
-    return _write(to, group, tick)

@@ -16,7 +16,9 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from smp_train.data.s3 import is_s3
 from smp_train.data.shard import Shard
@@ -33,27 +35,20 @@ STALE_SECONDS = 3600
 
 @dataclass(frozen=True)
 class Destination:
-    """A folder that shards are converted into.
-
-    Args:
-        folder: the folder.
-        prefix: what the names of its files begin with.
-        vocab_size: ids must be below it.
-        skip_bad: leave malformed lines out.
-        index_alone: keep no tokens.
-    """
+    """A folder that shards are converted into."""
 
     folder: str
     prefix: str
+    """What the names of its files begin with."""
     vocab_size: int
     skip_bad: bool = False
+    """Leave malformed lines out."""
     index_alone: bool = False
+    """Keep no tokens."""
 
     def base(self, *shards: Shard) -> str:
         """Return the path, without suffix, of what is kept about some shards: other versions of them have another."""
-        identity = json.dumps([[shard.name, shard.size, version_of(shard)] for shard in shards])
-        digest = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-        return os.path.join(self.folder, f"{self.prefix}-{digest}")
+        return os.path.join(self.folder, f"{self.prefix}-{_digest([[s.name, s.size, version_of(s)] for s in shards])}")
 
     def write(self, group: list[tuple[Shard, str | None]], tick: Callable[[int], None]) -> None:
         """Convert shards, each from a local copy where there is one, into one token file. Raises DataError."""
@@ -75,6 +70,29 @@ class Destination:
         )
 
 
+class Index:
+    """The token files of some folders, by shard."""
+
+    def __init__(self) -> None:
+        self._read: set[str] = set()
+        self._found: dict[tuple[str, int, str], tuple[TokenFile, int]] = {}
+
+    def scan(self, to: Destination, *, index_alone: bool = False) -> None:
+        """Read the indexes of a folder that were not read before; ``index_alone``: also those without their tokens."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(to.folder):
+                if name.startswith(to.prefix) and name.endswith(".idx") and name not in self._read:
+                    file = read_index(os.path.join(to.folder, name[: -len(".idx")]), index_alone=index_alone)
+                    if file is not None:
+                        self._read.add(name)
+                        for number, header in enumerate(file.headers):
+                            self._found[header.source, header.size, header.modified] = file, number
+
+    def find(self, shard: Shard) -> tuple[TokenFile, int] | None:
+        """Return the token file that had a shard when it was scanned, and its number in it."""
+        return self._found.get((shard.name, shard.size, version_of(shard)))
+
+
 class TokenCache:
     """The token files of one data folder: read from any of its places, written to the first that allows it.
 
@@ -89,89 +107,54 @@ class TokenCache:
         self.vocab_size, self.skip_bad = vocab_size, skip_bad
         if is_s3(location):
             # Named by the bucket and prefix alone: on every machine the same.
-            self.places = [(cache_dir or own_folder(), location.rstrip("/"))]
+            places = [(cache_dir or own_folder(), location.rstrip("/"))]
         else:
             folder = os.path.realpath(location if os.path.isdir(location) else os.path.dirname(location) or ".")
             # Beside the data the folder is no part of the key: the cache stays good when the data is mounted elsewhere.
-            self.places = (
-                [(cache_dir, folder)] if cache_dir else [(os.path.join(folder, BESIDE), ""), (own_folder(), folder)]
-            )
-        self._writable: Destination | None = None
+            beside = [(os.path.join(folder, BESIDE), ""), (own_folder(), folder)]
+            places = [(cache_dir, folder)] if cache_dir else beside
+        self.places = [
+            Destination(where, _digest([VERSION, key, vocab_size]), vocab_size, skip_bad) for where, key in places
+        ]
         self._index = Index()
-
-    def _destination(self, place: tuple[str, str]) -> Destination:
-        folder, where = place
-        identity = json.dumps([VERSION, where, self.vocab_size]).encode()
-        prefix = hashlib.blake2b(identity, digest_size=8).hexdigest()
-        return Destination(folder, prefix, self.vocab_size, self.skip_bad)
+        self.find = self._index.find
 
     def bases(self, shard: Shard) -> list[str]:
         """Return the paths, without suffix, under which something kept about a shard may be."""
-        return [self._destination(place).base(shard) for place in self.places]
+        return [place.base(shard) for place in self.places]
 
-    @property
+    @cached_property
     def destination(self) -> Destination:
         """Where token files are written; its folder is made when this is first asked for. Raises DataError."""
-        self._writable = self._writable or self._first_writable()
-        return self._writable
+        reasons = []
+        for place in self.places:
+            try:
+                os.makedirs(place.folder, mode=0o775 if place is self.places[0] else 0o700, exist_ok=True)
+                sweep(place.folder)
+                ignore = Path(place.folder, ".gitignore")
+                if os.path.basename(place.folder) == BESIDE and not ignore.exists():
+                    ignore.write_text("*\n")
+            except OSError as error:
+                reasons.append(f"{place.folder}: cannot hold the token cache ({error.strerror})")
+                continue
+            if reasons:
+                logger.info("%s; using %s instead (--data_cache_dir chooses)", reasons[0], place.folder)
+            return place
+        raise DataError(f"{reasons[-1]}; give a --data_cache_dir that can be written")
 
     def scan(self) -> None:
         """Look which token files there are; those that are known already are not read again."""
         for place in self.places:
-            self._index.scan(self._destination(place))
-
-    def find(self, shard: Shard) -> tuple[TokenFile, int] | None:
-        """Return the token file that had a shard at the last `scan`, and its number in it; None if none had."""
-        return self._index.find(shard)
+            self._index.scan(place)
 
     def missing(self, shards: list[Shard]) -> list[Shard]:
         """Return the shards that have no token file yet."""
         self.scan()
         return [shard for shard in shards if self.find(shard) is None]
 
-    def _first_writable(self) -> Destination:
-        reasons = []
-        for place in self.places:
-            folder = place[0]
-            try:
-                os.makedirs(folder, mode=0o775 if place is self.places[0] else 0o700, exist_ok=True)
-                sweep(folder)
-                ignore = Path(folder, ".gitignore")
-                if os.path.basename(folder) == BESIDE and not ignore.exists():
-                    ignore.write_text("*\n")
-            except OSError as error:
-                reasons.append(f"{folder}: cannot hold the token cache ({error.strerror})")
-                continue
-            if reasons:
-                logger.info("%s; using %s instead (--data_cache_dir chooses)", reasons[0], folder)
-            return self._destination(place)
-        raise DataError(f"{reasons[-1]}; give a --data_cache_dir that can be written")
 
-
-class Index:
-    """What is in the token files of some folders, by shard."""
-
-    def __init__(self) -> None:
-        self._read: set[str] = set()
-        self._found: dict[tuple[str, int, str], tuple[TokenFile, int]] = {}
-
-    def scan(self, folder: Destination, *, index_alone: bool = False) -> None:
-        """Read the indexes of a folder that were not read before; ``index_alone``: also those without their tokens."""
-        try:
-            names = os.listdir(folder.folder)
-        except OSError:
-            return
-        for name in names:
-            if name.startswith(folder.prefix) and name.endswith(".idx") and name not in self._read:
-                file = read_index(os.path.join(folder.folder, name[: -len(".idx")]), index_alone=index_alone)
-                if file is not None:
-                    self._read.add(name)
-                    for number, header in enumerate(file.headers):
-                        self._found[header.source, header.size, header.modified] = file, number
-
-    def find(self, shard: Shard) -> tuple[TokenFile, int] | None:
-        """Return the token file that has a shard, and its number in it."""
-        return self._found.get((shard.name, shard.size, version_of(shard)))
+def _digest(identity: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
 
 
 def own_folder() -> str:
@@ -198,7 +181,7 @@ def sweep(folder: str) -> None:
 
 
 def share(shards: list[Shard], rank: int, world: int) -> list[Shard]:
-    """Return a rank's share: the largest shards first, each to the rank with least so far; alike on every rank."""
+    """Return a rank's share: the largest shards first, each to the rank with least so far; the same on every rank."""
     loads = [(0, one) for one in range(world)]
     mine = []
     for shard in sorted(shards, key=lambda s: (-s.size, s.name)):

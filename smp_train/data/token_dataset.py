@@ -17,7 +17,6 @@ from smp_train.data.source import Row, Source
 from smp_train.data.targets import NO_GAPS
 from smp_train.data.token_cache import TokenCache, share
 from smp_train.data.token_file import GAPS, REBUILT, Header, ShardRows, TokenFile, read_index
-from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
 LEFT_OUT = "; such lines were left out when this was made: make it again, or accept that with --bad_rows skip"
@@ -50,16 +49,15 @@ class TokenShards(Source):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _index(self, shard: int) -> ShardRows:
-        """Return the rows of a shard, for its index."""
-        return self._rows(shard)
-
     def _rows(self, shard: int) -> ShardRows:
         """Return the rows of a shard. Its index stays in memory: rows of a thousand shards come in no order."""
         opened = self._opened.get(shard)
         if opened is None:
             opened = self._opened[shard] = ShardRows(*self.found[shard], self.cure)
         return opened
+
+    _index = _rows
+    """The rows of a shard, for its index alone."""
 
     def lengths(self, shard: int) -> np.ndarray:
         """Return the tokens of each row of a shard, without padding at its ends."""
@@ -105,11 +103,6 @@ class TokenShards(Source):
         header = self.headers[shard]
         return f"{header.source}:{self._index(shard).line(row) if 'lines' in header.arrays else row + 1}"
 
-    def close(self) -> None:
-        """Close the token files; they open again when a row is read."""
-        for file, _ in self.found:
-            file.close()
-
     def report(self) -> dict[str, int | str]:
         """Totals: shards, rows, tokens, attended and counted ones, and the longest row with its shard and line."""
         longest = max(range(len(self.headers)), key=lambda i: self.headers[i].longest)
@@ -149,22 +142,6 @@ def open_converted(cache: TokenCache, shards: list[Shard], max_bad: float | None
     return source
 
 
-def open_source(
-    location: str,
-    *,
-    vocab_size: int,
-    cache_dir: str | None = None,
-    zipped: bool | None = None,
-    max_bad: float | None = None,
-    processes: int = 1,
-) -> TokenShards:
-    """Open a folder of shards by this process alone, converting what has not been. Raises DataError."""
-    cache, shards = TokenCache(location, vocab_size, cache_dir, max_bad is not None), list_shards(location, zipped)
-    for _ in convert(cache, shards, processes=processes):
-        pass
-    return open_converted(cache, shards, max_bad)
-
-
 def open_prepared(
     location: str, vocab_size: int, max_bad: float | None = None, cure: str = "copy or make it again"
 ) -> TokenShards:
@@ -182,19 +159,19 @@ def open_prepared(
                 raise DataError(f"{path}: damaged, of another version, or without its .tok; make it or copy it again")
             found += [(file, number) for number in range(len(file.headers))]
     found = in_order(found, vocab_size)
-    source = TokenShards([shard_of(*one) for one in found], found, cure)
+    headers = [file.headers[number] for file, number in found]
+    shards = [Shard(file.path, header.source, header.size, 0) for (file, _), header in zip(found, headers, strict=True)]
+    source = TokenShards(shards, found, cure)
     judge(source, max_bad, LEFT_OUT)
     return source
 
 
-def shard_of(file: TokenFile, number: int) -> Shard:
-    """Return what stands for the shard of prepared tokens in messages."""
-    header = file.headers[number]
-    return Shard(file.path, header.source, header.size, 0)
-
-
 def in_order(found: list[tuple[TokenFile, int]], vocab_size: int) -> list[tuple[TokenFile, int]]:
     """Sort prepared shards by name. Raises DataError for two of one name, and for another vocabulary."""
+
+    def source(one: tuple[TokenFile, int]) -> str:
+        return one[0].headers[one[1]].source
+
     for file, number in found:
         made_for = file.headers[number].vocab_size
         if made_for > vocab_size:
@@ -202,11 +179,12 @@ def in_order(found: list[tuple[TokenFile, int]], vocab_size: int) -> list[tuple[
                 f"{file.base}.idx: was made for a vocabulary of {made_for}, the model has {vocab_size}; "
                 "use the tokenizer of the model, or set --vocab_size"
             )
-    ordered = sorted(found, key=lambda one: (one[0].headers[one[1]].source, one[0].base))
-    for (file, number), (other, again) in pairwise(ordered):
-        source = file.headers[number].source
-        if source == other.headers[again].source:
-            raise DataError(f"{file.path}: {other.path} holds the same shard, {source}; remove one of the two")
+    ordered = sorted(found, key=lambda one: (source(one), one[0].base))
+    for one, other in pairwise(ordered):
+        if source(one) == source(other):
+            raise DataError(
+                f"{one[0].path}: {other[0].path} holds the same shard, {source(one)}; remove one of the two"
+            )
     return ordered
 
 
@@ -222,10 +200,9 @@ def refuse_mixed(labelled: list[tuple[str, bool]]) -> None:
 
 
 def judge(source: TokenShards, max_bad: float | None, then: str = "") -> None:
-    """Hold what was left out against what may be, as `bad_rows.judge`."""
+    """Raise DataError where too many lines were left out, as `bad_rows.judge`."""
     left_out = [
         (f"{shard.path}: {header.source}" if then else shard.path, header.skipped, header.first_bad)
         for shard, header in zip(source.files, source.headers, strict=True)
-        if header.skipped
     ]
     bad_rows.judge(left_out, len(source), max_bad, then)

@@ -10,12 +10,12 @@ import pytest
 from smp_train import distributed
 from smp_train.data import rounds
 from smp_train.data.conversion import convert as convert_shards
-from smp_train.data.open_data import open_data
+from smp_train.data.open_data import open_data, open_place
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData, ValidationData
 from smp_train.data.rounds import in_rounds
 from smp_train.data.token_cache import TokenCache
-from smp_train.data.token_dataset import TokenShards, open_source
+from smp_train.data.token_dataset import TokenShards
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 from tests.harness import run
@@ -46,7 +46,7 @@ def converted_together(folder: str, cache: str | None):
         made += convert(folder, vocab_size=99, cache_dir=own, rank=rank % 2, world=2)
         with distributed.together("reading on each node"):
             pass
-    source = open_source(folder, vocab_size=99, cache_dir=own)
+    source = open_place(folder, vocab_size=99, cache_dir=own)
     order = Order(len(source), seed=7)
     data = TrainingData(source, order, seq_len=3, micro_batch=2, accumulation=2, dp_rank=rank, dp_size=world)
     stream = data.batches(0)

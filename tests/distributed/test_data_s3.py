@@ -15,8 +15,8 @@ pytest.importorskip("moto.server")
 
 from smp_train import distributed
 from smp_train.data.open_data import open_data
+from smp_train.data.open_data import open_place as open_source
 from smp_train.data.order import Order
-from smp_train.data.token_dataset import open_source
 from smp_train.data.token_writer import write_rows
 from smp_train.errors import DataError
 from smp_train.storage import client as s3_client

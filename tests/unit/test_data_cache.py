@@ -23,9 +23,10 @@ import numpy as np
 import pytest
 
 from smp_train.data import conversion, token_cache, token_file, token_writer
+from smp_train.data.open_data import open_place
 from smp_train.data.order import Order
 from smp_train.data.token_cache import BESIDE, TokenCache
-from smp_train.data.token_dataset import open_prepared, open_source
+from smp_train.data.token_dataset import open_prepared
 from smp_train.data.token_file import ShardRows, read_index
 from smp_train.data.token_writer import write_rows
 from smp_train.data.utils import list_shards
@@ -85,7 +86,7 @@ def test_rows_come_back(tmp_path, kind, vocab_size):
     rows[3] = ([vocab_size - 1] * len(rows[3][0]), rows[3][1])
     for n, name in enumerate(["a.json", "b.json.gz", "c.jsonl"]):
         write_shard(tmp_path / name, rows[n * 25 : (n + 1) * 25], blanks=n == 1)
-    source = open_source(str(tmp_path), vocab_size=vocab_size)
+    source = open_place(str(tmp_path), vocab_size=vocab_size)
     check_rows(source, rows)
     assert source.name(24) == "a.json:25"
     assert source.name(27) == "b.json.gz:5", "blank lines count"
@@ -125,7 +126,7 @@ def test_a_rank_that_sees_no_cache_of_the_others_makes_its_own(tmp_path):
         write_shard(tmp_path / "data" / f"{n}.json", plain_rows(3, base=n))
     node = str(tmp_path / "node-local")
     assert convert(str(tmp_path / "data"), vocab_size=97, cache_dir=node, rank=1, world=2) == 2
-    source = open_source(str(tmp_path / "data"), vocab_size=97, cache_dir=node)
+    source = open_place(str(tmp_path / "data"), vocab_size=97, cache_dir=node)
     check_rows(source, [row for n in range(4) for row in plain_rows(3, base=n)])
 
 
@@ -133,8 +134,8 @@ def test_fingerprint_is_of_the_content(tmp_path):
     rows = random_rows("ragged, padded", 20)
     write_shard(tmp_path / "one" / "a.json", rows)
     write_shard(tmp_path / "two" / "other.json.gz", rows, blanks=True)
-    first = open_source(str(tmp_path / "one"), vocab_size=97).fingerprint
-    assert open_source(str(tmp_path / "two"), vocab_size=97).fingerprint == first
+    first = open_place(str(tmp_path / "one"), vocab_size=97).fingerprint
+    assert open_place(str(tmp_path / "two"), vocab_size=97).fingerprint == first
     for n, change in enumerate(["id", "mask", "order", "fewer"]):
         changed = [(list(ids), list(mask)) for ids, mask in rows]
         if change == "id":
@@ -146,7 +147,7 @@ def test_fingerprint_is_of_the_content(tmp_path):
         else:
             changed.pop()
         write_shard(tmp_path / f"changed{n}" / "a.json", changed)
-        assert open_source(str(tmp_path / f"changed{n}"), vocab_size=97).fingerprint != first, change
+        assert open_place(str(tmp_path / f"changed{n}"), vocab_size=97).fingerprint != first, change
 
 
 def test_bad_lines_are_named(tmp_path):
@@ -175,29 +176,29 @@ def bad_rows(folder, bad, good=300):
 
 def test_bad_rows_are_left_out_and_said(tmp_path, caplog):
     bad_rows(tmp_path, [7, 200])
-    source = open_source(str(tmp_path), vocab_size=97, max_bad=0.01)
+    source = open_place(str(tmp_path), vocab_size=97, max_bad=0.01)
     assert len(source) == 398
     assert [source.name(i) for i in (6, 7, 298)] == ["a.json:7", "a.json:9", "b.json:1"]
     assert source.report()["lines_left_out"] == 2
     assert "left out 2 of 400 lines that are no rows" in caplog.text
     assert f"{tmp_path / 'a.json'}:8: token id -2" in caplog.text
-    again = open_source(str(tmp_path), vocab_size=97, max_bad=0.01)
+    again = open_place(str(tmp_path), vocab_size=97, max_bad=0.01)
     assert again.fingerprint == source.fingerprint
     with pytest.raises(DataError, match=rf"^{tmp_path / 'a.json'}:8: token id -2 is outside"):
-        open_source(str(tmp_path), vocab_size=97)
+        open_place(str(tmp_path), vocab_size=97)
     too_many = r"2 of 400 lines are no rows, more than --max_bad 0\.4000%; the first is .*a\.json:8"
     with pytest.raises(DataError, match=too_many):
-        open_source(str(tmp_path), vocab_size=97, max_bad=0.004)
+        open_place(str(tmp_path), vocab_size=97, max_bad=0.004)
 
 
 def test_skipping_needs_something_to_keep(tmp_path):
     bad_rows(tmp_path, range(300))
     with pytest.raises(DataError, match=r"a\.json: empty shard \(none of its lines is a row \(1: token id -2"):
-        open_source(str(tmp_path), vocab_size=97, max_bad=1)
+        open_place(str(tmp_path), vocab_size=97, max_bad=1)
     path = tmp_path / "a.json"
     path.write_bytes(gzip.compress(b'{"input_ids": [1, 2]}\n' * 900)[:-9])
     with pytest.raises(DataError, match=r"gzip stream is damaged or cut short"):
-        open_source(str(tmp_path), vocab_size=97, max_bad=1)
+        open_place(str(tmp_path), vocab_size=97, max_bad=1)
 
 
 def test_several_processes_write_what_one_does(tmp_path, monkeypatch):
@@ -208,7 +209,7 @@ def test_several_processes_write_what_one_does(tmp_path, monkeypatch):
         for n in range(5):
             write_shard(tmp_path / name / f"{n}.json.gz", random_rows("ragged, padded", 40, n))
         assert convert(str(tmp_path / name), vocab_size=97, processes=processes) == 5
-        found.append(open_source(str(tmp_path / name), vocab_size=97).fingerprint)
+        found.append(open_place(str(tmp_path / name), vocab_size=97).fingerprint)
     assert found[0] == found[1]
     (tmp_path / "three/2.json.gz").write_bytes(gzip.compress(b'{"input_ids": [1, "x"]}\n'))
     (tmp_path / "three/3.json.gz").write_bytes(gzip.compress(b'{"input_ids": [1, 2]}\n'))
@@ -219,10 +220,10 @@ def test_several_processes_write_what_one_does(tmp_path, monkeypatch):
 def test_a_changed_shard_is_converted_again(tmp_path):
     path = tmp_path / "a.json"
     write_shard(path, plain_rows(3))
-    before = open_source(str(tmp_path), vocab_size=97)
+    before = open_place(str(tmp_path), vocab_size=97)
     write_shard(path, plain_rows(3, base=1))
     os.utime(path, ns=(1, 1))
-    after = open_source(str(tmp_path), vocab_size=97)
+    after = open_place(str(tmp_path), vocab_size=97)
     check_rows(before, plain_rows(3))
     check_rows(after, plain_rows(3, base=1))
     assert before.fingerprint != after.fingerprint
@@ -258,7 +259,7 @@ def test_a_conversion_that_is_told_to_stop_blames_no_shard(tmp_path, name):
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "longer"])
 def test_damaged_files_are_rebuilt(tmp_path, suffix, damage):
     write_shard(tmp_path / "a.json", random_rows("ragged, padded", 30))
-    open_source(str(tmp_path), vocab_size=97)
+    open_place(str(tmp_path), vocab_size=97)
     path = next((tmp_path / BESIDE).glob("*" + suffix))
     content = path.read_bytes()
     if damage == "missing":
@@ -267,7 +268,7 @@ def test_damaged_files_are_rebuilt(tmp_path, suffix, damage):
         path.write_bytes({"cut": content[:-1], "empty": b"", "longer": content + b"x"}[damage])
     assert convert(str(tmp_path), vocab_size=97) == 1
     assert path.read_bytes() == content
-    check_rows(open_source(str(tmp_path), vocab_size=97), random_rows("ragged, padded", 30))
+    check_rows(open_place(str(tmp_path), vocab_size=97), random_rows("ragged, padded", 30))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -275,7 +276,7 @@ def test_no_flipped_bit_is_read(tmp_path, kind):
     """Each byte of the cache in turn is damaged: what is read is right, or a DataError names the file."""
     rows = random_rows(kind, 6)
     write_shard(tmp_path / "a.json", rows)
-    open_source(str(tmp_path), vocab_size=97)
+    open_place(str(tmp_path), vocab_size=97)
     noticed = 0
     for path in sorted((tmp_path / BESIDE).glob("*.*x")) + sorted((tmp_path / BESIDE).glob("*.tok")):
         content = path.read_bytes()
@@ -299,7 +300,7 @@ def test_no_flipped_bit_is_read(tmp_path, kind):
 
 def test_a_cache_truncated_under_the_reader_is_an_error(tmp_path):
     write_shard(tmp_path / "a.json", plain_rows(50))
-    source = open_source(str(tmp_path), vocab_size=97)
+    source = open_place(str(tmp_path), vocab_size=97)
     source.row(0)
     os.truncate(next((tmp_path / BESIDE).glob("*.tok")), 100)
     with pytest.raises(DataError, match=r"row 40 \(a\.json:41\) does not match its checksum"):
@@ -308,7 +309,7 @@ def test_a_cache_truncated_under_the_reader_is_an_error(tmp_path):
 
 def test_a_file_system_that_fails_under_the_reader_is_an_error(tmp_path, monkeypatch):
     write_shard(tmp_path / "a.json", plain_rows(4))
-    source = open_source(str(tmp_path), vocab_size=256)
+    source = open_place(str(tmp_path), vocab_size=256)
     source.row(0)
 
     def stale(*_):
@@ -352,20 +353,9 @@ def test_more_token_files_than_may_be_open(tmp_path, monkeypatch):
     other = open_prepared(str(tmp_path), 97)
     check_rows(other, rows)
     assert open_below(tmp_path) == 3, "of all data sets together"
-    source.close()
-    other.close()
-    assert open_below(tmp_path) == 0
     check_rows(source, rows)
-
-
-def test_a_data_set_that_is_dropped_closes_its_files(tmp_path):
-    rows = files_of_two(tmp_path, 5)
-    source = open_prepared(str(tmp_path), 97)
-    check_rows(source, rows)
-    assert open_below(tmp_path) == 5
-    del source
-    gc.collect()
-    assert open_below(tmp_path) == 0
+    del source, other
+    assert open_below(tmp_path) == 0, "a data set that is dropped closes its files"
 
 
 def test_however_many_files_each_is_opened_once(tmp_path, monkeypatch):
@@ -400,7 +390,7 @@ def test_one_cache_folder_for_two_data_sets_of_one_shape(tmp_path):
         write_shard(tmp_path / str(n) / "a.json", [([n, n + 1], [1, 1])])
         os.utime(tmp_path / str(n) / "a.json", ns=(7, 7))
     cache = str(tmp_path / "cache")
-    sources = [open_source(str(tmp_path / str(n)), vocab_size=97, cache_dir=cache) for n in range(2)]
+    sources = [open_place(str(tmp_path / str(n)), vocab_size=97, cache_dir=cache) for n in range(2)]
     assert [source.row(0).input_ids.tolist() for source in sources] == [[0, 1], [1, 2]]
     assert not (tmp_path / "0" / BESIDE).exists()
 
@@ -411,7 +401,7 @@ def test_no_place_beside_the_data(tmp_path, monkeypatch, caplog):
     write_shard(tmp_path / "data" / "a.json", plain_rows(3))
     (tmp_path / "data" / BESIDE).touch()
     with caplog.at_level("INFO"):
-        check_rows(open_source(str(tmp_path / "data"), vocab_size=97), plain_rows(3))
+        check_rows(open_place(str(tmp_path / "data"), vocab_size=97), plain_rows(3))
     assert "cannot hold the token cache" in caplog.text
     assert len(list((tmp_path / "home").rglob("*.idx"))) == 1
     assert convert(str(tmp_path / "data"), vocab_size=97) == 0
@@ -422,11 +412,11 @@ def test_no_place_beside_the_data(tmp_path, monkeypatch, caplog):
 READ_ONLY = """
 import os, sys
 sys.path.insert(0, {root!r})
+from smp_train.data.open_data import open_place
 from smp_train.data.token_cache import BESIDE
-from smp_train.data.token_dataset import open_source
 os.setgid(65534)
 os.setuid(65534)
-source = open_source({data!r}, vocab_size=97)
+source = open_place({data!r}, vocab_size=97)
 assert not os.path.exists(os.path.join({data!r}, BESIDE))
 print(len(source), os.path.dirname(source.found[0][0].base))
 """
@@ -479,7 +469,7 @@ def test_killed_between_the_two_files(tmp_path, monkeypatch):
             convert(str(tmp_path), vocab_size=97)
     assert [path.suffix for path in (tmp_path / BESIDE).glob("[!.]*")] == [".tok"]
     assert convert(str(tmp_path), vocab_size=97) == 1
-    check_rows(open_source(str(tmp_path), vocab_size=97), plain_rows(30))
+    check_rows(open_place(str(tmp_path), vocab_size=97), plain_rows(30))
 
 
 def _convert_and_hang(folder, reached):
@@ -502,7 +492,7 @@ def test_kill_9_during_conversion(tmp_path):
     left = list((tmp_path / BESIDE).glob(".*.tmp"))
     assert len(left) == 1
     assert convert(str(tmp_path), vocab_size=97) == 1
-    check_rows(open_source(str(tmp_path), vocab_size=97), plain_rows(300))
+    check_rows(open_place(str(tmp_path), vocab_size=97), plain_rows(300))
     assert left[0].exists(), "it may belong to another job that is still writing"
     os.utime(left[0], (time.time() - 2 * token_cache.STALE_SECONDS,) * 2)
     write_shard(tmp_path / "b.json", plain_rows(3))
@@ -513,7 +503,7 @@ def test_kill_9_during_conversion(tmp_path):
 def _convert_all(folder, start):
     start.wait(300)
     convert(folder, vocab_size=97)
-    return open_source(folder, vocab_size=97).fingerprint
+    return open_place(folder, vocab_size=97).fingerprint
 
 
 def _job(folder, start, results):
@@ -533,7 +523,7 @@ def test_two_jobs_at_once(tmp_path):
     found = [results.get(timeout=300) for _ in jobs]
     for job in jobs:
         job.join()
-    source = open_source(str(tmp_path), vocab_size=97)
+    source = open_place(str(tmp_path), vocab_size=97)
     assert found == [source.fingerprint] * 2
     check_rows(source, rows)
     assert not list((tmp_path / BESIDE).glob(".*.tmp"))
@@ -562,7 +552,7 @@ def test_opening_does_not_grow_with_the_rows(tmp_path):
     gc.disable()  # what other tests have left takes its own time
     try:
         began = time.process_time()
-        source = open_source(str(tmp_path), vocab_size=97)
+        source = open_place(str(tmp_path), vocab_size=97)
         assert len(source) == rows
         took = time.process_time() - began
     finally:
@@ -589,12 +579,12 @@ FORGED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("forged", FORGED)
 def test_a_forged_index_is_made_again(forged, tmp_path):
     write_shard(tmp_path / "a.json", plain_rows(4))
-    rows = [list(open_source(str(tmp_path), vocab_size=97).row(row).input_ids) for row in range(4)]
+    rows = [list(open_place(str(tmp_path), vocab_size=97).row(row).input_ids) for row in range(4)]
     (path,) = tmp_path.glob("**/*.idx")
     whole = path.read_bytes()
     end = 16 + int.from_bytes(whole[8:12], "little")
     (header,) = read_index(str(path)[:-4]).headers
     path.write_bytes(index_with(header, FORGED[forged]) + whole[end:])
-    source = open_source(str(tmp_path), vocab_size=97)
+    source = open_place(str(tmp_path), vocab_size=97)
     assert [list(source.row(row).input_ids) for row in range(4)] == rows
     assert path.read_bytes() == whole

@@ -10,9 +10,9 @@ import pytest
 from smp_train.cli import main
 from smp_train.data import cli
 from smp_train.data.blend import BLOCK, apportion, sources_of
+from smp_train.data.open_data import open_place as open_source
 from smp_train.data.order import Order
 from smp_train.data.token_cache import BESIDE
-from smp_train.data.token_dataset import open_source
 from smp_train.errors import ConfigError
 from smp_train.telemetry.audit import DataAudit
 from tests.training import SAMPLE

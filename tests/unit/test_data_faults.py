@@ -8,10 +8,11 @@ import zlib
 import numpy as np
 import pytest
 
+from smp_train.data.open_data import open_place
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData
 from smp_train.data.token_cache import BESIDE, share
-from smp_train.data.token_dataset import open_prepared, open_source
+from smp_train.data.token_dataset import open_prepared
 from smp_train.data.token_file import MAGIC, PREFIX, VERSION, Header, crc32, read_index
 from smp_train.data.token_writer import write_rows
 from smp_train.data.utils import list_shards
@@ -25,7 +26,7 @@ def test_lines_of_other_systems(tmp_path):
     folder = tmp_path / "é with space"
     folder.mkdir()
     (folder / "a.json").write_bytes(b"\r\n" + LINE + b"\r\n\r\n" + b'{"input_ids": [4, 5]}')
-    source = open_source(str(folder), vocab_size=97)
+    source = open_place(str(folder), vocab_size=97)
     assert [source.row(n).input_ids.tolist() for n in range(2)] == [[1, 2, 3], [4, 5]]
     assert [source.name(n) for n in range(2)] == ["a.json:2", "a.json:4"]
 
@@ -34,7 +35,7 @@ def test_text_among_tokens(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINE)
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "hello"}')
     with pytest.raises(DataError, match=r"b\.jsonl:1: .*input_ids.*smp-train prepare"):
-        open_source(str(tmp_path), vocab_size=97)
+        open_place(str(tmp_path), vocab_size=97)
 
 
 @pytest.mark.slow
@@ -68,13 +69,13 @@ def test_a_file_server_with_another_clock(tmp_path, monkeypatch, skew):
 def test_files_that_are_removed_under_the_reader(tmp_path):
     """Shards are not needed once converted, and an open cache is read to the end."""
     (tmp_path / "a.json").write_bytes(LINE + b"\n" + LINE)
-    source = open_source(str(tmp_path), vocab_size=97)
+    source = open_place(str(tmp_path), vocab_size=97)
     source.row(0)
     os.unlink(tmp_path / "a.json")
     for path in (tmp_path / BESIDE).iterdir():
         path.unlink()
     assert source.row(1).input_ids.tolist() == [1, 2, 3]
-    source.close()
+    source.found[0][0].close()
     with pytest.raises(DataError, match=r"\.tok: "):
         source.row(1)
 
@@ -131,7 +132,6 @@ def test_a_billion_rows_start_and_resume_at_once(tmp_path):
         batches.close()
         assert batch.input_ids.shape == (2, TOKENS)
         assert len(source) == 10**9
-        source.close()
         return took
 
     def headers() -> float:

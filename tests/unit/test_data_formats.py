@@ -19,7 +19,6 @@ from smp_train.data.layout import lay_out
 from smp_train.data.open_data import open_place, say
 from smp_train.data.source import lengths
 from smp_train.data.token_cache import BESIDE
-from smp_train.data.token_dataset import open_source
 from smp_train.errors import ConfigError, DataError
 
 ROWS = [[n, n + 1, n + 2] + [7] * (n % 4) for n in range(50)]
@@ -259,7 +258,7 @@ def test_prepared_files_alone(tmp_path):
     for n in range(3):
         lines = [json.dumps({"input_ids": row}) for row in ROWS[n * 10 : n * 10 + 10]]
         (tmp_path / f"data/{n}.json").write_text("\n".join(lines) + "\n")
-    first = open_source(str(tmp_path / "data"), vocab_size=100)
+    first = open_place(str(tmp_path / "data"), vocab_size=100)
     shutil.move(tmp_path / "data" / BESIDE, tmp_path / "tokens")
     shutil.rmtree(tmp_path / "data")
     assert kind_of(str(tmp_path / "tokens")) == PREPARED
@@ -287,7 +286,7 @@ def test_prepared_files_that_lack_lines(tmp_path, caplog, capsys):
     lines = [json.dumps({"input_ids": row}) for row in ROWS]
     lines[2] = "{"
     (tmp_path / "data/a.json").write_text("\n".join(lines) + "\n")
-    open_source(str(tmp_path / "data"), vocab_size=100, max_bad=0.1)
+    open_place(str(tmp_path / "data"), vocab_size=100, max_bad=0.1)
     shutil.move(tmp_path / "data" / BESIDE, tmp_path / "tokens")
     with pytest.raises(DataError, match=r"\.tok: a\.json:3: .*--bad_rows skip"):
         opened(tmp_path / "tokens")

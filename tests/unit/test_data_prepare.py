@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from smp_train.cli import main as cli
+from smp_train.data.open_data import open_place as open_source
 from smp_train.data.prepare import pipeline
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.cli import MANIFEST, main
@@ -23,7 +24,6 @@ from smp_train.data.prepare.writing import encode_rows, write_block
 from smp_train.data.rows import RowParser
 from smp_train.data.text.files import find_files
 from smp_train.data.text.read import documents
-from smp_train.data.token_dataset import open_source
 from smp_train.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ pytest.importorskip("moto.server")
 
 from smp_train.data import folder_lock, hf_dataset, s3, s3_cache
 from smp_train.data.open_data import open_place
+from smp_train.data.open_data import open_place as open_source
 from smp_train.data.prepare.writing import finish_arrow, write_block
 from smp_train.data.token_cache import TokenCache
-from smp_train.data.token_dataset import open_source
 from smp_train.data.token_writer import write_rows
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
@@ -255,7 +255,7 @@ def test_a_data_set_of_arrow_files_is_brought_and_checked_in_shares(server, buck
     cache = str(tmp_path / "cache")
     here = {s3_cache.bring(place, cache, rank, 2)[0] for rank in (0, 1)}
     checks = TokenCache(*here, 99, cache)
-    assert [hf_dataset.check_share(checks, checks.places[0][1], rank, 2) for rank in (0, 1)] == [2, 2]
+    assert [hf_dataset.check_share(checks, *here, rank, 2) for rank in (0, 1)] == [2, 2]
     source = open_place(place, vocab_size=99, cache_dir=cache)
     assert [source.row(5 * n).input_ids.tolist() for n in range(4)] == [[n + 1] * 4 for n in range(4)]
     assert len([key for key, _ in server.gets if key.startswith("t/")]) == 6, "each object once"

@@ -21,11 +21,11 @@ from smp_train.data import folder_lock, staging, token_writer, windowed
 from smp_train.data.blend import BlendOrder, Joined
 from smp_train.data.layout import lay_out
 from smp_train.data.open_data import open_place
+from smp_train.data.open_data import open_place as open_source
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData
 from smp_train.data.prepare.writing import write_block
 from smp_train.data.source import shards
-from smp_train.data.token_dataset import open_source
 from smp_train.data.token_writer import write_rows
 from smp_train.data.window_index import WindowIndex
 from smp_train.data.windowed import Windowed, assemble
