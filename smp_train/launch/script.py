@@ -14,14 +14,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from smp_train.arguments import Resolved, parse
-from smp_train.arguments.training_flags import NODE_LOCAL
+from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch import k8s, local, preflight
 from smp_train.launch.batch_job import run
 from smp_train.launch.options import COMMON, split
-from smp_train.launch.slurm import checkpoints_in_s3
+from smp_train.launch.slurm import places
 from smp_train.launch.spec import CODE_DIR
 from smp_train.launch.srun_step import Job, mounts
 from smp_train.models.resolve import settled_flags
@@ -83,12 +82,6 @@ KINDS: dict[str, Table] = {
 }
 MODEL = ("hf_pretrained_model_name_or_dir", "pretrained_model_name", "from_scratch", "model_type")
 DATA = ("training_dir", "dataset", "use_synthetic_data")
-READ = (
-    "config", "smp_config", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
-    "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "tokenizer", "dataset",
-)  # fmt: skip
-WRITTEN = ("checkpoint_dir", "data_cache_dir", "tensorboard_dir", "model_dir")
-
 
 class Variables:
     """The variables of one kind of script; an empty one has its default."""
@@ -141,11 +134,11 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
     flags = launch_flags.named(flags)
     resolved = parse(flags, {})
     preflight.divides(resolved, settled_flags(resolved.args))
-    here = environ.get("PWD") or os.getcwd()
-    run_dir = os.path.join(here, resolved.args.run_dir)
+    run_dir = os.path.join(environ.get("PWD") or os.getcwd(), resolved.args.run_dir)
     image = "" if kind == "conda" else values["IMAGE"]
-    if kind == "enroot" and not image:
-        image = next((one for one in _images() if os.path.exists(one)), _images()[0])
+    if kind == "enroot" and not image:  # what docker_build.sh makes
+        images = [f"{CODE_DIR}/{name}.sqsh" for name in ("smpv2", "smp-train")]
+        image = next(filter(os.path.exists, images), images[0])
     if not values["MAX_ATTEMPTS"].isdigit():
         raise ConfigError(f"MAX_ATTEMPTS={values['MAX_ATTEMPTS']} is not a number")
     if not dry_run:
@@ -161,41 +154,19 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
         python=values["PYTHON"] or ("python" if image else f"{CODE_DIR}/.venv/bin/python"),
         image=image,
         mounts=[mount for mount in fsx if mount and (given or os.path.exists(mount))] if image else [],
-        folders=_read(resolved),
-        written=_written(resolved, run_dir),
         container_env=values["CONTAINER_ENV"],
-        checkpoints_in_s3=checkpoints_in_s3(resolved),
         max_attempts=int(values["MAX_ATTEMPTS"]),
-        **{name.lower(): values[name] for name in ("INSTANCE_TYPE", "NPROC", "PREFLIGHT", "PROFILE")},
+        instance_type=values["INSTANCE_TYPE"],
+        nproc=values["NPROC"],
+        preflight=values["PREFLIGHT"],
+        profile=values["PROFILE"],
+        **places(resolved, run_dir),
     )
     if not dry_run and not environ.get("SLURM_JOB_ID"):
         if job.image:
             mounts(job)
         os.execvp("sbatch", ["sbatch", script, *words])
     return run(job, asked=asked, dry_run=dry_run)
-
-
-def _images() -> list[str]:
-    """Return the files that docker_build.sh makes in the checkout, by preference."""
-    return [f"{CODE_DIR}/{name}.sqsh" for name in ("smpv2", "smp-train")]
-
-
-def _read(resolved: Resolved) -> list[str]:
-    """Return the files and folders that flags name to be read, where they are there."""
-    args = resolved.args
-    named = [*(folder for _, folder in preflight.data(args)), *(getattr(args, name) for name in READ)]
-    return [place for place in named if place and os.path.exists(place)]
-
-
-def _written(resolved: Resolved, run_dir: str) -> list[str]:
-    """Return the folders that flags name to be written to."""
-    named = [getattr(resolved.args, name) for name in WRITTEN if resolved.given(name)]
-    places = [place for one in named for place in (one if isinstance(one, list) else [one])]
-    return [
-        place.replace("{run_dir}", run_dir)
-        for place in places
-        if place and "://" not in place and not place.startswith(NODE_LOCAL)
-    ]
 
 
 def launch(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> int:

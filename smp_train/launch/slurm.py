@@ -66,6 +66,11 @@ OPTIONS = (
     Option("sbatch", "a further option of sbatch, such as --comment=x; may be repeated", many=True, dashes=True),
 )
 HEADER = ("partition", "account", "qos", "time", "nodelist", "exclude", "dependency")
+READ = (
+    "config", "smp_config", "resume_from_checkpoint", "hf_pretrained_model_name_or_dir", "pretrained_model_name",
+    "pretrained_checkpoint_file", "finetune_checkpoint_load_dir", "tokenizer", "dataset",
+)  # fmt: skip
+WRITTEN = ("checkpoint_dir", "data_cache_dir", "tensorboard_dir", "model_dir")
 
 
 def render(spec: Spec, options: dict[str, Any]) -> str:
@@ -74,75 +79,45 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
     Raises:
         ConfigError: for what a batch script cannot express.
     """
-    job_name = options["job_name"] or re.sub(r"\s+", "-", spec.name)
-    lines = ["#!/bin/bash", "#SBATCH --exclusive", "#SBATCH --requeue"]
-    lines += [f"#SBATCH --{key}={_header(key, value)}" for key, value in _header_values(spec, options, job_name)]
-    lines += [f"#SBATCH {_header('sbatch', word)}" for word in options["sbatch"]]
-    lines += ["", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}"]
-    lines += [_export(spec, name) for name in sorted(spec.environment)]
-    own = (f"{spec.run_dir}/logs", f"{spec.run_dir}/checkpoints")  # the batch job knows these by itself
+    header = {
+        "job-name": options["job_name"] or re.sub(r"\s+", "-", spec.name),
+        "nodes": str(spec.nodes),
+        "ntasks-per-node": "1",
+        "output": f"{spec.run_dir.replace('%', '%%')}/logs/slurm-%j.out",
+        "open-mode": "append",
+        "signal": f"B:USR1@{options['save_before']}",
+        **{key: options[key] for key in HEADER if options[key]},
+    }
+    if options["gpus_per_node"]:
+        header["gpus-per-node"] = str(options["gpus_per_node"])
+    code = str(code_dir(spec))
+    image = options["image"] or ""
     job = Job(
         flags=list(spec.train_flags),
-        code_dir=_code(spec),
+        code_dir=code,
         run_dir=spec.run_dir,
-        python=options["python"] or ("python3" if options["image"] else sys.executable),
-        image=options["image"] or "",
-        mounts=options["mounts"] if options["image"] else [],
-        folders=_folders(spec) if options["image"] else [],
-        written=[place for place in map(str, _written(spec)) if place not in own],
-        container_env=",".join(sorted(spec.environment)) if options["image"] else "",
-        checkpoints_in_s3=checkpoints_in_s3(spec.resolved),
+        python=options["python"] or ("python3" if image else sys.executable),
+        image=image,
+        mounts=options["mounts"] if image else [],
+        container_env=",".join(sorted(spec.environment)) if image else "",
         nproc=str(spec.processes),
         instance_type=spec.instance.name if spec.instance else "",
         preflight=str(options["preflight"] or ""),
         profile=options["profile"] or "",
         max_attempts=options["max_attempts"],
+        **places(spec.resolved, spec.run_dir),
     )
-    if job.image:
+    if image:
         mounts(job, dry_run=True)  # refuses what pyxis cannot mount
-    body = BODY.replace("@CODE@", shlex.quote(_code(spec))).replace("@PYTHON@", shlex.quote(sys.executable))
+    body = BODY.replace("@CODE@", shlex.quote(code)).replace("@PYTHON@", shlex.quote(sys.executable))
+    lines = [
+        "#!/bin/bash", "#SBATCH --exclusive", "#SBATCH --requeue",
+        *(f"#SBATCH --{key}={_header(key, value)}" for key, value in header.items()),
+        *(f"#SBATCH {_header('sbatch', word)}" for word in options["sbatch"]),
+        "", f"# To hand this to sbatch yourself, first: mkdir -p {shlex.quote(spec.run_dir + '/logs')}",
+        *(_export(spec, name) for name in sorted(spec.environment)),
+    ]  # fmt: skip
     return "\n".join(lines) + body.replace("@OPTIONS@", " \\\n  ".join(map(shlex.join, command_line(job))))
-
-
-def checkpoints_in_s3(resolved: Resolved) -> bool:
-    """Whether some checkpoints are where a batch script cannot look."""
-    return any("://" in place for place in resolved.args.checkpoint_dir)
-
-
-def _export(spec: Spec, name: str) -> str:
-    """Return the line that sets a variable; only the user's own overrides that of the submitting shell."""
-    value = shlex.quote(spec.environment[name])
-    return f"export {name}={value}" if name in spec.added else f"[ -n \"${{{name}+set}}\" ] || export {name}={value}"
-
-
-def _code(spec: Spec) -> str:
-    """Return the folder that has the package on every node: the checkout, or a copy beside the run."""
-    return str(CODE_DIR) if CHECKOUT else f"{spec.run_dir}/code"
-
-
-def stage(spec: Spec) -> None:
-    """Copy the package below the run folder unless this is a checkout: nodes need no other package beside it."""
-    if CHECKOUT:
-        return
-    new, place = Path(f"{_code(spec)}.{os.getpid()}"), Path(_code(spec))
-    shutil.copytree(CODE_DIR / "smp_train", new / "smp_train", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(place, ignore_errors=True)
-    new.rename(place)
-
-
-def _header_values(spec: Spec, options: dict[str, Any], job_name: str) -> list[tuple[str, str]]:
-    values = [
-        ("job-name", job_name),
-        ("nodes", str(spec.nodes)),
-        ("ntasks-per-node", "1"),
-        ("output", f"{spec.run_dir.replace('%', '%%')}/logs/slurm-%j.out"),
-        ("open-mode", "append"),
-        ("signal", f"B:USR1@{options['save_before']}"),
-    ]
-    values += [(key, options[key]) for key in HEADER if options[key]]
-    if options["gpus_per_node"]:
-        values.append(("gpus-per-node", str(options["gpus_per_node"])))
-    return values
 
 
 def _header(key: str, value: str) -> str:
@@ -153,16 +128,55 @@ def _header(key: str, value: str) -> str:
     return value
 
 
-def _folders(spec: Spec) -> list[str]:
-    """Return the folders that the container needs besides those of the job; one below another comes with it."""
-    places = [place for place in spec.local_places() if not place.startswith(spec.run_dir + "/")]
-    return [one for one in places if not any(one.startswith(other.rstrip("/") + "/") for other in places)]
+def _export(spec: Spec, name: str) -> str:
+    """Return the line that sets a variable; only the user's own overrides that of the submitting shell."""
+    value = shlex.quote(spec.environment[name])
+    return f"export {name}={value}" if name in spec.added else f"[ -n \"${{{name}+set}}\" ] || export {name}={value}"
 
 
-def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
-    """Refuse what is missing on this machine, which shares its file systems with the nodes.
+def places(resolved: Resolved, run_dir: str) -> dict[str, Any]:
+    """Return the fields of a job that follow from the files and folders its flags name."""
+    args = resolved.args
+    read = [getattr(args, name) for name in READ]
+    read = [*(folder for _, folder in preflight.data(args)), *(one for one in read if one and os.path.exists(one))]
+    named = [getattr(args, name) for name in WRITTEN if resolved.given(name)]
+    written = [place for one in named for place in (one if isinstance(one, list) else [one]) if place]
+    written = [place for place in written if "://" not in place and not place.startswith(NODE_LOCAL)]
+    return {
+        "folders": [os.path.abspath(place) for place in read],
+        "written": [os.path.abspath(place.replace("{run_dir}", run_dir)) for place in written],
+        "checkpoints_in_s3": any("://" in place for place in args.checkpoint_dir),
+    }
 
-    Returns warnings.
+
+def code_dir(spec: Spec) -> Path:
+    """Return the folder that has the package on every node: the checkout, or a copy beside the run."""
+    return CODE_DIR if CHECKOUT else Path(spec.run_dir, "code")
+
+
+def prepare(spec: Spec) -> None:
+    """Make the folders of the run, and copy the package there unless this is a checkout."""
+    try:
+        for folder in _written(spec):
+            os.makedirs(folder, exist_ok=True)
+        if not CHECKOUT:
+            new, old = Path(f"{code_dir(spec)}.{os.getpid()}"), code_dir(spec)
+            shutil.copytree(CODE_DIR / "smp_train", new / "smp_train", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.rmtree(old, ignore_errors=True)
+            new.rename(old)
+    except OSError as problem:
+        raise ConfigError(f"{problem.filename}: {problem.strerror}; the run could not write there") from None
+
+
+def _written(spec: Spec) -> list[str]:
+    """Return the folders that the run writes to on a file system."""
+    return [f"{spec.run_dir}/logs", *places(spec.resolved, spec.run_dir)["written"]]
+
+
+def check_places(spec: Spec, options: dict[str, Any], needed: Sequence[str]) -> list[str]:
+    """Refuse what is missing on this machine, which shares its file systems with the nodes; return warnings.
+
+    ``needed`` are files and folders that every node reads.
     """
     image = options["image"]
     if image and image.startswith((".", "/")) and not Path(image).exists():
@@ -174,46 +188,35 @@ def check_places(spec: Spec, options: dict[str, Any]) -> list[str]:
         if not Path(mount.partition(":")[0]).exists():
             raise ConfigError(f"--mounts {mount}: {mount.partition(':')[0]} does not exist")
     for folder in _written(spec):
-        there = folder
+        there = Path(folder)
         while not there.exists():
             there = there.parent
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(f"{folder}: {there} is no folder that you may write to; the run could not either")
-    if not image:
-        _check_interpreter(options["python"] or sys.executable)
-    found = preflight.places(spec.resolved, spec.nodes, _seen_by_nodes(spec, options))
+    # An interpreter may be for the nodes' processors, and not run on this machine.
+    python = options["python"] or sys.executable
+    has_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    if not image and ask(python, "-c", has_torch)[0] == 1:
+        raise ConfigError(
+            f"{python} has no torch: give --python of an environment that has it (setup_conda_env.sh makes one), or "
+            "--image"
+        )
+    found = preflight.places(spec.resolved, spec.nodes, needed)
     recipe = CODE_DIR / "Dockerfile"
     if image and os.path.isfile(image) and recipe.exists() and recipe.stat().st_mtime > os.stat(image).st_mtime:
         found.append(f"--image {image}: is older than {recipe}; make it again with docker_build.sh")
     return found
 
 
-def _written(spec: Spec) -> list[Path]:
-    """Return the folders that the run writes to on a file system."""
-    folders = [os.path.join(spec.run_dir, "logs"), *spec.resolved.args.checkpoint_dir]
-    return [Path(os.path.abspath(one)) for one in folders if "://" not in one and not one.startswith(NODE_LOCAL)]
-
-
-def _check_interpreter(python: str) -> None:
-    """Refuse an interpreter that has no torch: every process of the run would."""
-    # It may be for the nodes' processors, and not run on this machine.
-    if ask(python, "-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)")[0] == 1:
-        raise ConfigError(
-            f"{python} has no torch: give --python of an environment that has it (setup_conda_env.sh makes one), or "
-            "--image"
-        )
-
-
 def _seen_by_nodes(spec: Spec, options: dict[str, Any]) -> list[str]:
     """Return what every node reads: code, image or interpreter, data, and mounts."""
-    image = options["image"]
-    start = [image] if image and image.startswith((".", "/")) else []
+    image = options["image"] or ""
+    start = image if image.startswith((".", "/")) else ""
     if not image:
-        start = [shutil.which(options["python"]) or "" if options["python"] else sys.executable]
-    data = [os.path.abspath(folder) for _, folder in preflight.data(spec.resolved.args)]
-    mounts = [mount.partition(":")[0] for mount in options["mounts"]]
-    code = [str(CODE_DIR)] if CHECKOUT else []
-    return [*code, *map(os.path.abspath, start), *data, *mounts]
+        start = (shutil.which(options["python"]) or "") if options["python"] else sys.executable
+    named = [start, *(folder for _, folder in preflight.data(spec.resolved.args))]
+    sources = [mount.partition(":")[0] for mount in options["mounts"]]
+    return [*([str(CODE_DIR)] if CHECKOUT else []), *(os.path.abspath(one) for one in named if one), *sources]
 
 
 def sbatch(script: str, *options: str) -> str:
@@ -253,25 +256,20 @@ def main(words: Sequence[str]) -> int:
         tell(spec)
         print(script, end="")
         return 0
-    found = [*cluster.warnings(spec, options), *check_places(spec, options)]
+    needed = _seen_by_nodes(spec, options)
+    found = [*cluster.warnings(spec, options), *check_places(spec, options, needed)]
     if options["probe"]:
-        found += cluster.probe(options, _seen_by_nodes(spec, options))
+        found += cluster.probe(options, needed)
     tell(spec, found)
     print(sbatch(script, "--test-only"), file=sys.stderr)
     if options["check"]:
         return 0
-    try:
-        for folder in _written(spec):
-            folder.mkdir(parents=True, exist_ok=True)
-        stage(spec)
-    except OSError as problem:
-        raise ConfigError(f"{problem.filename}: {problem.strerror}; the run could not write there") from None
+    prepare(spec)
     job = sbatch(script, "--parsable").partition(";")[0]
     if not job.isdigit():
         raise SmpTrainError(f"sbatch answered {job!r}, which is not a job id")
-    print(f"submitted job {job}")
-    print(f"log:    {spec.run_dir}/logs/slurm-{job}.out")
-    print(f"follow: tail -F {shlex.quote(f'{spec.run_dir}/logs/slurm-{job}.out')}; squeue -j {job}")
-    print(f"stop:   touch {shlex.quote(f'{spec.run_dir}/STOP')}    (saves first)")
-    print(f"cancel: scancel {job}")
+    log = shlex.quote(f"{spec.run_dir}/logs/slurm-{job}.out")
+    print(f"submitted job {job}\nlog:    {spec.run_dir}/logs/slurm-{job}.out")
+    print(f"follow: tail -F {log}; squeue -j {job}")
+    print(f"stop:   touch {shlex.quote(f'{spec.run_dir}/STOP')}    (saves first)\ncancel: scancel {job}")
     return 0

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved, ineffective, parse, validate
-from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.errors import ConfigError
 from smp_train.launch import flags as launch_flags
 from smp_train.launch import preflight
@@ -22,10 +21,6 @@ CODE_DIR = Path(__file__).resolve().parents[2]
 """The folder that contains the package: a checkout, or site-packages."""
 CHECKOUT = (CODE_DIR / "launchers").is_dir()
 """Whether it is a checkout, with no other packages beside ours that could be imported by mistake."""
-PLACES = (
-    "config", "smp_config", "training_dir", "test_dir", "checkpoint_dir", "resume_from_checkpoint",
-    "hf_pretrained_model_name_or_dir",
-)  # fmt: skip
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -58,19 +53,6 @@ class Spec:
     def world_size(self) -> int:
         """Processes of the whole run."""
         return self.nodes * self.processes
-
-    def local_places(self) -> list[str]:
-        """Return the folders that the training flags name, absolute, without repetition."""
-        found: list[str] = []
-        for name in PLACES:
-            value = getattr(self.resolved.args, name)
-            if name == "training_dir":
-                value = [folder for flag, folder in preflight.data(self.resolved.args) if flag == name]
-            for place in value if isinstance(value, list) else [value]:
-                elsewhere = not place or "://" in place or place.startswith(NODE_LOCAL)
-                if not elsewhere and (name != PLACES[-1] or os.path.isdir(place)):
-                    found.append(os.path.abspath(place))
-        return list(dict.fromkeys(found))
 
 
 def build(

@@ -17,7 +17,18 @@ import pytest
 
 from smp_train.arguments import Resolved, parse
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import container, environment, flags, instances, local, network_check, nsys, supervisor, timing
+from smp_train.launch import (
+    container,
+    environment,
+    flags,
+    instances,
+    local,
+    network_check,
+    nsys,
+    slurm,
+    supervisor,
+    timing,
+)
 from smp_train.launch import node_agent as agent
 from smp_train.launch.instances import find
 from smp_train.launch.spec import build
@@ -431,8 +442,7 @@ def test_what_nodes_keep_to_themselves_is_not_what_a_run_resumes_from(tmp_path: 
     assert resolved.args.resume_from_checkpoint == str(tmp_path / "shared")
     both = [*words, "--checkpoint_freq", "10", "100", "--num_kept_checkpoints", "1", "2", "--use_synthetic_data", "1"]
     spec = build(both, nodes=1, processes=2, instance_type=None)
-    assert str(tmp_path / "shared") in spec.local_places()
-    assert not any("nvme" in place for place in spec.local_places())
+    assert slurm.places(spec.resolved, spec.run_dir)["written"] == [str(tmp_path / "shared")]
 
 
 def test_newest_of_several_folders(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   --image /fsx/smpv2.sqsh \
   --mounts /fsx \
   --folders /fsx/data/train \
+  --written /runs/llama_v2-70b/checkpoints \
   --container_env FI_EFA_USE_HUGE_PAGE,HF_HUB_ETAG_TIMEOUT,HF_TOKEN,NCCL_DEBUG,NCCL_SOCKET_IFNAME,PYTORCH_CUDA_ALLOC_CONF,TOKENIZERS_PARALLELISM,TORCH_NCCL_DUMP_ON_TIMEOUT,TORCH_NCCL_TRACE_BUFFER_SIZE,X \
   --nproc 8 \
   --instance_type p5.48xlarge \

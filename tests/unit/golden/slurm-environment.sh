@@ -27,6 +27,7 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   --code_dir <code> \
   --run_dir /runs/gpt_neox \
   --python <python> \
+  --written /runs/gpt_neox/checkpoints \
   --nproc 2 \
   --profile nsys \
   --max_attempts 3 \
