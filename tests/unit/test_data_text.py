@@ -485,6 +485,11 @@ def test_finding_files(tmp_path):
         find_files([str(tmp_path)])
     (tmp_path / "link.txt").unlink()
     assert [file.name for file in find_files([str(tmp_path)])] == ["a.txt"]
+    for name in ("sub0/1.py", "sub0/10.py", "sub0/2.py", "sub1/11.py", "sub2/12.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = find_files([str(tmp_path)], ["1*.py"], ["sub2", "10.*"])
+    assert sorted(file.name for file in found) == ["sub0/1.py", "sub1/11.py"]
 
 
 def test_a_text_beside_its_zipped_copy_would_count_twice(tmp_path):

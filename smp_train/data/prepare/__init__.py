@@ -1,4 +1,4 @@
 """From text to token shards.
 
-`documents` reads, `tokenizer` trains or loads, `shards` writes, `cli` is the verb.
+`packing` orders and packs documents, `tokenizer` trains or loads, `pipeline` writes shards, `cli` is the verb.
 """

@@ -17,9 +17,8 @@ from smp_train.data.bad_rows import LeftOut
 from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare import pipeline, writing
 from smp_train.data.prepare import tokenizer as tokenizers
-from smp_train.data.prepare.documents import held_out, numbered
-from smp_train.data.prepare.pipeline import PROGRESS, Job
-from smp_train.data.prepare.shards import Packer, entropy
+from smp_train.data.prepare.packing import Place, entropy, held_out, numbered
+from smp_train.data.prepare.pipeline import PROGRESS, SPLITS, Preparation, is_whole, saved_progress
 from smp_train.data.progress import Progress
 from smp_train.data.text.files import TextFile, find_files
 from smp_train.errors import ConfigError, DataError
@@ -102,7 +101,9 @@ def main(argv: Sequence[str]) -> int:
     output = Path(args.output)
     request = _request(args, files)
     before = _read_manifest(output)
-    if before.get("complete") and before.get("request") == request and _is_whole(output, before):
+    if before.get("complete") and before.get("request") == request and all(
+        is_whole(output / split, totals["shards"]) for split, totals in before["splits"].items()
+    ):
         print(f"{output}: already prepared from the same input")
         return 0
     if before.get("complete") and not args.overwrite:
@@ -128,21 +129,15 @@ def prepare(args: argparse.Namespace, files: list[TextFile], output: Path) -> di
     tokenizer, text, (end, end_id) = _tokenizer(args, files, output)
     pipeline.use_tokenizer(tokenizer)
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-    shards = args.validation_shards
-    job = Job(
-        output=output, kind=args.output_type, seq_len=args.seq_len, rows_per_shard=args.rows_per_shard,
-        max_rows={"train": args.max_rows, "test": None if shards is None else shards * args.rows_per_shard},
-        vocab_size=vocab_size, zipped=bool(args.zip), end=end_id, validation_fraction=args.validation_fraction,
-        column=args.text_column, left_out=_left_out(args),
-    )  # fmt: skip
     with Progress("prepare", args.max_rows, " rows") as progress:
         try:
-            writers = pipeline.run(job, files, pipeline.processes_for(args.processes, files), progress.update)
+            made = Preparation(args, output, vocab_size, end_id, _left_out(args), progress.update)
+            made.run(files, pipeline.processes_for(args.processes, files))
         except OSError as error:
             raise DataError(
                 f"{output}: cannot be written ({error.strerror}); free some space, start again, and it goes on"
             ) from None
-    train, test = writers["train"], writers["test"]
+    train, test = (made.packers[split] for split in SPLITS)
     if train.rows == 0:
         raise DataError(
             f"{', '.join(args.input)}: too little text for a row of {args.seq_len}; lower --seq_len"
@@ -153,16 +148,25 @@ def prepare(args: argparse.Namespace, files: list[TextFile], output: Path) -> di
             "raise --validation_fraction, or set it to 0 for no validation set"
         )
     if args.output_type == "arrow":
-        for split, writer in writers.items():
-            if writer.rows:
-                writing.finish_arrow(output / split, split, writer.begin.shards)
+        for split, shards in made.shards.items():
+            if shards:
+                writing.finish_arrow(output / split, split, shards)
     return {
         "format": FORMAT,
         "seq_len": args.seq_len,
         "vocab_size": vocab_size,
         "eos_token": end,
         "tokenizer_sha256": hashlib.sha256(text).hexdigest(),
-        "splits": {split: _split_totals(writer) for split, writer in writers.items()},
+        "splits": {
+            split: {
+                "documents": packer.documents,
+                "rows": packer.rows,
+                "tokens": packer.rows * args.seq_len,
+                "tokens_dropped": packer.left,
+                "shards": made.shards[split],
+            }
+            for split, packer in made.packers.items()
+        },
         "unigram_entropy_nats": {
             "train": entropy(train.counts),
             "test": entropy(test.counts) if test.rows else None,
@@ -198,21 +202,11 @@ def _left_out(args: argparse.Namespace) -> LeftOut | None:
     return LeftOut() if args.bad_rows == "skip" else None
 
 
-def _split_totals(writer: Packer) -> dict[str, Any]:
-    return {
-        "documents": writer.documents,
-        "rows": writer.rows,
-        "tokens": writer.rows * writer.seq_len,
-        "tokens_dropped": writer.dropped,
-        "shards": writer.begin.shards,
-    }
-
-
 def _training_sample(args: argparse.Namespace, files: list[TextFile]) -> Iterator[str]:
     """Yield as many training documents, spread over all files, as a vocabulary of the wanted size needs."""
     wanted = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
     every = max(1, sum(file.size for file in files) // wanted)
-    for (_, _, number), text in numbered(files, args.text_column, left_out=_left_out(args)):
+    for (_, _, number), text in numbered(files, args.text_column, Place(), _left_out(args)):
         if number % every == 0 and not held_out(number, args.validation_fraction):
             yield text
             wanted -= len(text)
@@ -248,15 +242,6 @@ def _read_manifest(output: Path) -> dict[str, Any]:
     return {}
 
 
-def _is_whole(output: Path, manifest: dict[str, Any]) -> bool:
-    """True when all shards of a preparation are there, as large as they were written."""
-    return all(
-        (output / split / shard["name"]).is_file() and (output / split / shard["name"]).stat().st_size == shard["bytes"]
-        for split, totals in manifest["splits"].items()
-        for shard in totals["shards"]
-    )
-
-
 def _begin(output: Path, before: dict[str, Any], request: dict[str, Any]) -> None:
     """Mark the output as being made, then remove what an earlier preparation left, unless it was of the same."""
     # Without a malformed document the outcome is the same whether such ones stop the work or are left out.
@@ -269,9 +254,9 @@ def _begin(output: Path, before: dict[str, Any], request: dict[str, Any]) -> Non
         _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be written ({error.strerror})") from None
-    done = pipeline.read_progress(output)
-    for split in ("train", "test"):
-        kept = {str(shard["name"]).rpartition(".")[0] for shard in done[split].shards}
+    saved = saved_progress(output)
+    for split in SPLITS:
+        kept = {str(shard["name"]).rpartition(".")[0] for shard in saved[split]["shards"]}
         for path in (output / split).glob("*"):
             half_written = path.name.startswith(f".{split}-") and path.suffix == ".tmp"
             if half_written or (OURS.fullmatch(path.name) and path.stem not in kept):

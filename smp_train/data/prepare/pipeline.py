@@ -1,20 +1,23 @@
 """Documents to shards: read in this process, tokenised and written in several, resumed after an interruption.
 
 The output does not depend on the number of processes, nor on how often the work was interrupted: this process packs the
-documents in one order, and a shard counts as done when all before it are done too (`PROGRESS`).
+documents in one order, and `PROGRESS` keeps its state behind a shard that is finished, as are all before it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,51 +25,23 @@ import numpy as np
 
 from smp_train.data.atomic_file import atomic_file
 from smp_train.data.bad_rows import LeftOut
-from smp_train.data.prepare.documents import Place, held_out, numbered
-from smp_train.data.prepare.shards import Done, Packer
+from smp_train.data.prepare.packing import Packer, Place, held_out, numbered
 from smp_train.data.prepare.tokenizer import encode, load
 from smp_train.data.prepare.writing import write_block
 from smp_train.data.text.files import TextFile
-from smp_train.errors import DataError, SmpTrainError
+from smp_train.errors import SmpTrainError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PROGRESS = "_progress.json"
+PROGRESS = "_progress.npz"
 SPLITS = ("train", "test")
 BATCH_CHARACTERS = 1 << 19
+"""Characters that are tokenised in one call."""
 WORTH_BYTES = 32 << 20
 """Of input; with less, starting processes takes longer than it saves."""
 SAVE_SECONDS = 5.0
 """Between two saves of the progress, at least."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be written, and how."""
-
-    output: Path
-    kind: str
-    seq_len: int
-    rows_per_shard: int
-    max_rows: dict[str, int | None]
-    vocab_size: int
-    zipped: bool
-    end: int
-    validation_fraction: float
-    column: str
-    left_out: LeftOut | None = None
-    """Counts malformed documents, which are left out; None: they stop the preparation."""
-
-
-class _Here(Executor):
-    """Runs each call at once, in this process."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
 
 _tokenizer: list[Tokenizer] = []
 
@@ -100,148 +75,165 @@ def processes_for(asked: int | None, files: Sequence[TextFile]) -> int:
     return len(os.sched_getaffinity(0)) if enough else 1
 
 
-def run(job: Job, files: Sequence[TextFile], processes: int, advance: Callable[[int], None]) -> dict[str, Packer]:
-    """Write all shards; return the packers, with their totals, and the shards under ``packer.begin.shards``.
+@dataclass
+class _Written:
+    """A shard that is being written, and the state of the work behind it."""
 
-    Continues after the shards of an interrupted run that `PROGRESS` lists. Raises DataError.
+    split: str
+    entry: Future[dict[str, Any]]
+    place: Place
+    packers: dict[str, Packer]
+
+
+class Preparation:
+    """The shards of both splits; continues what an interrupted preparation left in ``output``.
+
+    Args:
+        args: flags of the verb.
+        output: folder for the shards.
+        vocab_size: of the tokenizer.
+        end: the token behind each document.
+        left_out: counts malformed documents, which are left out; None: they stop the preparation.
+        advance: is called with the numbers of training rows that were written.
     """
-    work = _Work(job, advance)
-    if processes == 1:
-        work.fill(_Here(), files, window=1)
-    else:
+
+    def __init__(
+        self, args: argparse.Namespace, output: Path, vocab_size: int, end: int, left_out: LeftOut | None,
+        advance: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.args, self.output, self.end, self.left_out, self.advance = args, output, end, left_out, advance
+        self.vocab_size = vocab_size
+        saved = saved_progress(output)
+        self.place = Place(*saved["place"])
+        """Of the next document."""
+        test_rows = None if args.validation_shards is None else args.validation_shards * args.rows_per_shard
+        self.packers: dict[str, Packer] = {}
+        self.shards: dict[str, list[dict[str, Any]]] = {}
+        """The finished ones."""
+        for split, max_rows in zip(SPLITS, (args.max_rows, test_rows), strict=True):
+            (output / split).mkdir(parents=True, exist_ok=True)
+            state = {"counts": np.zeros(vocab_size, dtype=np.int64), **saved[split]}
+            self.shards[split] = state.pop("shards")
+            most = sys.maxsize if max_rows is None else max_rows
+            self.packers[split] = Packer(args.seq_len, args.rows_per_shard, most, **state)
+        self._numbers = {split: len(shards) for split, shards in self.shards.items()}
+        """Of the next shards."""
+        self._written: deque[_Written] = deque()
+        self._saved = time.monotonic()
+        advance(self.packers["train"].rows)
+
+    def run(self, files: Sequence[TextFile], processes: int) -> None:
+        """Write all shards. Raises DataError and OSError."""
         # Spawned: the tokenizer's threads do not survive a fork.
-        with ProcessPoolExecutor(
-            processes, multiprocessing.get_context("spawn"), _start, (str(job.output / "tokenizer.json"),)
-        ) as pool:
-            try:
-                work.fill(pool, files, window=2 * processes)
-            except BrokenProcessPool:
-                raise SmpTrainError(
-                    "prepare: a process ended, for want of memory perhaps; start again with fewer --processes, "
-                    "and it goes on"
-                ) from None
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    return work.packers
+        pool: Executor = ThreadPoolExecutor(1) if processes == 1 else ProcessPoolExecutor(
+            processes, multiprocessing.get_context("spawn"), _start, (str(self.output / "tokenizer.json"),)
+        )  # fmt: skip
+        window = 2 * processes
+        train, test = (self.packers[split] for split in SPLITS)
+        try:
+            for place, ids in self._tokenised(files, pool, window):
+                if self._enough():
+                    break
+                self.place = place._replace(before=place.before + 1, number=place.number + 1)
+                # A document goes to one split whole. Once validation is full, the rest is for training.
+                split = "test" if held_out(place.number, self.args.validation_fraction) and not test.full else "train"
+                if split == "test" or not train.full:
+                    for block in self.packers[split].add(ids):
+                        self._write(split, block, pool, window)
+            for split in SPLITS:
+                for block in self.packers[split].blocks():
+                    self._write(split, block, pool, window)
+            self._settle(0)
+        except BrokenProcessPool:
+            raise SmpTrainError(
+                "prepare: a process ended, for want of memory perhaps; start again with fewer --processes, "
+                "and it goes on"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
+    def _enough(self) -> bool:
+        """True when training has its rows, and validation too, or one at least where it has no limit."""
+        train, test = (self.packers[split] for split in SPLITS)
+        no_limit = self.args.validation_shards is None
+        return train.full and (
+            not self.args.validation_fraction or test.full or (no_limit and test.available > 0)
+        )
 
-class _Work:
-    def __init__(self, job: Job, advance: Callable[[int], None]) -> None:
-        self.job = job
-        self.advance = advance
-        self.done = read_progress(job.output)
-        self.written: deque[tuple[str, Done, Future[dict[str, Any]]]] = deque()
-        self.saved = time.monotonic()
-        self.pool: Executor = _Here()
-        self.window = 1
-        self.count = {split: len(self.done[split].shards) for split in SPLITS}
-        self.packers = {}
-        for split in SPLITS:
-            (job.output / split).mkdir(parents=True, exist_ok=True)
-            self.packers[split] = Packer(
-                lambda block, done, split=split: self._emit(split, block, done),  # type: ignore[misc]
-                seq_len=job.seq_len, rows_per_shard=job.rows_per_shard, max_rows=job.max_rows[split],
-                vocab_size=job.vocab_size, done=self.done[split],
-            )  # fmt: skip
-        advance(self.done["train"].rows)
+    def _tokenised(
+        self, files: Sequence[TextFile], pool: Executor, window: int
+    ) -> Iterator[tuple[Place, np.ndarray]]:
+        """Yield the documents from `place` on, of which ``window`` batches are tokenised ahead."""
+        waiting: deque[tuple[list[Place], Future[list[np.ndarray]]]] = deque()
+        for batch in self._batches(files):
+            texts = [text for _, text in batch]
+            waiting.append(([place for place, _ in batch], pool.submit(_tokenise, texts, self.end)))
+            if len(waiting) >= window:
+                places, tokens = waiting.popleft()
+                yield from zip(places, tokens.result(), strict=True)
+        for places, tokens in waiting:
+            yield from zip(places, tokens.result(), strict=True)
 
-    def _emit(self, split: str, block: np.ndarray, done: Done) -> None:
-        name = f"{split}-{self.count[split]:05d}"
-        self.count[split] += 1
-        job = self.job
-        folder = str(job.output / split)
-        future = self.pool.submit(write_block, job.kind, folder, name, block, job.vocab_size, job.zipped)
-        self.written.append((split, done, future))
-        self._settle(self.window)
+    def _batches(self, files: Sequence[TextFile]) -> Iterator[list[tuple[Place, str]]]:
+        batch: list[tuple[Place, str]] = []
+        size = 0
+        for place, text in numbered(files, self.args.text_column, self.place, self.left_out):
+            batch.append((place, text))
+            size += len(text)
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+        yield batch
+
+    def _write(self, split: str, block: np.ndarray, pool: Executor, window: int) -> None:
+        name = f"{split}-{self._numbers[split]:05d}"
+        self._numbers[split] += 1
+        args, folder = self.args, str(self.output / split)
+        entry = pool.submit(write_block, args.output_type, folder, name, block, self.vocab_size, bool(args.zip))
+        packers = {split: replace(packer, rest=[*packer.rest]) for split, packer in self.packers.items()}
+        self._written.append(_Written(split, entry, self.place, packers))
+        self._settle(window)
 
     def _settle(self, most: int) -> None:
         """Record finished shards, in order; wait until at most ``most`` are unfinished."""
-        while self.written and (len(self.written) > most or self.written[0][2].done()):
-            split, done, future = self.written.popleft()
-            done.shards = [*self.done[split].shards, future.result()]
-            self.done[split] = done
-            if split == "train":
-                self.advance(done.shards[-1]["rows"])
-            if time.monotonic() >= self.saved + SAVE_SECONDS:
-                write_progress(self.job.output, self.done)
-                self.saved = time.monotonic()
+        while self._written and (len(self._written) > most or self._written[0].entry.done()):
+            written = self._written.popleft()
+            self.shards[written.split].append(written.entry.result())
+            if written.split == "train":
+                self.advance(self.shards["train"][-1]["rows"])
+            if time.monotonic() >= self._saved + SAVE_SECONDS:
+                self._save(written)
+                self._saved = time.monotonic()
 
-    def fill(self, pool: Executor, files: Sequence[TextFile], window: int) -> None:
-        self.pool, self.window = pool, window
-        job, train, test = self.job, self.packers["train"], self.packers["test"]
-        waiting: deque[tuple[list[Place], Future[list[np.ndarray]]]] = deque()
-        for places, texts in self._batches(files):
-            waiting.append((places, pool.submit(_tokenise, texts, job.end)))
-            if len(waiting) >= window:
-                self._pack(*waiting.popleft())
-            if train.full and (test.full or job.max_rows["test"] is None or not job.validation_fraction):
-                break
-        while waiting:
-            self._pack(*waiting.popleft())
-        train.finish()
-        test.finish()
-        self._settle(0)
-        for split in SPLITS:
-            self.packers[split].begin = self.done[split]
-
-    def _batches(self, files: Sequence[TextFile]) -> Iterator[tuple[list[Place], list[str]]]:
-        """Yield the documents that are in no shard yet, in lots that are tokenised in one call."""
-        begin = {split: self.done[split].place for split in SPLITS}
-        places: list[Place] = []
-        texts: list[str] = []
-        size = 0
-        for place, text in numbered(files, self.job.column, min(begin.values()), self.job.left_out):
-            split = "test" if held_out(place.number, self.job.validation_fraction) else "train"
-            if place.number < begin[split].number:
-                continue
-            places.append(place)
-            texts.append(text)
-            size += len(text)
-            if size >= BATCH_CHARACTERS:
-                yield places, texts
-                places, texts, size = [], [], 0
-        yield places, texts
-
-    def _pack(self, places: list[Place], tokens: Future[list[np.ndarray]]) -> None:
-        for place, ids in zip(places, tokens.result(), strict=True):
-            self._add(place, ids)
-
-    def _add(self, place: Place, ids: np.ndarray) -> None:
-        train, test = self.packers["train"], self.packers["test"]
-        packer = train
-        if held_out(place.number, self.job.validation_fraction):
-            # A document goes to one split whole. Once validation is full, the rest is for training.
-            packer = test if _was_taken(test, place) or not test.full else train
-        if place.number >= packer.begin.place.number and (_was_taken(packer, place) or not packer.full):
-            packer.add(place, ids)
+    def _save(self, behind: _Written) -> None:
+        """Save the state behind a finished shard, for the run after an interruption."""
+        meta: dict[str, Any] = {"place": behind.place}
+        arrays: dict[str, Any] = {}
+        for split, packer in behind.packers.items():
+            meta[split] = {
+                "rows": packer.rows, "documents": packer.documents, "left": packer.left, "shards": self.shards[split],
+            }  # fmt: skip
+            arrays[f"{split}_counts"] = packer.counts
+            arrays[f"{split}_rest"] = np.concatenate([np.empty(0, dtype=np.uint32), *packer.rest])
+        with atomic_file(str(self.output / PROGRESS)) as file:
+            np.savez(file, meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8), **arrays)
 
 
-def _was_taken(packer: Packer, place: Place) -> bool:
-    """True when an interrupted run gave a document to this split: it is done, or partly done."""
-    begin = packer.begin
-    return place.number < begin.place.number or (place == begin.place and begin.offset > 0)
-
-
-def read_progress(output: Path) -> dict[str, Done]:
-    """Return what is done of each split; nothing where a shard is not as it was written."""
-    found = {split: Done() for split in SPLITS}
+def saved_progress(output: Path) -> dict[str, Any]:
+    """Return what an interrupted run saved; the beginning where that is nothing, or its shards are damaged."""
     try:
-        for split, entry in json.loads((output / PROGRESS).read_text()).items():
-            done = Done(**{**entry, "place": Place(*entry["place"])})
-            for shard in done.shards:
-                if (output / split / shard["name"]).stat().st_size != shard["bytes"]:
-                    return {split: Done() for split in SPLITS}
-            found[split] = done
-    except (OSError, ValueError, TypeError, KeyError):
-        return {split: Done() for split in SPLITS}
-    return found
+        with np.load(output / PROGRESS) as file:
+            saved: dict[str, Any] = json.loads(file["meta"].tobytes())
+            for split in SPLITS:
+                saved[split] |= {"counts": file[f"{split}_counts"], "rest": [file[f"{split}_rest"]]}
+        if all(is_whole(output / split, saved[split]["shards"]) for split in SPLITS):
+            return saved
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        pass
+    return {"place": Place(), **{split: {"shards": []} for split in SPLITS}}
 
 
-def write_progress(output: Path, done: dict[str, Done]) -> None:
-    """Save what is done, for the run after an interruption."""
-    try:
-        with atomic_file(str(output / PROGRESS)) as file:
-            file.write(json.dumps({split: asdict(one) for split, one in done.items()}).encode())
-    except OSError as error:
-        raise DataError(f"{output}: cannot be written ({error.strerror}); free some space and start again") from None
+def is_whole(folder: Path, shards: list[dict[str, Any]]) -> bool:
+    """True when all shards are there, as large as they were written."""
+    paths = [folder / one["name"] for one in shards]
+    return all(path.is_file() and path.stat().st_size == one["bytes"] for path, one in zip(paths, shards, strict=True))
