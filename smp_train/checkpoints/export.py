@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,31 +30,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of the folder: its name, shape and dtype there."""
+class Item(NamedTuple):
+    """What is read at once: the tensors of the folder that come of it, by name, and a function that reads them.
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Of the former only shape and dtype are used: they may be on meta.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Item:
-    """What is read at once, and the tensors of the folder that come of it."""
-
-    stored: tuple[Stored, ...]
-    read: Callable[[], dict[str, Tensor]]
+    tensors: Mapping[str, Tensor]
+    read: Callable[[], Mapping[str, Tensor]]
 
     @property
     def nbytes(self) -> int:
         """Size in bytes of all tensors."""
-        return sum(each.nbytes for each in self.stored)
+        return sum(value.nbytes for value in self.tensors.values())
 
 
 def export(
@@ -72,23 +58,18 @@ def export(
 ) -> None:
     """Write the model of ``checkpoint`` to ``folder``, also in S3, as Hugging Face has it. No collective.
 
-    Names and layout are the hub's: safetensors in files of about
-    ``shard_bytes``, with an index where there are several; config.json, generation_config.json, and the files of
-    ``tokenizer`` (a folder or a name) where given. ``dtype`` is that of the checkpoint unless given. Host memory: one
-    parameter and what it is converted to. config.json is written last: without it the folder opens nowhere.
+    Names and layout are the hub's: safetensors in files of about ``shard_bytes``, with an index where there are
+    several; config.json, generation_config.json, and the files of ``tokenizer`` (a folder or a name) where given.
+    ``dtype`` is that of the checkpoint unless given. Host memory: one parameter and what it is converted to.
+    config.json is written last: without it the folder opens nowhere.
 
-    ``like`` is where the weights were once read: a generation_config.json beside them is taken over.
-
-    ``on_progress`` is called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model
-    already, which ``replace`` removes once this one is whole; `CheckpointError` where the checkpoint does not hold a
-    whole model.
+    ``like`` is where the weights were once read: a generation_config.json beside them is copied. ``on_progress`` is
+    called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model, which ``replace``
+    removes once this one is whole; `CheckpointError` where the checkpoint does not hold a whole model.
     """
-    config = checkpoint.model_config()
-    config.use_cache = True  # Switched off for training.
-    plain = _plain_model(config)
+    config, plain = _plain_model(checkpoint.model_config())
     note(plain)
-    reader = checkpoint.reader_of(gather_state(plain))
-    items = _items_of_model(plain, reader, dtype, checkpoint.path)
+    items = _items_of_model(plain, checkpoint.reader_of(gather_state(plain)), dtype, checkpoint.path)
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes, on_progress)
         _describe(out, plain, config, items, tokenizer, like)
@@ -105,16 +86,12 @@ def export_weights(
     replace: bool = False,
 ) -> None:
     """Write a whole model that is in host memory, under Hugging Face names, as `export` does. No collective."""
-    config.use_cache = True  # Switched off for training.
-    plain = _plain_model(config)
-    lacking = [name for name in _needed(plain) if name not in weights]
-    if lacking:
-        raise CheckpointError(f"what was exported is not the whole model: it lacks {', '.join(lacking[:3])}")
-    items = []
-    for name in _needed(plain):
-        found = to_hub(plain, {name: weights[name]})
-        stored = tuple(Stored(hub, tuple(value.shape), value.dtype) for hub, value in found.items())
-        items.append(Item(stored, partial(dict, found)))
+    config, plain = _plain_model(config)
+    missing = [name for name in _needed(plain) if name not in weights]
+    if missing:
+        raise CheckpointError(f"what was exported is not the whole model: it lacks {', '.join(missing[:3])}")
+    found = (to_hub(plain, {name: weights[name]}) for name in _needed(plain))
+    items = [Item(tensors, partial(dict, tensors)) for tensors in found]
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes)
         _describe(out, plain, config, items, tokenizer, like)
@@ -124,12 +101,12 @@ def _describe(
     out: Storage, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None, like: str | None
 ) -> None:
     """Write what stands beside the weights, config.json last."""
-    config.architectures = [type(plain).__name__]
-    dtypes = {stored.dtype for item in items for stored in item.stored if stored.dtype.is_floating_point}
-    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", max(dtypes, key=lambda d: d.itemsize))
-    write_tokenizer(tokenizer, out)
     from transformers import GenerationConfig
 
+    config.architectures = [type(plain).__name__]
+    dtypes = {value.dtype for item in items for value in item.tensors.values() if value.dtype.is_floating_point}
+    setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", max(dtypes, key=lambda d: d.itemsize))
+    write_tokenizer(tokenizer, out)
     generation = None if like is None else _folder_of(like) / GENERATION
     if generation is not None and generation.is_file():
         put(out, GENERATION, generation.read_bytes())
@@ -138,40 +115,38 @@ def _describe(
     put_made(out, config.save_pretrained)
 
 
-def _plain_model(config: Any) -> Any:
+def _plain_model(config: Any) -> tuple[Any, Any]:
+    """Return the configuration as it was before training, and its model on meta."""
+    config.use_cache = True
     with torch.device("meta"):
-        return model_of(config)
+        return config, model_of(config)
 
 
 def _items_of_model(plain: Any, reader: Reader, dtype: torch.dtype | None, label: str) -> list[Item]:
     """Return what to write, entry by entry. Raises `CheckpointError` where it would not be the whole model."""
     as_on_hub = {tensor.name for tensors in hub_names(plain).tensors.values() for tensor in tensors}
-    items = []
+    items: list[Item] = []
     saved = set()
     for key, entry in saved_entries(reader).items():
         if not key.startswith(MODEL) or not hasattr(entry, "size"):
             continue
         name = key.removeprefix(MODEL)
-        saved.add(name)
         as_saved = entry.properties.dtype
         to = dtype if dtype is not None and as_saved.is_floating_point else as_saved
         converted = (lambda tensors: tensors) if name in as_on_hub else partial(to_hub, plain)
-        stored = tuple(
-            Stored(hub, tuple(value.shape), value.dtype)
-            for hub, value in converted({name: torch.empty(entry.size, dtype=to, device="meta")}).items()
-        )
 
         def read(key: str = key, name: str = name, to: torch.dtype = to, converted: Any = converted) -> Any:
             return converted({name: read_tensor(reader, key).to(to)})
 
-        items.append(Item(stored, read))
-    found = {stored.name for item in items for stored in item.stored}
+        items.append(Item(converted({name: torch.empty(entry.size, dtype=to, device="meta")}), read))
+        saved.add(name)
+    found = {name for item in items for name in item.tensors}
     needed = {name: torch.empty(value.shape, device="meta") for name, value in _needed(plain).items()}
-    lacking = [name for name in to_hub(plain, needed) if name not in found]
-    if lacking and saved >= needed.keys():
+    missing = [name for name in to_hub(plain, needed) if name not in found]
+    if missing and saved >= needed.keys():
         raise CheckpointError(f"{label}: transformers stores several parameters of this model as one; not exported")
-    if lacking:
-        raise CheckpointError(f"{label} does not hold the whole model: it lacks {', '.join(lacking[:3])}")
+    if missing:
+        raise CheckpointError(f"{label} does not hold the whole model: it lacks {', '.join(missing[:3])}")
     return items
 
 
@@ -186,10 +161,10 @@ def _needed(plain: nn.Module) -> dict[str, Tensor]:
 def stored_item(files: WeightFiles, name: str, dtype: torch.dtype | None) -> Item:
     """Return a tensor of weight files as something to write, as it is or, if of floating point, as ``dtype``."""
     value = files.tensor(name)
-    sample = value[(slice(0, 0),) * len(value.get_shape())] if value.get_shape() else value[...]
+    shape = value.get_shape()
+    sample = value[(slice(0, 0),) * len(shape) or ...]
     to = dtype if dtype is not None and sample.dtype.is_floating_point else sample.dtype
-    stored = Stored(name, tuple(value.get_shape()), to)
-    return Item((stored,), lambda: {name: files.tensor(name)[...].to(to)})
+    return Item({name: torch.empty(shape, dtype=to, device="meta")}, lambda: {name: files.tensor(name)[...].to(to)})
 
 
 def write_weights(
@@ -209,7 +184,7 @@ def write_weights(
             for written in _write_safetensors(file, shard):
                 done += written
                 on_progress(done, total)
-        weight_map |= {stored.name: name for item in shard for stored in item.stored}
+        weight_map |= {tensor: name for item in shard for tensor in item.tensors}
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         put(out, INDEXES[0], (json.dumps(index, indent=2) + "\n").encode())
@@ -222,7 +197,7 @@ def _shards(items: Iterable[Item], shard_bytes: int) -> list[list[Item]]:
             shards.append([])
         shards[-1].append(item)
     # Wide elements first keeps every tensor aligned to its own element size.
-    return [sorted(shard, key=lambda item: -item.stored[0].dtype.itemsize) for shard in shards]
+    return [sorted(shard, key=lambda item: -next(iter(item.tensors.values())).dtype.itemsize) for shard in shards]
 
 
 def _write_safetensors(file: BinaryIO, items: list[Item]) -> Iterator[int]:
@@ -234,23 +209,19 @@ def _write_safetensors(file: BinaryIO, items: list[Item]) -> Iterator[int]:
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for item in items:
-        for stored in item.stored:
-            header[stored.name] = {
-                "dtype": NAMES[stored.dtype],
-                "shape": list(stored.shape),
-                "data_offsets": [offset, offset + stored.nbytes],
-            }
-            offset += stored.nbytes
+    for name, value in (pair for item in items for pair in item.tensors.items()):
+        offsets = [offset, offset + value.nbytes]
+        header[name] = {"dtype": NAMES[value.dtype], "shape": list(value.shape), "data_offsets": offsets}
+        offset = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for item in items:
         values = item.read()
-        for stored in item.stored:
-            value = values[stored.name].detach().contiguous()
-            if tuple(value.shape) != stored.shape or value.dtype != stored.dtype:
-                raise CheckpointError(f"{stored.name} is {list(value.shape)}, {list(stored.shape)} was announced")
+        for name, expected in item.tensors.items():
+            value = values[name].detach().contiguous()
+            if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+                raise CheckpointError(f"{name} is {list(value.shape)}, {list(expected.shape)} was announced")
             file.write(value.reshape(-1).view(torch.uint8).numpy().data)
         yield item.nbytes
 
@@ -258,21 +229,15 @@ def _write_safetensors(file: BinaryIO, items: list[Item]) -> Iterator[int]:
 def write_tokenizer(tokenizer: str | None, out: Storage) -> None:
     """Write a tokenizer's files, those of a folder or of a name. Raises `ConfigError` where it cannot be read."""
     if tokenizer is not None:
-        with _opened(tokenizer) as found:
-            put_made(out, found.save_pretrained)
+        with on_this_machine(tokenizer) as folder:  # until it is saved: some tokenizers copy their files
+            put_made(out, load_tokenizer(folder).save_pretrained)
 
 
 def check_tokenizer(tokenizer: str | None) -> None:
     """Raise `ConfigError` where `write_tokenizer` would."""
     if tokenizer is not None:
-        with _opened(tokenizer):
-            pass
-
-
-@contextmanager
-def _opened(tokenizer: str) -> Iterator[Any]:
-    with on_this_machine(tokenizer) as folder:  # until it is saved: some tokenizers copy their files
-        yield load_tokenizer(folder)
+        with on_this_machine(tokenizer) as folder:
+            load_tokenizer(folder)
 
 
 def tokenizer_beside(weights: str | None) -> str | None:

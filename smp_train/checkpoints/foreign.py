@@ -87,9 +87,10 @@ class Foreign(Checkpoint):
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """See `Checkpoint.load`. Without moments there, the optimizer's state is left as it is."""
         what = f"cannot load {self.path}"
-        trees: list[Tree] = []
         with ExitStack() as opened:
-            gather(what, lambda: trees.extend(self._trees(state, saver, opened)))
+            found: list[list[Tree]] = []
+            gather(what, lambda: found.append(self._trees(state, saver, opened)))
+            (trees,) = found
             if isinstance(state, State):  # a DCP tree of another program may have the names of today's transformers
                 saved = on_main(what, lambda: list(saved_entries(trees[0].reader)))
                 named = (state.named_as(saved, prefix) for prefix in MODEL_PREFIXES)
@@ -115,10 +116,10 @@ class Foreign(Checkpoint):
                 raise CheckpointError(local_parts.OWN)
             shapes = saver.hub.shapes if saver.hub else {n: tuple(value.shape) for n, value in state["model"].items()}
             return [Tree(Ranks(), TensorReader(local_parts.tensors(read, self.config.model_type, shapes)))]
-        if not self.folders:
-            files = WeightFiles(place(self.path) / FULL, opened)
-            return [Tree(Ranks(), TensorReader({f"model.{n}": files.tensor(n)[...] for n in files.files}))]
-        return self._readers()
+        if self.folders:
+            return self._readers()
+        files = WeightFiles(place(self.path) / FULL, opened)
+        return [Tree(Ranks(), TensorReader({f"model.{n}": files.tensor(n)[...] for n in files.files}))]
 
 
 def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
@@ -127,14 +128,14 @@ def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
     One of which something is missing is passed over with a warning; ``strict``, or asked for by its own name, it is an
     error, as it is where none is whole (`CheckpointError`). None where there are none at all.
     """
-    folder, names, single = on_main("cannot resume", lambda: _candidates(normal(location)))
+    folder, names = on_main("cannot resume", lambda: _candidates(normal(location)))
     storage = open_folder(folder)
     for name in names:
         label = os.path.join(folder, name)
         facts = on_main(f"cannot read {label}", partial(_look, storage, name, config))
         if not isinstance(facts, str):
             return Foreign(path=label, _storage=storage, _name=name, config=config, **facts)
-        if strict or single:
+        if strict or label == normal(location):  # asked for by its own name
             raise CheckpointError(f"{label}, of SMP's sample scripts, is not whole: {facts}")
         logger.warning(
             "%s, of SMP's sample scripts, is not whole: %s; trying the next older one", label, facts, extra=ALL_RANKS
@@ -145,18 +146,12 @@ def find(location: str, config: Any, *, strict: bool = False) -> Foreign | None:
 
 
 def is_named(location: str) -> bool:
-    """Tell whether ``location`` is itself a checkpoint of the sample's, whole or not. Collective."""
+    """Return whether ``location`` is itself a checkpoint of the sample's, whole or not. Collective."""
     return on_main("cannot resume", lambda: is_one(location))
 
 
-def is_one(location: str) -> bool:
-    """See `is_named`; not collective."""
-    folder, name = parent_of(normal(location))
-    return bool(name) and absent(normal(location)) is None and _is_foreign(open_folder(folder), name)
-
-
 def has_trees(location: str) -> bool:
-    """Tell whether ``location`` is one or more DCP trees of another program, rather than files of weights."""
+    """Return whether ``location`` is one or more DCP trees of another program, rather than files of weights."""
     folder, name = parent_of(normal(location))
     return is_one(location) and FULL not in open_folder(folder).sizes(name)
 
@@ -166,16 +161,22 @@ def names_in(folder: str) -> list[str]:
     return _candidates(normal(folder))[1]
 
 
-def _candidates(location: str) -> tuple[str, list[str], bool]:
-    """Return (folder, names newest first, whether one was asked for by its name)."""
+def is_one(location: str) -> bool:
+    """See `is_named`; not collective."""
+    folder, name = parent_of(normal(location))
+    return bool(name) and absent(normal(location)) is None and _is_foreign(open_folder(folder), name)
+
+
+def _candidates(location: str) -> tuple[str, list[str]]:
+    """Return a folder and the sample's checkpoints in it, newest first, or the one that ``location`` is."""
     if is_one(location):
         folder, name = parent_of(location)
-        return folder, [name], True
+        return folder, [name]
     if absent(location) is not None:
-        return location, [], False
+        return location, []
     storage = open_folder(location)
     found = [(int(match["step"]), name) for name in storage.names() if (match := _NAME.fullmatch(name)) is not None]
-    return location, [name for _, name in sorted(found, reverse=True) if _is_foreign(storage, name)], False
+    return location, [name for _, name in sorted(found, reverse=True) if _is_foreign(storage, name)]
 
 
 def _is_foreign(storage: CheckpointFolder, name: str) -> bool:
@@ -202,66 +203,57 @@ def _shard(folder: str) -> int:
 
 
 def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] | str:
-    """Return what there is to know of a checkpoint of the sample's, or what is missing of it."""
+    """Return the fields of a `Foreign`, or what is missing of the checkpoint."""
     match = _NAME.fullmatch(name)
-    step = int(match["step"]) if match else 0
     files = storage.sizes(name)
-    told: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     transformed = has_moments = local = False
     of_ranks = sorted(int(found[1]) for found in map(_RANK_FILE.fullmatch, files) if found is not None)
     folders = sorted({posixpath.dirname(file) for file in files if _of_tree(file)})
-    if folders:
-        problem = _missing(storage, name, folders, files)
-        if problem is not None:
-            return problem
-        reader = _reader(storage, name, folders[0], files)
-        told = plain_values(reader)
-        saved = saved_entries(reader)
-        has_moments = any(map(MOMENTS.fullmatch, saved))
-        local = local_parts.is_local(saved)
-        names = [key.removeprefix("app.").removeprefix("model.") for key in saved if key.startswith(MODEL_PREFIXES[:2])]
-        transformed = is_transformed([name for name in names if not local_parts.is_flat(name)], config.model_type)
-    elif of_ranks:
-        if is_s3(storage.location):
-            return "files of single ranks are not read from S3: copy them to a folder"
-        if of_ranks != list(range(len(of_ranks))):
-            return f"files of ranks {of_ranks} are there, and not of those between"
-        try:
+    try:
+        if folders:
+            _check_trees(storage, name, folders, files)
+            reader = _reader(storage, name, folders[0], files)
+            recorded, saved = plain_values(reader), saved_entries(reader)
+            has_moments, local = any(map(MOMENTS.fullmatch, saved)), local_parts.is_local(saved)
+            of_model = (key for key in saved if key.startswith(MODEL_PREFIXES[:2]))
+            names = [key.removeprefix("app.").removeprefix("model.") for key in of_model]
+            transformed = is_transformed([each for each in names if not local_parts.is_flat(each)], config.model_type)
+        elif of_ranks:
+            if is_s3(storage.location):
+                raise CheckpointError("files of single ranks are not read from S3: copy them to a folder")
+            if of_ranks != list(range(len(of_ranks))):
+                raise CheckpointError(f"files of ranks {of_ranks} are there, and not of those between")
             read = [rank_files.read(place(storage.location) / name / f"{rank}.pt") for rank in of_ranks]
-        except CheckpointError as failure:
-            return str(failure)
-        told, has_moments = rank_files.plain_values(read[0]), True
-    step = told.get("scheduler.num_iters", told.get("total_steps", told.get("step", step)))
+            recorded, has_moments = rank_files.plain_values(read[0]), True
+    except CheckpointError as failure:
+        return str(failure)
+    by_name = int(match["step"]) if match else 0
+    step = int(recorded.get("scheduler.num_iters", recorded.get("total_steps", recorded.get("step", by_name))))
     degrees = next(iter(Ranks.of_folders(folders).values()), Ranks())
-    meta = {"imported": told, "mesh": {"tensor": degrees.tensors, "expert": degrees.experts}, "tokens": 0}
+    meta = {"imported": recorded, "mesh": {"tensor": degrees.tensors, "expert": degrees.experts}, "tokens": 0}
     if FULL in files and CONFIG in files:
         meta["model_config"] = json.loads(storage.read(name, CONFIG))
-    committed = Committed(int(step), config.model_type, {})
     return {
-        "step": int(step), "meta": meta, "committed": committed, "folders": tuple(folders), "transformed": transformed,
-        "has_moments": has_moments, "rank_files": len(of_ranks), "local": local,
+        "step": step, "meta": meta, "committed": Committed(step, config.model_type, {}), "folders": tuple(folders),
+        "transformed": transformed, "has_moments": has_moments, "rank_files": len(of_ranks), "local": local,
     }  # fmt: skip
 
 
-def _missing(storage: CheckpointFolder, name: str, folders: list[str], files: Mapping[str, int]) -> str | None:
-    """Say which tree, index or file is not there, or cut short."""
+def _check_trees(storage: CheckpointFolder, name: str, folders: list[str], files: Mapping[str, int]) -> None:
+    """Raise `CheckpointError` for a tree, index or file that is missing, or shorter than its index says."""
     for folder in folders:
         if Ranks.of_folder(folder) is None:
-            return f"{folder} is of no tensor and expert rank"
+            raise CheckpointError(f"{folder} is of no tensor and expert rank")
         if posixpath.join(folder, METADATA) not in files:
-            return f"{posixpath.join(folder, METADATA)} is missing"
-        try:
-            metadata = _reader(storage, name, folder, files).read_metadata()
-        except CheckpointError as failure:
-            return str(failure)
-        for info in metadata.storage_data.values():
+            raise CheckpointError(f"{posixpath.join(folder, METADATA)} is missing")
+        for info in _reader(storage, name, folder, files).read_metadata().storage_data.values():
             file = posixpath.join(folder, info.relative_path)
             if files.get(file, 0) < info.offset + info.length:
-                return f"{file} is missing or cut short"
-    places = {(of[0].tensor, of[0].expert, of[1]) for of in map(Ranks.of_folder, folders) if of is not None}
+                raise CheckpointError(f"{file} is missing or cut short")
+    writers = {(of[0].tensor, of[0].expert, of[1]) for of in map(Ranks.of_folder, folders) if of is not None}
     degrees = next(iter(Ranks.of_folders(folders).values()))
-    shards = 1 + max(shard for _, _, shard in places)
-    for place_ in itertools.product(range(degrees.tensors), range(degrees.experts), range(shards)):
-        if place_ not in places:
-            return "there is no tree of tensor rank {}, expert rank {}, shard rank {}".format(*place_)
-    return None
+    shards = 1 + max(shard for _, _, shard in writers)
+    for each in itertools.product(range(degrees.tensors), range(degrees.experts), range(shards)):
+        if each not in writers:
+            raise CheckpointError("there is no tree of tensor rank {}, expert rank {}, shard rank {}".format(*each))

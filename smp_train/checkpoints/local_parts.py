@@ -49,21 +49,17 @@ class Stored:
 
     def __init__(self, reader: Reader, key: str) -> None:
         self._reader, self._key = reader, key
-        self._entry = saved_entries(reader)[key]
-        self.dtype = self._entry.properties.dtype
+        entry = saved_entries(reader)[key]
+        self._size: torch.Size = entry.size
+        self.dtype = entry.properties.dtype
 
     def size(self) -> torch.Size:
         """Return its shape."""
-        size: torch.Size = self._entry.size
-        return size
-
-    def dim(self) -> int:
-        """Return the number of its dimensions."""
-        return len(self.size())
+        return self._size
 
     def numel(self) -> int:
         """Return how many numbers it has."""
-        return self.size().numel()
+        return self._size.numel()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return read_tensor(self._reader, self._key)[index]
@@ -79,10 +75,6 @@ class Joined:
     def size(self) -> torch.Size:
         """Return its shape."""
         return self._shape
-
-    def dim(self) -> int:
-        """Return the number of its dimensions."""
-        return len(self._shape)
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         """Return a block. Of the slices, what lies between its first number and its last is read."""

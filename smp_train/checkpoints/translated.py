@@ -89,7 +89,7 @@ class TensorReader(_WholeReader):
             name: TensorStorageMetadata(
                 TensorProperties(dtype=value.dtype),
                 value.size(),
-                [ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())],
+                [ChunkStorageMetadata(torch.Size([0] * len(value.size())), value.size())],
             )
             for name, value in self._tensors.items()
         }

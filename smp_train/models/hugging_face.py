@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,22 +71,14 @@ def model_of(config: Any, **more: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, trust_remote_code=_trusted, **more)
 
 
-def _without_code(config: PretrainedConfig, fields: Any, where: object) -> PretrainedConfig:
-    """Return ``config`` without references to code; ``fields`` are its source. Raises `ConfigError` for a kernel."""
-    if _trusted:
-        from transformers import CONFIG_MAPPING, AutoConfig
-
-        if config.model_type not in CONFIG_MAPPING:  # the other modules look types up there
-            AutoConfig.register(config.model_type, type(config))
-        return config
+def _refuse_kernels(fields: Any, where: object) -> None:
+    """Raise `ConfigError` for a configuration that has transformers fetch a kernel from the hub."""
     left = [fields]
     while left:
         for key, value in left.pop().items():
             if key.endswith("_implementation") and "/" in str(value):
                 raise _foreign_code(f"{where}: {key} {value}")
             left += [value] if isinstance(value, dict) else []
-    config.__dict__.pop("auto_map", None)
-    return config
 
 
 def open_configuration(location: str, weights: str | None = None) -> tuple[str, PretrainedConfig, str | None]:
@@ -119,38 +110,46 @@ def open_configuration(location: str, weights: str | None = None) -> tuple[str, 
 
 
 def _load_config(path: Place) -> PretrainedConfig:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if path.name == OUR_META:
             return config_of(fields["model_config"])
-        if not isinstance(path, S3Path):
-            # By folder, which may hold its code; by file where its name is not the one that transformers reads.
-            where = path.parent if path.name == CONFIG_FILE else path
-            found = AutoConfig.from_pretrained(str(where), trust_remote_code=_trusted)
-            config = type(found).from_dict(readable(fields))
-            if _trusted:
-                config.name_or_path = found.name_or_path  # the folder that transformers loads code from
-            return _without_code(config, fields, path)
-        with tempfile.TemporaryDirectory() as folder:  # transformers reads local files only
-            copy = Path(folder) / CONFIG_FILE
-            copy.write_text(json.dumps(readable(fields)), encoding="utf-8")
-            return _without_code(AutoConfig.from_pretrained(str(copy), trust_remote_code=_trusted), fields, path)
+        if _trusted and "auto_map" in fields and not isinstance(path, S3Path):
+            return _with_code(path, fields)
+        if fields["model_type"] not in CONFIG_MAPPING and "auto_map" in fields:
+            raise _foreign_code(path)
+        return config_of(fields, path)
     except (CheckpointError, ConfigError):
         raise
     except Exception as failure:  # anything, for a file of unknown origin
-        if "trust_remote_code" in str(failure):
-            raise _foreign_code(path) from failure
-        raise ConfigError(f"transformers cannot read {path}: {one_line(failure)}") from failure
+        what = f"no {failure} is known" if isinstance(failure, KeyError) else one_line(failure)
+        raise ConfigError(f"transformers cannot read {path}: {what}") from failure
 
 
-def config_of(fields: dict[str, Any]) -> PretrainedConfig:
-    """Return the configuration in ``model_config`` of a checkpoint of ours. Raises KeyError for an unknown type."""
+def _with_code(path: Path, fields: dict[str, Any]) -> PretrainedConfig:
+    """Return the configuration of a model that brings code, which is run."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    # By folder, which holds the code; by file where its name is not the one that transformers reads.
+    found = AutoConfig.from_pretrained(str(path.parent if path.name == CONFIG_FILE else path), trust_remote_code=True)
+    config: PretrainedConfig = type(found).from_dict(readable(fields))
+    config.name_or_path = found.name_or_path  # the folder that transformers loads code from
+    if config.model_type not in CONFIG_MAPPING:  # the other modules look types up there
+        AutoConfig.register(config.model_type, type(config))
+    return config
+
+
+def config_of(fields: dict[str, Any], where: object = "model_config") -> PretrainedConfig:
+    """Return the configuration of ``fields``, as in a checkpoint of ours. Raises KeyError for an unknown type."""
     from transformers import CONFIG_MAPPING
 
     config: PretrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(readable(fields))
-    return _without_code(config, fields, "model_config")
+    if not _trusted:
+        _refuse_kernels(fields, where)
+        config.__dict__.pop("auto_map", None)
+    return config
 
 
 def transformers4_names(fields: dict[str, Any], hf_model_type: str) -> dict[str, Any]:

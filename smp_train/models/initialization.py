@@ -42,11 +42,11 @@ def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
         SmpTrainError: a parameter without a recorded initialization, or one that cannot be drawn in parts.
     """
     programs, names = programs_of(model), hub_names(model)
-    drawn, progress = 0, _Progress(sum(local_tensor(param).numel() for param in model.parameters()))
+    drawn, done = 0, _progress(sum(local_tensor(param).numel() for param in model.parameters()))
     with torch.no_grad():
         for name, param in model.named_parameters():
             drawn += _initialise(canonical_name(name), param, programs, names, seed, chunk)
-            progress.add(local_tensor(param).numel())
+            done(local_tensor(param).numel())
     return drawn
 
 
@@ -59,7 +59,7 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
     programs, names = programs_of(model), hub_names(model)
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     first = {name for name, _ in model.named_parameters()}
-    progress = _Progress(sum(param.numel() for param in model.parameters()))
+    done = _progress(sum(param.numel() for param in model.parameters()))
 
     @torch.no_grad()
     def initialise_module(module: nn.Module) -> None:
@@ -67,22 +67,23 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
             name = prefixes[id(module)] + key
             if name in first:
                 _initialise(name, param, programs, names, seed, None)
-                progress.add(param.numel())
+                done(param.numel())
 
     return initialise_module
 
 
-class _Progress:
-    """Logs, every `PROGRESS_SECONDS`, the fraction of this rank's weights that is drawn."""
+def _progress(total: int) -> Callable[[int], None]:
+    """Return a function that counts weights as drawn and logs, every `PROGRESS_SECONDS`, their fraction of all."""
+    drawn, logged = 0, time.monotonic()
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.logged = total, 0, time.monotonic()
+    def add(count: int) -> None:
+        nonlocal drawn, logged
+        drawn += count
+        if time.monotonic() - logged >= PROGRESS_SECONDS:
+            logger.info("Initial weights: %.0f %% of this rank's are drawn", 100 * drawn / total)
+            logged = time.monotonic()
 
-    def add(self, count: int) -> None:
-        self.done += count
-        if time.monotonic() - self.logged >= PROGRESS_SECONDS:
-            logger.info("Initial weights: %.0f %% of this rank's are drawn", 100 * self.done / self.total)
-            self.logged = time.monotonic()
+    return add
 
 
 def programs_of(model: nn.Module) -> dict[str, Program]:

@@ -8,9 +8,10 @@ The record is the parameter's `Program`, which `smp_train.models.initialization`
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,22 +39,13 @@ class Step:
 
 Program = list[Step]
 
-# Programs of tensors by the factory function that made them; uninitialized memory has an empty program.
-FACTORIES: dict[str, Callable[..., Program]] = {
-    "empty": lambda *_: [],
-    "empty_like": lambda *_: [],
-    "empty_strided": lambda *_: [],
-    "new_empty": lambda *_: [],
-    "zeros": lambda *_: [Step("fill_", (0.0,))],
-    "zeros_like": lambda *_: [Step("fill_", (0.0,))],
-    "new_zeros": lambda *_: [Step("fill_", (0.0,))],
-    "ones": lambda *_: [Step("fill_", (1.0,))],
-    "ones_like": lambda *_: [Step("fill_", (1.0,))],
-    "new_ones": lambda *_: [Step("fill_", (1.0,))],
-    "full": lambda size, value, *_: [Step("fill_", (value,))],
-    "full_like": lambda tensor, value, *_: [Step("fill_", (value,))],
-    "rand": lambda *_: [Step("uniform_", (0.0, 1.0))],
-    "randn": lambda *_: [Step("normal_", (0.0, 1.0))],
+# Operation that sets what a factory function returns; its memory is unset where that is None.
+FACTORIES: dict[str, Step | None] = {
+    **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty")),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), Step("fill_", (0.0,))),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), Step("fill_", (1.0,))),
+    "rand": Step("uniform_", (0.0, 1.0)),
+    "randn": Step("normal_", (0.0, 1.0)),
 }
 # Operations whose result does not depend on the former values.
 OVERWRITES = {"normal_", "uniform_", "trunc_normal_", "fill_", "constant"}
@@ -134,8 +126,12 @@ class Recorder(TorchDispatchMode):
                 elif isinstance(written, Tensor):  # an out= argument cannot be replayed
                     self.write(written, name)
         out = func(*args, **kwargs)
-        if name in FACTORIES and isinstance(out, Tensor):
-            self.assign(out, FACTORIES[name](*args))
+        if isinstance(out, Tensor):
+            if name in ("full", "full_like"):
+                self.assign(out, [Step("fill_", (args[1],))])
+            elif name in FACTORIES:
+                step = FACTORIES[name]
+                self.assign(out, [] if step is None else [step])
         return out
 
 
@@ -151,37 +147,17 @@ def _to_meta(recorder: Recorder, param: nn.Parameter) -> nn.Parameter:
     return meta
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[Recorder]:
-    """Context in which registered parameters move to meta with their program recorded; buffers stay real."""
-    recorder = Recorder()
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = _to_meta(recorder, param)
-        register(module, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore
-    try:
-        with _recorded_initializers(recorder), recorder:
-            yield recorder
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
 # Initializers that need the whole tensor, or that torch skips for meta tensors without an operation to record.
 NOT_IN_PARTS = ("orthogonal_", "sparse_", "dirac_", "eye_")
 
 
-@contextmanager
-def _recorded_initializers(recorder: Recorder) -> Iterator[None]:
-    """Record the initializers that run no recordable operation on a meta tensor."""
-    init = nn.init
-    truncated = init._no_grad_trunc_normal_
-    originals = {name: getattr(init, name) for name in NOT_IN_PARTS}
-    # transformers 5 keeps its own references to torch's functions.
-    kept = getattr(sys.modules.get("transformers.initialization"), "TORCH_INIT_FUNCTIONS", {})
+def construct_on_meta(construct: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model that ``construct`` builds, its parameters on meta and their programs attached."""
+    recorder, init = Recorder(), nn.init
+    register, truncated = nn.Module.register_parameter, init._no_grad_trunc_normal_
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param if param is None or param.is_meta else _to_meta(recorder, param))
 
     def record_truncated(
         tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
@@ -191,31 +167,35 @@ def _recorded_initializers(recorder: Recorder) -> Iterator[None]:
         return truncated(tensor, mean, std, a, b, generator=generator)
 
     def recording(name: str) -> Callable[..., Tensor]:
+        original: Callable[..., Tensor] = getattr(init, name)
+
         def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if tensor.is_meta and recorder.write(tensor, name):
-                return tensor
-            return originals[name](tensor, *args, **kwargs)
+            return tensor if tensor.is_meta and recorder.write(tensor, name) else original(tensor, *args, **kwargs)
 
         return record
 
-    def install(functions: dict[str, Callable[..., Tensor]]) -> None:
-        for name, function in functions.items():
-            setattr(init, name, function)
-            if name in kept:
-                kept[name] = function
-
-    install({name: recording(name) for name in NOT_IN_PARTS})
-    init._no_grad_trunc_normal_ = record_truncated
-    try:
-        yield
-    finally:
-        install(originals)
-        init._no_grad_trunc_normal_ = truncated
-
-
-def construct_on_meta(construct: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that ``construct`` builds, its parameters on meta and their programs attached."""
-    with parameters_on_meta() as recorder:
+    recorded = {name: recording(name) for name in NOT_IN_PARTS}
+    # transformers 5 keeps its own references to torch's functions.
+    kept = getattr(sys.modules.get("transformers.initialization"), "TORCH_INIT_FUNCTIONS", {})
+    with (
+        _replaced(vars(nn.Module), {"register_parameter": register_on_meta}, partial(setattr, nn.Module)),
+        _replaced(vars(init), recorded | {"_no_grad_trunc_normal_": record_truncated}, partial(setattr, init)),
+        _replaced(kept, {name: each for name, each in recorded.items() if name in kept}, kept.__setitem__),
+        recorder,
+    ):
         model = construct()
     model.__dict__[PROGRAMS] = {name: list(recorder.program(param) or []) for name, param in model.named_parameters()}
     return model
+
+
+@contextmanager
+def _replaced(names: Mapping[str, Any], by: dict[str, Any], give: Callable[[str, Any], object]) -> Iterator[None]:
+    """Context in which ``names`` have other values, given to them by ``give``."""
+    before = {name: names[name] for name in by}
+    for name, value in by.items():
+        give(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            give(name, value)
