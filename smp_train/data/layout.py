@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -68,47 +67,40 @@ class Layout(Source):
     def __init__(self, source: Source, seq_len: int, *, long: str = "split", short: str = "pad") -> None:
         if long == "crop":
             raise ConfigError(f"--long crop does not go with --short {short}; use split or truncate")
-        self.source = source
-        self.seq_len = seq_len
+        self.source, self.seq_len, self._short = source, seq_len, short
         self.layout = f"--short {short} --long {long} --max_context_width {seq_len}"
-        self.fingerprint = hashlib.blake2b(
-            f"{source.fingerprint} {self.layout}".encode(), digest_size=16
-        ).hexdigest()
-        sizes = lengths(source)
+        self.fingerprint = hashlib.blake2b(f"{source.fingerprint} {self.layout}".encode(), digest_size=16).hexdigest()
+        self._whole = lengths(source)
         if long == "error":
-            _refuse_long(source, sizes, seq_len)
+            _refuse_long(source, self._whole, seq_len)
         if short == "pack":
-            _refuse_holes(source, sizes)
-        self._whole = sizes
-        self._sizes = np.minimum(sizes, seq_len) if long == "truncate" else sizes
-        self._short = short
-        of_shards = shards(source)
-        self._shard_starts = [rows.start for rows in of_shards]
+            _refuse_holes(source, self._whole)
+        self._sizes = np.minimum(self._whole, seq_len) if long == "truncate" else self._whole
+        # Pieces of a row of n tokens: ceil((n - 1) / seq_len), as one token alone predicts nothing.
+        counts = self._sizes if short == "concat" else np.maximum(1, (self._sizes - 2) // seq_len + 1)
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        """The first piece of each row; of rows that are joined, its first token."""
+        stored = shards(source)
+        self._shard_starts = [rows.start for rows in stored]
+        firsts, total = [int(self._starts[first]) for first in self._shard_starts], int(self._starts[-1])
         self._bins: list[list[int]] = []
+        """Pieces of each packed sample."""
         if short == "concat":
-            self._starts = np.concatenate([[0], np.cumsum(self._sizes)])
-            firsts = [-(-int(self._starts[rows.start]) // seq_len) for rows in of_shards]
-            total = max(0, int(self._starts[-1]) - 2) // seq_len + 1
-        else:
-            # A row of n tokens has ceil((n - 1) / seq_len) pieces: one token alone predicts nothing.
-            pieces = np.maximum(1, (self._sizes - 2) // seq_len + 1)
-            self._starts = np.concatenate([[0], np.cumsum(pieces)])
-            firsts = [int(self._starts[rows.start]) for rows in of_shards]
-            total = int(self._starts[-1])
-            if short == "pack":
-                firsts, total = self._pack(of_shards)
+            firsts, total = [-(-first // seq_len) for first in firsts], max(0, total - 2) // seq_len + 1
+        elif short == "pack":
+            firsts = [self._pack(rows) for rows in stored]
+            total = len(self._bins)
         firsts = [min(first, total) for first in firsts]
         self.shards = [range(a, b) for a, b in zip(firsts, [*firsts[1:], total], strict=True)]
         self._size = total
 
-    def _pack(self, of_shards: Sequence[range]) -> tuple[list[int], int]:
-        firsts = []
-        for rows in of_shards:
-            firsts.append(len(self._bins))
-            first, last = int(self._starts[rows.start]), int(self._starts[rows.stop])
-            spans = np.array([self._piece(piece)[2] - self._piece(piece)[1] for piece in range(first, last)])
-            self._bins += [[first + item for item in items] for items in pack(spans, self.seq_len)]
-        return firsts, len(self._bins)
+    def _pack(self, rows: range) -> int:
+        """Pack the pieces of a shard's rows; return its first sample."""
+        sample, first = len(self._bins), int(self._starts[rows.start])
+        pieces = [self._piece(piece) for piece in range(first, int(self._starts[rows.stop]))]
+        bins = pack(np.array([end - begin for _, begin, end in pieces]), self.seq_len)
+        self._bins += [[first + item for item in items] for items in bins]
+        return sample
 
     def _piece(self, piece: int) -> tuple[int, int, int]:
         row = int(np.searchsorted(self._starts, piece, side="right")) - 1
@@ -119,21 +111,17 @@ class Layout(Source):
         """Return what sample ``index`` is made of: (row, begin, end) in tokens of the row without padding."""
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of {self._size}")
-        if self._short == "pad":
-            return [self._piece(index)]
-        if self._short == "pack":
-            return [self._piece(piece) for piece in self._bins[index]]
+        if self._short != "concat":
+            return [self._piece(piece) for piece in (self._bins[index] if self._bins else [index])]
         begin = index * self.seq_len
         end = min(begin + self.seq_len, int(self._starts[-1]))
-        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
-        found = []
-        for row in range(first, len(self._sizes)):
-            start, stop = int(self._starts[row]), int(self._starts[row + 1])
-            if start >= end:
-                break
-            if stop > begin:
-                found.append((row, max(begin - start, 0), min(end, stop) - start))
-        return found
+        first, stop = int(np.searchsorted(self._starts, begin, "right")) - 1, int(np.searchsorted(self._starts, end))
+        starts = self._starts[first : stop + 1].tolist()
+        return [
+            (first + at, max(begin - start, 0), min(end, starts[at + 1]) - start)
+            for at, start in enumerate(starts[:-1])
+            if starts[at + 1] > start
+        ]
 
     def unlearnable(self) -> np.ndarray:
         """Return the samples without target, rising, where the source knows where its rows have none."""
@@ -143,10 +131,10 @@ class Layout(Source):
             return empty_pieces(self._joined(gaps), self._starts[-1:], self.seq_len)[1]
         rows, pieces = empty_pieces(gaps, self._sizes, self.seq_len)
         found = self._starts[rows] + pieces
-        if self._short == "pad" or not found.size:
-            return found
-        empty = set(found.tolist())
-        return np.array([number for number, items in enumerate(self._bins) if empty.issuperset(items)], dtype=np.int64)
+        if self._short == "pack" and found.size:
+            empty = set(found.tolist())
+            found = np.array([n for n, items in enumerate(self._bins) if empty.issuperset(items)], dtype=np.int64)
+        return found
 
     def _joined(self, gaps: np.ndarray) -> np.ndarray:
         """Return the gaps of all rows as those of one that holds them end to end."""
@@ -163,21 +151,19 @@ class Layout(Source):
     def _stored(self, shard: int) -> list[int]:
         """Return the shards of the source that samples of a shard are made of: of joined rows, the next ones too."""
         samples = self.shards[shard]
-        if not samples:
-            return []
-        if self._short != "concat":
-            return [shard]
+        if self._short != "concat" or not samples:
+            return [shard] if samples else []
         rows = self.pieces(samples.start)[0][0], self.pieces(samples.stop - 1)[-1][0]
         first, last = (bisect.bisect_right(self._shard_starts, row) - 1 for row in rows)
         return list(range(first, last + 1))
 
     def want(self, needed: list[int], following: list[int]) -> None:
-        """Tell the source which of its shards are read next."""
+        """Pass on which shards are read next."""
         stored = [dict.fromkeys(one for shard in group for one in self._stored(shard)) for group in (needed, following)]
         self.source.want(*map(list, stored))
 
     def rest(self) -> None:
-        """Tell the source that no more is read for now."""
+        """Pass on that reading ends."""
         self.source.rest()
 
     def __len__(self) -> int:
@@ -190,17 +176,19 @@ class Layout(Source):
         """
         spans = self.pieces(index)
         parts = [trimmed(self.source.row(row)).cut(begin, end) for row, begin, end in spans]
-        counted = np.concatenate(
-            [np.ones(part.input_ids.size, bool) if part.counted is None else part.counted for part in parts]
-        )
-        labels = None
+        sizes = [part.input_ids.size for part in parts]
+        counted = labels = None
+        if any(part.counted is not None for part in parts):
+            counted = np.concatenate(
+                [np.ones(size, bool) if part.counted is None else part.counted
+                 for part, size in zip(parts, sizes, strict=True)]
+            )  # fmt: skip
         if any(part.labels is not None for part in parts):
             labels = np.concatenate([part.input_ids if part.labels is None else part.labels for part in parts])
-        packed = self._short == "pack" and len(spans) > 1
         sample = Row(
             np.concatenate([part.input_ids for part in parts]),
-            None if counted.all() else counted,
-            np.array([end - begin for _, begin, end in spans]) if packed else None,
+            None if counted is None or counted.all() else counted,
+            np.array(sizes) if self._short == "pack" and len(parts) > 1 else None,
             labels,
         )
         if sample.counted is not None or labels is not None:
@@ -210,8 +198,7 @@ class Layout(Source):
     def name(self, index: int) -> str:
         """Return the names of the rows it is made of joined by ``+``, with ``[begin:end]`` where not whole."""
         return "+".join(
-            self.source.name(row)
-            + ("" if begin == 0 and end == self._whole[row] else f"[{begin}:{end}]")
+            self.source.name(row) + ("" if begin == 0 and end == self._whole[row] else f"[{begin}:{end}]")
             for row, begin, end in self.pieces(index)
         )
 

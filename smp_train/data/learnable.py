@@ -14,12 +14,7 @@ from smp_train.data.targets import without_target
 
 
 class Kept(Source):
-    """A source without some of its rows; the others keep their order.
-
-    Args:
-        source: the rows.
-        left_out: numbers of those that are not there, rising.
-    """
+    """A source without the rows ``left_out`` (their numbers, rising); the others keep their order."""
 
     def __init__(self, source: Source, left_out: np.ndarray) -> None:
         self.source = source
@@ -66,9 +61,7 @@ class Kept(Source):
         self.source.rest()
 
 
-def leave_out_unlearnable(
-    source: Source, seq_len: int, *, long: str, max_bad: float | None, place: str = ""
-) -> Source:
+def leave_out_unlearnable(source: Source, seq_len: int, *, long: str, max_bad: float | None, place: str = "") -> Source:
     """Return the source without the samples of which a cut to ``seq_len`` tokens leaves no target.
 
     Masks, labels and lengths decide, which the source knows without reading rows; a source that does not know them is

@@ -22,8 +22,6 @@ SHOWN = 5
 class Split:
     """One split of a preparation."""
 
-    path: str
-    """Of the manifest."""
     seq_len: int
     shards: dict[str, dict[str, Any]]
     """What is written of each shard, by its name: ``rows``, ``bytes``, ``sha256``."""
@@ -46,21 +44,14 @@ def find(location: str) -> Split | None:
         path = f"{place}/{MANIFEST}"
         manifest = _read(path)
         try:
-            totals = _splits(manifest).get(name)
-            if totals is not None:
-                shards = {entry["name"]: {**entry, "bytes": int(entry["bytes"])} for entry in totals["shards"]}
-                return Split(path, int(manifest["seq_len"]), shards)
+            totals = manifest["splits"][name]
+            shards = {entry["name"]: {**entry, "bytes": int(entry["bytes"])} for entry in totals["shards"]}
+            return Split(int(manifest["seq_len"]), shards)
         except (KeyError, TypeError, AttributeError, ValueError):
-            # Of an earlier version, or another program's.
-            continue
+            pass  # of another split, an earlier version, or another program
         if manifest.get("complete") is False and name in ("train", "test"):
             raise DataError(f"{path}: this preparation is not finished; run smp-train prepare again, and it goes on")
     return None
-
-
-def _splits(manifest: dict[str, Any]) -> dict[str, Any]:
-    splits = manifest.get("splits")
-    return splits if isinstance(splits, dict) else {}
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -105,8 +96,8 @@ def check(location: str) -> None:
 def refuse_root(location: str) -> None:
     """Raise DataError for the folder above the splits."""
     root = location.rstrip("/")
-    splits = _splits(_read(f"{root}/{MANIFEST}"))
-    if not splits:
+    splits = _read(f"{root}/{MANIFEST}").get("splits")
+    if not isinstance(splits, dict):
         return
     files, folders = _files(location)
     found = [(name, find(f"{root}/{name}")) for name in splits if name in folders]
@@ -136,11 +127,9 @@ def differences(location: str, *, checksums: bool) -> list[str]:
             problems.append(f"{name} has another checksum")
     suffixes = {Path(name).suffix for name in split.shards}
     of_lines = any(map(is_shard_name, split.shards))
-    for name in sorted(files):
-        read = (of_lines and is_shard_name(name)) or Path(name).suffix in suffixes
-        if read and name not in split.shards and name[0] not in "._":
-            problems.append(f"{name} is not listed")
-    return problems
+    more = (name for name in sorted(files) if name not in split.shards and name[0] not in "._")
+    read = (name for name in more if (of_lines and is_shard_name(name)) or Path(name).suffix in suffixes)
+    return problems + [f"{name} is not listed" for name in read]
 
 
 def _sha256(file: Path) -> str:

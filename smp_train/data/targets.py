@@ -87,11 +87,7 @@ def empty_pieces(gaps: np.ndarray, sizes: np.ndarray, seq_len: int) -> tuple[np.
     counts = np.maximum(0, last - first + 1)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     single = np.flatnonzero(sizes < 2)
-    found = np.stack(
-        [
-            np.concatenate([np.repeat(rows, counts), single]),
-            np.concatenate([np.repeat(first, counts) + within, np.zeros_like(single)]),
-        ]
-    )
-    found = np.unique(found, axis=1)
+    found_rows = np.concatenate([np.repeat(rows, counts), single])
+    pieces = np.concatenate([np.repeat(first, counts) + within, np.zeros_like(single)])
+    found = np.unique(np.stack([found_rows, pieces]), axis=1)
     return found[0], found[1]

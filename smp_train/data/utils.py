@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from smp_train.data.lines import is_gzip
-from smp_train.data.s3 import list_folder
+from smp_train.data.s3 import is_s3, list_folder
 from smp_train.data.shard import Shard
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
@@ -24,36 +24,8 @@ SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz")
 
 def stem(name: str) -> str:
     """Return a shard's name without the suffixes that say how it is stored."""
-    for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        if name.lower().endswith(suffix):
-            return name[: -len(suffix)]
-    return name
-
-
-def _shard(path: Path) -> tuple[Shard, tuple[int, int]]:
-    """Return the shard, and what tells its file from all others."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); remove it or mend the link") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise DataError(f"{path}: is not a regular file; move it out of the data folder")
-    if status.st_size == 0:
-        raise DataError(f"{path}: empty shard (0 bytes); write it again or remove it")
-    return Shard(str(path), path.name, status.st_size, status.st_mtime_ns), (status.st_dev, status.st_ino)
-
-
-def _refuse_duplicates(found: list[tuple[Shard, tuple[int, int]]]) -> None:
-    by_stem: dict[str, Shard] = {}
-    by_file: dict[tuple[int, int], Shard] = {}
-    for shard, file in found:
-        twin = by_stem.setdefault(stem(shard.name), shard)
-        how = f"{twin.name} is beside it"
-        if twin is shard:
-            twin = by_file.setdefault(file, shard)
-            how = f"is the same file as {twin.name}"
-        if twin is not shard:
-            raise DataError(f"{shard.path}: {how}, so its rows would count twice; remove one of the two")
+    suffixes = [suffix for suffix in SUFFIXES if name.lower().endswith(suffix)]
+    return name[: -max(map(len, suffixes))] if suffixes else name
 
 
 def list_shards(location: str, zipped: bool | None = None) -> list[Shard]:
@@ -63,23 +35,28 @@ def list_shards(location: str, zipped: bool | None = None) -> list[Shard]:
     True or False raises when a shard is stored the other way; None asks nothing. Raises DataError when there is no
     shard or one is unusable.
     """
-    found, others, within = _s3_folder(location) if location.startswith("s3://") else _folder(location)
+    found, others, folders = _in_s3(location) if is_s3(location) else _in_folder(location)
     if not found:
-        hint = f"; its subfolders are {', '.join(within[:5])}: give one of those" if within else ""
+        hint = f"; its subfolders are {', '.join(folders[:5])}: give one of those" if folders else ""
         raise DataError(f"{location}: no shard in this folder ({', '.join('*' + s for s in SUFFIXES)}){hint}")
-    say_left_out(location, others, within)
-    _refuse_duplicates(found)
-    shards = [shard for shard, _ in found]
-    if zipped is not None:
-        for shard in shards:
-            # Of an object in S3 the name is all that can be looked at before it is fetched.
-            is_zipped = shard.name.lower().endswith(".gz") if shard.etag else is_gzip(shard.path)
-            if is_zipped != zipped:
-                kind = "plain" if zipped else "gzipped"
-                raise DataError(
-                    f"{shard.path}: is {kind}, but --zipped_data is {int(zipped)}; leave the flag out"
-                )
-    return shards
+    say_left_out(location, others, folders)
+    by_stem: dict[str, Shard] = {}
+    by_file: dict[tuple[int, int], Shard] = {}
+    for shard, file in found:
+        if shard.size == 0:
+            raise DataError(f"{shard.path}: empty shard (0 bytes); write it again or remove it")
+        twin = by_stem.setdefault(stem(shard.name), shard)
+        how = f"{twin.name} is beside it"
+        if twin is shard:
+            twin = by_file.setdefault(file, shard)
+            how = f"is the same file as {twin.name}"
+        if twin is not shard:
+            raise DataError(f"{shard.path}: {how}, so its rows would count twice; remove one of the two")
+        # Of an object in S3 the name is all that can be looked at before it is fetched.
+        if zipped is not None and zipped != (shard.name.lower().endswith(".gz") if shard.etag else is_gzip(shard.path)):
+            kind = "plain" if zipped else "gzipped"
+            raise DataError(f"{shard.path}: is {kind}, but --zipped_data is {int(zipped)}; leave the flag out")
+    return [shard for shard, _ in found]
 
 
 def is_shard_name(name: str) -> bool:
@@ -101,27 +78,39 @@ def _warn_once(text: str) -> None:
     logger.warning(text, extra=ALL_RANKS)
 
 
-def _folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str], list[str]]:
-    """Return the shards of a folder, or the one file given, and the names of other files and of folders in it."""
+Listing = tuple[list[tuple[Shard, tuple[int, int]]], list[str], list[str]]
+"""Shards, each with what tells its file from all others; names of other files; names of folders."""
+
+
+def _in_folder(location: str) -> Listing:
+    """List a folder, or the one file given."""
     folder = Path(location)
     if folder.is_file():
         return [_shard(folder)], [], []
     if not folder.is_dir():
         raise DataError(f"{location}: no such data folder; check --training_dir and --test_dir")
     try:
-        names = sorted(os.listdir(folder))
+        with os.scandir(folder) as entries:
+            is_folder = {entry.name: entry.is_dir() for entry in entries}
     except OSError as error:
         raise DataError(f"{location}: cannot be listed ({error.strerror})") from None
-    within = [name for name in names if name[0] not in "._" and (folder / name).is_dir()]
-    found = [_shard(folder / name) for name in names if is_shard_name(name) and name not in within]
-    return found, [name for name in names if not is_shard_name(name) and not (folder / name).is_dir()], within
+    files = sorted(name for name, is_dir in is_folder.items() if not is_dir)
+    shards = [_shard(folder / name) for name in files if is_shard_name(name)]
+    folders = sorted(name for name, is_dir in is_folder.items() if is_dir and name[0] not in "._")
+    return shards, [name for name in files if not is_shard_name(name)], folders
 
 
-def _s3_folder(location: str) -> tuple[list[tuple[Shard, tuple[int, int]]], list[str], list[str]]:
-    objects, within = list_folder(location)
-    found = [shard for shard in objects if is_shard_name(shard.name)]
-    for shard in found:
-        if shard.size == 0:
-            raise DataError(f"{shard.path}: empty shard (0 bytes); write it again or remove it")
-    others = [shard.name for shard in objects if not is_shard_name(shard.name)]
-    return [(shard, (-1, number)) for number, shard in enumerate(found)], others, within
+def _shard(path: Path) -> tuple[Shard, tuple[int, int]]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); remove it or mend the link") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{path}: is not a regular file; move it out of the data folder")
+    return Shard(str(path), path.name, status.st_size, status.st_mtime_ns), (status.st_dev, status.st_ino)
+
+
+def _in_s3(location: str) -> Listing:
+    objects, folders = list_folder(location)
+    shards = [(shard, (-1, n)) for n, shard in enumerate(objects) if is_shard_name(shard.name)]
+    return shards, [shard.name for shard in objects if not is_shard_name(shard.name)], folders
