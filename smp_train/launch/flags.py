@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from smp_train import storage
 from smp_train.arguments import Resolved, parse, validate
@@ -33,6 +34,13 @@ def without(words: Sequence[str], names: set[str]) -> list[str]:
     return kept
 
 
+def as_words(name: str, value: Any) -> list[str]:
+    """Return a flag and its value, of any type that a file or a mapping gives it, as words of a command line."""
+    if isinstance(value, list | tuple):
+        return [f"--{name}", *map(str, value)]
+    return [] if value is None else [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
 def inline_files(words: Sequence[str]) -> list[str]:
     """Return ``words`` with ``--config`` and ``--smp_config`` expanded to flags, for a container without these files.
 
@@ -46,12 +54,7 @@ def inline_files(words: Sequence[str]) -> list[str]:
     said = {name for word in words if word.startswith("--") for name in [canonical(word[2:].partition("=")[0])]}
     flags: list[str] = []
     for given in files:
-        if given.value is None or given.name in said:
-            continue
-        if isinstance(given.value, list):
-            flags += [f"--{given.name}", *map(str, given.value)]
-        else:
-            flags.append(f"--{given.name}={json.dumps(given.value) if isinstance(given.value, dict) else given.value}")
+        flags += as_words(given.name, given.value) if given.name not in said else []
     return [*flags, *without(words, {"config", "smp_config"})]
 
 

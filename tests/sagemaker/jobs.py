@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import boto3
+import pytest
+
+from smp_train.errors import ConfigError
+from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
+from tests.training import SAMPLE, TINY
 
 REGION = "us-west-2"
 FLAGS = ["--model_type", "llama_v2", "--model_size=7b", "--max_steps", "100", "--lr", "1e-4", "--hybrid_shard_degree=8"]
@@ -61,7 +72,55 @@ def furnish() -> None:
     boto3.client("iam").create_role(RoleName="training", AssumeRolePolicyDocument="{}")
 
 
-def training_environ(**more: str) -> dict[str, str]:
-    """Return an environment for the interpreter that trains, without this one's traces."""
+def command(**changes: str) -> list[str]:
+    """Return a command line of the launcher, with other options."""
+    words = [word for name, value in {**OPTIONS, **changes}.items() for word in (f"--{name}", value)]
+    return ["launch", "sagemaker", *words, *FLAGS]
+
+
+def refuse_beyond_limits(start: Callable[..., Any], kind: str, folder: Path) -> None:
+    """Check that an SDK's adaptor refuses one of `BEYOND` before anything is uploaded or staged."""
+    words, options, said = BEYOND[kind]
+    before = boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"]
+    with pytest.raises(ConfigError) as refused:
+        start(words, source_dir=folder, **{**OPTIONS, **options})
+    assert said in str(refused.value)
+    assert boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"] == before
+    assert not list(folder.iterdir())
+
+
+def check_request(sent: dict[str, Any], kind: str) -> None:
+    """Check what two kinds of jobs are there for."""
+    if kind == "channel":
+        wanted = {"S3Uri": "s3://bucket/out/checkpoints/llama_v2-7b", "LocalPath": "/opt/ml/checkpoints"}
+        assert sent["CheckpointConfig"] == wanted
+    if kind == "smp":
+        assert "smdistributed-modelparallel:2.5.1-gpu-py311-cu124" in sent["AlgorithmSpecification"]["TrainingImage"]
+        assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
+
+
+TRAINING = {
+    **TINY, "vocab_size": 1024, "use_synthetic_data": 0, "validation_freq": 2, "max_steps": 4, "checkpoint_freq": [2],
+}  # fmt: skip
+
+
+def train_as_the_container(command: list[str], code: Path, base: Path, variables: dict[str, str]) -> None:
+    """Train on the sample below ``base``, as /opt/ml, and again as SageMaker's restart does; read the metrics."""
+    for name in ("train", "test"):
+        shutil.copytree(SAMPLE / name, base / "input/data" / name)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PYTHON"))}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+    def train(*more: str) -> str:
+        here = ["--checkpoint_dir", str(base.parent / "checkpoints")]  # not /opt/ml/checkpoints, on this machine
+        done = subprocess.run(
+            [os.environ["SMP_TRAIN_PYTHON"], *command, *here, *more], cwd=code, capture_output=True, text=True,
+            timeout=400, check=False, env={**kept, "OMP_NUM_THREADS": "1", **variables},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    log = train()
+    assert json.loads((base / "output/data/DONE").read_text())["step"] == 4
+    found = {one["Name"] for one in METRIC_DEFINITIONS if re.search(one["Regex"], log)}
+    assert {one["Name"] for one in METRIC_DEFINITIONS} - found <= {"train:mfu_percent"}, "on a CPU there is no MFU"
+    assert "at step 4" in train("--max_steps", "6")

@@ -14,15 +14,14 @@ from smp_train import cli
 from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from smp_train.launch.sagemaker import account
-from tests.sagemaker.jobs import FLAGS, OPTIONS, REGION
+from tests.sagemaker.jobs import FLAGS, OPTIONS, REGION, command
 
 
 def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check", "--env", "NCCL_PROTO=simple"]) == 0
+    assert cli.main([*command(), "--check", "--env", "NCCL_PROTO=simple"]) == 0
     assert "NCCL_PROTO=simple is set" in capsys.readouterr().err
     assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS]) == 0
+    assert cli.main(command()) == 0
     (job,) = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
     out = capsys.readouterr().out
     assert f"submitted {job['TrainingJobName']}\n" in out
@@ -35,8 +34,7 @@ def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
 def test_image_is_looked_up(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
     boto3.client("ecr").create_repository(repositoryName="smp-train")
     image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/smp-train:1"
-    words = [word for name, value in {**OPTIONS, "image": image}.items() for word in (f"--{name}", value)]
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 2
+    assert cli.main([*command(image=image), "--check"]) == 2
     assert f"--image {image}: Requested image not found" in capsys.readouterr().err
     kind = "application/vnd.docker.distribution.manifest.v2+json"
     layers = json.dumps(
@@ -45,7 +43,7 @@ def test_image_is_looked_up(aws: None, capsys: pytest.CaptureFixture[str]) -> No
     boto3.client("ecr").put_image(
         repositoryName="smp-train", imageManifest=layers, imageManifestMediaType=kind, imageTag="1"
     )
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 0
+    assert cli.main([*command(image=image), "--check"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,7 @@ def test_image_is_looked_up(aws: None, capsys: pytest.CaptureFixture[str]) -> No
         ({"train": "s3://bucket/empty"}, "--train s3://bucket/empty: there is nothing"),
         (
             {"image": "123456789012.dkr.ecr.us-west-2.amazonaws.com/smp-train:1"},
-            "smp-train:1: The repository with name 'smp-train' does not exist",
+            "The repository with name 'smp-train' does not exist",
         ),
         (
             {"image": "123456789012.dkr.ecr.eu-west-1.amazonaws.com/smp-train:1"},
@@ -73,8 +71,7 @@ def test_image_is_looked_up(aws: None, capsys: pytest.CaptureFixture[str]) -> No
 def test_refused_before_it_is_submitted(
     aws: None, changes: dict[str, str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [word for name, value in {**OPTIONS, **changes}.items() for word in (f"--{name}", value)]
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS, "--check"]) == 2
+    assert cli.main([*command(**changes), "--check"]) == 2
     assert complaint in capsys.readouterr().err
     assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
 
@@ -99,31 +96,25 @@ def refused(code: str, message: str = "no") -> ClientError:
     return ClientError({"Error": {"Code": code, "Message": message}}, "x")
 
 
-@pytest.mark.parametrize(
-    ("problem", "complaint"),
-    [
-        (NoCredentialsError(), "Unable to locate credentials; `aws configure` or `aws sso login`"),
-        (EndpointConnectionError(endpoint_url="https://x"), "is --region right, and is there a way to AWS from here"),
-        (refused("301", "Moved Permanently"), "Moved Permanently; the bucket is in another region: give --region"),
-        (refused("ExpiredToken"), "no; log in again: `aws sso login`"),
-    ],
-)
-def test_aws_that_cannot_be_asked(problem: Exception, complaint: str) -> None:
-    with pytest.raises(ConfigError) as said:
-        account.check_account(sagemaker.build(FLAGS, **OPTIONS), Refusing(problem))
-    assert complaint in str(said.value)
+SUBMITTING = "uploading the code to s3://bucket/c/x.tar.gz: "
 
 
 @pytest.mark.parametrize(
-    ("problem", "complaint"),
+    ("submitting", "problem", "complaint"),
     [
-        (NoCredentialsError(), "uploading the code to s3://bucket/c/x.tar.gz: Unable to locate credentials; `aws"),
-        (refused("AccessDenied"), "uploading the code to s3://bucket/c/x.tar.gz: AccessDenied: no"),
+        (False, NoCredentialsError(), "Unable to locate credentials; `aws configure` or `aws sso login`"),
+        (False, EndpointConnectionError(endpoint_url="https://x"), "is --region right, and is there a way to AWS from"),
+        (False, refused("301", "Moved Permanently"), "Moved Permanently; the bucket is in another region: give"),
+        (False, refused("ExpiredToken"), "no; log in again: `aws sso login`"),
+        (True, NoCredentialsError(), f"{SUBMITTING}Unable to locate credentials; `aws"),
+        (True, refused("AccessDenied"), f"{SUBMITTING}AccessDenied: no"),
     ],
 )
-def test_submission_that_fails(problem: Exception, complaint: str) -> None:
+def test_aws_that_cannot_be_asked(submitting: bool, problem: Exception, complaint: str) -> None:
+    session, job = Refusing(problem), sagemaker.build(FLAGS, **OPTIONS)
+    code = "s3://bucket/c/x.tar.gz"
     with pytest.raises(ConfigError) as said:
-        account.submit({}, Refusing(problem), "s3://bucket/c/x.tar.gz")
+        account.submit({}, session, code) if submitting else account.check_account(job, session)
     assert complaint in str(said.value)
 
 
@@ -136,12 +127,9 @@ def test_quota(aws: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         return original(self, name, arguments)
 
     monkeypatch.setattr(botocore.client.BaseClient, "_make_api_call", call)
-    words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-    assert cli.main(["launch", "sagemaker", *words, *FLAGS]) == 2
+    assert cli.main(command()) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        "CreateTrainingJob: ResourceLimitExceeded: The account-level service limit is 0 Instances; ask for more" in said
-    )
+    assert "CreateTrainingJob: ResourceLimitExceeded: The account-level service limit is 0 Instances; ask for" in said
 
 
 def test_limits_of_the_number_of_metrics() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,11 +19,9 @@ pytest.importorskip("sagemaker.pytorch", reason="SageMaker's SDK is in the envir
 import boto3
 import sagemaker as sdk
 
-from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
-from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
-from tests.sagemaker.jobs import BEYOND, FLAGS, KINDS, OPTIONS, REGION, flags, furnish, training_environ
-from tests.training import SAMPLE, TINY
+from tests.sagemaker import jobs
+from tests.sagemaker.jobs import BEYOND, FLAGS, KINDS, OPTIONS, REGION, flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,23 +47,12 @@ def test_estimator_and_plain_request_are_the_same(aws: None, kind: str) -> None:
         sagemaker.build(flags(kind), **options), region=REGION, name=sent["TrainingJobName"], code=code
     )
     assert ours == sent
-    if kind == "channel":
-        wanted = {"S3Uri": "s3://bucket/out/checkpoints/llama_v2-7b", "LocalPath": "/opt/ml/checkpoints"}
-        assert sent["CheckpointConfig"] == wanted
-    if kind == "smp":
-        assert "smdistributed-modelparallel:2.5.1-gpu-py311-cu124" in sent["AlgorithmSpecification"]["TrainingImage"]
-        assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
+    jobs.check_request(sent, kind)
 
 
 @pytest.mark.parametrize("kind", BEYOND)
 def test_beyond_limits_is_refused_before_anything_is_sent(aws: None, kind: str, tmp_path: Path) -> None:
-    words, options, said = BEYOND[kind]
-    before = boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"]
-    with pytest.raises(ConfigError) as refused:
-        sagemaker.estimator(words, source_dir=tmp_path, **{**OPTIONS, **options})
-    assert said in str(refused.value)
-    assert boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"] == before
-    assert not list(tmp_path.iterdir())
+    jobs.refuse_beyond_limits(sagemaker.estimator, kind, tmp_path)
 
 
 def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:
@@ -97,15 +83,14 @@ def service(environ: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     host, port = server.get_host_and_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     try:
-        furnish()
+        jobs.furnish()
         yield
     finally:
         server.stop()
 
 
 def test_command_and_estimator_against_a_server(service: None) -> None:
-    words = [word for name, value in OPTIONS.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "smp_train", "launch", "sagemaker", *words, *FLAGS]
+    command = [sys.executable, "-m", "smp_train", *jobs.command()]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     fitted = fit(FLAGS, **OPTIONS)["TrainingJobName"]
@@ -148,35 +133,12 @@ def container(request: dict[str, Any], base: Path) -> tuple[list[str], dict[str,
 @pytest.mark.skipif("SMP_TRAIN_PYTHON" not in os.environ, reason="SMP_TRAIN_PYTHON names no interpreter with torch")
 def test_container_trains_with_what_the_toolkit_makes_of_the_request(aws: None, tmp_path: Path) -> None:
     """The whole way: estimator, request, the toolkit's command line, our entry script, metrics read from its log."""
-    import re
-
     pytest.importorskip("sagemaker_training")
-    tiny = {**TINY, "vocab_size": 1024, "use_synthetic_data": 0, "validation_freq": 2, "max_steps": 4}
-    request = fit({**tiny, "checkpoint_freq": [2]}, **OPTIONS)
-    words, variables = container(request, tmp_path / "ml")
-    for name in ("train", "test"):
-        shutil.copytree(SAMPLE / name, tmp_path / "ml/input/data" / name)
+    words, variables = container(fit(jobs.TRAINING, **OPTIONS), tmp_path / "ml")
     code = tmp_path / "code"
     code.mkdir()
     sagemaker.stage(code)
-
-    here = ["--checkpoint_dir", str(tmp_path / "checkpoints")]  # not /opt/ml/checkpoints, on this machine
-
-    def train(*more: str) -> str:
-        done = subprocess.run(
-            [os.environ["SMP_TRAIN_PYTHON"], "train.py", *words, *here, *more], cwd=code,
-            env=training_environ(**variables),
-            capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    log = train()
-    assert json.loads((tmp_path / "ml/output/data/DONE").read_text())["step"] == 4
-    found = {one["Name"] for one in METRIC_DEFINITIONS if re.search(one["Regex"], log)}
-    assert {one["Name"] for one in METRIC_DEFINITIONS} - found <= {"train:mfu_percent"}, "on a CPU there is no MFU"
-    # Started again by SageMaker, without anyone's doing: it goes on from the checkpoints that are there.
-    assert "at step 4" in train("--max_steps", "6")
+    jobs.train_as_the_container(["train.py", *words], code, tmp_path / "ml", variables)
 
 
 def test_notebook_runs_from_top_to_bottom(aws: None, monkeypatch: pytest.MonkeyPatch) -> None:

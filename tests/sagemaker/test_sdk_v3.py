@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +17,8 @@ from sagemaker.core.helper.session_helper import Session
 
 from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
-from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
-from tests.sagemaker.jobs import BEYOND, KINDS, OPTIONS, REGION, flags, training_environ
-from tests.training import SAMPLE, TINY
+from tests.sagemaker import jobs
+from tests.sagemaker.jobs import BEYOND, KINDS, OPTIONS, REGION, flags
 
 
 def train(words: Any, **options: Any) -> dict[str, Any]:
@@ -83,22 +80,12 @@ def test_model_trainer_and_plain_request_describe_the_same_job(aws: None, kind: 
         sagemaker.build(flags(kind), **options), region=REGION, name="a-name", code="s3://bucket/code"
     )
     assert comparable(sent) == comparable(plain)
-    if kind == "channel":
-        wanted = {"S3Uri": "s3://bucket/out/checkpoints/llama_v2-7b", "LocalPath": "/opt/ml/checkpoints"}
-        assert sent["CheckpointConfig"] == wanted
-    if kind == "smp":
-        assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
+    jobs.check_request(sent, kind)
 
 
 @pytest.mark.parametrize("kind", BEYOND)
 def test_beyond_limits_is_refused_before_anything_is_sent(aws: None, kind: str, tmp_path: Path) -> None:
-    words, options, said = BEYOND[kind]
-    before = boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"]
-    with pytest.raises(ConfigError) as refused:
-        sagemaker.model_trainer(words, source_dir=tmp_path, **{**OPTIONS, **options})
-    assert said in str(refused.value)
-    assert boto3.client("s3").list_objects_v2(Bucket="bucket")["KeyCount"] == before
-    assert not list(tmp_path.iterdir())
+    jobs.refuse_beyond_limits(sagemaker.model_trainer, kind, tmp_path)
 
 
 def test_checkpoints_are_kept_where_nobody_says_where(aws: None) -> None:
@@ -203,33 +190,13 @@ def container(request: dict[str, Any], base: Path) -> tuple[list[str], dict[str,
 @pytest.mark.skipif("SMP_TRAIN_PYTHON" not in os.environ, reason="SMP_TRAIN_PYTHON names no interpreter with torch")
 def test_container_trains_with_what_the_drivers_make_of_the_request(aws: None, tmp_path: Path) -> None:
     """The whole way: trainer, request, uploaded code, the drivers' command line, our entry script, metrics."""
-    tiny = {**TINY, "vocab_size": 1024, "use_synthetic_data": 0, "validation_freq": 2, "max_steps": 4}
-    more = {
-        "checkpoint_freq": [2],
-        "mp_parameters": {"tensor_parallel_degree": 1}, "use_profiler": False, "grad_clip": 0.5,
-    }  # fmt: skip
-    request = train({**tiny, **more}, **OPTIONS)
+    more = {"mp_parameters": {"tensor_parallel_degree": 1}, "use_profiler": False, "grad_clip": 0.5}
+    request = train({**jobs.TRAINING, **more}, **OPTIONS)
     command, variables = container(request, tmp_path / "ml")
     assert command[: command.index("train.py")] == ["torchrun", "--nnodes=1", "--nproc_per_node=1"]
     # JSON for booleans, lists and mappings: what our flags must read.
     assert command[command.index("--use_profiler") + 1] == "false"
     assert command[command.index("--checkpoint_freq") + 1] == "[2]"
     assert command[command.index("--mp_parameters") + 1] == '{"tensor_parallel_degree": 1}'
-    for name in ("train", "test"):
-        shutil.copytree(SAMPLE / name, tmp_path / "ml/input/data" / name)
-    python = [os.environ["SMP_TRAIN_PYTHON"], "-m", "torch.distributed.run", "--standalone", *command[1:]]
-    python += ["--checkpoint_dir", str(tmp_path / "checkpoints")]  # not /opt/ml/checkpoints, on this machine
-
-    def run(*words: str) -> str:
-        done = subprocess.run(
-            [*python, *words], cwd=tmp_path / "ml/input/data/code", env=training_environ(**variables),
-            capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    log = run()
-    assert json.loads((tmp_path / "ml/output/data/DONE").read_text())["step"] == 4
-    found = {one["Name"] for one in METRIC_DEFINITIONS if re.search(one["Regex"], log)}
-    assert {one["Name"] for one in METRIC_DEFINITIONS} - found <= {"train:mfu_percent"}, "on a CPU there is no MFU"
-    assert "at step 4" in run("--max_steps", "6")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", *command[1:]]
+    jobs.train_as_the_container(torchrun, tmp_path / "ml/input/data/code", tmp_path / "ml", variables)

@@ -21,8 +21,7 @@ from smp_train.launch.options import print_help, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
 from smp_train.launch.sagemaker.job import FSX, OPTIONS, Job, build, own_place
 from smp_train.launch.sagemaker.request import check_limits, request, warn
-from smp_train.launch.sagemaker.sdk_v2 import estimator, inputs
-from smp_train.launch.sagemaker.sdk_v3 import model_trainer
+from smp_train.launch.sagemaker.sdk import estimator, inputs, model_trainer
 from smp_train.launch.sagemaker.source import archive, stage
 
 __all__ = [

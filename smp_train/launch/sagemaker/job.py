@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.mp_parameters import SMP_KEYS
 from smp_train.arguments.parse import canonical, read_command_line
 from smp_train.arguments.training_flags import NODE_LOCAL
+from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight
-from smp_train.launch.flags import inline_files
+from smp_train.launch.flags import as_words, inline_files
 from smp_train.launch.images import check_image
 from smp_train.launch.instances import Instance, find
 from smp_train.launch.options import COMMON, Option
@@ -37,11 +39,6 @@ ECR_IMAGE = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?/(?P<name>[^:@]+)(:(?P<tag>[\w.-]+))?"
 )
 DAY = 24 * 3600
-PASSED_ON = (
-    "train", "test", "checkpoints", "output", "image", "fsx", "input_mode", "max_run", "spot", "keep_alive",
-    "volume_gb", "retries",
-)  # fmt: skip
-"""Options that are fields of a job as they are."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,8 @@ class Job:
     retries: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
-    subnets: tuple[str, ...] = ()
-    security_groups: tuple[str, ...] = ()
+    subnets: Sequence[str] = ()
+    security_groups: Sequence[str] = ()
 
     @property
     def instance_type(self) -> str:
@@ -95,45 +92,43 @@ class Job:
     def lost_checkpoints(self) -> list[str]:
         """Folders of checkpoints that are on the instance's own disk alone: they end with the job."""
         return [
-            place
-            for place in self.resolved.args.checkpoint_dir
-            if "://" not in place and not in_channel(place) and not (place + "/").startswith((FSX + "/", NODE_LOCAL))
+            folder
+            for folder in self.resolved.args.checkpoint_dir
+            if "://" not in folder and not in_channel(folder) and not (folder + "/").startswith((FSX + "/", NODE_LOCAL))
         ]
 
     @property
     def warnings(self) -> list[str]:
         """Warnings for the person who submits the job."""
         return [
-            f"--checkpoint_dir {place}: on the instance's own disk; these checkpoints are lost when the job ends"
-            for place in self.lost_checkpoints
+            f"--checkpoint_dir {folder}: on the instance's own disk; these checkpoints are lost when the job ends"
+            for folder in self.lost_checkpoints
         ]
 
     def image_uri(self, region: str) -> str:
-        """Return the image: the one given, or the one for the backend.
+        """Return the image: the one given, or AWS' for the backend.
 
         Raises:
-            ConfigError: when the one given is in another region, from which SageMaker does not pull, or when the
-                region has none for the backend.
+            ConfigError: when the one given is in another region, from which SageMaker does not pull, or when AWS has
+                none for the backend in this one.
         """
-        place = ECR_IMAGE.fullmatch(self.image or "")
-        if place and place["region"] != region:
+        found = ECR_IMAGE.fullmatch(self.image or "")
+        if found and found["region"] != region:
             raise ConfigError(
-                f"--image {self.image}: is in {place['region']} and the job in {region}; push it to a repository there"
+                f"--image {self.image}: is in {found['region']} and the job in {region}; push it to a repository there"
             )
-        return self.image or registry_image(SMP_IMAGE if self.smp else TORCH_IMAGE, region)
-
-
-def registry_image(image: str, region: str) -> str:
-    """Return the URI of one of AWS' training images in a region; `ConfigError` when it is not there."""
-    name = image.partition(":")[0]
-    accounts = json.loads(REGISTRIES.read_text(encoding="utf-8"))[name]
-    if region not in accounts:
-        raise ConfigError(
-            f"AWS has no image {name} in {region}; it has in {', '.join(sorted(accounts))}: give one of them as "
-            "--region, or an --image of your own"
-        )
-    domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
-    return f"{accounts[region]}.dkr.ecr.{region}.{domain}/{image}"
+        if self.image:
+            return self.image
+        image = SMP_IMAGE if self.smp else TORCH_IMAGE
+        name = image.partition(":")[0]
+        accounts = json.loads(REGISTRIES.read_text(encoding="utf-8"))[name]
+        if region not in accounts:
+            raise ConfigError(
+                f"AWS has no image {name} in {region}; it has in {', '.join(sorted(accounts))}: give one of them as "
+                "--region, or an --image of your own"
+            )
+        domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+        return f"{accounts[region]}.dkr.ecr.{region}.{domain}/{image}"
 
 
 OPTIONS = (
@@ -165,12 +160,11 @@ OPTIONS = (
 
 def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
     """Return training flags as hyperparameters by name; numbers are numbers, lists are lists."""
-    found: dict[str, Any] = {}
-    for given in read_command_line(words, []):
-        found[given.name] = (
-            [_plain(one) for one in given.value] if isinstance(given.value, list) else _plain(given.value)
-        )
-    return found
+    given = {one.name: one.value for one in read_command_line(words, [])}
+    return {
+        name: [_plain(one) for one in value] if isinstance(value, list) else _plain(value)
+        for name, value in given.items()
+    }
 
 
 def _plain(text: Any) -> Any:
@@ -208,73 +202,68 @@ def build(words: Sequence[str] | Mapping[str, Any], *, keep_in: str | None = Non
     """Check training flags (words, or a mapping of hyperparameters) and launch options; return the job.
 
     ``options`` are those of `OPTIONS` by name; what is left out has its default. ``keep_in`` is the ``s3://`` prefix
-    below which checkpoints are kept where the options name no place.
+    below which checkpoints are kept where the options name none.
 
     Raises:
         ConfigError: for everything that SageMaker or the training would refuse, as far as it is known here.
     """
     values = {option.name: [] if option.many else option.default for option in OPTIONS}
-    unknown = sorted(set(options) - set(values))
-    if unknown:
-        from smp_train.arguments.values import nearest
-
-        raise ConfigError(f"unknown option {unknown[0]}{nearest(unknown[0], values)}")
+    for name in sorted(set(options) - set(values)):
+        raise ConfigError(f"unknown option {name}{nearest(name, values)}")
     values |= {name: value for name, value in options.items() if value is not None}
     for option in OPTIONS:
         value = values[option.name]
         if option.kind is int and value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"--{option.name} {value!r}: expects a number, at least 1")
     given = dict(words) if isinstance(words, Mapping) else hyperparameters(words)
-    flags = [word for name, value in given.items() for word in _words(name, value)]
+    flags = [word for name, value in given.items() for word in as_words(name, value)]
     if {"config", "smp_config"} & {canonical(name) for name in given}:
         flags = inline_files(flags)
         given = hyperparameters(flags)
     if not values["instance_type"]:
         raise ConfigError("--instance_type is missing, such as ml.p5.48xlarge")
-    instance = find(values["instance_type"])
+    instance, count = find(values["instance_type"]), values["instance_count"]
     environ = {"SM_TRAINING_ENV": "{}", "SM_OUTPUT_DATA_DIR": "/opt/ml/output/data"}
-    environ |= {
-        f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in ("train", "test") if values[name]
-    }
+    channels = [name for name in ("train", "test") if values[name]]
+    environ |= {f"SM_CHANNEL_{name.upper()}": f"/opt/ml/input/data/{name}" for name in channels}
     resolved = parse(flags, environ)
     if not resolved.args.run_name:
         given = {**given, "run_name": resolved.args.label}
         flags.append(f"--run_name={resolved.args.label}")
         resolved = parse(flags, environ)
-    own, values["checkpoints"] = _where_checkpoints_go(resolved, values, keep_in)
+    own, values["checkpoints"] = _checkpoint_folders(resolved, values, keep_in)
     if own:
         given = {**given, "checkpoint_dir": [own]}
         resolved = parse([*flags, f"--checkpoint_dir={own}"], environ)
-    validate(resolved.args, values["instance_count"] * instance.gpus, instance.gpus)
-    preflight.check(resolved, instance, values["instance_count"], instance.gpus)
+    validate(resolved.args, count * instance.gpus, instance.gpus)
+    preflight.check(resolved, instance, count, instance.gpus)
     if resolved.args.backend == "smp":
         # They travel as SMP's own parameter set, which SMP reads itself.
         given = {name: value for name, value in given.items() if canonical(name) != "mp_parameters"}
-    job = Job(
-        base_name=_base_name(values["job_name"] or resolved.args.run_name),
-        role=values["role"] or "",
-        instance=instance,
-        instance_count=values["instance_count"],
-        hyperparameters=given,
-        resolved=resolved,
-        environment=read_env(_pairs(values["env"])),
-        tags=dict(pair.partition("=")[::2] for pair in _pairs(values["tags"])),
-        subnets=tuple(values["subnets"]),
-        security_groups=tuple(values["security_groups"]),
-        max_wait=values["max_wait"] or (values["max_run"] + DAY if values["spot"] else None),
-        **{name: values[name] for name in PASSED_ON},
-    )
-    _check(job)
+    name = re.sub(r"[^A-Za-z0-9]+", "-", values["job_name"] or resolved.args.run_name).strip("-")
+    values |= {
+        "base_name": name[:43].rstrip("-") or "smp-train",  # the time needs 20 of the 63 characters
+        "role": values["role"] or "",
+        "instance": instance,
+        "hyperparameters": given,
+        "resolved": resolved,
+        "environment": read_env(_pairs(values["env"])),
+        "tags": dict(pair.partition("=")[::2] for pair in _pairs(values["tags"])),
+        "max_wait": values["max_wait"] or (values["max_run"] + DAY if values["spot"] else None),
+    }
+    job = Job(**{one.name: values[one.name] for one in dataclasses.fields(Job)})
+    for problem in _problems(job):
+        raise ConfigError(problem)
     return job
 
 
-def _where_checkpoints_go(
+def _checkpoint_folders(
     resolved: Resolved, values: Mapping[str, Any], keep_in: str | None
 ) -> tuple[str | None, str | None]:
     """Return (--checkpoint_dir to add, prefix that SageMaker copies a local folder to), either or none of them.
 
     One instance writes to its disk, and SageMaker copies. Several write to what all of them see: FSx, or S3 itself.
-    By default it is a place of this run's name, so that the same run started again goes on.
+    By default it is a folder of this run's name, so that the same run started again goes on.
     """
     run, output = resolved.args.run_name, values["output"] or keep_in
     given = resolved.given("checkpoint_dir")
@@ -282,83 +271,66 @@ def _where_checkpoints_go(
         return None, values["checkpoints"]
     if values["fsx"] and not values["checkpoints"] and not given:
         return f"{FSX}/checkpoints/{run}", None
-    place = values["checkpoints"] or (f"{output.rstrip('/')}/checkpoints/{run}" if output else None)
-    return (place, None) if values["instance_count"] > 1 and not given else (None, place)
+    folder = values["checkpoints"] or (f"{output.rstrip('/')}/checkpoints/{run}" if output else None)
+    return (folder, None) if values["instance_count"] > 1 and not given else (None, folder)
 
 
-def in_channel(place: str) -> bool:
+def in_channel(folder: str) -> bool:
     """Return whether a folder is the one that SageMaker copies to S3, or below it."""
-    return "://" not in place and Path(CHECKPOINTS) in (path := Path(os.path.normpath(place)), *path.parents)
+    return "://" not in folder and Path(CHECKPOINTS) in (path := Path(os.path.normpath(folder)), *path.parents)
 
 
 def _pairs(value: Any) -> list[str]:
     return [f"{name}={one}" for name, one in value.items()] if isinstance(value, Mapping) else list(value)
 
 
-def _words(name: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, list | tuple):
-        return [f"--{name}", *map(str, value)]
-    return [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
-
-
-def _base_name(text: str) -> str:
-    """Return a text as the first part of a job name; the time needs 20 of the 63 characters."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:43].rstrip("-") or "smp-train"
-
-
-def _check(job: Job) -> None:
+def _problems(job: Job) -> Iterator[str]:
+    """Yield what SageMaker would refuse, and what would lose checkpoints."""
     args = job.resolved.args
     if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/[\w+=,.@/-]+", job.role):
-        raise ConfigError(f"--role {job.role!r}: is not the ARN of a role, arn:aws:iam::123456789012:role/NAME")
+        yield f"--role {job.role!r}: is not the ARN of a role, arn:aws:iam::123456789012:role/NAME"
     for name in ("train", "test", "checkpoints", "output"):
-        place = getattr(job, name)
-        if place and not re.match(r"s3://[^/]", place):
-            raise ConfigError(f"--{name} {place}: is not s3://bucket/prefix")
-        bucket = (place or "").removeprefix("s3://").partition("/")[0]
-        if place and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
-            raise ConfigError(
-                f"--{name} {place}: {bucket} is not the name of a bucket, which has 3 to 63 small letters, digits, "
+        uri = getattr(job, name)
+        if uri and not re.match(r"s3://[^/]", uri):
+            yield f"--{name} {uri}: is not s3://bucket/prefix"
+        bucket = (uri or "").removeprefix("s3://").partition("/")[0]
+        if uri and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+            yield (
+                f"--{name} {uri}: {bucket} is not the name of a bucket, which has 3 to 63 small letters, digits, "
                 "dots and dashes"
             )
     check_image(job.instance, job.image or job.image_uri("us-west-2"), args.backend)
     if job.input_mode not in ("FastFile", "File"):
-        raise ConfigError(f"--input_mode {job.input_mode}: is not FastFile or File")
-    if job.fsx:
-        if not re.fullmatch(r"fs-[0-9a-f]{8,}:/[A-Za-z0-9_-]+(/.*)?", job.fsx):
-            raise ConfigError(f"--fsx {job.fsx}: is not fs-0123456789abcdef0:/mountname/folder")
-        if not job.subnets or not job.security_groups:
-            raise ConfigError("--fsx needs --subnets and --security_groups of the file system's VPC")
-    on_fsx = all(place.startswith(FSX + "/") or place == FSX for place in args.checkpoint_dir)
+        yield f"--input_mode {job.input_mode}: is not FastFile or File"
+    if job.fsx and not re.fullmatch(r"fs-[0-9a-f]{8,}:/[A-Za-z0-9_-]+(/.*)?", job.fsx):
+        yield f"--fsx {job.fsx}: is not fs-0123456789abcdef0:/mountname/folder"
+    if job.fsx and not (job.subnets and job.security_groups):
+        yield "--fsx needs --subnets and --security_groups of the file system's VPC"
+    on_fsx = all((folder + "/").startswith(FSX + "/") for folder in args.checkpoint_dir)
     if on_fsx and not job.fsx:
-        raise ConfigError(
-            f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder"
-        )
-    lost = [place for place in job.lost_checkpoints if not place.startswith(SCRATCH) or job.spot]
-    if lost:
-        raise ConfigError(
-            f"--checkpoint_dir {lost[0]}: is lost with the instance; leave it out ({CHECKPOINTS}, which SageMaker "
-            "copies to --checkpoints), or give s3://bucket/prefix or a folder on --fsx"
-        )
-    kept = on_fsx or all("://" in place for place in args.checkpoint_dir)
+        yield f"--checkpoint_dir {args.checkpoint_dir[0]} is on FSx: give --fsx FILE-SYSTEM-ID:/mountname/folder"
+    for folder in job.lost_checkpoints:
+        if job.spot or not folder.startswith(SCRATCH):
+            yield (
+                f"--checkpoint_dir {folder}: is lost with the instance; leave it out ({CHECKPOINTS}, which SageMaker "
+                "copies to --checkpoints), or give s3://bucket/prefix or a folder on --fsx"
+            )
+    kept = on_fsx or all("://" in folder for folder in args.checkpoint_dir)
     if job.instance_count > 1 and not kept:
-        raise ConfigError(
+        yield (
             f"{job.instance_count} instances share no disk, and a checkpoint is written by all of them: give "
             "--checkpoints s3://bucket/prefix, or --fsx"
         )
     if job.spot and not (job.checkpoints or kept):
-        raise ConfigError(
-            "--spot without --checkpoints starts from the beginning after every interruption; give --checkpoints"
-        )
+        yield "--spot without --checkpoints starts from the beginning after every interruption; give --checkpoints"
     if job.spot and job.keep_alive:
-        raise ConfigError("--keep_alive: SageMaker has no warm pools of spot instances; give --spot or --keep_alive")
+        yield "--keep_alive: SageMaker has no warm pools of spot instances; give --spot or --keep_alive"
     if job.max_wait is not None and not job.spot:
-        raise ConfigError("--max_wait is for --spot; --max_run limits the training")
+        yield "--max_wait is for --spot; --max_run limits the training"
     if job.max_wait is not None and job.max_wait < job.max_run:
-        raise ConfigError(f"--max_wait {job.max_wait} is below --max_run {job.max_run}; it counts waiting and training")
+        yield f"--max_wait {job.max_wait} is below --max_run {job.max_run}; it counts waiting and training"
     if job.keep_alive is not None and job.keep_alive > 21600:
-        raise ConfigError(f"--keep_alive {job.keep_alive}: is above 21600 seconds")
+        yield f"--keep_alive {job.keep_alive}: is above 21600 seconds"
     for source, name in ((job.train, "training_dir"), (job.test, "test_dir")):
         if source and job.resolved.given(name):
-            raise ConfigError(f"--{name} and its channel both say where data is; give one of them")
+            yield f"--{name} and its channel both say where data is; give one of them"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.launch.sagemaker.job import CHECKPOINTS, Job, build, in_channel, own_place, region_of
-from smp_train.launch.sagemaker.source import ENTRY, stage
+from smp_train.launch.sagemaker.job import CHECKPOINTS, Job, in_channel
+from smp_train.launch.sagemaker.source import ENTRY
 from smp_train.telemetry.logging_utils import METRIC_DEFINITIONS
 
 
@@ -25,7 +23,7 @@ def request(
 
     Raises:
         ConfigError: where checkpoints would be lost with the instance, and where the request is outside of SageMaker's
-            limits, as far as botocore is installed to tell.
+            limits, if botocore is installed.
     """
     if any(map(in_channel, job.resolved.args.checkpoint_dir)) and not job.checkpoints:
         raise ConfigError(
@@ -43,38 +41,34 @@ def request(
     }
     if job.smp:
         toolkit["sagemaker_distributed_dataparallel_enabled"] = False
-        if job.mp_parameters:
-            toolkit["mp_parameters"] = job.mp_parameters
+        toolkit |= _given(mp_parameters=job.mp_parameters)
     hyper = {name: encode(value) for name, value in job.hyperparameters.items()}
     hyper |= {name: json.dumps(value) for name, value in toolkit.items()}
-    wanted: dict[str, Any] = {
-        "TrainingJobName": name,
-        "RoleArn": job.role,
-        "AlgorithmSpecification": {
+    wanted = _given(
+        TrainingJobName=name,
+        RoleArn=job.role,
+        AlgorithmSpecification={
             "TrainingImage": job.image_uri(region),
             "TrainingInputMode": "File",
             "EnableSageMakerMetricsTimeSeries": True,
             "MetricDefinitions": [dict(one) for one in METRIC_DEFINITIONS],
         },
-        "HyperParameters": hyper,
-        "InputDataConfig": _channels(job),
-        "ResourceConfig": _given(
-            InstanceType=job.instance_type,
-            InstanceCount=job.instance_count,
-            VolumeSizeInGB=job.volume_gb,
+        HyperParameters=hyper,
+        InputDataConfig=_channels(job),
+        ResourceConfig=_given(
+            InstanceType=job.instance_type, InstanceCount=job.instance_count, VolumeSizeInGB=job.volume_gb,
             KeepAlivePeriodInSeconds=job.keep_alive,
         ),
-        "StoppingCondition": _given(MaxRuntimeInSeconds=job.max_run, MaxWaitTimeInSeconds=job.max_wait),
-        "EnableManagedSpotTraining": job.spot,
-        "CheckpointConfig": {"S3Uri": job.checkpoints, "LocalPath": CHECKPOINTS} if job.checkpoints else {},
-        "OutputDataConfig": {"S3OutputPath": job.output or code.rpartition("/")[0]},
-        "VpcConfig": _given(Subnets=list(job.subnets), SecurityGroupIds=list(job.security_groups)),
-        "Environment": dict(job.environment),
-        "Tags": [{"Key": key, "Value": value} for key, value in job.tags.items()],
-        "RetryStrategy": _given(MaximumRetryAttempts=job.retries),
-        "ProfilerConfig": {"DisableProfiler": True},
-    }
-    wanted = _given(**wanted)
+        StoppingCondition=_given(MaxRuntimeInSeconds=job.max_run, MaxWaitTimeInSeconds=job.max_wait),
+        EnableManagedSpotTraining=job.spot,
+        CheckpointConfig={"S3Uri": job.checkpoints, "LocalPath": CHECKPOINTS} if job.checkpoints else {},
+        OutputDataConfig={"S3OutputPath": job.output or code.rpartition("/")[0]},
+        VpcConfig=_given(Subnets=list(job.subnets), SecurityGroupIds=list(job.security_groups)),
+        Environment=dict(job.environment),
+        Tags=[{"Key": key, "Value": value} for key, value in job.tags.items()],
+        RetryStrategy=_given(MaximumRetryAttempts=job.retries),
+        ProfilerConfig={"DisableProfiler": True},
+    )  # fmt: skip
     check_limits(wanted)
     return wanted
 
@@ -82,25 +76,6 @@ def request(
 def _given(**members: Any) -> dict[str, Any]:
     """Return the members of a request that have a value."""
     return {name: value for name, value in members.items() if value}
-
-
-def review(
-    words: Sequence[str] | Mapping[str, Any], options: Mapping[str, Any], session: Any, *,
-    source_dir: str | Path | None, region: str | None = None, encode: Callable[[Any], str] = json.dumps,
-) -> tuple[Job, dict[str, Any], Path]:  # fmt: skip
-    """Return (job, its request, folder with the staged code) for an SDK, whose ``session`` names a bucket.
-
-    Raises:
-        ConfigError: for what SageMaker would refuse, before the SDK uploads anything.
-    """
-    region = region or region_of(session)
-    if not region:
-        raise ConfigError("no AWS region: give region= or a session of one, or set AWS_DEFAULT_REGION")
-    job = build(words, keep_in=own_place(options.get("role"), region, session), **options)
-    code = f"{job.output or 's3://bucket'}/source/sourcedir.tar.gz"
-    wanted = request(job, region=region, name=f"{job.base_name}-20000101-000000", code=code, encode=encode)
-    warn(job.warnings)
-    return job, wanted, stage(Path(source_dir or tempfile.mkdtemp(prefix="smp-train-source-")))
 
 
 def warn(lines: Sequence[str]) -> None:
@@ -136,14 +111,12 @@ def check_limits(wanted: Mapping[str, Any]) -> None:
 
 def _walk(shape: Any, value: Any, where: str) -> None:
     limits = shape.metadata
-    size = value if isinstance(value, int | float) else len(value)
-    if not isinstance(value, bool):
-        for bound, wrong in (("min", size < limits.get("min", size)), ("max", size > limits.get("max", size))):
-            if wrong:
-                unit = (
-                    "" if isinstance(value, int | float) else (" characters" if isinstance(value, str) else " entries")
-                )
-                raise ConfigError(f"{where}: {size}{unit}, SageMaker's {bound}imum is {limits[bound]}")
+    is_number = isinstance(value, int | float)
+    size = value if is_number else len(value)
+    unit = "" if is_number else " characters" if isinstance(value, str) else " entries"
+    for bound, wrong in (("min", size < limits.get("min", size)), ("max", size > limits.get("max", size))):
+        if wrong and not isinstance(value, bool):
+            raise ConfigError(f"{where}: {size}{unit}, SageMaker's {bound}imum is {limits[bound]}")
     if isinstance(value, str):
         pattern = limits.get("pattern")
         # Classes of Unicode (tags) are beyond Python's re.
@@ -158,7 +131,7 @@ def _walk(shape: Any, value: Any, where: str) -> None:
             _walk(shape.members[name], value[name], f"{where}.{name}".lstrip("."))
         missing = [name for name in shape.required_members if name not in value]
         if missing:
-            raise ConfigError(f"{where or 'the request'} lacks {', '.join(missing)}")
+            raise ConfigError(f"{where or 'the request'}: missing {', '.join(missing)}")
     elif shape.type_name == "list":
         for index, one in enumerate(value):
             _walk(shape.member, one, f"{where}[{index}]")
