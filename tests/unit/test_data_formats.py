@@ -54,19 +54,9 @@ def test_rows_of_a_data_set(tmp_path):
     assert kind_of(str(tmp_path)) == ARROW
     source = opened(tmp_path, dataset_type="hf")
     assert rows_of(source) == ROWS
-    assert source.row(4).counted is None
-    assert source.row(3).counted.tolist() == [bool(m) for m in masks[3]]
-    assert lengths(source)[[3, 9, 10]].tolist() == [len(ROWS[3]) - 1, 2, len(ROWS[10])]
-    assert source.shards == [range(25), range(25, 50)]
     assert source.name(26).endswith(".arrow:2")
-    assert source.report()["longest"] == 6
-    assert source.report()["counted_tokens"] == sum(map(sum, masks))
     assert not source.row(30).input_ids.flags.owndata
     assert str(tmp_path) in Path("/proc/self/maps").read_text(), "a row is a view of the file"
-    into = np.zeros((2, 3), dtype=np.int64)
-    assert source.fill([4, 8], into)
-    assert into.tolist() == [ROWS[4], ROWS[8]]
-    assert not source.fill([4, 5], into)
     with pytest.raises(ConfigError, match="--zipped_data 1 "):
         opened(tmp_path, zipped=True)
 
@@ -80,13 +70,10 @@ def test_integer_types_and_fixed_lengths(tmp_path, kind):
     assert rows_of(opened(tmp_path, max_bad=0.5)) == [rows[0], rows[2]]
 
 
-def test_random_access_to_what_was_shuffled_and_filtered_before_saving(tmp_path):
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(0, 100, rng.integers(2, 30)).tolist() for _ in range(3000)]
-    made = Dataset.from_dict({"input_ids": rows}).shuffle(seed=3).select(range(5, 2505))
+def test_what_was_shuffled_and_filtered_before_saving(tmp_path):
+    made = Dataset.from_dict({"input_ids": ROWS}).shuffle(seed=3).select(range(5, 45))
     made.save_to_disk(str(tmp_path), num_shards=3)
-    source, wanted = opened(tmp_path), made["input_ids"][:]
-    assert all(source.row(i).input_ids.tolist() == wanted[i] for i in rng.integers(0, 2500, 300).tolist())
+    assert rows_of(opened(tmp_path)) == made["input_ids"][:]
 
 
 BAD = {

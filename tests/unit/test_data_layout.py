@@ -12,7 +12,6 @@ from smp_train.data.layout import Layout, lay_out, pack
 from smp_train.data.order import Order
 from smp_train.data.pipelines.batch import collate, crop
 from smp_train.data.pipelines.data_pipeline import Row, Source, TrainingData, ValidationData
-from smp_train.data.source import lengths, trimmed
 from smp_train.errors import ConfigError, DataError
 from smp_train.models.traits import packed_inputs
 
@@ -161,12 +160,6 @@ def test_a_crop_has_something_to_learn():
     nothing = Row(np.arange(12), np.arange(12) % 11 == 0, labels=np.full(12, -100))
     with pytest.raises(DataError, match="d:1: "):
         crop(nothing, "d:1", 4, "key")
-
-
-def test_lengths_without_padding():
-    source = Documents([6, 3, 2, 7], left=2, right=1)
-    assert lengths(source).tolist() == [6, 3, 2, 7]
-    assert [trimmed(source.row(i)).input_ids.size for i in range(4)] == [6, 3, 2, 7]
 
 
 def test_crop_depends_on_seed_epoch_and_row_alone():

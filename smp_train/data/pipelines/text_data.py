@@ -229,6 +229,8 @@ class TextRows(Source):
 
     def row(self, index: int) -> Row:
         """Return one sample."""
+        if not 0 <= index < self._rows:
+            raise IndexError(f"row {index} of {self._rows}")
         return Row(self._tokens[index * self._size : (index + 1) * self._size])
 
     def name(self, index: int) -> str:
