@@ -30,8 +30,10 @@ OF_A_MODEL = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
 def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator[Storage]:
     """Yield a folder to write a model to, which is at ``location`` when the context is left without an error.
 
-    Raises `ConfigError` where a model is there and ``replace`` is not set. Where it is, the old model stays until the
-    new one is whole: there must be room for both. What is no part of it stays in any case.
+    Raises `ConfigError` where a model is there and ``replace`` is not set. Where it is, the new model is written to a
+    sub-folder and its files are renamed once it is whole: there must be room for both. The folder itself is not
+    replaced: it may be a mount point (SageMaker's ``/opt/ml/model``), S3 has no rename, and what is no part of the
+    model stays.
     """
     there, folder = place(location), storage.at(location)
     with _explained(there):
@@ -41,7 +43,7 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
         yield folder
         return
     if not replace:
-        raise ConfigError(f"{there} holds a model already; give another folder, or remove it")
+        raise ConfigError(f"{there} holds a model already; give another folder, or replace it with --overwrite 1")
     with _explained(there):
         old = _files_of_the_model(there, names)
         folder.delete_folder(SCRATCH)
@@ -52,27 +54,23 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
             folder.delete_folder(SCRATCH)
         raise
     with _explained(there):
-        _move_in(folder, old)
-
-
-def _move_in(folder: Storage, old: list[str]) -> None:
-    """Replace one model by another. When this is cut short, the folder does not open, and the next time mends it."""
-    new = sorted(folder.files(SCRATCH), key=lambda name: (name == CONFIG_FILE, name))
-    for name in old:  # config.json first
-        if name == CONFIG_FILE or name not in new:
-            folder.delete(name)
-    for name in new:
-        folder.move(f"{SCRATCH}/{name}", name)
-    folder.delete_folder(SCRATCH)
+        # config.json, without which the folder does not open, goes first and comes last: the next time mends what a
+        # kill in between leaves.
+        new = sorted(folder.files(SCRATCH), key=lambda name: (name == CONFIG_FILE, name))
+        for name in old:
+            if name == CONFIG_FILE or name not in new:
+                folder.delete(name)
+        for name in new:
+            folder.move(f"{SCRATCH}/{name}", name)
+        folder.delete_folder(SCRATCH)
 
 
 def _files_of_the_model(there: Place, names: set[str]) -> list[str]:
     """Return config.json, the weights that are transformers' or in an index, then the indexes: by them it is known."""
     found = {name for name in names if OF_A_MODEL.fullmatch(name)}
-    for index in INDEXES:
-        if index in names:
-            with contextlib.suppress(ValueError, KeyError, AttributeError):
-                found |= names & set(json.loads((there / index).read_text(encoding="utf-8"))["weight_map"].values())
+    for index in names & set(INDEXES):
+        with contextlib.suppress(ValueError, KeyError, AttributeError):
+            found |= names & set(json.loads((there / index).read_text(encoding="utf-8"))["weight_map"].values())
     return [name for name in (CONFIG_FILE, *sorted(found), *INDEXES) if name in names]
 
 

@@ -25,6 +25,9 @@ SHAPES = (
     "num_local_experts", "tie_word_embeddings",
 )  # fmt: skip
 
+# Flags whose values must be positive.
+SIZES = (*SHAPES[:-1], "max_context_width", "num_experts_per_tok", "sliding_window")
+
 SETTINGS_OF_A_RUN = re.compile(
     r"dropout|pdrop|token_id|initializer|max_position|^n_positions|^n_ctx|use_cache|router_aux|output_router|jitter|"
     r"summary_|pretraining_tp|^rope_parameters|scale_init"
@@ -142,11 +145,11 @@ def _family_of(kind: str) -> Family:
     return known or other_family(kind)
 
 
-def configuration(hf_model_type: str, fields: dict[str, Any], name: str) -> PretrainedConfig:
+def configuration(family: Family, fields: dict[str, Any], name: str) -> PretrainedConfig:
     """Return the configuration of ``fields``; `ConfigError` where widths conflict or transformers rejects it."""
     from transformers import CONFIG_MAPPING
 
-    return _made(lambda fields: CONFIG_MAPPING[hf_model_type](**fields), hf_model_type, fields, name)
+    return _made(lambda fields: CONFIG_MAPPING[family.hf_model_type](**fields), family, fields, name)
 
 
 def with_flags(config: PretrainedConfig, given: dict[str, Any], weights: str | None, location: str) -> PretrainedConfig:
@@ -169,69 +172,48 @@ def with_flags(config: PretrainedConfig, given: dict[str, Any], weights: str | N
     for target, flag in shapes.items():
         if weights and fields.get(target) != before.get(target):
             raise ConfigError(f"--{flag} {fields[target]}: the weights in {location} have {before.get(target)}")
-    return _made(type(config).from_dict, config.model_type, fields, location)
+    return _made(type(config).from_dict, family, fields, location)
 
 
 def _made(
-    make: Callable[[dict[str, Any]], PretrainedConfig], hf_model_type: str, fields: dict[str, Any], name: str
+    make: Callable[[dict[str, Any]], PretrainedConfig], family: Family, fields: dict[str, Any], name: str
 ) -> PretrainedConfig:
     """Check the fields and return ``make(fields)``; ``name`` is the model's, for messages."""
-    _drop_outside_tokens(fields, hf_model_type)
-    _check_widths(hf_model_type, fields, name)
+    from transformers import CONFIG_MAPPING
+
+    defaults = CONFIG_MAPPING[family.hf_model_type]()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = fields.get(key, getattr(defaults, key, None))
+        if isinstance(token, int) and token >= fields.get("vocab_size", token + 1):
+            fields[key] = None  # outside of a vocabulary that --vocab_size reduced
+    _check_widths(family, fields, name)
     try:
         return make(fields)
     except Exception as failure:  # transformers' validation raises exceptions of several libraries
         raise ConfigError(f"{name}: transformers refuses the configuration: {one_line(failure)}") from failure
 
 
-def _drop_outside_tokens(fields: dict[str, Any], hf_model_type: str) -> None:
-    # A vocabulary reduced by --vocab_size may not hold the family's special tokens.
-    from transformers import CONFIG_MAPPING
-
-    defaults = CONFIG_MAPPING[hf_model_type]()
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = fields.get(key, getattr(defaults, key, None))
-        if isinstance(value, int) and value >= fields.get("vocab_size", value + 1):
-            fields[key] = None
-
-
-def _check_widths(hf_model_type: str, fields: dict[str, Any], name: str) -> None:
+def _check_widths(family: Family, fields: dict[str, Any], name: str) -> None:
     """Raise `ConfigError` for inconsistent widths, named by their flags."""
-
-    def value(*names: str) -> int | None:
-        return next((fields[key] for key in names if fields.get(key) is not None), None)
-
-    hidden, heads = value("hidden_size", "n_embd"), value("num_attention_heads", "n_head")
-    kv_heads = value("num_key_value_heads", "num_kv_heads")
-    sizes = {
-        "--hidden_width": hidden,
-        "--num_heads": heads,
-        "--num_layers": value("num_hidden_layers", "n_layer"),
-        "--num_key_value_heads": kv_heads,
-        "--intermediate_size": value("intermediate_size", "n_inner", "ffn_hidden_size"),
-        "--vocab_size": value("vocab_size"),
-        "--max_context_width": value("max_position_embeddings", "n_positions"),
-        "--num_local_experts": value("num_local_experts"),
-        "--num_experts_per_tok": value("num_experts_per_tok"),
-        "--sliding_window": value("sliding_window"),
-    }
+    sizes = {flag: fields.get(family.fields.get(flag, "")) for flag in SIZES}
     for flag, size in sizes.items():
         if size is not None and size <= 0:
-            raise ConfigError(f"{name}: {flag} must be at least 1, not {size}")
-    experts, used = sizes["--num_local_experts"], sizes["--num_experts_per_tok"]
+            raise ConfigError(f"{name}: --{flag} must be at least 1, not {size}")
+    hidden, heads, key_value = (sizes[flag] for flag in ("hidden_width", "num_heads", "num_key_value_heads"))
+    experts, used = sizes["num_local_experts"], sizes["num_experts_per_tok"]
     if experts and used and used > experts:
         raise ConfigError(f"{name}: --num_experts_per_tok {used} is more than --num_local_experts {experts}")
     if hidden is None or heads is None:
         return
-    if kv_heads and heads % kv_heads:
-        raise ConfigError(f"{name}: --num_heads {heads} is not a multiple of --num_key_value_heads {kv_heads}")
+    if key_value and heads % key_value:
+        raise ConfigError(f"{name}: --num_heads {heads} is not a multiple of --num_key_value_heads {key_value}")
     if fields.get("head_dim"):
         return
     if hidden % heads:
         raise ConfigError(f"{name}: --hidden_width {hidden} is not a multiple of --num_heads {heads}")
-    share = value("rotary_pct", "partial_rotary_factor")
-    rotary = int(hidden // heads * (1.0 if share is None else share))
-    if hf_model_type != "gpt2" and not fields.get("alibi") and (rotary % 2 or rotary == 0):
+    shares = (fields.get("rotary_pct"), fields.get("partial_rotary_factor"), 1.0)
+    rotary = int(hidden // heads * next(share for share in shares if share is not None))
+    if family.hf_model_type != "gpt2" and not fields.get("alibi") and (rotary % 2 or rotary == 0):
         raise ConfigError(
             f"{name}: rotary embeddings turn pairs of dimensions, but --hidden_width {hidden} with "
             f"--num_heads {heads} leaves {rotary} a head to turn"

@@ -58,112 +58,71 @@ def four_width(hidden: int) -> int:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family.
-
-    Attributes:
-        hf_model_type: ``model_type`` of the transformers configuration.
-        fields: flag -> configuration field.
-        defaults: fields of a model built from widths, without a preset.
-        width: feed-forward width as a function of the hidden size.
-    """
+    """One model family."""
 
     hf_model_type: str
+    """``model_type`` of the transformers configuration."""
     fields: dict[str, str]
+    """Flag -> configuration field."""
     defaults: dict[str, Any] = field(default_factory=dict)
+    """Fields of a model built from widths, without a preset."""
     width: Callable[[int], int] = four_width
+    """Feed-forward width as a function of the hidden size."""
 
 
-_LLAMA = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA3 = _LLAMA | {
-    "vocab_size": 128256, "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001,
-}  # fmt: skip
-_GPT2_FIELDS = COMMON | {
-    "hidden_width": "n_embd",
-    "num_layers": "n_layer",
-    "num_heads": "n_head",
-    "max_context_width": "n_positions",
-    "intermediate_size": "n_inner",
-    "resid_pdrop": "resid_pdrop",
-    "embd_pdrop": "embd_pdrop",
-    "attn_pdrop": "attn_pdrop",
-}
+def _tokens(bos: int, eos: int) -> dict[str, int]:
+    return {"bos_token_id": bos, "eos_token_id": eos}
+
+
+_LLAMA = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, **_tokens(1, 2)}
+_LLAMA3 = _LLAMA | {"vocab_size": 128256, "rope_theta": 500000.0, **_tokens(128000, 128001)}
+_LLAMA_FIELDS, _MISTRAL_FIELDS = LLAMA_LIKE | ROPE_SCALING, LLAMA_LIKE | WINDOW
+_MISTRAL = _LLAMA | {"sliding_window": None}
 
 FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(
         "gpt_neox",
         COMMON
-        | {
-            "intermediate_size": "intermediate_size",
-            "rotary_pct": "rotary_pct",
-            "rotary_emb_base": "rotary_emb_base",
-            "resid_pdrop": "hidden_dropout",
-            "attn_pdrop": "attention_dropout",
-        },
-        {
-            "vocab_size": 50432,
-            "rotary_pct": 0.25,
-            "rotary_emb_base": 10000,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
+        | {"intermediate_size": "intermediate_size", "rotary_pct": "rotary_pct", "rotary_emb_base": "rotary_emb_base"}
+        | {"resid_pdrop": "hidden_dropout", "attn_pdrop": "attention_dropout"},
+        {"vocab_size": 50432, "rotary_pct": 0.25, "rotary_emb_base": 10000, **_tokens(0, 0)},
     ),
-    "llama_v2": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32000}, llama_width),
-    "llama_v3": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA3, wide_width),
-    "codellama": Family(
-        "llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32016, "rope_theta": 1e6}, llama_width
-    ),
-    "scratch": Family("llama", LLAMA_LIKE | ROPE_SCALING, _LLAMA | {"vocab_size": 32000}, llama_width),
-    "mistral": Family(
-        "mistral", LLAMA_LIKE | WINDOW, _LLAMA | {"vocab_size": 32000, "sliding_window": None}, wide_width
-    ),
-    "mathstral": Family(
-        "mistral", LLAMA_LIKE | WINDOW, _LLAMA | {"vocab_size": 32768, "sliding_window": None}, wide_width
-    ),
+    "llama_v2": Family("llama", _LLAMA_FIELDS, _LLAMA, llama_width),
+    "llama_v3": Family("llama", _LLAMA_FIELDS, _LLAMA3, wide_width),
+    "codellama": Family("llama", _LLAMA_FIELDS, _LLAMA | {"vocab_size": 32016, "rope_theta": 1e6}, llama_width),
+    "scratch": Family("llama", _LLAMA_FIELDS, _LLAMA, llama_width),
+    "mistral": Family("mistral", _MISTRAL_FIELDS, _MISTRAL, wide_width),
+    "mathstral": Family("mistral", _MISTRAL_FIELDS, _MISTRAL | {"vocab_size": 32768}, wide_width),
     "mixtral": Family(
         "mixtral",
-        LLAMA_LIKE | WINDOW | EXPERTS,
-        _LLAMA | {"vocab_size": 32000, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        _MISTRAL_FIELDS | EXPERTS,
+        _LLAMA | {"rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
         wide_width,
     ),
-    "gpt2": Family("gpt2", _GPT2_FIELDS, {"vocab_size": 50257, "tie_word_embeddings": True}),
+    "gpt2": Family(
+        "gpt2",
+        COMMON
+        | {"hidden_width": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "intermediate_size": "n_inner"}
+        | {"max_context_width": "n_positions", **{name: name for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}},
+        {"vocab_size": 50257, "tie_word_embeddings": True},
+    ),
     "falcon": Family(
         "falcon",
         COMMON
-        | {
-            "num_key_value_heads": "num_kv_heads",
-            "intermediate_size": "ffn_hidden_size",
-            "rotary_emb_base": "rope_theta",
-            "resid_pdrop": "hidden_dropout",
-            "attn_pdrop": "attention_dropout",
-        },
-        {
-            "vocab_size": 65024,
-            "tie_word_embeddings": True,
-            "bias": False,
-            "bos_token_id": 11,
-            "eos_token_id": 11,
-        },
+        | {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"}
+        | {"rotary_emb_base": "rope_theta", "resid_pdrop": "hidden_dropout", "attn_pdrop": "attention_dropout"},
+        {"vocab_size": 65024, "tie_word_embeddings": True, "bias": False, **_tokens(11, 11)},
     ),
     "phi": Family(
         "phi",
-        LLAMA_LIKE
-        | {"rotary_pct": "partial_rotary_factor", "resid_pdrop": "resid_pdrop", "embd_pdrop": "embd_pdrop"},
-        {
-            "vocab_size": 51200,
-            "partial_rotary_factor": 0.4,
-            "hidden_act": "gelu_new",
-            "tie_word_embeddings": False,
-        },
+        LLAMA_LIKE | {"rotary_pct": "partial_rotary_factor", "resid_pdrop": "resid_pdrop", "embd_pdrop": "embd_pdrop"},
+        {"vocab_size": 51200, "partial_rotary_factor": 0.4, "hidden_act": "gelu_new", "tie_word_embeddings": False},
     ),
 }
 # Other names of these families.
 SYNONYMS = {
-    "llama": "llama_v2",
-    "llama2": "llama_v2",
-    "llama3": "llama_v3",
-    "llama_v3_1": "llama_v3",
-    "phi2": "phi",
-}
+    "llama": "llama_v2", "llama2": "llama_v2", "llama3": "llama_v3", "llama_v3_1": "llama_v3", "phi2": "phi",
+}  # fmt: skip
 
 
 def other_family(hf_model_type: str) -> Family:
@@ -173,9 +132,5 @@ def other_family(hf_model_type: str) -> Family:
     config = CONFIG_MAPPING[hf_model_type]()
     usual = FAMILIES["mixtral"].fields | FAMILIES["phi"].fields
     renamed = getattr(config, "attribute_map", {})
-    fields = {
-        flag: renamed.get(name, name)
-        for flag, name in usual.items()
-        if hasattr(config, name) or name == "rope_theta"
-    }
-    return Family(hf_model_type, fields)
+    known = {flag: name for flag, name in usual.items() if hasattr(config, name) or name == "rope_theta"}
+    return Family(hf_model_type, {flag: renamed.get(name, name) for flag, name in known.items()})

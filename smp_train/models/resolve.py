@@ -45,26 +45,21 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Preset:
-    """One published (or ladder) model: a data file under ``presets/``.
-
-    Attributes:
-        model_type: family, a key of `FAMILIES`.
-        model_size: size within the family, lower case.
-        hf_model_type: transformers configuration type.
-        hub_name: name on the Hugging Face hub, None for models of ours.
-        parameters: number of parameters (tied ones once).
-        source: where the number is published.
-        note: a remark for readers.
-        config: configuration fields, in the names of transformers 4.
-    """
+    """One published (or ladder) model: a data file under ``presets/``."""
 
     model_type: str
+    """A key of `FAMILIES`."""
     model_size: str
+    """Lower case."""
     hf_model_type: str
     hub_name: str | None
+    """None for models of ours."""
     parameters: int
+    """Tied ones once."""
     source: str
+    """Where the number of parameters is published."""
     config: dict[str, Any]
+    """In the names of transformers 4."""
     note: str = ""
 
     @property
@@ -101,7 +96,7 @@ def resolve(args: Any) -> ModelSpec:
         laid = with_flags(config, given, weights, location)
         return ModelSpec(name or config.model_type, _our_name(config), laid, weights)
     family_name, family, name, fields, _ = _fields(args, given)
-    return ModelSpec(name, family_name, configuration(family.hf_model_type, fields, name), weights)
+    return ModelSpec(name, family_name, configuration(family, fields, name), weights)
 
 
 def _given(args: Any) -> dict[str, Any]:
