@@ -63,63 +63,38 @@ def built(folder: Path | str) -> Any:
     return build_meta(spec)
 
 
-def loaded(folder: Path | str) -> Any:
+def loaded(folder: Path | str, weights: Path | None = None) -> Any:
     model = built(folder)
     materialise(model, "cpu")
-    load_pretrained(model, folder)
+    load_pretrained(model, weights or folder)
     return model.eval()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_those_of_from_pretrained(family: str, tmp_path: Path) -> None:
-    save(FAMILIES[family], tmp_path)
-    with torch.no_grad():
-        logits = loaded(tmp_path)(input_ids=IDS).logits
-    assert torch.equal(logits, expected_logits(tmp_path))
 
 
 def test_cast_to_the_parameters_own_dtype(tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path)
-    reference = loaded(tmp_path)
-    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(tmp_path)))
-    model = build_meta(spec, dtype=torch.bfloat16)
+    model = build_meta(resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=str(tmp_path))), dtype=torch.bfloat16)
     materialise(model, "cpu")
     load_pretrained(model, tmp_path)
-    for param, exact in zip(model.parameters(), reference.parameters(), strict=True):
+    for param, exact in zip(model.parameters(), loaded(tmp_path).parameters(), strict=True):
         assert param.dtype == torch.bfloat16
         assert torch.equal(param, exact.bfloat16())
 
 
-def edit(folder: Path, drop: str = "", add: str = "", reshape: str = "") -> None:
-    file = folder / "model.safetensors"
-    stored = load_file(file)
-    if drop:
-        del stored[drop]
-    if add:
-        stored[add] = torch.zeros(3)
-    if reshape:
-        stored[reshape] = stored[reshape][:-1].contiguous()
-    save_file(stored, file, {"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"drop": "model.layers.1.mlp.up_proj.weight"}, ["lacks model.layers.1.mlp.up_proj.weight"]),
-        ({"add": "model.layers.2.extra"}, ["model.layers.2.extra, which the model does not"]),
-        ({"reshape": "lm_head.weight"}, ["lm_head.weight", "[98, 40]", "[99, 40]"]),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused_by_name(
-    change: dict[str, str], words: list[str], tmp_path: Path
-) -> None:
+def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path)
-    edit(tmp_path, **change)
+    file = tmp_path / "model.safetensors"
+    stored, head, up = load_file(file), "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
     model = built(tmp_path)
     materialise(model, "cpu")
-    with pytest.raises(CheckpointError) as caught:
-        load_pretrained(model, tmp_path)
-    assert all(word in str(caught.value) for word in words)
+    for changed, words in (
+        ({name: value for name, value in stored.items() if name != up}, [up]),
+        (stored | {"model.layers.2.extra": torch.zeros(3)}, ["model.layers.2.extra"]),
+        (stored | {head: stored[head][:-1].contiguous()}, [head, "[98, 40]", "[99, 40]"]),
+    ):
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(CheckpointError) as caught:
+            load_pretrained(model, tmp_path)
+        assert all(word in str(caught.value) for word in words)
 
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
@@ -145,37 +120,17 @@ def pickled(folder: Path, name: str = "pytorch_model.bin", **around: Any) -> Pat
     return folder / name
 
 
-@pytest.mark.parametrize("family", ["llama_v3", "gpt_neox", "mixtral"])
-def test_pickled_weights_give_the_same_logits(family: str, tmp_path: Path) -> None:
-    save(FAMILIES[family], tmp_path)
-    expected = expected_logits(tmp_path)
-    file = pickled(tmp_path)
-    torch.save({"step": 3}, tmp_path / "optimizer.bin")  # The trainer's own, beside the model's.
-    with torch.no_grad():
-        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected)
-        model = built(tmp_path)
-        materialise(model, "cpu")
-        load_pretrained(model, file)
-        assert torch.equal(model.eval()(input_ids=IDS).logits, expected)
+def in_one_file(family: str) -> Callable[[Path], None]:
+    return lambda folder: save(FAMILIES[family], folder)
 
 
-def several_files(folder: Path) -> None:
+def in_several_files(folder: Path) -> None:
     save(FAMILIES["llama_v2"], folder, max_shard_size="30KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
 
 
-def names_of_the_base_model_alone(folder: Path) -> None:
-    """The hub's GPT-2 has names without "transformer." and mask buffers among the weights."""
-    save(FAMILIES["gpt2"], folder)
-    file = folder / "model.safetensors"
-    stored = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
-    assert "wte.weight" in stored
-    stored["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
-    save_file(stored, file, {"format": "pt"})
-
-
-def several_pickled_files(folder: Path) -> None:
-    several_files(folder)
+def in_several_pickled_files(folder: Path) -> None:
+    in_several_files(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     for path in sorted(folder.glob("*.safetensors")):
         torch.save(load_file(path), path.with_suffix(".bin"))
@@ -185,20 +140,39 @@ def several_pickled_files(folder: Path) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("write", [several_files, names_of_the_base_model_alone, several_pickled_files])
-def test_every_form_of_a_folder_gives_the_same_logits(write: Callable[[Path], None], tmp_path: Path) -> None:
-    write(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected_logits(tmp_path))
+def under_names_of_the_base_model(folder: Path) -> None:
+    """The hub's GPT-2 has names without "transformer." and mask buffers among the weights."""
+    save(FAMILIES["gpt2"], folder)
+    file = folder / "model.safetensors"
+    stored = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    assert "wte.weight" in stored
+    stored["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    save_file(stored, file, {"format": "pt"})
 
 
-def test_one_file_of_another_program(tmp_path: Path) -> None:
-    save(FAMILIES["llama_v2"], tmp_path)
-    expected, model = expected_logits(tmp_path), built(tmp_path)
-    materialise(model, "cpu")
-    load_pretrained(model, pickled(tmp_path, "full.pt", state_dict={"epoch": 3, "lr": 0.1}, model={}))
+FORMS: dict[str, Callable[[Path], Any]] = {family: in_one_file(family) for family in FAMILIES} | {
+    "several files": in_several_files,
+    "several pickled files": in_several_pickled_files,
+    "names of the base model": under_names_of_the_base_model,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_equal_those_of_from_pretrained(form: str, tmp_path: Path) -> None:
+    FORMS[form](tmp_path)
+    expected = expected_logits(tmp_path)
     with torch.no_grad():
-        assert torch.equal(model.eval()(input_ids=IDS).logits, expected)
+        assert torch.equal(loaded(tmp_path)(input_ids=IDS).logits, expected)
+    if form in ("llama_v3", "gpt_neox", "mixtral"):
+        file = pickled(tmp_path)
+        torch.save({"step": 3}, tmp_path / "optimizer.bin")  # The trainer's own, beside the model's.
+        for weights in (None, file):
+            with torch.no_grad():
+                assert torch.equal(loaded(tmp_path, weights)(input_ids=IDS).logits, expected)
+    if form == "llama_v2":
+        file = pickled(tmp_path, "full.pt", state_dict={"epoch": 3, "lr": 0.1}, model={})
+        with torch.no_grad():
+            assert torch.equal(loaded(tmp_path, file)(input_ids=IDS).logits, expected)
 
 
 def peak(folder: str, weights: str, url: str) -> tuple[int, int, int]:
@@ -282,42 +256,40 @@ def test_flags_over_weights_may_not_change_shapes(tmp_path: Path) -> None:
 
 def body(folders: list[str], tensor_parallel: str) -> dict[str, torch.Tensor]:
     dist.init_process_group("gloo")
-    logits = {}
+    found = {}
     for folder in folders:
         model = built(folder)
+        mesh = init_device_mesh("cpu", (2,))
         if folder == tensor_parallel:
             # Columns of every projection on two ranks, then those rows sharded over one: strided placements.
-            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+            both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+            mesh = both["shard"]
+            plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
             for _, layer in decoder_layers(model):
-                plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
-                parallelize_module(layer, mesh["tensor"], plan)
-                fully_shard(layer, mesh=mesh["shard"])
-            fully_shard(model, mesh=mesh["shard"])
-        else:
-            for _, layer in decoder_layers(model):
-                fully_shard(layer)
-            fully_shard(model)
+                parallelize_module(layer, both["tensor"], plan)
+        for _, layer in decoder_layers(model):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         materialise(model, "cpu")
         load_pretrained(model, folder)
         if folder == tensor_parallel:
-            logits[folder] = torch.cat([p.full_tensor().flatten() for p in model.parameters()])
+            found[folder] = torch.cat([p.full_tensor().flatten() for p in model.parameters()])
         else:
             with torch.no_grad():
-                logits[folder] = model.eval()(input_ids=IDS).logits
+                found[folder] = model.eval()(input_ids=IDS).logits
     dist.destroy_process_group()
-    return logits
+    return found
 
 
 @pytest.mark.slow
 def test_two_processes_read_their_own_parts(tmp_path: Path) -> None:
     families = ["gpt_neox", "llama_v3", "mixtral", "gpt2"]  # Renamed, tied, fused, without a prefix.
-    for family in families:
-        save(FAMILIES[family], tmp_path / family)
     folders = [str(tmp_path / family) for family in families]
-    save(FAMILIES["llama_v2"], tmp_path / "tensor parallel")
     strided = str(tmp_path / "tensor parallel")
-    for logits in run(body, 2, [*folders, strided], strided):
+    for family, folder in zip([*families, "llama_v2"], [*folders, strided], strict=True):
+        save(FAMILIES[family], Path(folder))
+    for found in run(body, 2, [*folders, strided], strided):
         for folder in folders:
-            assert torch.allclose(logits[folder], expected_logits(folder), rtol=1e-5, atol=1e-6), folder
+            assert torch.allclose(found[folder], expected_logits(folder), rtol=1e-5, atol=1e-6), folder
         exact = torch.cat([p.detach().flatten() for p in loaded(strided).parameters()])
-        assert torch.equal(logits[strided], exact)
+        assert torch.equal(found[strided], exact)

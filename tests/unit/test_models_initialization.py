@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama_v2": {"num_key_value_heads": 2},
     "llama_v3": {"tie_word_embeddings": 1, "rope_scaling_type": "llama3"},
     "mistral": {"initializer_range": 0.1},
-    "mixtral": {"num_local_experts": 4},
+    "mixtral": {"num_local_experts": 2},  # as many as layers
     "gpt2": {},
     "falcon": {},
     "phi": {},
@@ -62,7 +62,7 @@ def same_distribution(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_everything_is_set_and_as_the_models_own_initialization_sets_it(family: str) -> None:
-    model = ready(family)
+    model: Any = ready(family)
     torch.manual_seed(0)
     ordinary = AutoModelForCausalLM.from_config(spec_of(family).config)
     theirs = dict(ordinary.named_parameters())
@@ -74,13 +74,10 @@ def test_everything_is_set_and_as_the_models_own_initialization_sets_it(family: 
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert model.training
     assert model.config.use_cache is False
-
-
-def test_gpt2_scales_its_residual_projections_down() -> None:
-    params = {name: param.detach() for name, param in ready("gpt2").named_parameters()}
-    scaled = params["transformer.h.0.mlp.c_proj.weight"].std()
-    assert scaled == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.03)
-    assert params["transformer.h.0.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.03)
+    assert [name.rpartition(".")[2] for name, layer in decoder_layers(model)] == ["0", "1"]
+    assert not any("expert" in name for name, _ in decoder_layers(model))
+    if model.config.tie_word_embeddings:
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 def test_progress_is_told_up_to_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,22 +133,21 @@ def test_wrappers_and_the_random_generator_do_not_matter() -> None:
     assert all(torch.equal(wrapped[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000, 1 << 20])
-def test_the_size_of_the_pieces_does_not_matter(chunk: int) -> None:
+def test_the_size_of_the_pieces_does_not_matter() -> None:
     def build() -> nn.Module:
         module = nn.Module()
-        module.register_parameter("a", nn.Parameter(torch.randn(13, 17)))
-        module.register_parameter("b", nn.Parameter(torch.randn(5, 3, 2)))
-        module.register_parameter("c", nn.Parameter(torch.rand(11)))
+        for name, shape in (("a", (13, 17)), ("b", (5, 3, 2)), ("c", (11,))):
+            module.register_parameter(name, nn.Parameter(torch.randn(shape)))
         return module
 
     results = []
-    for size in (chunk, None):
+    for chunk in (None, 1, 7, 1000, 1 << 20):
         model = construct_on_meta(build)
         materialise(model, "cpu")
-        assert initialise(model, 3, chunk=size) == 13 * 17 + 30 + 11
+        assert initialise(model, 3, chunk=chunk) == 13 * 17 + 30 + 11
         results.append([p.detach() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for each in results[1:]:
+        assert all(map(torch.equal, each, results[0]))
 
 
 class Zoo(nn.Module):
@@ -232,12 +228,6 @@ def test_what_cannot_be_known_is_refused() -> None:
         initialise(build_meta(spec_of("gpt2")), 1)
 
 
-def test_tied_embeddings_stay_tied_without_sharding() -> None:
-    for family in ("gpt2", "llama_v3"):
-        model: Any = ready(family)
-        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
 def build_the_largest() -> tuple[float, int]:
     """Return the seconds of this process that building the largest models takes, and the bytes by which it grows."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -255,13 +245,6 @@ def test_the_largest_models_take_seconds_and_no_memory() -> None:
     ((seconds, taken),) = run(build_the_largest, 1)  # a process whose peak is its own
     assert seconds < 60  # one or two, where a machine is not slow
     assert taken < 300 << 20
-
-
-def test_decoder_layers_are_not_the_experts() -> None:
-    model = build_meta(
-        resolve(SimpleNamespace(**WIDTHS | {"num_layers": 4}, model_type="mixtral", num_local_experts=4))
-    )
-    assert [name for name, _ in decoder_layers(model)] == [f"model.layers.{i}" for i in range(4)]
 
 
 # The generator and the inversion.
@@ -283,12 +266,6 @@ def test_the_inversion_agrees_with_torch() -> None:
     assert torch.equal(counter_random.quantile(0.5 - p), -ours)
 
 
-def test_the_logarithm_agrees_with_torch() -> None:
-    x = torch.cat([torch.rand(10000, dtype=torch.float64), 2.0 ** torch.arange(-60, 60, dtype=torch.float64)])
-    ours, theirs = counter_random.log(x), torch.log(x)
-    assert float(((ours - theirs).abs() / theirs.abs().clamp(min=1e-3)).max()) < 1e-14
-
-
 def test_numbers_are_uniform_and_independent() -> None:
     n = 1 << 20
     key = counter_random.stream_key(1, "model.layers.0.mlp.up_proj.weight")
@@ -306,9 +283,3 @@ def test_numbers_are_uniform_and_independent() -> None:
     assert abs(float((z * other).mean())) < 5 / math.sqrt(n)
     for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs(float((z**power).mean()) - moment) < 5 * math.sqrt(variance / n)
-
-
-def test_seeds_names_and_ordinals_have_streams_of_their_own() -> None:
-    keys = {counter_random.stream_key(s, n, o) for s in range(20) for n in ("a", "b", "1") for o in range(3)}
-    assert len(keys) == 180
-    assert counter_random.stream_key(1, "2") != counter_random.stream_key(12, "")
