@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 
 from smp_train.errors import ConfigError
@@ -32,56 +31,37 @@ def check_image(instance: Instance | None, image: str, backend: str = "auto") ->
     Raises:
         ConfigError: with an image, or an instance type, that would do.
     """
-    if instance is not None:
-        _check_cuda(instance, image)
-        arch = architecture(image)
-        if arch and arch != instance.arch:
-            raise ConfigError(
-                f"--image {image}: is for {arch}, and {instance.name} has {instance.arch} processors; take an image "
-                f"for {instance.arch} (docker_build.sh on such a node makes one), or another instance type"
-            )
-    _check_smp(image, backend)
-
-
-def _check_cuda(instance: Instance, image: str) -> None:
-    found = re.search(r"\bcu(?:da)?(\d\d)\.?(\d)\b", image)
-    if found and not instance.runs_cuda(f"{found[1]}.{found[2]}"):
+    arch = architecture(image) if instance else None
+    if instance and arch and arch != instance.arch:
         raise ConfigError(
-            f"--image {image}: CUDA {found[1]}.{found[2]} does not know the {instance.gpu} of {instance.name}, which "
+            f"--image {image}: is for {arch}, and {instance.name} has {instance.arch} processors; take an image for "
+            f"{instance.arch} (docker_build.sh on such a node makes one), or another instance type"
+        )
+    cuda = re.search(r"\bcu(?:da)?(\d\d)\.?(\d)\b", image)
+    if instance and cuda and not instance.runs_cuda(f"{cuda[1]}.{cuda[2]}"):
+        raise ConfigError(
+            f"--image {image}: CUDA {cuda[1]}.{cuda[2]} does not know the {instance.gpu} of {instance.name}, which "
             f"needs {instance.min_cuda}; take a newer image, or another instance type"
         )
-
-
-def _check_smp(image: str, backend: str) -> None:
-    found = re.search(rf"{SMP_NAME}:(\d+\.\d+\.\d+)", image)
-    if found is None:
-        return
-    torch = release(found[1])
-    if backend == "native" and torch < NATIVE_TORCH:
+    smp = re.search(rf"{SMP_NAME}:(\d+\.\d+\.\d+)", image)
+    if smp and backend == "native" and release(smp[1]) < NATIVE_TORCH:
         raise ConfigError(
-            f"--image {image}: has torch {found[1]}, and --backend native needs 2.6 or newer; leave --backend out, or "
+            f"--image {image}: has torch {smp[1]}, and --backend native needs 2.6 or newer; leave --backend out, or "
             "take an image without SMP"
         )
-    if backend != "native" and torch not in SMP_TORCH:
+    if smp and backend != "native" and release(smp[1]) not in SMP_TORCH:
         known = " and ".join(".".join(map(str, one)) for one in SMP_TORCH)
         raise ConfigError(f"--image {image}: the SMP backend runs in SMP's images of torch {known}; take one of them")
 
 
 def architecture(image: str) -> str | None:
-    """Return x86_64 or aarch64 by the image's file, else by its name; None where neither shows it."""
-    if os.path.isfile(image):
-        return _of_file(image)
-    return next((arch for pattern, arch in NAMED if re.search(pattern, image)), None)
-
-
-def _of_file(path: str) -> str | None:
-    """Return the architecture of a program in an Enroot file; None where the file cannot be read."""
-    if not shutil.which("unsquashfs"):
-        return None
-    command = ["unsquashfs", "-cat", path, "usr/bin/env"]
+    """Return x86_64 or aarch64, by a program in the Enroot file or by the image's name; None: unknown."""
+    if not os.path.isfile(image):
+        return next((arch for pattern, arch in NAMED if re.search(pattern, image)), None)
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False, timeout=60)
+        head = subprocess.run(
+            ["unsquashfs", "-cat", image, "usr/bin/env"], capture_output=True, check=False, timeout=60
+        ).stdout[:20]
     except (OSError, subprocess.TimeoutExpired):
         return None
-    head = done.stdout[:20]
     return MACHINES.get(int.from_bytes(head[18:20], "little")) if head[:4] == b"\x7fELF" else None

@@ -31,40 +31,34 @@ def main(words: Sequence[str]) -> int:
     if print_help(words, USAGE, __doc__, OPTIONS):
         return 0
     options, training = split(words, OPTIONS)
-    given = {
-        name.upper(): str(options[name])
-        for name in ("nnodes", "node_rank", "master_addr", "master_port")
-        if options[name] is not None
-    }
+    names = ("nnodes", "node_rank", "master_addr", "master_port")
+    given = {name.upper(): str(options[name]) for name in names if options[name] is not None}
     processes = options["nproc"] or node_agent.count_gpus() or 1
-    place = node_agent.find_place(
-        {k: v for k, v in (os.environ | given).items() if not k.startswith("SLURM_")}, processes
-    )
+    # In an allocation of Slurm too, this machine alone, or as many as the options name.
+    environ = {name: value for name, value in (os.environ | given).items() if not name.startswith("SLURM_")}
     spec = build(
         [*training, *profile_flags(options["profile"])],
-        nodes=place.nodes,
+        nodes=node_agent.find_place(environ, processes).nodes,
         processes=processes,
         instance_type=None,
         env=options["env"],
     )
-    command = [
-        sys.executable, "-m", "smp_train.launch.node_agent", "--nproc", str(processes),
-        *(["--preflight", str(options["preflight"])] if options["preflight"] else []),
+    agent = [
+        "--nproc", str(processes), *(["--preflight", str(options["preflight"])] if options["preflight"] else []),
         *(["--nsys"] if options["profile"] == "nsys" else []), "--", *spec.train_flags,
     ]  # fmt: skip
-    if options["dry_run"]:
-        tell(spec)
-        exported = {**spec.environment, **given}
-        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())))
-        print(shlex.join(command))
-        return 0
-    preflight.check_data(spec.resolved.args)
-    if options["profile"] == "nsys":
-        nsys.command(Path(spec.run_dir) / "profile", [])  # refuses where there is none
+    if not options["dry_run"]:
+        preflight.check_data(spec.resolved.args)
+        if options["profile"] == "nsys":
+            nsys.command(Path(spec.run_dir) / "profile", [])  # refuses where there is none
     tell(spec)
-    if options["check"]:
+    if options["dry_run"]:
+        for name, value in sorted((spec.environment | given).items()):
+            print(f"export {name}={shlex.quote(value)}")
+        print(shlex.join([sys.executable, "-m", "smp_train.launch.node_agent", *agent]))
+    if options["dry_run"] or options["check"]:
         return 0
     os.environ.update(given | {name: spec.environment[name] for name in spec.added})
     for name, value in spec.environment.items():
         os.environ.setdefault(name, value)
-    return node_agent.main(command[3:])
+    return node_agent.main(agent)

@@ -24,9 +24,6 @@ def command(report: Path, words: Sequence[str]) -> list[str]:
     target = "target-linux-sbsa-armv8" if platform.machine() == "aarch64" else "target-linux-x64"
     own = os.environ.get("NSYS_DIR") or "/fsx/nsight-efa"
     places = ["nsys", f"{own}/nsys", f"{own}/{target}/nsys", "/usr/local/cuda/bin/nsys"]
-    nsys = next((found for found in map(shutil.which, places) if found), None)
-    if nsys is None:
-        raise ConfigError(
-            f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container"
-        )
-    return recording(nsys, str(report), words)
+    for nsys in filter(None, map(shutil.which, places)):
+        return recording(nsys, str(report), words)
+    raise ConfigError(f"there is no nsys ({', '.join(places)}); install Nsight Systems, or mount it into the container")

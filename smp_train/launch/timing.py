@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
+from contextlib import suppress
+from statistics import median_high
 
 from smp_train.arguments import Resolved
 from smp_train.distributed.degrees import before_launch
@@ -12,7 +12,7 @@ from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance
 from smp_train.launch.preflight import CHECKPOINT_BYTES, parameters
 from smp_train.models.resolve import presets, settled_flags
-from smp_train.telemetry.metrics import peak_flops
+from smp_train.telemetry.metrics import peak_flops, read_metrics
 
 WRITE_RATE = 1e9
 """Bytes per second and node that a shared file system is expected to take; a warning is printed above it."""
@@ -28,11 +28,9 @@ def slurm_seconds(text: str | None) -> int | None:
     if not match:
         return None
     days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] is not None:
-        return ((days * 24 + first) * 60 + second) * 60 + third
-    if match[4] is not None:
-        return (first * 60 + second) * 60 + third
-    return first * 60 + second
+    if match[1] is None and match[4] is None:  # M or M:S
+        return first * 60 + second
+    return ((days * 24 + first) * 60 + second) * 60 + third
 
 
 def check_limit(limit: float | None, margin: float, setting: str) -> None:
@@ -50,15 +48,15 @@ def check_limit(limit: float | None, margin: float, setting: str) -> None:
 
 def step_seconds(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> tuple[float, str] | None:
     """Return (seconds per step, how that is known): measured in the run folder, or estimated; None: unknown."""
-    measured = _measured(Path(resolved.args.run_dir) / "metrics.jsonl")
-    if measured:
-        return measured, "as measured in this run folder"
     args, count = resolved.args, parameters(resolved)
-    if instance is None:
-        return None
-    peak = peak_flops(instance.gpu)
+    with suppress(ConfigError):
+        logged = [record.get("step_sec") for record in read_metrics(args.run_dir) if "event" not in record]
+        measured = [seconds for seconds in logged[-100:] if isinstance(seconds, float)]
+        if measured:
+            return median_high(measured), "as measured in this run folder"
     preset = presets().get((str(args.model_type), str(args.model_size).lower()))
-    if count is None or peak is None or preset is None or preset.config.get("num_local_experts"):
+    peak = peak_flops(instance.gpu) if instance else None
+    if instance is None or count is None or peak is None or preset is None or preset.config.get("num_local_experts"):
         return None
     world = nodes * processes
     (degrees, *_) = before_launch(args, world, processes)
@@ -66,24 +64,6 @@ def step_seconds(resolved: Resolved, instance: Instance | None, nodes: int, proc
     sequences = args.train_batch_size * args.gradient_accumulation_steps * degrees.data_parallel
     flops = 6 * count * sequences * width
     return flops / (world * peak * (2 if args.fp8 else 1) * MFU), f"at {MFU:.0%} of the peak of {world} {instance.gpu}"
-
-
-def _measured(path: Path) -> float | None:
-    """Return the median time of a step over the last hundred logged ones."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-200:]
-    except OSError:
-        return None
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "event" not in record and isinstance(record.get("step_sec"), float):
-            found.append(record["step_sec"])
-    found = sorted(found[-100:])
-    return found[len(found) // 2] if found else None
 
 
 def save_warnings(
@@ -108,8 +88,7 @@ def save_warnings(
         setting: What to change for a longer margin, where that can be.
     """
     found = []
-    count = parameters(resolved)
-    size = CHECKPOINT_BYTES * count if count else 0
+    size = CHECKPOINT_BYTES * (parameters(resolved) or 0)
     if size > WRITE_RATE * nodes * margin:
         found.append(
             f"a checkpoint of this model has {size / 1e9:.0f} GB, and there are {_time(margin)} to save one when time "

@@ -47,35 +47,24 @@ def save_warnings(
 
 
 def test_time_for_the_last_checkpoint(tmp_path: Path) -> None:
-    small = ["--model_type", "llama_v2", "--model_size", "7b", "--checkpoint_freq", "10"]
-    assert save_warnings(tmp_path, *small) == ""
-    assert save_warnings(tmp_path, *LLAMA_70B, "--checkpoint_freq=10") == ""
-    assert "a checkpoint of this model has 828 GB, and there are 60 s to save one" in save_warnings(
-        tmp_path, *LLAMA_70B, "--checkpoint_freq=10", margin=60
-    )
-    assert "13.8 GB/s" in save_warnings(tmp_path, *LLAMA_70B, "--checkpoint_freq=10", margin=60)
-    assert "raise --save_before" in save_warnings(tmp_path, *LLAMA_70B, "--checkpoint_freq=10", nodes=1)
+    often = [*LLAMA_70B, "--checkpoint_freq=10"]
+    assert save_warnings(tmp_path, *often[:3], "7b", "--checkpoint_freq=10") == save_warnings(tmp_path, *often) == ""
+    said = save_warnings(tmp_path, *often, margin=60)
+    assert "a checkpoint of this model has 828 GB, and there are 60 s to save one" in said
+    assert "13.8 GB/s" in said
+    assert "raise --save_before" in save_warnings(tmp_path, *often, nodes=1)
 
 
-def test_interval_against_the_limit_by_the_peak_of_the_gpus(tmp_path: Path) -> None:
-    many = [*LLAMA_70B, "--train_batch_size=4", "--max_context_width=4096", "--max_steps=100000"]
+def test_interval_against_the_limit(tmp_path: Path) -> None:
+    many = [*LLAMA_70B, "--train_batch_size=4", "--max_context_width=4096", "--checkpoint_freq=1000"]
+    long = [*many, "--max_steps=100000"]
     # 6 x 69e9 x 64 x 4 x 4096 FLOP at half of 64 x 989e12 FLOP/s: 13.7 s a step.
-    said = save_warnings(tmp_path, *many, "--checkpoint_freq=1000", limit=3 * HOUR)
+    said = save_warnings(tmp_path, *long, limit=3 * HOUR)
     assert "--checkpoint_freq 1000: that takes 3.8 h (13.7 s a step, at 50% of the peak of 64 H100)" in said
     assert "--checkpoint_freq 191 would save some four times" in said
-    assert save_warnings(tmp_path, *many, "--checkpoint_freq=1000", limit=8 * HOUR) == ""
-    assert save_warnings(tmp_path, *many, "--checkpoint_freq=1000", limit=None) == ""
-    assert save_warnings(tmp_path, *many, "--checkpoint_freq=1000", "--max_steps=500", limit=3 * HOUR) == "", (
-        "it ends before"
-    )
-    assert save_warnings(tmp_path, *many, "--num_layers=2", "--checkpoint_freq=1000", limit=3 * HOUR) == "", (
-        "nobody knows"
-    )
-
-
-def test_interval_against_the_limit_as_measured(tmp_path: Path) -> None:
+    for words, limit in ((long, 8), (long, None), ([*many, "--max_steps=500"], 3), ([*long, "--num_layers=2"], 3)):
+        assert save_warnings(tmp_path, *words, limit=limit and limit * HOUR) == "", "enough, or unknown"
     lines = [{"event": "start", "step": 0}, *({"step": step, "step_sec": 20.0} for step in range(1, 6))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n{torn\n")
     said = save_warnings(tmp_path, "--hf_model", "some/model", "--checkpoint_freq", "500", "1000", limit=HOUR)
-    assert "that takes 2.8 h (20 s a step, as measured in this run folder)" in said
-    assert "the time limit is 60 min" in said
+    assert "that takes 2.8 h (20 s a step, as measured in this run folder), and the time limit is 60 min" in said
