@@ -9,13 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from smp_train.arguments import Resolved, parse
+from smp_train.arguments import parse
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import (
     container,
@@ -31,7 +30,6 @@ from smp_train.launch import (
 )
 from smp_train.launch import node_agent as agent
 from smp_train.launch.instances import find
-from smp_train.launch.spec import build
 from smp_train.launch.supervisor import Failure, Place, supervise
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +46,7 @@ def say(*words):
 
 def program(tmp_path: Path, text: str) -> list[str]:
     path = tmp_path / "worker.py"
-    path.write_text(WORKER + textwrap.dedent(text))
+    path.write_text(WORKER + text)
     return [sys.executable, str(path)]
 
 
@@ -61,10 +59,8 @@ def test_peers_of_a_failed_worker_have_time_to_commit_and_to_leave() -> None:
 def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     command = program(
         tmp_path,
-        """
-        names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID K"
-        say(*(os.environ.get(name, "-") for name in names.split()))
-        """,
+        "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID K'\n"
+        "say(*(os.environ.get(name, '-') for name in names.split()))",
     )
     stale = {"RANK": "7", "TORCHELASTIC_RUN_ID": "old", "K": "yes", "PATH": os.environ["PATH"]}
     place = Place(2, nodes=3, node_rank=1, master_addr="a", master_port=5)
@@ -83,37 +79,28 @@ def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.Captur
         ("os.abort()", 134, "aborted"),
     ],
 )
-def test_first_failure_is_named_and_its_code_returned(tmp_path: Path, ending: str, code: int, cause: str) -> None:
+def test_first_failure_is_named_and_its_code_returned(
+    tmp_path: Path, ending: str, code: int, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The other worker would stay for ever, whatever it is asked.
-    command = program(
-        tmp_path,
-        f"""
-        if rank == 1:
-            {ending}
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(600)
-        """,
-    )
+    wait = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
+    command = program(tmp_path, f"if rank == 1: {ending}\n{wait}")
     said: list[str] = []
-    got, failure = supervise(command, Place(2), grace_seconds=0.2, say=said.append)
-    assert got == code
-    assert failure is not None
-    assert (failure.rank, failure.code, failure.cause) == (1, code, cause)
-    assert said == [failure.line()]
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    assert supervise(command, Place(2), grace_seconds=0.2, say=said.append) == (code, Failure(1, "n2", code, cause))
+    assert said == [f"LAUNCH-FAIL node=n2 rank=1 rc={code} cause={cause}"]
 
 
 def test_a_worker_that_lost_its_peer_is_told_from_one_that_failed(tmp_path: Path) -> None:
-    command = program(
-        tmp_path,
-        """
-        from smp_train import cli
-        from smp_train.errors import LostPeerError
-        def lose(*_):
-            raise LostPeerError("no word from rank 7")
-        cli._run = lose
-        sys.exit(cli.main([]))
-        """,
-    )
+    lost = """
+from smp_train import cli
+from smp_train.errors import LostPeerError
+def lose(*_):
+    raise LostPeerError("no word from rank 7")
+cli._run = lose
+sys.exit(cli.main([]))
+"""
+    command = program(tmp_path, lost)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     code, failure = supervise(command, Place(1), environ=environ, log_dir=tmp_path, say=lambda line: None)
     assert failure is not None
@@ -172,15 +159,8 @@ def test_a_signal_asks_the_workers_to_stop(tmp_path: Path, number: signal.Signal
 
 
 def test_the_second_interrupt_ends_everything(tmp_path: Path) -> None:
-    process = start(
-        tmp_path,
-        """
-        signal.signal(signal.SIGTERM, lambda *_: say("heard"))
-        say("ready")
-        while True:
-            time.sleep(0.01)
-        """,
-    )
+    deaf = "signal.signal(signal.SIGTERM, lambda *_: say('heard'))\nsay('ready')\nwhile True: time.sleep(0.01)"
+    process = start(tmp_path, deaf)
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in "12"] == ["heard\n", "heard\n"]
@@ -229,13 +209,10 @@ STEP = {
 }  # fmt: skip
 
 
-def test_place_comes_from_the_step_not_from_the_job() -> None:
+def test_place_comes_from_the_step_or_by_hand() -> None:
     assert agent.find_place(STEP, 8) == Place(8, nodes=2, node_rank=1, master_addr="n1", master_port=20087)
     again = agent.find_place({**STEP, "SLURM_STEP_ID": "4"}, 8)
     assert again.master_port != 20087, "the port of the step before may still be in use"
-
-
-def test_place_by_hand() -> None:
     environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
     assert agent.find_place(environ, 4) == Place(4, 2, 1, "a", 1234)
     assert agent.find_place({}, 4).nodes == 1
@@ -256,33 +233,44 @@ def test_impossible_places_are_refused(environ: dict[str, str], complaint: str) 
     assert complaint in str(refused.value)
 
 
-def test_node_is_compared_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    p5 = find("p5.48xlarge")
+@pytest.mark.parametrize(
+    ("kind", "nproc", "gpus", "efa", "nodes", "result"),
+    [
+        ("p5.48xlarge", "auto", 8, 32, 1, 8),
+        ("p5.48xlarge", "2", 8, 32, 1, 2),
+        ("p5.48xlarge", "auto", 8, 0, 1, 8),
+        ("", "auto", 0, 0, 1, 1),
+        ("", "auto", 4, 0, 1, 4),
+        ("", "3", 0, 0, 1, 3),
+        ("p6e-gb200.36xlarge", "auto", 4, 0, 1, "x86_64 processors, and a p6e-gb200.36xlarge has aarch64"),
+        ("p5.48xlarge", "auto", 7, 32, 1, "7 of 8 GPUs"),
+        ("p5.48xlarge", "auto", 8, 31, 1, "31 of 32 EFA adapters"),
+        ("p5.48xlarge", "auto", 8, 0, 2, "0 of 32 EFA adapters"),
+    ],
+)
+def test_node_is_compared_with_its_type(
+    kind: str, nproc: str, gpus: int, efa: int, nodes: int, result: int | str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(agent.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(agent, "count_efa", lambda: 32)
-    assert agent.check_node(p5, "auto", 8) == 8
-    assert agent.check_node(p5, "2", 8) == 2
-    assert (agent.check_node(None, "auto", 0), agent.check_node(None, "auto", 4), agent.check_node(None, "3", 0)) == (
-        1,
-        4,
-        3,
-    )
-    with pytest.raises(ConfigError, match=r"x86_64 .*p6e-gb200\.36xlarge .*aarch64"):
-        agent.check_node(find("p6e-gb200.36xlarge"), "auto", 4)
-    with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs"):
-        agent.check_node(p5, "auto", 7)
-    monkeypatch.setattr(agent, "count_efa", lambda: 31)
-    with pytest.raises(agent.BadNodeError, match="31 of 32 EFA adapters"):
-        agent.check_node(p5, "auto", 8)
-    monkeypatch.setattr(agent, "count_efa", lambda: 0)
-    assert agent.check_node(p5, "auto", 8, nodes=1) == 8
-    with pytest.raises(agent.BadNodeError, match="0 of 32 EFA adapters"):
-        agent.check_node(p5, "auto", 8, nodes=2)
+    monkeypatch.setattr(agent, "ADAPTERS", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for number in range(efa):
+        (tmp_path / f"rdmap{number}s0").mkdir()
+    instance = find(kind) if kind else None
+    if isinstance(result, int):
+        assert agent.check_node(instance, nproc, gpus, nodes=nodes) == result
+        return
+    with pytest.raises(SmpTrainError, match=result) as refused:
+        agent.check_node(instance, nproc, gpus, nodes=nodes)
+    assert isinstance(refused.value, ConfigError if "processors" in result else agent.BadNodeError)
 
 
-def test_what_a_node_says_of_itself_does_not_overrule_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_node_says_of_itself_does_not_overrule_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p5 = find("p5.48xlarge")
-    monkeypatch.setattr(agent, "count_efa", lambda: 0)
+    monkeypatch.setattr(agent, "ADAPTERS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert agent.check_node(p5, "2", 0, nodes=2, given=False) == 2, "on the CPU, say"
     with pytest.raises(agent.BadNodeError, match="7 of 8 GPUs"):
@@ -293,14 +281,6 @@ def test_what_a_node_says_of_itself_does_not_overrule_the_user(monkeypatch: pyte
     for nproc in ("auto", "8"):
         with pytest.raises(ConfigError, match=r"2 of 8 GPUs .*CUDA_VISIBLE_DEVICES=0,1"):
             agent.check_node(p5, nproc, 2)
-
-
-def test_efa_adapters_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "ADAPTERS", tmp_path)
-    assert agent.count_efa() == 0
-    for name in ("rdmap0s0", "rdmap1s0"):
-        (tmp_path / name).mkdir()
-    assert agent.count_efa() == 2
 
 
 def test_the_machine_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,25 +298,21 @@ def test_the_machine_says_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ([(8, 32), (7, 32), (8, 32)], ["n2"]),
         ([(7, 32), (8, 32)], ["n1"]),
         ([(8, 32), (8, 32), (8, 0)], ["n3"]),
+        ([(8, 0), None, (8, 0)], ["n2"]),
     ],
 )
 def test_the_node_that_is_not_as_the_others_is_named_by_all(
-    counts: list[tuple[int, int]], odd: list[str], tmp_path: Path
+    counts: list[tuple[int, int] | None], odd: list[str], tmp_path: Path
 ) -> None:
     hosts = [f"n{number}" for number in range(1, len(counts) + 1)]
-    for number, count in enumerate(counts):  # the first ones see nobody else yet
+    there = [(number, count) for number, count in enumerate(counts) if count]
+    for number, count in there:  # the first ones see nobody else yet
         network_check.compare(tmp_path, hosts, number, *count, seconds=0)
-    for number, count in enumerate(counts):
+    for number, count in there:
         names, message = network_check.compare(tmp_path, hosts, number, *count, seconds=0)
         assert names == odd
-        assert not odd or re.match(f"{odd[0]}: . GPUs and .* other nodes have 8 and 32", message), message
-
-
-def test_a_node_that_never_starts_is_named(tmp_path: Path) -> None:
-    hosts = ["n1", "n2", "n3"]
-    network_check.compare(tmp_path, hosts, 2, 8, 0, seconds=0)
-    names, message = network_check.compare(tmp_path, hosts, 0, 8, 0, seconds=0)
-    assert (names, message.startswith("no word from n2 within 0 s")) == (["n2"], True)
+        said = "no word from n2 within 0 s" if None in counts else ".*: . GPUs and .* other nodes have 8 and 32"
+        assert not odd or re.match(said, message), message
 
 
 def beside(logs: Path, processes: int) -> None:
@@ -440,9 +416,7 @@ def test_what_nodes_keep_to_themselves_is_not_what_a_run_resumes_from(tmp_path: 
     words = ["--run_dir", str(tmp_path), "--checkpoint_dir", "local:/nvme/fast", str(tmp_path / "shared")]
     _, resolved = flags.complete(words)
     assert resolved.args.resume_from_checkpoint == str(tmp_path / "shared")
-    both = [*words, "--checkpoint_freq", "10", "100", "--num_kept_checkpoints", "1", "2", "--use_synthetic_data", "1"]
-    spec = build(both, nodes=1, processes=2, instance_type=None)
-    assert slurm.places(spec.resolved, spec.run_dir)["written"] == [str(tmp_path / "shared")]
+    assert slurm.places(resolved, str(tmp_path))["written"] == [str(tmp_path / "shared")]
 
 
 def test_newest_of_several_folders(tmp_path: Path) -> None:
@@ -476,41 +450,29 @@ def test_newest_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
             flags.newest_committed(["s3://none/x"], in_s3=True)
 
 
-def below(run: Path) -> Resolved:
-    """Return the flags of a run in a folder."""
-    return parse(["--use_synthetic_data", "1", "--run_dir", str(run), "--checkpoint_dir", f"{run}/checkpoints"], {})
-
-
 def test_guard_counts_starts_of_one_job_without_a_new_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
+    run = parse(["--use_synthetic_data=1", f"--run_dir={tmp_path}", f"--checkpoint_dir={tmp_path}/checkpoints"], {})
+
+    def starts(job: str, attempt: str, limit: int | None = 2) -> None:
+        agent.guard(run, {"SLURM_JOB_ID": job}, limit, f"{job}.{attempt}")
+
     for job in ("1", "2"):
-        for number in "12":
-            agent.guard(below(tmp_path), {"SLURM_JOB_ID": job}, 2, f"{job}.{number}")
+        for attempt in ("1.0", "2.0"):
+            starts(job, attempt)
     with pytest.raises(agent.CrashLoopError, match=r"2 starts of job 2 .*step 0"):
-        agent.guard(below(tmp_path), {"SLURM_JOB_ID": "2"}, 2, "2.3")
-    committed(folder, 5)
-    agent.guard(below(tmp_path), {"SLURM_JOB_ID": "2"}, 2, "2.3")
-    lines = (tmp_path / "launches.jsonl").read_text().splitlines()
-    assert [json.loads(line)["attempt"] for line in lines] == ["1.1", "1.2", "2.1", "2.2", "2.3"]
-
-
-def test_guard_does_not_count_what_slurm_ended(tmp_path: Path) -> None:
-    (lost := tmp_path / "logs/3.0.0").mkdir(parents=True)
-    (lost / "ended-by-slurm").touch()
-    for number in range(3):
-        agent.guard(below(tmp_path), {"SLURM_JOB_ID": "3"}, 2, f"3.{number}.0")
-    with pytest.raises(agent.CrashLoopError, match="2 starts of job 3"):
-        agent.guard(below(tmp_path), {"SLURM_JOB_ID": "3"}, 2, "3.3.0")
-
-
-def test_guard_lets_people_try_again_and_does_not_count_what_ended_well(tmp_path: Path) -> None:
-    job = {"SLURM_JOB_ID": "1"}
-    for number in range(5):
-        agent.guard(below(tmp_path), job, None, f"1.0.{number}")
-    with pytest.raises(agent.CrashLoopError, match="5 starts of job 1"):
-        agent.guard(below(tmp_path), job, 3, "1.0.5")
+        starts("2", "3.0")
+    (ended := tmp_path / "logs/2.2.0").mkdir(parents=True)
+    (ended / "ended-by-slurm").touch()
+    starts("2", "3.0")
+    committed(tmp_path / "checkpoints", 5)
+    for attempt in ("4.0", "5.0", "6.0"):
+        starts("2", attempt, None)  # a person who starts it watches
+    with pytest.raises(agent.CrashLoopError, match=r"3 starts of job 2 .*step 5"):
+        starts("2", "7.0", 3)
     (tmp_path / "STOPPED").write_text(json.dumps({"step": 0, "time": 4e9}))
-    agent.guard(below(tmp_path), job, 3, "1.0.5")
+    starts("2", "7.0", 3)
+    lines = [json.loads(line) for line in (tmp_path / "launches.jsonl").read_text().splitlines()]
+    assert [line["attempt"] for line in lines][2:] == [f"2.{number}.0" for number in range(1, 8)]
 
 
 def test_launch_local_has_no_limit_of_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -665,10 +627,6 @@ def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pyt
     assert done.returncode == 0
     assert f"--output {tmp_path}/run/profile/12.2.3_node1_{socket.gethostname()} " in (tmp_path / "called").read_text()
     assert (tmp_path / "run/profile").is_dir(), "nsys does not make folders"
-
-
-def test_failure_line() -> None:
-    assert Failure(3, "n2", 137, "killed").line() == "LAUNCH-FAIL node=n2 rank=3 rc=137 cause=killed"
 
 
 def test_a_broken_image_is_a_cause_that_is_not_tried_again(tmp_path: Path) -> None:
