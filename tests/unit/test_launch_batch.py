@@ -19,7 +19,7 @@ from smp_train.launch import batch_job, srun_step
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "launchers/hyperpod_slurm"
 BATCH_JOB = "smp_train.launch.batch_job"
-CONDA = "launch_training_conda.sh"
+ENROOT, CONDA = "launch_training_enroot.sh", "launch_training_conda.sh"
 JOB = "77"
 
 SRUN = """#!/bin/bash
@@ -116,17 +116,6 @@ def words(cluster: Cluster) -> list[str]:
 UNPACK = 'echo "pyxis: couldn\'t start container" >&2; exit 1'
 
 
-def test_starts_that_reach_no_task_come_to_an_end(cluster: Cluster) -> None:
-    said = [cluster.start(UNPACK, MAX_ATTEMPTS="3") for _ in "123"]
-    assert [code for code, _ in said] == [143, 143, 1]
-    assert "3 starts of job 77 brought no new checkpoint: not trying again" in said[-1][1]
-    assert len(cluster.calls("srun")) == 3
-    assert words(cluster)[:2] == ["--kill-on-bad-exit=1", "--ntasks-per-node=1"]
-    assert cluster.calls("scontrol") == ["requeue 77"] * 2
-    code, _ = cluster.start(UNPACK, MAX_ATTEMPTS="3")
-    assert (code, len(cluster.calls("srun"))) == (1, 3), "put back by hand"
-
-
 COMMIT = 'sleep 0.1; mkdir -p "$RUN/checkpoints/x-1steps" && date >"$RUN/checkpoints/x-1steps/COMMITTED"\n'
 
 
@@ -139,28 +128,19 @@ def test_a_job_starts_so_often_without_a_checkpoint(cluster: Cluster, limit: int
             assert cluster.start(step, MAX_ATTEMPTS=str(limit))[0] == 143
         code, said = cluster.start(COMMIT + end, MAX_ATTEMPTS=str(limit))
         assert (code, "not trying again" in said) == (143 if end == "exit 1" else -9, False), said
-    codes = [cluster.start(step, MAX_ATTEMPTS=str(limit))[0] for step in steps[:limit]]
-    assert codes == [*[143] * (limit - 1), 1]
-    assert len(cluster.calls("srun")) == 2 * limit + limit
-
-
-def test_a_person_in_an_allocation_stops_the_run(cluster: Cluster) -> None:
-    step = 'kill -INT $PPID; until [ -e "$RUN/STOP" ]; do :; done; rm "$RUN/STOP"; echo now >"$RUN/STOPPED"'
-    code, said = cluster.start(step)
-    assert (code, cluster.calls("scontrol")) == (0, []), said
-    twice = 'kill -INT $PPID; until [ -e "$RUN/STOP" ]; do :; done; kill -INT $PPID; exec sleep 1000'
-    code, said = cluster.start(twice, NO_REQUEUE="yes")
-    assert code == 1, said
+    *ends, (last, said) = [cluster.start(step, MAX_ATTEMPTS=str(limit)) for step in steps[:limit]]
+    assert ([code for code, _ in ends], last) == ([143] * (limit - 1), 1)
+    assert f"{limit} starts of job 77 brought no new checkpoint: not trying again" in said
+    assert cluster.start(UNPACK, MAX_ATTEMPTS=str(limit))[0] == 1, "put back by hand"
+    assert (len(cluster.calls("srun")), cluster.calls("scontrol")) == (3 * limit, ["requeue 77"] * (3 * limit - 2))
 
 
 def test_starts_that_slurm_ends_do_not_count(cluster: Cluster) -> None:
-    """A job that gives way to others again and again while its image is unpacked."""
-    preempted = 'kill -TERM $PPID; until [ -s "$RUN/STOP" ]; do :; done; exit 1'
+    """A job that is preempted again and again while its image is unpacked."""
     for _ in "12":
-        code, said = cluster.start(preempted, STATE="PENDING", MAX_ATTEMPTS="1")
+        code, said = cluster.start(ASKED.format("TERM") + "exit 1", STATE="PENDING", MAX_ATTEMPTS="1")
         assert (code, "ended by Slurm (PENDING)" in said) == (143, True)
-    assert len(cluster.calls("srun")) == 2
-    assert cluster.calls("scontrol") == []
+    assert (len(cluster.calls("srun")), cluster.calls("scontrol")) == (2, [])
 
 
 def test_starts_that_reach_a_task_are_the_tasks_to_count(cluster: Cluster) -> None:
@@ -205,53 +185,54 @@ def test_the_systems_python_reads_a_batch_job() -> None:
         assert name == "__init__" or "__future__" in imported, "annotations of today's are not evaluated"
 
 
-def test_a_requeue_is_not_called_a_failure(cluster: Cluster) -> None:
-    _, said = cluster.start("exit 1")
-    assert "putting the job back into the queue" in said
-    assert "could not be requeued" not in said
-    code, said = cluster.start("exit 1", NO_REQUEUE="yes")
-    assert code == 1
-    assert "error: the job could not be requeued" in said
-
-
 def fails(cause: str, node: str = "n1", step: int = 0, code: int = 1, at: str = "1") -> str:
     """Return what a task does that fails on a node in a step."""
     line = f"LAUNCH-FAIL node={node} rank=0 rc={code} cause={cause}"
     return f'mkdir -p "$logs.{step}"; echo "{line}" >"$logs.{step}/failed-{at}-node-{node}"\n'
 
 
-@pytest.mark.parametrize(("cause", "code"), [("configuration", 2), ("data", 3), ("checkpoint", 4)])
-def test_mistakes_are_not_tried_again(cluster: Cluster, cause: str, code: int) -> None:
-    ended, said = cluster.start(fails(cause, code=code) + f"exit {code}")
-    assert (ended, cluster.calls("scontrol")) == (code, [])
-    assert "this would fail again in the same way" in said
-
-
 TRAIN = 'echo \'{"step": 10, "loss": 3.1}\' >>"$RUN/metrics.jsonl"\n'
+STOPPED = 'rm -f "$RUN/STOP"; echo now >"$RUN/STOPPED"\n'
+ASKED = 'kill -{} $PPID; until [ -e "$RUN/STOP" ]; do :; done\n'
+THREE = {"SLURM_JOB_NODELIST": "n1,n2,n3", "NODES": "n1 idle\nn2 down*\nn3 idle"}
+SILENT = fails("lost-peer", node="n1") + fails("lost-peer", node="n3")
+BAD = fails("node", node="n2", code=75) + "exit 75"
+FIRST = "first failure of this start: LAUNCH-FAIL node=n2 rank=0 rc=1 cause="
+ENDS: dict[str, tuple[str, dict[str, str], int, str]] = {
+    "not finished": ("exit 1", {}, 143, "putting the job back into the queue"),
+    "no requeue": ("exit 1", {"NO_REQUEUE": "1"}, 1, "error: the job could not be requeued"),
+    "configuration": (fails("configuration", code=2), {}, 2, "this would fail again in the same way"),
+    "data": (fails("data", code=3), {}, 3, "this would fail again in the same way"),
+    "checkpoint": (fails("checkpoint", code=4), {}, 4, "this would fail again in the same way"),
+    # S3 that does not answer after hours, or a new node without the data: the number of starts is limited.
+    "data, having trained": (TRAIN + fails("data", code=3), {}, 143, "cause=data"),
+    "checkpoint, restarted": (fails("checkpoint", code=4), {"SLURM_RESTART_COUNT": "1"}, 143, "cause=checkpoint"),
+    "crash loop": (fails("node", node="n2", at="0") + fails("crash-loop"), {}, 1, "cause=crash-loop"),
+    "stopped after a swap": (fails("killed") + 'mkdir "$logs.1"\n' + STOPPED, {}, 0, "stopped on request and saved"),
+    "the last step": (fails("data", step=9) + fails("error", node="n2", step=10), {}, 143, f"{FIRST}error"),
+    "time is up": (ASKED.format("USR1") + STOPPED, {}, 143, "asked to stop by USR1"),
+    "both asked": ('touch "$RUN/STOP"; kill -USR1 $PPID\n' + STOPPED, {}, 0, "stopped on request and saved"),
+    "^C": (ASKED.format("INT") + STOPPED, {}, 0, "stopped on request and saved"),
+    "^C twice": (ASKED.format("INT") + "kill -INT $PPID; exec sleep 1000", {"NO_REQUEUE": "1"}, 1, "error"),
+    "silent node": (SILENT, THREE, 143, "cause=lost-peer; no word from n2; Slurm has lost n2\n"),
+    "ended with it": (fails("aborted"), THREE, 143, "cause=aborted; Slurm has lost n2\n"),
+    "cause came later": (SILENT + fails("killed", node="n2", at="2"), THREE, 143, f"{FIRST}killed"),
+    "bad node": (BAD, {"NODES": "n1\nn2\nn3\nn9", "EXCLUDED": "n9"}, 143, "the job stays off n2 from now on"),
+    "no other": (BAD, {"NODES": "n1\nn2\nn9", "EXCLUDED": "n9"}, 143, "no other node can take the place of n2"),
+    "certain nodes": (BAD, {"NODES": "n1\nn2\nn3", "EXCLUDED": "(null) ReqNodeList=n1,n2"}, 143, "n2 is not left out"),
+}
 
 
-def test_a_job_that_has_trained_makes_no_mistakes(cluster: Cluster) -> None:
-    """S3 that does not answer after hours, or a new node without the data: the guards bound it, not the word."""
-    code, _ = cluster.start(TRAIN + fails("data", code=3) + "exit 3")
-    assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"])
-    code, _ = cluster.start(fails("checkpoint", code=4) + "exit 4")
-    assert code == 143
-    code, said = cluster.start(fails("node", node="n2", at="0") + fails("crash-loop") + "exit 1")
-    assert (code, len(cluster.calls("scontrol"))) == (1, 2), said
-
-
-def test_a_stop_after_a_swap_of_nodes_is_a_stop(cluster: Cluster) -> None:
-    steps = fails("killed", step=0) + 'mkdir "$logs.1"; echo now >"$RUN/STOPPED"; exit 0'
-    code, said = cluster.start(steps)
-    assert (code, cluster.calls("scontrol")) == (0, [])
-    assert "stopped on request and saved" in said
-
-
-def test_only_the_last_step_tells_how_a_start_ended(cluster: Cluster) -> None:
-    steps = fails("configuration", step=9) + fails("error", node="n2", step=10) + "exit 1"
-    code, said = cluster.start(steps)
-    assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"])
-    assert "first failure of this start: LAUNCH-FAIL node=n2 rank=0 rc=1 cause=error" in said
+@pytest.mark.parametrize("end", ENDS)
+def test_how_a_start_ends(cluster: Cluster, end: str) -> None:
+    step, environ, code, said = ENDS[end]
+    cluster.restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
+    ended, output = cluster.start(f"{step}\nexit 1", **environ)
+    assert (ended, said in output) == (code, True), output
+    requeued = code == 143 or "NO_REQUEUE" in environ
+    excluded = ["update JobId=77 ExcNodeList=n9,n2"] if end == "bad node" else []
+    assert cluster.calls("scontrol") == ["requeue 77"] * requeued + excluded
+    assert ("could not be requeued" in output) == ("NO_REQUEUE" in environ)
 
 
 @pytest.mark.parametrize("marker", ["DONE", "STOPPED"])
@@ -262,17 +243,12 @@ def test_markers_of_an_earlier_run_do_not_count(cluster: Cluster, marker: str) -
     assert cluster.start(f'echo today >"$RUN/{marker}"')[0] == 0
 
 
-def test_a_run_that_slurm_stopped_goes_on_by_itself(cluster: Cluster) -> None:
-    asked = 'kill -USR1 $PPID; until [ -s "$RUN/STOP" ]; do :; done; rm "$RUN/STOP"; echo now >"$RUN/STOPPED"'
-    code, said = cluster.start(asked)
-    assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"])
-    assert "asked to stop by USR1" in said
-    ended = 'kill -USR1 $PPID; until [ -s "$RUN/STOP" ]; do :; done; exit 1'
-    cluster.start(ended)
-    assert not (cluster.run / "STOP").exists(), "nobody asked the next start to stop"
+def test_a_request_of_slurms_is_not_left_to_the_next_start(cluster: Cluster) -> None:
+    cluster.start(ASKED.format("USR1") + "exit 1")
+    assert not (cluster.run / "STOP").exists()
     (cluster.run / "STOP").write_text("USR1\n")
     assert cluster.start("exit 1")[0] == 143, "a script that was lost with its node has left it"
-    assert len(cluster.calls("srun")) == 3
+    assert len(cluster.calls("srun")) == 2
 
 
 @pytest.mark.parametrize("early", ["scontrol show job", "srun --help"])
@@ -284,13 +260,6 @@ def test_a_job_that_gives_way_as_soon_as_it_starts_comes_back(cluster: Cluster, 
     assert (code, cluster.calls("scontrol")) == (143, ["requeue 77"]), said
     assert "asked to stop by USR1" in said
     assert (cluster.folder / "seen").read_text() == "USR1\n"
-
-
-def test_a_wish_to_stop_holds_when_time_is_up_meanwhile(cluster: Cluster) -> None:
-    both = 'touch "$RUN/STOP"; kill -USR1 $PPID; echo now >"$RUN/STOPPED"'
-    code, said = cluster.start(both)
-    assert (code, cluster.calls("scontrol")) == (0, [])
-    assert "stopped on request and saved" in said
 
 
 def test_a_wish_to_stop_holds_for_a_job_that_waits(cluster: Cluster) -> None:
@@ -310,30 +279,6 @@ def test_a_wish_to_stop_holds_for_a_job_that_waits(cluster: Cluster) -> None:
     assert cluster.start("exit 1")[0] == 0, "after the job was submitted"
 
 
-def test_the_node_that_went_silent_is_named(cluster: Cluster) -> None:
-    two = {"SLURM_JOB_NODELIST": "n1,n2,n3", "NODES": "n1 idle\nn2 down*\nn3 idle"}
-    lost = fails("lost-peer", node="n1") + fails("lost-peer", node="n3")
-    _, said = cluster.start(lost + "exit 1", **two)
-    assert "node=n1 rank=0 rc=1 cause=lost-peer; no word from n2; Slurm has lost n2" in said
-    _, said = cluster.start(fails("aborted", node="n1") + "exit 1", **two)
-    assert "cause=aborted; Slurm has lost n2" in said, "the others were ended with it"
-    _, said = cluster.start(lost + fails("killed", node="n2", at="2") + "exit 1", **two)
-    assert "first failure of this start: LAUNCH-FAIL node=n2 rank=0 rc=1 cause=killed" in said, "later, but the cause"
-
-
-def test_a_job_stays_off_a_bad_node_while_there_are_others(cluster: Cluster) -> None:
-    bad = fails("node", node="n2", code=75) + "exit 75"
-    _, said = cluster.start(bad, NODES="n1\nn2\nn3\nn9", EXCLUDED="n9")
-    assert cluster.calls("scontrol") == ["requeue 77", "update JobId=77 ExcNodeList=n9,n2"]
-    assert "the job stays off n2 from now on" in said
-    _, said = cluster.start(bad, NODES="n1\nn2\nn9", EXCLUDED="n9")
-    assert cluster.calls("scontrol")[2:] == ["requeue 77"], "it would wait for ever"
-    assert "no other node can take the place of n2" in said
-    _, said = cluster.start(bad, NODES="n1\nn2\nn3\nn9", EXCLUDED="(null) ReqNodeList=n1,n2")
-    assert cluster.calls("scontrol")[3:] == ["requeue 77"], "others may not be for this job"
-    assert "the job may run on certain nodes only, and n2 is not left out" in said
-
-
 @pytest.mark.parametrize(
     ("environ", "left"),
     [({}, "none"), ({"SLURM_JOB_GPUS": "0,1"}, "0"), ({"NPROC": "1"}, "0")],
@@ -347,73 +292,74 @@ def test_gpus_of_the_shell_that_submitted_are_not_the_jobs(
     assert (cluster.folder / "seen").read_text() == f"{left}\n"
 
 
-def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
-    for name in ("train", "test", "data/more", "image.sqsh"):
-        (cluster.folder / name).mkdir(parents=True)
-        (cluster.folder / name / "0.json").touch()
-    new = cluster.folder / "elsewhere/new"
-    flags = ["--training_dir", "train:0.3", f"{cluster.folder}/data/more:0.7", "--test_dir=test", "--hf_model", "gpt2"]
-    flags += ["--checkpoint_dir", str(new), "s3://bucket/x", "local:/nvme/y"]
-    flags += ["--checkpoint_freq", "5", "5", "5", "--num_kept_checkpoints", "2", "2", "2"]
-    container = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
-    code, said = cluster.start("exit 1", *flags, script="launch_training_enroot.sh", **container)
+def mounted(cluster: Cluster, *flags: str, **environ: str) -> set[str]:
+    """Start a job in a container; return what is mounted into it."""
+    code, said = cluster.start("exit 1", *flags, script=ENROOT, **container(cluster), **environ)
     assert code == 143, said
     (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
-    wanted = [f"{cluster.folder}/{name}" for name in ("train", "data/more", "test", "elsewhere/new")]
-    assert set(wanted) <= set(mounts)
-    assert new.is_dir()
     assert all(mount.startswith("/") for mount in mounts), mounts
+    return set(mounts)
+
+
+def container(cluster: Cluster) -> dict[str, str]:
+    (cluster.folder / "image.sqsh").touch()
+    return {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
+
+
+def folder(cluster: Cluster, name: str) -> str:
+    (cluster.folder / name).mkdir(parents=True)
+    (cluster.folder / name / "0.json").touch()
+    return str(cluster.folder / name)
+
+
+def test_folders_that_flags_name_are_mounted(cluster: Cluster) -> None:
+    train, test, more = (folder(cluster, name) for name in ("train", "test", "data/more"))
+    new = cluster.folder / "elsewhere/new"
+    flags = ["--training_dir", "train:0.3", f"{more}:0.7", "--test_dir=test", "--hf_model", "gpt2"]
+    flags += ["--checkpoint_dir", str(new), "s3://bucket/x", "local:/nvme/y"]
+    flags += ["--checkpoint_freq", "5", "5", "5", "--num_kept_checkpoints", "2", "2", "2"]
+    mounts = mounted(cluster, *flags)
+    assert {train, more, test, str(new)} <= mounts
+    assert new.is_dir()
     assert not any("bucket" in mount or "nvme" in mount or "gpt2" in mount for mount in mounts)
-    relative = {"TRAINING_DIR": "train", "CHECKPOINT_DIR": "ck"}
-    cluster.start("exit 1", script="launch_training_enroot.sh", **container, **relative)
-    (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
-    assert {f"{cluster.folder}/train", f"{cluster.folder}/ck"} <= set(mounts)
-    several = {"FSX_MOUNT": f"{cluster.folder}/data:/data:ro,{new}"}
-    cluster.start("exit 1", script="launch_training_enroot.sh", **container, **several)
-    (mounts,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-mounts")]
-    assert {f"{cluster.folder}/data:/data:ro", str(new)} <= set(mounts)
+    assert {train, f"{cluster.folder}/ck"} <= mounted(cluster, TRAINING_DIR="train", CHECKPOINT_DIR="ck")
+    several = f"{cluster.folder}/data:/data:ro,{new}"
+    assert {f"{cluster.folder}/data:/data:ro", str(new)} <= mounted(cluster, FSX_MOUNT=several)
     assert not [path for path in cluster.folder.iterdir() if path.name.startswith("local:")]
 
 
-@pytest.mark.parametrize("submitted", [True, False])
-def test_a_mount_that_is_not_there_is_refused(cluster: Cluster, submitted: bool) -> None:
-    environ = {"FSX_MOUNT": f"{cluster.folder},/nowhere/at/all", "IMAGE": "/dev/null", "SRUN_HELP": "--container-image"}
-    environ |= {"SLURM_JOB_ID": JOB if submitted else ""}
-    code, said = cluster.start("exit 1", script="launch_training_enroot.sh", **environ)
+@pytest.mark.parametrize("job", [JOB, ""])
+def test_a_mount_that_is_not_there_is_refused(cluster: Cluster, job: str) -> None:
+    environ = {**container(cluster), "FSX_MOUNT": f"{cluster.folder},/nowhere/at/all", "SLURM_JOB_ID": job}
+    code, said = cluster.start("exit 1", script=ENROOT, **environ)
     assert (code, "/nowhere/at/all" in said, cluster.calls("srun")) == (2, True, [])
-    code, said = cluster.start("exit 1", DRY_RUN="1", **{**environ, "script": CONDA})
+    code, said = cluster.start("exit 1", script=CONDA, DRY_RUN="1", **environ)
     assert (code, "/nowhere" in said) == (0, False), "a run without a container mounts nothing"
 
 
 @pytest.mark.parametrize(
-    ("flags", "environ", "said"),
+    ("flag", "environ", "said"),
     [
-        ([], {"TRAINING_DIR": "odd,name"}, "odd,name: pyxis cannot mount a path with a comma or a colon in it"),
-        (["--test_dir", "{}/odd:name"], {}, "/odd:name: pyxis cannot mount"),
-        (["--checkpoint_dir", "{}/a:b"], {}, "/a:b: pyxis cannot mount"),
-        ([], {"FSX_MOUNT": "/tmp:/x:ro:y"}, "/tmp:/x:ro:y (FSX_MOUNT, --mounts): is not one mount"),
+        ("", {"TRAINING_DIR": "odd,name"}, "odd,name: pyxis cannot mount a path with a comma or a colon in it"),
+        ("--test_dir={}/odd:name", {}, "/odd:name: pyxis cannot mount"),
+        ("--checkpoint_dir={}/a:b", {}, "/a:b: pyxis cannot mount"),
+        ("", {"FSX_MOUNT": "/tmp:/x:ro:y"}, "/tmp:/x:ro:y (FSX_MOUNT, --mounts): is not one mount"),
     ],
 )
 def test_paths_that_pyxis_cannot_express_are_refused(
-    cluster: Cluster, flags: list[str], environ: dict[str, str], said: str
+    cluster: Cluster, flag: str, environ: dict[str, str], said: str
 ) -> None:
-    for name in ("odd,name", "odd:name", "image.sqsh"):
-        (cluster.folder / name).mkdir()
-        (cluster.folder / name / "0.json").touch()
-    container = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
-    words = [word.format(cluster.folder) for word in flags]
-    code, told = cluster.start("exit 1", *words, script="launch_training_enroot.sh", **container, **environ)
+    for name in ("odd,name", "odd:name"):
+        folder(cluster, name)
+    flags = [flag.format(cluster.folder)] if flag else []
+    code, told = cluster.start("exit 1", *flags, script=ENROOT, **container(cluster), **environ)
     assert (code, said in told) == (2, True), told
-    training = environ.get("TRAINING_DIR", "")
-    assert cluster.start("exit 1", *words, TRAINING_DIR=training, script=CONDA)[0] == 143, "no container"
+    assert cluster.start("exit 1", *flags, script=CONDA, **environ)[0] == 143, "no container"
 
 
 def test_what_the_image_must_not_overrule(cluster: Cluster) -> None:
-    (cluster.folder / "image.sqsh").touch()
-    environ = {"IMAGE": f"{cluster.folder}/image.sqsh", "SRUN_HELP": "--container-image"}
-    environ |= {"CONTAINER_ENV": "MINE,HF_HOME", "NCCL_DEBUG": "INFO", "HF_HOME": "/fsx/hf", "NCCLX": "y", "MINE": ""}
-    environ |= {"OMP_NUM_THREADS": "3"}
-    cluster.start("exit 1", script="launch_training_enroot.sh", **environ)
+    environ = {"CONTAINER_ENV": "MINE,HF_HOME", "NCCL_DEBUG": "INFO", "HF_HOME": "/fsx/hf", "NCCLX": "y", "MINE": ""}
+    mounted(cluster, OMP_NUM_THREADS="3", **environ)
     (named,) = [word.partition("=")[2].split(",") for word in words(cluster) if word.startswith("--container-env=")]
     wanted = {"HF_HOME", "MINE", "NCCL_DEBUG", "NSYS_DIR", "OMP_NUM_THREADS", "PYTHONPATH", "PYTHONUNBUFFERED"}
     assert (len(named), set(named)) == (len(wanted), wanted)
@@ -432,7 +378,7 @@ def test_a_dry_run_can_be_a_variable(cluster: Cluster) -> None:
         assert "--max_steps 7" in said
 
 
-@pytest.mark.parametrize("script", ["launch_training_enroot.sh", "launch_training_conda.sh", "launch_slurm.sh"])
+@pytest.mark.parametrize("script", [ENROOT, CONDA, "launch_slurm.sh"])
 @pytest.mark.parametrize("job", ["", JOB])
 def test_help_starts_nothing(cluster: Cluster, script: str, job: str) -> None:
     code, said = cluster.start("exit 1", "--help", script=script, SLURM_JOB_ID=job)

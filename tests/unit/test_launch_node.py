@@ -59,8 +59,8 @@ def test_peers_of_a_failed_worker_have_time_to_commit_and_to_leave() -> None:
 def test_every_worker_knows_its_place(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     command = program(
         tmp_path,
-        "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID K'\n"
-        "say(*(os.environ.get(name, '-') for name in names.split()))",
+        "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT '\n"
+        "names += 'TORCHELASTIC_RUN_ID K'\nsay(*(os.environ.get(name, '-') for name in names.split()))",
     )
     stale = {"RANK": "7", "TORCHELASTIC_RUN_ID": "old", "K": "yes", "PATH": os.environ["PATH"]}
     place = Place(2, nodes=3, node_rank=1, master_addr="a", master_port=5)
