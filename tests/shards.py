@@ -1,22 +1,35 @@
-"""Shards converted as one rank of several does, without a process group."""
+"""Shards for tests, and their conversion as one rank of several does it, without a process group."""
 
 from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from smp_train.data import token_dataset
 from smp_train.data.token_cache import TokenCache
 from smp_train.data.utils import list_shards
 
 
+def write_shard(path: Path, rows: Iterable[Any], blanks: bool = False) -> Path:
+    """Write rows (an object, ids, or a pair of ids and mask) as JSON lines, gzipped where the name says so."""
+    text = ""
+    for row in rows:
+        if isinstance(row, tuple):
+            row = {"input_ids": row[0], "attention_mask": row[1]}
+        record = row if isinstance(row, dict) else {"input_ids": row}
+        text += json.dumps(record) + ("\n\n" if blanks else "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
+    return path
+
+
 def convert(
-    location: str,
-    *,
-    vocab_size: int,
-    cache_dir: str | None = None,
-    max_bad: float | None = None,
-    rank: int = 0,
-    world: int = 1,
-    processes: int = 1,
-) -> int:
+    location: str, *, vocab_size: int, cache_dir: str | None = None, max_bad: float | None = None, rank: int = 0,
+    world: int = 1, processes: int = 1,
+) -> int:  # fmt: skip
     """Convert a rank's share of the shards that have no token file; return how many that were."""
     cache = TokenCache(location, vocab_size, cache_dir, max_bad is not None)
     return sum(token_dataset.convert(cache, list_shards(location), rank=rank, world=world, processes=processes))
