@@ -16,10 +16,9 @@ import math
 import os
 import posixpath
 import re
-import shutil
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,6 +46,8 @@ ASIDE = f"{COMMITTED}."
 """How COMMITTED is called once the checkpoint has been set aside; the reason comes after it."""
 CLAIM = ".run"
 """First file of an attempt: two runs that begin the same name at the same time see each other by it."""
+DELETING = ".deleting"
+"""How COMMITTED is called while a checkpoint is deleted whose files lie beside it."""
 PROBE = ".probe-"
 """How files are called that are there for a moment, to see who can write to the folder, or sees it."""
 PROBE_SECONDS = 60.0
@@ -132,24 +133,20 @@ class CheckpointFolder:
             file.startswith(ASIDE + kind) for file in self.storage.level(name)[0]
         )
 
-    def _is_own(self, name: str, file: str = COMMITTED) -> bool:
-        """Return whether ``file``, in the form of COMMITTED, is there and says that this run wrote it."""
+    def _marker(self, name: str, file: str = COMMITTED) -> Committed | None:
+        """Return what a file in the form of COMMITTED says; None where it is not there, or cannot be read."""
         try:
-            return self.has(name, file) and Committed.from_bytes(self.read(name, file)).run.id == self.run.id
+            return Committed.from_bytes(self.read(name, file))
         except (ValueError, FileNotFoundError, CheckpointError):
-            return False
+            return None
+
+    def _is_own(self, marker: Committed | None) -> bool:
+        return marker is not None and marker.run.id == self.run.id
 
     def _is_attempt(self, folder: str) -> bool:
         """Return whether a folder's name is that of an attempt of the run."""
         attempt = ATTEMPT.fullmatch(folder)
         return attempt is not None and (attempt["key"] or "") == self.run.key
-
-    def _root(self, name: str, file: str = COMMITTED) -> str | None:
-        """Return the attempt that a COMMITTED names, None where it cannot be read."""
-        try:
-            return Committed.from_bytes(self.read(name, file)).root
-        except (ValueError, FileNotFoundError, CheckpointError):
-            return None
 
     # --- writing
 
@@ -219,12 +216,12 @@ class CheckpointFolder:
 
     def _is_free(self, name: str) -> bool:
         """Return whether ``name`` is that of a checkpoint of the run, or nothing but the run's own lies below it."""
-        if self._is_own(name):
-            return True
         files, folders = self.storage.level(name)
-        asides = [file for file in files if file.startswith(ASIDE)]
-        foreign = [file for file in asides if self._root(name, file) is not None and not self._is_own(name, file)]
-        return files.keys() <= set(asides) and not foreign and all(map(self._is_attempt, folders))
+        if COMMITTED in files:
+            return self._is_own(self._marker(name))
+        markers = [self._marker(name, file) for file in files if file.startswith(ASIDE)]
+        own = all(marker is None or self._is_own(marker) for marker in markers)
+        return len(markers) == len(files) and own and all(map(self._is_attempt, folders))
 
     def _taken(self, name: str) -> CheckpointError:
         return CheckpointError(
@@ -235,24 +232,20 @@ class CheckpointFolder:
     def publish(self, staged: str, committed: Committed) -> str:
         """Make the attempt ``staged`` count, by one file; an older one's files then go. Returns the name."""
         name, root = staged.split("/")
-        if self.has(name, COMMITTED) and not self._is_own(name):
+        older = self._marker(name)
+        if self.has(name, COMMITTED) and not self._is_own(older):
             raise self._taken(name)
-        older = Committed.from_bytes(self.read(name, COMMITTED)) if self.has(name, COMMITTED) else None
         self._published.add(staged)
         self.put(name, COMMITTED, committed.at(root).to_bytes())
         if older is not None:
             try:
-                self._delete_files(name, older)
+                if older.root:
+                    self.storage.delete_folder(f"{name}/{older.root}")
+                for file in older.files if not older.root else ():  # as versions before wrote it
+                    self.storage.delete(f"{name}/{file}")
             except (OSError, CheckpointError) as error:
                 logger.info("%s of %s is left there: %s", older.root or "the older one", name, error)
         return name
-
-    def _delete_files(self, name: str, older: Committed) -> None:
-        if older.root:
-            self.storage.delete_folder(f"{name}/{older.root}")
-            return
-        for file in older.files:  # beside COMMITTED, as versions before wrote it
-            self.storage.delete(f"{name}/{file}")
 
     def delete(self, name: str) -> None:
         """Remove a checkpoint, its COMMITTED first, or an attempt that came to nothing.
@@ -265,20 +258,29 @@ class CheckpointFolder:
             if name not in self._published:
                 self.storage.delete_folder(name)
             return
-        files, folders = self.storage.level(name)
-        own = self._root(name) if COMMITTED in files else None
-        self.storage.delete(f"{name}/{COMMITTED}")
+        files = self.storage.level(name)[0]
+        marker = self._marker(name)
+        root = marker.root if marker is not None else ""
+        beside = marker is not None and not root  # as versions before wrote it
         if any(file.startswith(ASIDE) for file in files):
-            doomed = {*self._unclaimed(name), *([f"{name}/{own}"] if own else [])}
-        elif folders:
-            for file in files:
-                self.storage.delete(f"{name}/{file}")
-            others = {each for each in folders if ATTEMPT.fullmatch(each) and not self._is_attempt(each)} - {own}
-            doomed = {f"{name}/{each}" for each in folders if each not in others}
-        else:  # as versions before wrote it
-            doomed = {name}
-        for folder in doomed:
-            self.storage.delete_folder(folder)
+            self.storage.delete(f"{name}/{COMMITTED}")
+            for folder in {*self._unclaimed(name), *([f"{name}/{root}"] if root else [])}:
+                self.storage.delete_folder(folder)
+            return
+        if beside:  # its files do not show whose they are
+            self.storage.move(f"{name}/{COMMITTED}", f"{name}/{DELETING}")
+        else:
+            self.storage.delete(f"{name}/{COMMITTED}")
+        self._clear(name, root, DELETING)
+
+    def _clear(self, name: str, root: str, *last: str) -> None:
+        """Remove all below ``name`` but attempts of other runs than that of ``root``; the files ``last`` at the end."""
+        files, folders = self.storage.level(name)
+        for folder in folders:
+            if folder == root or self._is_attempt(folder) or not ATTEMPT.fullmatch(folder):
+                self.storage.delete_folder(f"{name}/{folder}")
+        for file in sorted(files, key=lambda file: file in last):
+            self.storage.delete(f"{name}/{file}")
 
     def set_aside(self, name: str, kind: str = DAMAGED) -> str:
         """Rename COMMITTED, so that the checkpoint no longer counts; return what it is called now."""
@@ -291,73 +293,86 @@ class CheckpointFolder:
 
     def drop_aside(self, name: str, kind: str = DAMAGED) -> None:
         """Remove what was set aside under ``name``; a newer checkpoint of that step stays, and a save under way too."""
-        files = self.storage.level(name)[0]
-        asides = {file: self._root(name, file) for file in files if file.startswith(ASIDE + kind)}
-        others = [file for file in files if file.startswith(COMMITTED) and file not in asides]
-        beside = any(not file.startswith(COMMITTED) for file in files)  # as versions before wrote them
-        for file in asides:
-            self.storage.delete(f"{name}/{file}")
-        if name != name_before(name) or (beside and not others):
+        if name != name_before(name):  # as versions before set it aside
             self.storage.delete_folder(name)
             return
-        kept = {self._root(name, file) for file in others}  # where S3's copy was not followed by the deletion: the same
-        for root in filter(None, {*asides.values()} - kept if None not in kept else ()):
+        files = self.storage.level(name)[0]
+        markers = {file: self._marker(name, file) for file in files if file.startswith(COMMITTED)}
+        dropped = {file: marker for file, marker in markers.items() if file.startswith(ASIDE + kind)}
+        kept = [marker for file, marker in markers.items() if file not in dropped]
+        if not kept and len(files) > len(markers):  # as versions before wrote it
+            self._clear(name, "", *dropped)
+            return
+        # In S3 a copy may not have been followed by the deletion: then another marker names the same attempt.
+        roots = {marker.root for marker in dropped.values() if marker} - {marker.root for marker in kept if marker}
+        for root in filter(None, roots if None not in kept else ()):
             self.storage.delete_folder(f"{name}/{root}")
         # One that cannot be read names no attempt: it was written after the files of its own.
-        until = max((files[file].modified for file, root in asides.items() if root is None), default=-math.inf)
-        for attempt, newest in self._unclaimed(name).items():
+        until = max((files[file].modified for file, marker in dropped.items() if marker is None), default=-math.inf)
+        for attempt, newest in self._unclaimed(name, dropped).items():
             if newest < until:
                 self.storage.delete_folder(attempt)
+        for file in dropped:
+            self.storage.delete(f"{name}/{file}")
 
     def sweep(self, idle: float) -> list[str]:
-        """Remove what interrupted saves of the run left, if untouched for ``idle`` seconds; return a line for each.
+        """Remove what interrupted saves and deletions of the run left, if untouched for ``idle`` seconds.
 
-        These are attempts that no COMMITTED names, and unfinished uploads. What was touched later may belong to
-        another job that is saving.
+        These are attempts that no COMMITTED names, unfinished uploads, and what versions before left. What was touched
+        later may belong to another job that is saving. Returns a line for each.
         """
         names = self.names()
         if is_s3(self.location):
             idle = max(idle + 1, IN_FLIGHT_SECONDS)  # S3 tells times in full seconds
         elif not names:
             return []
-        done = self._sweep_before(idle)
-        now = self.storage.now()
-        for name in filter(parse_folder_name, names):
-            for attempt, newest in self._unclaimed(name).items():
+        now, done = self.storage.now(), []
+        for name in names:
+            left = {name: self._touched(name)} if self._is_scratch(name) else {}
+            if parse_folder_name(name) is not None:
+                left = self._unclaimed(name)
+                if self._is_own(self._marker(name, DELETING)):
+                    self._clear(name, "", DELETING)
+            for folder, newest in left.items():
                 if now - newest >= idle:
-                    self.storage.delete_folder(attempt)
-                    done.append(f"removed {attempt}, left by an interrupted save or deletion")
+                    self.storage.delete_folder(folder)
+                    done.append(f"removed {folder}, left by an interrupted save or deletion")
         for file, entry in self.storage.level()[0].items():
             if file.startswith(PROBE) and now - entry.modified >= PROBE_SECONDS:
                 self.storage.delete(file)
-        least = idle if is_s3(self.location) else max(idle, PROBE_SECONDS)
-        for file in self.storage.discard_unfinished(self._may_discard, now - least):
-            done.append(f"removed what was written of {file}")
-        return done
+        files = self.storage.discard_unfinished(self._is_in_attempt, now - idle)
+        if not is_s3(self.location):
+            files += self.storage.discard_unfinished(self._is_marker, now - max(idle, PROBE_SECONDS))
+        return done + [f"removed what was written of {file}" for file in files]
 
-    def _may_discard(self, file: str) -> bool:
-        """Return whether what was written of a file may be the run's: in an attempt, or beside it in a folder."""
+    def _touched(self, name: str) -> float:
+        return max((entry.modified for entry in self.storage.files(name).values()), default=-math.inf)
+
+    def _is_in_attempt(self, file: str) -> bool:
         name, *below = file.split("/")
-        if len(below) < 2:
-            return not is_s3(self.location) and (not below or parse_folder_name(name) is not None)
-        return parse_folder_name(name) is not None and self._is_attempt(below[0])
+        return parse_folder_name(name) is not None and len(below) > 1 and self._is_attempt(below[0])
 
-    def _unclaimed(self, name: str) -> dict[str, float]:
-        """Return the run's attempts at ``name`` that no COMMITTED names, set aside or not, and when last touched."""
+    def _is_marker(self, file: str) -> bool:
+        """Return whether a file is in the folder, or a COMMITTED: those of other runs look the same."""
+        name, *below = file.split("/")
+        return not below or (len(below) == 1 and below[0] != "" and parse_folder_name(name) is not None)
+
+    def _unclaimed(self, name: str, dropped: Container[str] = ()) -> dict[str, float]:
+        """Return the run's attempts at ``name`` that no COMMITTED names, set aside or not, and when last touched.
+
+        Those in ``dropped`` are taken not to be there.
+        """
         entries = self.storage.files(name)
-        claimed = set()
-        for file in entries:
-            if file == COMMITTED or file.startswith(ASIDE):
-                root = self._root(name, file)
-                if root is None:  # unreadable: it may have named any of them
-                    return {}
-                claimed.add(root)
+        markers = [file for file in entries if file == COMMITTED or file.startswith(ASIDE)]
+        claims = [self._marker(name, file) for file in markers if file not in dropped]
+        if None in claims:  # it may have named any of them
+            return {}
+        claimed = {claim.root for claim in claims if claim is not None}
         found: dict[str, float] = {}
         for file, entry in entries.items():
             attempt, _, rest = file.partition("/")
             if rest and self._is_attempt(attempt) and attempt not in claimed:
-                place = f"{name}/{attempt}"
-                found[place] = max(entry.modified, found.get(place, -math.inf))
+                found[f"{name}/{attempt}"] = max(entry.modified, found.get(f"{name}/{attempt}", -math.inf))
         return found
 
     # --- what versions before left in folders
@@ -370,18 +385,10 @@ class CheckpointFolder:
                 with suppress(OSError):  # the name is taken, or another process is faster
                     Path(self.location, name).rename(Path(self.location, match["name"]))
 
-    def _sweep_before(self, idle: float) -> list[str]:
-        done = []
-        for name in self.names() if not is_s3(self.location) else ():
-            match = _BEFORE.fullmatch(name)
-            if match is None or (match["key"] or "") != self.run.key:
-                continue
-            if match["kind"] == "replaced" and self.has(name, COMMITTED) and not self.has(match["name"], COMMITTED):
-                continue  # `rescue` could not give its name back: it is all there is of that step
-            folder = Path(self.location, name)
-            with suppress(FileNotFoundError):  # another process is faster
-                touched = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-                if self.storage.now() - touched >= idle:
-                    shutil.rmtree(folder)
-                    done.append(f"removed {name}, left by an interrupted save or deletion")
-        return done
+    def _is_scratch(self, name: str) -> bool:
+        """Return whether a folder is the run's, and holds nothing of use."""
+        match = _BEFORE.fullmatch(name)
+        if match is None or (match["key"] or "") != self.run.key:
+            return False
+        # What `rescue` could not give its name back is all there is of that step.
+        return match["kind"] != "replaced" or not self.has(name, COMMITTED) or self.has(match["name"], COMMITTED)

@@ -75,13 +75,16 @@ class Storage(Protocol):
         """Rename a file, in place of an older one. In S3 this is a copy and a deletion."""
 
     def delete(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it is there, and the folders that it was in if they are empty."""
 
     def delete_folder(self, folder: str) -> None:
         """Remove all files below ``folder``, and it."""
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
-        """Remove what writers killed before that time have left of files that are ``ours``; return their names."""
+        """Remove what writers killed before that time have left of files that are ``ours``; return their names.
+
+        In a folder these are also empty folders, whose names end with a slash.
+        """
 
     def now(self) -> float:
         """Return the time by the clock that `Entry.modified` is of; the machine's own may differ."""

@@ -123,6 +123,7 @@ class FolderStorage:
 
     def delete(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
+        self._remove_empty((self.root / name).parent)
 
     def delete_folder(self, folder: str) -> None:
         """Remove a folder and what is in it, then those that it was in if they are empty."""
@@ -133,13 +134,16 @@ class FolderStorage:
 
     def discard_unfinished(self, ours: Callable[[str], bool], before: float) -> list[str]:
         found = []
-        for path in list(self.root.rglob(f".*{PARTIAL}")):
-            name = path.relative_to(self.root).as_posix()
-            with contextlib.suppress(FileNotFoundError):  # its writer is faster
-                if path.is_file() and path.stat().st_mtime < before and ours(name):
-                    path.unlink()
-                    self._remove_empty(path.parent)
-                    found.append(name)
+        for where, folders, files in os.walk(self.root, topdown=False):
+            empty = [""] if not folders and not files else []
+            for file in [*filter(_is_partial, files), *empty]:
+                path = os.path.join(where, file)
+                name = os.path.relpath(path, self.root) + "/" * (not file)
+                with contextlib.suppress(OSError):  # its writer is faster
+                    if ours(name) and os.stat(path).st_mtime < before:
+                        os.unlink(path) if file else os.rmdir(path)
+                        self._remove_empty(Path(path).parent)
+                        found.append(name)
         return found
 
     def _remove_empty(self, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from smp_train.checkpoints.manifest import Committed, FileRecord
 from smp_train.checkpoints.runs import committed as committed_entries
 from smp_train.checkpoints.runs import damaged
 from smp_train.errors import CheckpointError, ConfigError
+from smp_train.storage.folder import FolderStorage
 from tests.checkpoint_files import flat, tree
 
 
@@ -388,6 +390,22 @@ def test_what_versions_before_wrote_is_loaded_replaced_and_deleted(tmp_path):
     assert names(tmp_path) == [*every, "llama_v2-4steps.damaged"]
     assert main(["prune", str(tmp_path), "--keep", "1", "--damaged", "1"]) == 0
     assert names(tmp_path) == every[-1:]
+
+
+@pytest.mark.parametrize("deleted", range(6))
+def test_a_deletion_of_what_versions_before_wrote_that_is_cut_short_is_finished(tmp_path, monkeypatch, deleted):
+    save(tmp_path, 1)
+    flat(tmp_path / "llama_v2-1steps")
+    (tmp_path / "llama_v2-1steps" / "hf").mkdir()
+    (tmp_path / "llama_v2-1steps" / "hf" / "config.json").touch()
+    with monkeypatch.context() as patched:
+        left, delete = iter(range(deleted)), FolderStorage.delete
+        patched.setattr(FolderStorage, "delete", lambda self, name: (next(left), delete(self, name)))
+        with contextlib.suppress(StopIteration):
+            open_folder(tmp_path).delete("llama_v2-1steps")
+    assert committed_entries(open_folder(tmp_path)) == []
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["llama_v2-2steps"]
 
 
 def test_a_checkpoint_that_cannot_have_its_name_back_is_not_swept(tmp_path):

@@ -285,6 +285,7 @@ def test_what_is_left_goes_whatever_the_clock_says(tmp_path):
     """Under the lock, what is unfinished is a dead job's, also if it is stamped with a time that is still to come."""
     left = tmp_path / "m-2steps" / "0123abcd" / "__0_0.distcp"
     left.parent.mkdir(parents=True)
+    (tmp_path / "m-1steps" / "0123abcd" / "tp0_ep0").mkdir(parents=True)
     left.touch()
     os.utime(left, (time.time() + 9e5, time.time() + 9e5))
     saver = manager(tmp_path)
