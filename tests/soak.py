@@ -110,7 +110,7 @@ class Soak:
     def check(self) -> None:
         """Nothing committed is lost or damaged."""
         storage = open_folder(self.place)
-        steps = sorted(parse_folder_name(name)[1] for name in committed_names(storage, "llama_v2"))
+        steps = sorted(parse_folder_name(name)[1] for name in committed_names(storage))
         newest = steps[-1] if steps else 0
         records = read_metrics(self.folder / "run") if self.metrics.exists() else []
         told = [record["step"] for record in records if record.get("event") == "save"]

@@ -7,18 +7,14 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from smp_train.checkpoints import foreign
 from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
-from smp_train.checkpoints.discovery import (
-    Checkpoint,
-    is_checkpoint_folder,
-    is_one_checkpoint,
-    open_checkpoint,
-)
+from smp_train.checkpoints.discovery import Checkpoint, is_checkpoint_folder, is_one_checkpoint, open_checkpoint
 from smp_train.checkpoints.manager import CheckpointManager
 from smp_train.checkpoints.manifest import (
     ABANDONED,
@@ -217,16 +213,11 @@ def export_model(options: argparse.Namespace) -> int:
     from smp_train.checkpoints.export import DTYPES, export
 
     found = newest(options.source)
-    bar = Bar(f"export {os.path.basename(found.path)}")
     export(
-        found,
-        options.target,
-        dtype=DTYPES.get(options.dtype),
-        tokenizer=options.tokenizer,
-        shard_bytes=int(options.max_shard_gb * 1e9),
-        replace=bool(options.overwrite),
-        on_progress=bar,
-    )
+        found, options.target, dtype=DTYPES.get(options.dtype), tokenizer=options.tokenizer,
+        shard_bytes=int(options.max_shard_gb * 1e9), replace=bool(options.overwrite),
+        on_progress=Bar(f"export {os.path.basename(found.path)}"),
+    )  # fmt: skip
     print(f"wrote step {found.step} of {found.path} to {options.target}")
     return 0
 
@@ -290,8 +281,12 @@ def import_weights(options: argparse.Namespace) -> int:
     manager = CheckpointManager([Policy(options.target, 0, 0)], model_type=spec.model_type)
     manager.lock(advice="give another folder, or wait until that job has ended")
     try:
-        if not options.overwrite:
-            _refuse_committed(open_folder(options.target), folder_name(spec.model_type, step))
+        folder, name = open_folder(options.target), folder_name(spec.model_type, step)
+        if not options.overwrite and folder.has(name, COMMITTED):
+            raise ConfigError(
+                f"{os.path.join(folder.location, name)} is a committed checkpoint; give another --step or folder, or "
+                "replace it with --overwrite 1"
+            )
         model = build_meta(spec)
         materialise(model, "cpu")
         size = sum(parameter.nbytes for parameter in model.parameters())
@@ -312,14 +307,6 @@ def import_weights(options: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_committed(storage: CheckpointFolder, name: str) -> None:
-    if storage.has(name, COMMITTED):
-        raise ConfigError(
-            f"{os.path.join(storage.location, name)} is a committed checkpoint; give another --step or folder, or "
-            "replace it with --overwrite 1"
-        )
-
-
 def prune(options: argparse.Namespace) -> int:
     """Delete all but a run's newest committed checkpoints of each model type, and what its interrupted saves left."""
     if options.keep < 1:
@@ -338,43 +325,31 @@ def prune(options: argparse.Namespace) -> int:
 
 
 def _prune(storage: CheckpointFolder, options: argparse.Namespace) -> None:
-    owner = None if options.dry_run else _owner_or_say(storage)
-    try:
-        if owner is not None:
-            for done in storage.sweep(ABANDONED_SECONDS):
-                print(done)
-        _delete_old(storage, options)
+    deleted = "would delete" if options.dry_run else "deleted"
+    with ExitStack() as stack:
+        if not options.dry_run:
+            owner = Owner(storage, advice="what interrupted saves left there stays")
+            try:
+                owner.acquire()
+            except CheckpointError as held:
+                print(held)
+            else:
+                stack.callback(owner.release)
+                for done in storage.sweep(ABANDONED_SECONDS):
+                    print(done)
+        seen: Counter[str] = Counter()
+        for entry in committed(storage, storage.run):
+            seen[entry.model_type] += 1
+            if seen[entry.model_type] > options.keep:
+                if not options.dry_run:
+                    storage.delete(entry.name)
+                print(f"{deleted} {entry.name}")
         for kind in [kind for kind in (DAMAGED, ABANDONED) if getattr(options, kind)]:
             for name in storage.aside(kind):
-                if run_of(storage, name)[0] not in (storage.run, UNKNOWN):
-                    continue
-                if not options.dry_run:
-                    storage.drop_aside(name, kind)
-                print(f"{'would delete' if options.dry_run else 'deleted'} {name}, which is {kind}")
-    finally:
-        if owner is not None:
-            owner.release()
-
-
-def _owner_or_say(storage: CheckpointFolder) -> Owner | None:
-    """Return this process as the owner of the folder; None, and a line, where a job is writing to it."""
-    owner = Owner(storage, advice="what interrupted saves left there stays")
-    try:
-        owner.acquire()
-    except CheckpointError as held:
-        print(held)
-        return None
-    return owner
-
-
-def _delete_old(storage: CheckpointFolder, options: argparse.Namespace) -> None:
-    kept: dict[str, int] = {}
-    for entry in committed(storage, storage.run):
-        kept[entry.model_type] = kept.get(entry.model_type, 0) + 1
-        if kept[entry.model_type] > options.keep:
-            if not options.dry_run:
-                storage.delete(entry.name)
-            print(f"{'would delete' if options.dry_run else 'deleted'} {entry.name}")
+                if run_of(storage, name)[0] in (storage.run, UNKNOWN):
+                    if not options.dry_run:
+                        storage.drop_aside(name, kind)
+                    print(f"{deleted} {name}, which is {kind}")
 
 
 def newest(location: str) -> Checkpoint:
@@ -412,7 +387,7 @@ def _folder(location: str) -> CheckpointFolder:
 
 
 def in_bytes(number: float) -> str:
-    """Return a size as people say it: 13.5 GB."""
+    """Return a size with its unit: 13.5 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -426,7 +401,7 @@ class Bar:
     def __init__(self, label: str) -> None:
         self._label = label
         self._bar: Any = None
-        self._told = time.monotonic()
+        self._shown = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         """Show that ``done`` of ``total`` bytes are written."""
@@ -437,6 +412,6 @@ class Bar:
             self._bar.update(done - self._bar.n)
             if done == total:
                 self._bar.close()
-        elif time.monotonic() - self._told > 30:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._shown > 30:
+            self._shown = time.monotonic()
             print(f"{self._label}: {in_bytes(done)} of {in_bytes(total)}", file=sys.stderr)

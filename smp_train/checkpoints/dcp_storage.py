@@ -76,25 +76,21 @@ class _Files:
             self.records[name] = checksummed.record()
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        """Return ``suffix`` below ``path``."""
         return f"{path}/{suffix}"
 
     def init_path(self, path: str | os.PathLike[str]) -> str:
-        """Return ``path``."""
         return str(path)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Do nothing: a file is written with its folders."""
+        pass  # a file is written with its folders
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Return False: an attempt's files are its own."""
-        return False
+        return False  # an attempt's files are its own
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Do nothing."""
+        pass
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Write the index."""
         data = self._index.pop(str(path))
         self._storage.put(str(new_path), data)
         self.records[str(new_path)] = checksum_of([data])

@@ -54,7 +54,6 @@ class Checkpoint:
     committed: Committed
     _storage: CheckpointFolder = field(repr=False, compare=False)
     _name: str = field(repr=False, compare=False)
-
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` (see `gather_state`) in place, whatever mesh it is laid out on. Collective.
 
@@ -208,11 +207,7 @@ def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
     storage = open_folder(folder)
     if not name or not storage.has(name, COMMITTED):
         raise CheckpointError(f"{place} is not a complete checkpoint: it has no {COMMITTED} file")
-    opened = _open(storage, name)
-    if isinstance(opened, str):
-        raise Damaged(f"checkpoint {place} is damaged: {opened}")
-    committed, meta = opened
-    return Checkpoint(place, committed.step, meta, committed, storage, name)
+    return _checkpoint(storage, name, _open(storage, name))
 
 
 def _candidates(place: str, missing_ok: bool, run: RunId | None) -> tuple[str, list[str], bool] | None:
@@ -273,17 +268,22 @@ def is_one_checkpoint(place: str, other_programs: bool = True) -> bool:
 def open_intact(storage: CheckpointFolder, name: str, checksums: bool) -> Checkpoint:
     """Open and verify one checkpoint. Collective. Raises `Damaged` on every rank when any finds it so."""
     label = os.path.join(storage.location, name)
-    opened = on_main(f"cannot read {label}", lambda: _open(storage, name))
-    if isinstance(opened, str):
-        raise Damaged(f"checkpoint {label} is damaged: {opened}")
-    committed, meta = opened
-    checkpoint = Checkpoint(label, committed.step, meta, committed, storage, name)
+    checkpoint = _checkpoint(storage, name, on_main(f"cannot read {label}", lambda: _open(storage, name)))
     if checksums:
         shares = gather("cannot verify", lambda: checkpoint.verify(rank(), world_size()))
         problems = [problem for share in shares for problem in share]
         if problems:
             raise Damaged(f"checkpoint {label} is damaged: {_first(problems)}")
     return checkpoint
+
+
+def _checkpoint(storage: CheckpointFolder, name: str, opened: tuple[Committed, dict[str, Any]] | str) -> Checkpoint:
+    """Return the checkpoint that `_open` has opened; raises `Damaged` where it could not."""
+    path = os.path.join(storage.location, name)
+    if isinstance(opened, str):
+        raise Damaged(f"checkpoint {path} is damaged: {opened}")
+    committed, meta = opened
+    return Checkpoint(path, committed.step, meta, committed, storage, name)
 
 
 def _open(storage: CheckpointFolder, name: str) -> tuple[Committed, dict[str, Any]] | str:

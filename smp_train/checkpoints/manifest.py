@@ -147,10 +147,8 @@ class Committed:
         """Return the file's contents."""
         files = {name: record._asdict() for name, record in sorted(self.files.items())}
         content = {"format": FORMAT, "step": self.step, "model_type": self.model_type, "files": files}
-        if self.root:
-            content["root"] = self.root
-        if self.run.id:
-            content["run"] = self.run.to_json()
+        content |= {"root": self.root} if self.root else {}
+        content |= {"run": self.run.to_json()} if self.run.id else {}
         content["time"] = self.time
         content["crc32"] = _crc32_of_json(content)
         return (json.dumps(content, indent=1) + "\n").encode()

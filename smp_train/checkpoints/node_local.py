@@ -22,7 +22,7 @@ from smp_train.checkpoints.runs import committed
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.state import present
 from smp_train.distributed import ALL_RANKS
-from smp_train.distributed.agree import alone, rank, world_size
+from smp_train.distributed.agree import alone, rank, unless, world_size
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.storage import normal
@@ -34,7 +34,7 @@ META_KEY = "node_local"
 
 
 def is_node_local(folder: str) -> bool:
-    """Tell whether a folder is each node's own."""
+    """Return whether a folder is each node's own."""
     return folder.startswith(PREFIX)
 
 
@@ -108,23 +108,21 @@ def _find_near(
     def steps_of(folder: str) -> dict[int, str]:
         return {entry.step: entry.name for entry in reversed(committed(storage_of(folder), run))}
 
-    told = gather("cannot resume", lambda: list(map(steps_of, folders)))
-    mine = told[rank()]
-    steps = {(step, number) for part in told for number, names in enumerate(part) for step in names if step >= at_least}
-    for step, number in sorted(steps, reverse=True):
-        if not all(step in part[number] for part in told):
+    parts = gather("cannot resume", lambda: list(map(steps_of, folders)))
+    mine = parts[rank()]
+    every = {(step, number) for part in parts for number, names in enumerate(part) for step in names}
+    for step, number in sorted(every, reverse=True):
+        if step < at_least:
+            break
+        if not all(step in part[number] for part in parts):
             logger.info("Step %d in %s is passed over: not every rank finds its part", step, folders[number])
             continue
         found, problem = _open(storage_of(folders[number]), mine[number][step], wanted)
-        problems = [each for each in gather("cannot resume", partial(_itself, problem)) if each]
+        problems = [each for each in gather("cannot resume", partial(unless, None, problem)) if each]
         if not problems:
             return found
         logger.warning("Step %d in %s is passed over: %s", step, folders[number], problems[0], extra=ALL_RANKS)
     return None
-
-
-def _itself(value: str | None) -> str | None:
-    return value
 
 
 def _open(

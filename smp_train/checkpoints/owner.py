@@ -51,17 +51,13 @@ class Token:
     @classmethod
     def fresh(cls) -> Token:
         """Return a token of this process."""
-        return cls(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            job=next((f"{kind} {os.environ[name]}" for name, kind in JOBS.items() if os.environ.get(name)), ""),
-            since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            token=uuid.uuid4().hex,
-        )
+        job = next((f"{kind} {os.environ[name]}" for name, kind in JOBS.items() if os.environ.get(name)), "")
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return cls(socket.gethostname(), os.getpid(), job, since, uuid.uuid4().hex)
 
     @classmethod
     def parse(cls, data: bytes) -> Token | None:
-        """Return what an owner file says, None where it says nothing."""
+        """Return what an owner file says, None where it cannot be read."""
         try:
             content = json.loads(data)
             found = cls(**{name: content[name] for name in cls.__dataclass_fields__})

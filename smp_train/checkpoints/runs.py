@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,15 +26,10 @@ class Entry(NamedTuple):
     run: RunId
 
 
-def committed_names(storage: CheckpointFolder, model_type: str | None = None) -> list[str]:
-    """Return the names of the committed checkpoints (of ``model_type``, where given), newest step first."""
-    found = []
-    for name in storage.names():
-        parsed = parse_folder_name(name)
-        if parsed is None or (model_type is not None and parsed[0] != model_type):
-            continue
-        if storage.has(name, COMMITTED):
-            found.append((parsed[1], name))
+def committed_names(storage: CheckpointFolder) -> list[str]:
+    """Return the names of the committed checkpoints, newest step first."""
+    parsed = ((parse_folder_name(name), name) for name in storage.names())
+    found = [(of[1], name) for of, name in parsed if of is not None and storage.has(name, COMMITTED)]
     return [name for _, name in sorted(found, reverse=True)]
 
 
@@ -82,22 +78,19 @@ def run_of(storage: CheckpointFolder, name: str) -> tuple[RunId, float]:
         root, time = found.root, found.time
     for file in sorted(storage.sizes(posixpath.join(name, root))):
         if posixpath.basename(file) == META:
-            meta = _meta(storage, posixpath.join(name, root, posixpath.dirname(file)))
-            try:
-                return RunId.parse(meta["run"]), time
-            except (ValueError, KeyError, TypeError, AttributeError):
-                arguments = meta.get("arguments")
-                named = str(arguments.get("run_name", "")) if isinstance(arguments, dict) else ""
-                return RunId(name=named if is_run_name(named) else ""), time
+            return _run_in_meta(storage.read(posixpath.join(name, root), file)), time
     return UNKNOWN, time
 
 
-def _meta(storage: CheckpointFolder, folder: str) -> dict[str, Any]:
-    try:
-        found = json.loads(storage.read(folder, META))
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _run_in_meta(data: bytes) -> RunId:
+    meta: Any = {}
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        meta = json.loads(data)
+        return RunId.parse(meta["run"])
+    with suppress(KeyError, TypeError):
+        name = str(meta["arguments"]["run_name"])
+        return RunId(name if is_run_name(name) else "")
+    return UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -162,19 +155,18 @@ def last_run(entries: Sequence[Entry]) -> RunId:
 
 
 def summary(location: str, run: RunId) -> str:
-    """Say in a few words whose checkpoints of which steps a folder holds; ``run`` is the one that asks."""
+    """Return in a few words whose checkpoints of which steps a folder holds; ``run`` is the one that asks."""
     storage = open_folder(location, run)
     steps: dict[RunId, list[int]] = {}
     for entry in reversed(committed(storage)):
         steps.setdefault(entry.run, []).append(entry.step)
-    words = [f"{owner} {_shortened(found)}{' (this run)' * (owner == run)}" for owner, found in steps.items()]
-    others = [name for name in storage.names() if parse_folder_name(name) and not storage.has(name, COMMITTED)]
-    files = {name: storage.sizes(name) for name in others}
-    others = [name for name in others if not any(file.startswith(COMMITTED) for file in files[name])]
-    for name in others[:3]:
-        unfinished = any(ATTEMPT.fullmatch(file.partition("/")[0]) for file in files[name])
-        words.append(f"{name} ({'unfinished' if unfinished else 'not committed by this program'})")
-    return "; ".join(words) or "nothing yet"
+    found = [f"{owner} {_shortened(of)}{' (this run)' * (owner == run)}" for owner, of in steps.items()]
+    others = {name: storage.storage.level(name) for name in storage.names() if parse_folder_name(name)}
+    uncommitted = [name for name, (files, _) in others.items() if not any(file.startswith(COMMITTED) for file in files)]
+    for name in uncommitted[:3]:
+        unfinished = any(map(ATTEMPT.fullmatch, others[name][1]))
+        found.append(f"{name} ({'unfinished' if unfinished else 'not committed by this program'})")
+    return "; ".join(found) or "nothing yet"
 
 
 def _shortened(steps: Sequence[int]) -> str:

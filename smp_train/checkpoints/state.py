@@ -1,5 +1,4 @@
-"""The state of model and optimizer under Hugging Face parameter names, as live tensors that are loaded in
-place.
+"""The state of model and optimizer under Hugging Face parameter names, as live tensors that are loaded in place.
 
 Why not `torch.distributed.checkpoint.state_dict`: on a fresh optimizer it takes a step to create the state,
 and so stores a step count of 1 that was never taken; it restores hyper-parameters over those of the run; and
@@ -52,8 +51,7 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     """
     names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
-    # state_dict() rather than named_parameters(): its hooks make FSDP2 put the sharded parameters back in
-    # place.
+    # state_dict() rather than named_parameters(): its hooks make FSDP2 put the sharded parameters back in place.
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in names:
             names[id(value)] = canonical_name(name)
@@ -126,18 +124,15 @@ def present(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, dict[str, Any]]:
-    found = {}
-    for parameter, values in optimizer.state.items():
+    for parameter in optimizer.state:
         if id(parameter) not in names:
-            raise ValueError(f"the optimizer holds a parameter that the model lacks: {list(parameter.shape)}")
-        found[names[id(parameter)]] = values
-    return found
+            raise ValueError(f"the optimizer holds a parameter that the model does not: {list(parameter.shape)}")
+    return {names[id(parameter)]: values for parameter, values in optimizer.state.items()}
 
 
 @torch.no_grad()
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of every trainable parameter that has none yet, as it is before that parameter's first
-    step.
+    """Create the state of every trainable parameter that has none yet, as it is before that parameter's first step.
 
     Optimizers create it in their first step, and only for parameters with a gradient. So that what is saved
     and what is loaded always have the same entries, one step is taken with zero gradients at a learning rate

@@ -178,8 +178,8 @@ def test_a_kill_at_any_stage_loses_nothing_and_training_goes_on_as_if_it_had_not
         for victim in cell.victims:
             assert f"rank {victim}: no result (exit code -9, late: False)" in str(failed.value), cell
         storage = open_folder(where)
-        assert max(parse_folder_name(name)[1] for name in committed_names(storage, "m")) == cell.newest, cell
-        for name in committed_names(storage, "m"):
+        assert max(parse_folder_name(name)[1] for name in committed_names(storage)) == cell.newest, cell
+        for name in committed_names(storage):
             assert open_checkpoint(f"{where}/{name}").verify() == [], cell
     starts = [(f"{tmp_path}/straight", False), *((where, cell.asynchronous) for where, cell in cells.items())]
     straight, *resumed = same_on_all(run(there, WORLD, server.url, all_in_turn, starts, timeout=900))
