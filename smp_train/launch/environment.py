@@ -36,10 +36,7 @@ SOCKETS_KUBERNETES = "^lo,docker,veth,eni,pod-id-link0"
 
 def variables(instance: Instance | None, *, tensor_parallel: bool = False, kubernetes: bool = False) -> dict[str, str]:
     """Return what a launcher exports for training on ``instance`` (None: unknown, or no GPU)."""
-    chosen = {
-        "HF_HUB_ETAG_TIMEOUT": "60",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    chosen = {"HF_HUB_ETAG_TIMEOUT": "60", "TOKENIZERS_PARALLELISM": "false"}
     if instance is None:
         return chosen
     chosen |= {
@@ -74,23 +71,17 @@ def places(run_dir: str, logs: str, environ: Mapping[str, str], *, inside: bool)
 
 def lint(environ: Mapping[str, str]) -> list[str]:
     """Return one line for each variable of ``environ`` that should not be set."""
-    lines = [f"{name}={environ[name]} is set: {why}; unset it" for name, why in DROPPED.items() if name in environ]
+    found = {name: why for name, why in DROPPED.items() if name in environ}
     sockets = environ.get("NCCL_SOCKET_IFNAME", "")
     excluded = sockets.removeprefix("^").split(",")
     if sockets and not sockets.startswith("^"):
-        lines.append(
-            f"NCCL_SOCKET_IFNAME={sockets} is set: names of interfaces differ between instance types; unset it"
-        )
+        found["NCCL_SOCKET_IFNAME"] = "names of interfaces differ between instance types"
     elif any((name and "ens32".startswith(name)) or name.startswith("eth") for name in excluded):
-        lines.append(f"NCCL_SOCKET_IFNAME={sockets} is set: it may exclude the only interface there is; unset it")
+        found["NCCL_SOCKET_IFNAME"] = "it may exclude the only interface there is"
     if environ.get("GLOO_SOCKET_IFNAME", "").startswith("^"):
-        lines.append(
-            f"GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']} is set: Gloo knows no ^ and looks for an interface of "
-            "that name; unset it"
-        )
-    temporary = environ.get("TMPDIR")
-    if temporary and not os.path.isdir(temporary):
-        lines.append(f"TMPDIR={temporary} is set: there is no such folder here; unset it")
+        found["GLOO_SOCKET_IFNAME"] = "Gloo knows no ^ and looks for an interface of that name"
+    if environ.get("TMPDIR") and not os.path.isdir(environ["TMPDIR"]):
+        found["TMPDIR"] = "there is no such folder here"
     if environ.get("NCCL_DEBUG_SUBSYS", "").lower() == "off":
-        lines.append("NCCL_DEBUG_SUBSYS=off is set: that is not a value of it; unset it")
-    return lines
+        found["NCCL_DEBUG_SUBSYS"] = "that is not a value of it"
+    return [f"{name}={environ[name]} is set: {why}; unset it" for name, why in found.items()]

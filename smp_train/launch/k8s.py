@@ -50,26 +50,21 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
     """
     claims, host_paths = (_pairs(name, options[name]) for name in ("claims", "host_paths"))
     words = named(inline_files([*training, *profile_flags(options["profile"])]))
-    given = parse(words, {}).args
-    if not given.run_dir.startswith("/"):
+    run_dir = parse(words, {}).args.run_dir
+    if not run_dir.startswith("/"):
         if not claims:
             raise ConfigError(
                 "a pod's own disk ends with it: give --claims CLAIM:/path, a volume that all pods share, for the run "
                 "folder, checkpoints and data"
             )
-        words = [*without(words, {"run_dir"}), f"--run_dir={claims[0][1].rstrip('/')}/{given.run_dir}"]
+        words = [*without(words, {"run_dir"}), f"--run_dir={claims[0][1].rstrip('/')}/{run_dir}"]
     secrets = tuple(_secret(text) for text in options["secrets"])
     spec = build(
-        words,
-        nodes=options["nodes"],
-        processes=options["nproc"],
-        instance_type=options["instance_type"],
-        env=options["env"],
-        kubernetes=True,
-        container=True,
+        words, nodes=options["nodes"], processes=options["nproc"], instance_type=options["instance_type"],
+        env=options["env"], kubernetes=True, container=True,
         environ={name: "from a secret" for name, _, _ in secrets},  # nothing of this shell reaches the pods
-    )
-    image = options["image"]
+    )  # fmt: skip
+    image, operator, namespace = options["image"], options["operator"], options["namespace"]
     if not image:
         raise ConfigError("--image is missing: the URI of an image with this package, which docker_build.sh makes")
     if image.endswith(".sqsh"):
@@ -77,89 +72,65 @@ def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Tar
             f"--image {image}: Kubernetes pulls images from a registry; push the one docker_build.sh made"
         )
     check_image(spec.instance, image, spec.resolved.args.backend)
-    if options["operator"] not in OPERATORS:
-        raise ConfigError(
-            f"--operator {options['operator']}: is not kubeflow or hyperpod{nearest(options['operator'], OPERATORS)}"
-        )
-    if options["hang_after"] and options["operator"] != "hyperpod":
+    if operator not in OPERATORS:
+        raise ConfigError(f"--operator {operator}: is not kubeflow or hyperpod{nearest(operator, OPERATORS)}")
+    if options["hang_after"] and operator != "hyperpod":
         raise ConfigError("--hang_after: only HyperPod's operator watches the log; add --operator hyperpod")
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace):
+        raise ConfigError(f"--namespace {namespace}: small letters, digits and dashes only, at most 63")
+    same = ("queue", "priority", "service_account", "max_restarts", "hang_after", "profile")
     target = Target(
-        name=_job_name(options["job_name"], spec),
-        namespace=_label("namespace", options["namespace"]),
-        image=image,
-        operator=options["operator"],
-        node_type=options["instance_type"],
-        claims=claims,
-        host_paths=host_paths,
-        secrets=secrets,
-        queue=options["queue"],
-        priority=options["priority"],
-        service_account=options["service_account"],
-        max_restarts=options["max_restarts"],
-        hang_after=options["hang_after"],
-        profile=options["profile"],
-    )
-    _check_places(spec, target)
+        name=_job_name(options["job_name"], spec), namespace=namespace, image=image, operator=operator,
+        node_type=options["instance_type"], claims=claims, host_paths=host_paths, secrets=secrets,
+        **{name: options[name] for name in same},
+    )  # fmt: skip
+    _check_folders(spec, target)
     return spec, target
 
 
 def _pairs(name: str, texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    found = []
+    source = r"/[^:]*" if name == "host_paths" else r"[^:]+"
     for text in texts:
-        source, colon, path = text.partition(":")
-        if not colon or not source or not path.startswith("/") or (name == "host_paths" and source[0] != "/"):
+        if not re.fullmatch(rf"{source}:/.*", text):
             raise ConfigError(f"--{name} {text}: is not {'CLAIM' if name == 'claims' else '/path'}:/path")
-        found.append((source, path))
-    return tuple(found)
+    return tuple((text.partition(":")[0], text.partition(":")[2]) for text in texts)
 
 
 def _secret(text: str) -> tuple[str, str, str]:
-    name, equals, place = text.partition("=")
-    secret, colon, key = place.partition(":")
-    if not (equals and colon and secret and key and VARIABLE.fullmatch(name)):
+    found = re.fullmatch(rf"({VARIABLE.pattern})=([^:]+):(.+)", text)
+    if not found:
         raise ConfigError(f"--secrets {text}: is not NAME=SECRET:KEY")
-    return name, secret, key
-
-
-def _label(name: str, text: str) -> str:
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", text):
-        raise ConfigError(f"--{name} {text}: small letters, digits and dashes only, at most 63")
-    return text
+    return found[1], found[2], found[3]
 
 
 def _job_name(given: str | None, spec: Spec) -> str:
     """Return the job's name; pods and their host names append up to 13 characters, and 63 is the limit."""
     name = given or re.sub(r"[^a-z0-9]+", "-", spec.name.lower()).strip("-")[:50].strip("-") or "smp-train"
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?", name):
-        if given:
-            raise ConfigError(
-                f"--job_name {given}: small letters, digits and dashes, a letter first, at most 50; it names the pods"
-            )
-        name = f"run-{name}"[:50].rstrip("-")
-    return name
+    if re.fullmatch(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?", name):
+        return name
+    if given:
+        raise ConfigError(
+            f"--job_name {given}: small letters, digits and dashes, a letter first, at most 50; it names the pods"
+        )
+    return f"run-{name}"[:50].rstrip("-")
 
 
-def _check_places(spec: Spec, target: Target) -> None:
+def _check_folders(spec: Spec, target: Target) -> None:
     """Refuse folders that pods do not have, or that are lost with them."""
-    args = spec.resolved.args
     shared = [path for _, path in target.claims]
     mounted = [*shared, *(path for _, path in target.host_paths)]
     for name in ("run_dir", "checkpoint_dir", "training_dir", "test_dir", "resume_from_checkpoint"):
-        value = getattr(args, name)
-        for place in value if isinstance(value, list) else [value]:
-            if not place or "://" in place:
+        value = getattr(spec.resolved.args, name)
+        volumes, kind = mounted, "volume of the pods"
+        if name in ("run_dir", "checkpoint_dir"):
+            volumes, kind = shared, "volume that all pods share"
+        for folder in value if isinstance(value, list) else [value]:
+            if not folder or "://" in folder:
                 continue
-            writes = name in ("run_dir", "checkpoint_dir")
-            if not any(_below(place, path) for path in (shared if writes else mounted)):
+            if not any(f"{folder}/".startswith(path.rstrip("/") + "/") for path in volumes):
                 raise ConfigError(
-                    f"--{name} {place}: is on no "
-                    + ("volume that all pods share" if writes else "volume of the pods")
-                    + "; give --claims CLAIM:/path, and a folder below that path"
+                    f"--{name} {folder}: is on no {kind}; give --claims CLAIM:/path, and a folder below that path"
                 )
-
-
-def _below(place: str, path: str) -> bool:
-    return place == path or place.startswith(path.rstrip("/") + "/")
 
 
 def text_of(spec: Spec, target: Target) -> str:
@@ -170,16 +141,11 @@ def text_of(spec: Spec, target: Target) -> str:
 
 
 def warnings(target: Target) -> list[str]:
-    """Return what this job lacks on its cluster."""
+    """Return warnings about the cluster of this job."""
     found = []
-    if (
-        target.on_hyperpod
-        and target.operator == "kubeflow"
-        and not target.namespace.startswith(("kubeflow", "hyperpod"))
-    ):
-        found.append(
-            f"HyperPod restarts jobs in the namespaces kubeflow and hyperpod-... only, not in {target.namespace}"
-        )
+    watched = target.namespace.startswith(("kubeflow", "hyperpod"))
+    if target.on_hyperpod and target.operator == "kubeflow" and not watched:
+        found.append(f"HyperPod restarts jobs in namespaces kubeflow and hyperpod-... only, not in {target.namespace}")
     if target.operator == "hyperpod" and not target.on_hyperpod:
         found.append("--operator hyperpod runs on HyperPod nodes: give --instance_type as ml.p5.48xlarge")
     if target.operator == "hyperpod":
@@ -192,13 +158,14 @@ def kubectl(*words: str, text: str = "") -> None:
     call("kubectl", *words, text=text, absent="install it, or add --dry_run to see the manifest", advice=ADVICE)
 
 
+CONNECT = "`aws eks update-kubeconfig --name CLUSTER` connects kubectl"
 ADVICE = (
     ("no matches for kind", "the operator of this kind is not installed in the cluster"),
     ("AlreadyExists", "delete the finished job with kubectl delete, or give another --job_name"),
     ("persistentvolumeclaims", "`kubectl get pvc -n NAMESPACE` lists the claims"),
     ("secrets", "`kubectl create secret generic NAME --from-literal=KEY=VALUE` makes one"),
-    ("unable to connect", "`aws eks update-kubeconfig --name CLUSTER` connects kubectl"),
-    ("connection to the server", "`aws eks update-kubeconfig --name CLUSTER` connects kubectl"),
+    ("unable to connect", CONNECT),
+    ("connection to the server", CONNECT),
 )
 
 
@@ -218,12 +185,11 @@ def main(words: Sequence[str]) -> int:
     options, training = split(words, OPTIONS)
     spec, target = prepare(options, training)
     text = text_of(spec, target)
-    found = warnings(target)
-    found += timing.save_warnings(
+    saving = timing.save_warnings(
         spec.resolved, limit=None, margin=GRACE_SECONDS, instance=spec.instance, nodes=spec.nodes,
         processes=spec.processes,
     )  # fmt: skip
-    tell(spec, found)
+    tell(spec, [*warnings(target), *saving])
     if options["dry_run"]:
         print(text, end="")
         return 0
@@ -232,11 +198,11 @@ def main(words: Sequence[str]) -> int:
         print(f"smp-train: the cluster would take {target.resource}/{target.name}", file=sys.stderr)
         return 0
     kubectl("create", "-f", "-", text=text)
-    place = f"-n {target.namespace}"
+    pod, where = f"{target.name}-{'worker' if target.operator == 'kubeflow' else 'pods'}-0", f"-n {target.namespace}"
     print(f"submitted {target.resource}/{target.name}")
-    print(f"pods:   kubectl get pods {place} | grep ^{target.name}-")
+    print(f"pods:   kubectl get pods {where} | grep ^{target.name}-")
     print(f"log:    {spec.run_dir}/metrics.jsonl on the volume")
-    print(f"follow: kubectl logs {place} -f {target.pod(0)}")
-    print(f"stop:   kubectl exec {place} {target.pod(0)} -- touch {spec.run_dir}/STOP    (saves first)")
-    print(f"cancel: kubectl delete {place} {target.resource}/{target.name}")
+    print(f"follow: kubectl logs {where} -f {pod}")
+    print(f"stop:   kubectl exec {where} {pod} -- touch {spec.run_dir}/STOP    (saves first)")
+    print(f"cancel: kubectl delete {where} {target.resource}/{target.name}")
     return 0

@@ -6,7 +6,6 @@ resource definitions of kubeflow/training-operator 1.7 to 1.9 and of HyperPod's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +54,6 @@ class Target:
         """The kind, as kubectl takes it."""
         return "pytorchjob" if self.operator == "kubeflow" else "hyperpodpytorchjob"
 
-    def pod(self, index: int) -> str:
-        """Name of a pod of the job."""
-        return f"{self.name}-{'worker' if self.operator == 'kubeflow' else 'pods'}-{index}"
-
 
 def manifest(spec: Spec, target: Target) -> dict[str, Any]:
     """Return the object to hand to the API server."""
@@ -105,13 +100,8 @@ def _hyperpod(spec: Spec, target: Target) -> dict[str, Any]:
     }
     if target.hang_after:
         # Without a limit for the first match: only one pod of the job prints losses, the others never match.
-        policy["logMonitoringConfiguration"] = [
-            {
-                "name": "loss",
-                "logPattern": r".*Batch \d+ Loss: .*",
-                "expectedRecurringFrequencyInSeconds": target.hang_after,
-            }
-        ]
+        loss = {"name": "loss", "logPattern": r".*Batch \d+ Loss: .*"}
+        policy["logMonitoringConfiguration"] = [{**loss, "expectedRecurringFrequencyInSeconds": target.hang_after}]
     return {
         "apiVersion": "sagemaker.amazonaws.com/v1",
         "kind": "HyperPodPyTorchJob",
@@ -125,13 +115,8 @@ def _hyperpod(spec: Spec, target: Target) -> dict[str, Any]:
 
 
 def _metadata(target: Target, annotations: dict[str, str]) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"name": target.name, "namespace": target.namespace}
-    labels = _labels(target)
-    if labels:
-        metadata["labels"] = labels
-    if annotations:
-        metadata["annotations"] = annotations
-    return metadata
+    optional = {"labels": _labels(target), "annotations": annotations}
+    return {"name": target.name, "namespace": target.namespace, **{name: one for name, one in optional.items() if one}}
 
 
 def _labels(target: Target) -> dict[str, str]:
@@ -157,10 +142,8 @@ def _template(spec: Spec, target: Target) -> dict[str, Any]:
             amounts["vpc.amazonaws.com/efa"] = spec.instance.efa
         container["resources"] = {"requests": amounts, "limits": dict(amounts)}
     pod: dict[str, Any] = {
-        "containers": [container],
-        "volumes": volumes,
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
-    }
+        "containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": GRACE_SECONDS,
+    }  # fmt: skip
     selector = {"node.kubernetes.io/instance-type": target.node_type} if target.node_type else {}
     if target.on_hyperpod:
         selector[HEALTH] = "Schedulable"
@@ -168,10 +151,8 @@ def _template(spec: Spec, target: Target) -> dict[str, Any]:
         pod["nodeSelector"] = selector
     if target.service_account:
         pod["serviceAccountName"] = target.service_account
-    template: dict[str, Any] = {"spec": pod}
-    if _labels(target) and target.operator == "hyperpod":
-        template = {"metadata": {"labels": _labels(target)}, **template}
-    return template
+    labels = _labels(target) if target.operator == "hyperpod" else {}
+    return {**({"metadata": {"labels": labels}} if labels else {}), "spec": pod}
 
 
 def command(spec: Spec, target: Target) -> list[str]:
@@ -201,23 +182,22 @@ def _environment(spec: Spec, target: Target) -> list[dict[str, Any]]:
     if target.operator != "hyperpod":
         # A variable, as torchrun before torch 2.13 refuses the flag of this name.
         plain.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    found: list[dict[str, Any]] = [{"name": name, "value": _literal(plain[name])} for name in sorted(plain)]
-    for name, secret, key in target.secrets:
-        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
-    return found
+    return [
+        *({"name": name, "value": _literal(plain[name])} for name in sorted(plain)),
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+            for name, secret, key in target.secrets
+        ),
+    ]
 
 
 def _volumes(target: Target) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    host_paths: Sequence[tuple[str, str]] = target.host_paths
-    if target.on_hyperpod:
-        host_paths = [*host_paths, (SMP_CLUSTER_LOGS, SMP_CLUSTER_LOGS)]
+    host_paths = [*target.host_paths, *([(SMP_CLUSTER_LOGS, SMP_CLUSTER_LOGS)] if target.on_hyperpod else [])]
     # Data workers and NCCL share memory there; the container runtime's own /dev/shm has 64 MiB.
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    found: list[tuple[str, dict[str, Any], str]] = [("shm", {"emptyDir": {"medium": "Memory"}}, "/dev/shm")]
     for number, (claim, path) in enumerate(target.claims):
-        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": f"claim-{number}", "mountPath": path})
+        found.append((f"claim-{number}", {"persistentVolumeClaim": {"claimName": claim}}, path))
     for number, (source, path) in enumerate(host_paths):
-        volumes.append({"name": f"host-{number}", "hostPath": {"path": source}})
-        mounts.append({"name": f"host-{number}", "mountPath": path})
-    return volumes, mounts
+        found.append((f"host-{number}", {"hostPath": {"path": source}}, path))
+    volumes = [{"name": name, **volume} for name, volume, _ in found]
+    return volumes, [{"name": name, "mountPath": path} for name, _, path in found]

@@ -41,27 +41,21 @@ def split(words: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, An
     table = {option.name: option for option in options}
     values: dict[str, Any] = {option.name: [] if option.many else option.default for option in options}
     training: list[str] = []
-    index = 0
-    words = [str(word) for word in words]
-    while index < len(words):
-        word = words[index]
+    rest = [str(word) for word in words]
+    while rest:
+        word = rest.pop(0)
         name, equals, attached = word[2:].partition("=") if word.startswith("--") else ("", "", "")
         option = table.get(canonical(name))
-        index += 1
         if option is None:
             _check_known(word, canonical(name), table)
             training.append(word)
             continue
         given = [attached] if equals else []
-        while not equals and index < len(words):
-            if words[index].startswith("--") and not (option.dashes and not given):
+        while not equals and rest and (option.many or not given):
+            is_flag = rest[0].startswith("--") and not (option.dashes and not given)
+            if is_flag or (option.kind is bool and not is_bool(rest[0])):
                 break
-            if option.kind is bool and not is_bool(words[index]):
-                break
-            given.append(words[index])
-            index += 1
-            if not option.many:
-                break
+            given.append(rest.pop(0))
         values[option.name] = _read(option, word.partition("=")[0], given, values[option.name])
     if values.get("dry_run") and values.get("check"):
         raise ConfigError(

@@ -52,21 +52,15 @@ def check(resolved: Resolved, instance: Instance | None, nodes: int, processes: 
         raise ConfigError(
             f"--fp8 1: the {instance.gpu} of {instance.name} has no FP8; take p5 or later, or leave it out"
         )
-    count, over = parameters(resolved), sharing(resolved, nodes, processes)
-    if count is None or args.cpu_offload or not args.memory_check:
-        return
+    count, over = parameters(resolved) or 0, sharing(resolved, nodes, processes)
     gigabytes = STATE_BYTES * count / over / 1e9
-    if gigabytes > instance.gpu_memory_gb:
+    if gigabytes > instance.gpu_memory_gb and args.memory_check and not args.cpu_offload:
+        remedy = "take more nodes, a larger instance type, or --cpu_offload 1"
         raise ConfigError(
             f"weights, gradients and optimizer of this model ({count / 1e9:.1f} B parameters) take {gigabytes:.0f} GB "
             f"on each GPU, spread over {over}; the {instance.gpu} of {instance.name} has "
-            f"{instance.gpu_memory_gb} GB: "
-            + (
-                "raise --hybrid_shard_degree"
-                if over < nodes * processes
-                else "take more nodes, a larger instance type, or --cpu_offload 1"
-            )
-            + "; --memory_check 0 launches all the same"
+            f"{instance.gpu_memory_gb} GB: {remedy if over == nodes * processes else 'raise --hybrid_shard_degree'}; "
+            "--memory_check 0 launches all the same"
         )
 
 
@@ -75,15 +69,15 @@ def sharing(resolved: Resolved, nodes: int, processes: int) -> int:
     return max(degrees.sharing for degrees in before_launch(resolved.args, nodes * processes, processes))
 
 
-def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> str:
-    """Return one line about the memory of the model's states on each GPU; "" where it is unknown."""
+def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> list[str]:
+    """Return a line about the memory of the model's states on each GPU; none where it is unknown."""
     count, over = parameters(resolved), sharing(resolved, nodes, processes)
     if count is None or instance is None or resolved.args.cpu_offload:
-        return ""
-    return (
+        return []
+    return [
         f"weights, gradients and optimizer ({count / 1e9:.1f} B parameters): {STATE_BYTES * count / over / 1e9:.1f} of "
         f"the {instance.gpu_memory_gb} GB of each {instance.gpu}, spread over {over}; activations come on top"
-    )
+    ]
 
 
 def missing_token(resolved: Resolved, environ: Mapping[str, str], *, home: bool = True) -> list[str]:
@@ -102,13 +96,10 @@ def missing_token(resolved: Resolved, environ: Mapping[str, str], *, home: bool 
 
 def nccl_plugin(environ: Mapping[str, str]) -> str | None:
     """Return the file of NCCL's EFA plugin (aws-ofi-nccl), where this machine or image has it."""
-    folders = [*environ.get("LD_LIBRARY_PATH", "").split(":"), *(f"{place}/lib*" for place in PLUGIN_PLACES)]
-    folders += [f"{place}/lib*/*" for place in PLUGIN_PLACES]
-    for folder in folders:
-        found = sorted(glob.glob(f"{folder}/libnccl-net*.so*")) if folder else []
-        if found:
-            return found[0]
-    return None
+    folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    folders += [f"{place}/{below}" for below in ("lib*", "lib*/*") for place in PLUGIN_PLACES]
+    found = (path for folder in folders for path in sorted(glob.glob(f"{folder}/libnccl-net*.so*")))
+    return next(found, None)
 
 
 def missing_plugin(instance: Instance) -> list[str]:
@@ -146,13 +137,8 @@ def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
         "tokens of vocabulary": width("vocab_size"),
         "columns of the feed-forward layer": 0 if experts else width("intermediate_size"),
     }
-    check_model(
-        sizes | ({"experts": experts} if experts else {}),
-        seq_len=width("max_context_width"),
-        tensor=tensor,
-        context=context,
-        expert=expert,
-    )
+    sizes |= {"experts": experts} if experts else {}
+    check_model(sizes, seq_len=width("max_context_width"), tensor=tensor, context=context, expert=expert)
 
 
 def data(args: Any) -> list[tuple[str, str]]:
@@ -181,43 +167,33 @@ def places(resolved: Resolved, nodes: int, needed: Sequence[str] = ()) -> list[s
     ``needed`` are further files and folders that every node has to see.
     """
     args = resolved.args
-    own = [place for place in args.checkpoint_dir if "://" not in place and not place.startswith(NODE_LOCAL)]
-    return [*_too_small(resolved, own), *(_not_shared([args.run_dir, *own, *needed]) if nodes > 1 else [])]
-
-
-def _too_small(resolved: Resolved, folders: Sequence[str]) -> list[str]:
-    count = parameters(resolved)
-    found = []
-    for folder in folders if count else ():
-        there = Path(folder).absolute()
-        while not there.exists():
-            there = there.parent
-        free = shutil.disk_usage(there).free
-        if free < 2 * CHECKPOINT_BYTES * (count or 0):
-            found.append(
-                f"{folder}: {free / 1e9:.0f} GB are free, and two checkpoints of this model take "
-                f"{2 * CHECKPOINT_BYTES * (count or 0) / 1e9:.0f} GB; a new one is complete before an old one goes"
-            )
-    return found
-
-
-def _not_shared(needed: Sequence[str]) -> list[str]:
-    found: dict[str, tuple[str, list[str]]] = {}
-    for place in dict.fromkeys(place for place in needed if place):
-        there = Path(place).absolute()
-        while not there.exists():
-            there = there.parent
-        kind = file_system(there)
-        if kind in LOCAL_DISKS:
-            found.setdefault(kind, (kind, []))[1].append(place)
-    return [
+    own = [folder for folder in args.checkpoint_dir if "://" not in folder and not folder.startswith(NODE_LOCAL)]
+    size = 2 * CHECKPOINT_BYTES * (parameters(resolved) or 0)
+    free = {folder: shutil.disk_usage(existing(folder)).free for folder in own}
+    found = [
+        f"{folder}: {free[folder] / 1e9:.0f} GB are free, and two checkpoints of this model take {size / 1e9:.0f} GB; "
+        "a new one is complete before an old one goes"
+        for folder in own
+        if free[folder] < size
+    ]
+    local: dict[str, list[str]] = {}
+    for path in dict.fromkeys(filter(None, [args.run_dir, *own, *needed])) if nodes > 1 else ():
+        local.setdefault(file_system(existing(path)), []).append(path)
+    return found + [
         f"{', '.join(names)}: on a local disk ({kind}) of this machine; the nodes need a file system that all of them "
         "mount"
-        for kind, names in found.values()
+        for kind, names in local.items()
+        if kind in LOCAL_DISKS
     ]
 
 
-def file_system(place: str | Path) -> str:
-    """Return the kind of file system that ``place`` is on, such as lustre or ext2/ext3; "" where it is unknown."""
-    code, kind = ask("stat", "--file-system", "--format=%T", str(place))
+def existing(path: str | Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    path = Path(path).absolute()
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+def file_system(path: str | Path) -> str:
+    """Return the kind of file system that ``path`` is on, such as lustre or ext2/ext3; "" where it is unknown."""
+    code, kind = ask("stat", "--file-system", "--format=%T", str(path))
     return "" if code else kind

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from smp_train.arguments import Resolved, ineffective, parse, validate
 from smp_train.errors import ConfigError
@@ -56,17 +55,10 @@ class Spec:
 
 
 def build(
-    words: Sequence[str],
-    *,
-    nodes: int,
-    processes: int | None,
-    instance_type: str | None,
-    env: Sequence[str] = (),
-    absolute_run_dir: bool = True,
-    kubernetes: bool = False,
-    container: bool = False,
+    words: Sequence[str], *, nodes: int, processes: int | None, instance_type: str | None, env: Sequence[str] = (),
+    absolute_run_dir: bool = True, kubernetes: bool = False, container: bool = False,
     environ: Mapping[str, str] | None = None,
-) -> Spec:
+) -> Spec:  # fmt: skip
     """Check a run and return it, its training flags completed.
 
     ``processes`` is per node; None takes the number of GPUs of ``instance_type``. ``env`` holds NAME=VALUE;
@@ -77,7 +69,11 @@ def build(
         ConfigError: for everything known here that would stop the training at its start.
     """
     instance = find(instance_type) if instance_type else None
-    processes = _processes(processes, instance)
+    if instance is not None and (processes or 0) > instance.gpus:
+        raise ConfigError(f"--nproc {processes}: {instance.name} has {instance.gpus} GPUs; give at most that")
+    processes = processes or (instance.gpus if instance else 0)
+    if not processes:
+        raise ConfigError("give --instance_type, or --nproc for the number of processes on each node")
     words = launch_flags.named(words)
     given = parse(words, {})
     if absolute_run_dir:
@@ -88,27 +84,12 @@ def build(
     preflight.check(resolved, instance, nodes, processes)
     added = read_env(env)
     found = {**(os.environ if environ is None else environ), **added}
+    defaults = variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
+    token = preflight.missing_token(resolved, found, home=not container)
     return Spec(
-        train_flags=tuple(completed),
-        resolved=resolved,
-        nodes=nodes,
-        processes=processes,
-        instance=instance,
-        environment=variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
-        | added,
-        added=frozenset(added),
-        warnings=(*lint(found), *ineffective(resolved), *preflight.missing_token(resolved, found, home=not container)),
-    )
-
-
-def _processes(processes: int | None, instance: Instance | None) -> int:
-    if processes is None:
-        if instance is None:
-            raise ConfigError("give --instance_type, or --nproc for the number of processes on each node")
-        return instance.gpus
-    if instance is not None and processes > instance.gpus:
-        raise ConfigError(f"--nproc {processes}: {instance.name} has {instance.gpus} GPUs; give at most that")
-    return processes
+        train_flags=tuple(completed), resolved=resolved, nodes=nodes, processes=processes, instance=instance,
+        environment=defaults | added, added=frozenset(added), warnings=(*lint(found), *ineffective(resolved), *token),
+    )  # fmt: skip
 
 
 def read_env(pairs: Sequence[str]) -> dict[str, str]:
@@ -131,20 +112,15 @@ def profile_flags(kind: str | None) -> list[str]:
 
 
 def tell(spec: Spec, further: Sequence[str] = ()) -> None:
-    """Print the description of the run on stderr, its warnings, and ``further`` ones."""
-    for line in [*explain(spec), *(f"warning: {line}" for line in [*spec.warnings, *further])]:
-        print(f"smp-train: {line}", file=sys.stderr)
-
-
-def explain(spec: Spec) -> list[str]:
-    """Return a description of the run, in lines."""
+    """Print a description of the run on stderr, its warnings, and ``further`` ones."""
     where = spec.instance.name if spec.instance else "nodes"
     plural = "es" if spec.processes > 1 else ""
-    args: Any = spec.resolved.args
-    states = preflight.memory(spec.resolved, spec.instance, spec.nodes, spec.processes)
-    return [
+    args = spec.resolved.args
+    for line in (
         f"{spec.name}: {spec.nodes} x {where}, {spec.processes} process{plural} each, {spec.world_size} in all",
         f"run folder {args.run_dir}; checkpoints {', '.join(args.checkpoint_dir)}; "
         f"resumes from {args.resume_from_checkpoint}",
-        *([states] if states else []),
-    ]
+        *preflight.memory(spec.resolved, spec.instance, spec.nodes, spec.processes),
+        *(f"warning: {line}" for line in [*spec.warnings, *further]),
+    ):
+        print(f"smp-train: {line}", file=sys.stderr)

@@ -199,7 +199,7 @@ def test_what_could_be_installed_besides(bin_: Path, monkeypatch: pytest.MonkeyP
     assert found("extras", packages.extras()) == Finding("extras", OK, "train, s3, hf, text, fast, report, tracking")
     versions(monkeypatch, boto3=None, orjson=None)
     assert found("extras", packages.extras()).fix.startswith("pip install '.[train,s3]'")
-    assert found("packages", packages.extras()).seen == "lacks orjson"
+    assert found("packages", packages.extras()).seen == "without orjson"
     versions(monkeypatch, sagemaker="2.257.7", sagemaker_train="1.27.0")
     assert found("SageMaker's SDK", packages.extras()).level == FAIL
     versions(monkeypatch, sagemaker="3.27.0", sagemaker_train="1.27.0")

@@ -203,7 +203,7 @@ def test_without_kubectl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 def test_warns_where_hyperpod_would_not_restart(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", *JOB, "--namespace", "default", "--check"]) == 0
-    assert "HyperPod restarts jobs in the namespaces kubeflow and hyperpod-... only" in capsys.readouterr().err
+    assert "HyperPod restarts jobs in namespaces kubeflow and hyperpod-... only" in capsys.readouterr().err
 
 
 def test_warns_of_what_reaches_the_pods_not_of_this_shell(

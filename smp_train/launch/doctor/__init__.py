@@ -18,8 +18,6 @@ from smp_train.launch import network_check
 from smp_train.launch.doctor import machine, packages, services
 from smp_train.launch.doctor.finding import FAIL, WARN, Finding, fail
 
-EXIT_CODE = 2
-
 
 def examine(folder: Path) -> Iterator[Finding]:
     """Yield the findings of all checks; a check that raises is a finding too."""
@@ -34,7 +32,7 @@ def examine(folder: Path) -> Iterator[Finding]:
             yield from check()
         except Exception as problem:  # of any kind: the other checks continue
             name = getattr(check, "__name__", "folder").replace("<lambda>", "folder")
-            yield fail(name, f"could not be looked at: {type(problem).__name__}: {problem}", "look at this yourself")
+            yield fail(name, f"the check itself failed: {type(problem).__name__}: {problem}", "look at this yourself")
 
 
 def main(words: Sequence[str]) -> int:
@@ -65,4 +63,4 @@ def main(words: Sequence[str]) -> int:
         print(json.dumps([asdict(finding) for finding in found], indent=1))
     else:
         print(f"{levels.count(FAIL)} to mend, {levels.count(WARN)} to know, {len(found)} looked at")
-    return EXIT_CODE if FAIL in levels else 0
+    return 2 if FAIL in levels else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -21,16 +22,9 @@ class Finding:
         return f"{self.level:<5}{self.name}: {self.seen}" + (f"; {self.fix}" if self.fix else "")
 
 
-def ok(name: str, seen: str, fix: str = "") -> Finding:
-    """Return a finding that needs no action; ``fix`` is optional advice."""
-    return Finding(name, OK, seen, fix)
+def _of(level: str) -> Callable[..., Finding]:
+    return lambda name, seen, fix="": Finding(name, level, seen, fix)
 
 
-def warn(name: str, seen: str, fix: str) -> Finding:
-    """Return a finding that affects some runs."""
-    return Finding(name, WARN, seen, fix)
-
-
-def fail(name: str, seen: str, fix: str) -> Finding:
-    """Return a finding that stops runs on this machine."""
-    return Finding(name, FAIL, seen, fix)
+ok, warn, fail = _of(OK), _of(WARN), _of(FAIL)
+"""Findings that need no action, that affect some runs, and that stop runs on this machine."""

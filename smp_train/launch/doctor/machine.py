@@ -14,7 +14,7 @@ from smp_train.launch import instances
 from smp_train.launch.command import ask
 from smp_train.launch.doctor.finding import Finding, fail, ok, warn
 from smp_train.launch.node_agent import count_efa
-from smp_train.launch.preflight import LOCAL_DISKS, PLUGIN_PLACES, file_system, nccl_plugin
+from smp_train.launch.preflight import LOCAL_DISKS, PLUGIN_PLACES, existing, file_system, nccl_plugin
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_LEAST = 1 << 30
@@ -24,7 +24,7 @@ OPEN_FILES_LEAST = 4096
 def gpus() -> Iterator[Finding]:
     """Look at the driver, the number of GPUs, and errors of their memory."""
     known = instances.here()
-    code, said = ask("nvidia-smi", "--query-gpu=name,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader")
+    code, output = ask("nvidia-smi", "--query-gpu=name,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader")
     if code == 127:
         if known:
             yield fail("GPUs", f"no nvidia-smi on this {known.name}, which has {known.gpus} GPUs", "install the driver")
@@ -32,9 +32,9 @@ def gpus() -> Iterator[Finding]:
             yield ok("GPUs", "none: runs here use the CPU")
         return
     if code:
-        yield fail("GPUs", f"nvidia-smi: {said.splitlines()[-1] if said else code}", "replace or reboot this node")
+        yield fail("GPUs", f"nvidia-smi: {output.splitlines()[-1] if output else code}", "replace or reboot this node")
         return
-    rows = [line.rpartition(",") for line in said.splitlines() if "," in line]
+    rows = [line.rpartition(",") for line in output.splitlines() if "," in line]
     bad = [number for number, (_, _, errors) in enumerate(rows) if errors.strip().isdigit() and int(errors) > 0]
     seen = f"{len(rows)} x {rows[0][0].strip() if rows else '?'}"
     if bad:
@@ -48,42 +48,40 @@ def gpus() -> Iterator[Finding]:
 def adapters() -> Iterator[Finding]:
     """Look at the EFA adapters, and at the plugin that NCCL uses them through."""
     known, count = instances.here(), count_efa()
-    wanted = known.efa if known else 0
-    if known and count < wanted:
-        level = fail if count else warn
-        fix = "replace this node" if count else "let the container see /dev/infiniband, or launch nodes with EFA"
-        yield level("EFA", f"{count} of the {wanted} adapters of a {known.name}", fix)
+    if known and count < known.efa:
+        seen = f"{count} of the {known.efa} adapters of a {known.name}"
+        if count:
+            yield fail("EFA", seen, "replace this node")
+        else:
+            yield warn("EFA", seen, "let the container see /dev/infiniband, or launch nodes with EFA")
         return
     if not count:
-        yield ok("EFA", "no adapters: nodes reach each other through TCP" if known is None else "this type has none")
+        yield ok("EFA", "this type has none" if known else "no adapters: nodes reach each other through TCP")
         return
     plugin = nccl_plugin(os.environ)
-    if plugin is None:
-        yield warn(
-            "EFA", f"{count} adapters, no NCCL plugin (libnccl-net*.so) in {', '.join(PLUGIN_PLACES)}",
-            "in a container it is the image's; else install aws-ofi-nccl, or NCCL goes through TCP",
-        )  # fmt: skip
-    else:
+    if plugin:
         yield ok("EFA", f"{count} adapters, NCCL plugin {plugin}")
+    else:
+        fix = "in a container it is the image's; else install aws-ofi-nccl, or NCCL goes through TCP"
+        yield warn("EFA", f"{count} adapters, no NCCL plugin (libnccl-net*.so) in {', '.join(PLUGIN_PLACES)}", fix)
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
         fix = "`ulimit -l unlimited`, in /etc/security/limits.conf, or for the container: --ulimit memlock=-1"
         yield fail("locked memory", "is limited, and EFA registers memory", fix)
 
 
-def folder(place: Path) -> Iterator[Finding]:
-    """Look whether runs can be written below ``place``, and whether other nodes would see them."""
-    name = f"folder {place.resolve()}"
+def folder(path: Path) -> Iterator[Finding]:
+    """Look whether runs can be written below ``path``, and whether other nodes would see them."""
+    name = f"folder {path.resolve()}"
     try:
-        # A run would make the folder; what makes it is tried where it would be made.
-        place = next(one for one in (place.resolve(), *place.resolve().parents) if one.exists())
-        with tempfile.NamedTemporaryFile(dir=place) as file:
+        path = existing(path)  # a run would make the folder itself
+        with tempfile.NamedTemporaryFile(dir=path) as file:
             file.write(b"x")
             file.flush()
             os.fsync(file.fileno())
     except OSError as problem:
         yield fail(name, problem.strerror or str(problem), "give another --folder, and the runs another --run_dir")
         return
-    kind, free = file_system(place), shutil.disk_usage(place).free / 1e9
+    kind, free = file_system(path), shutil.disk_usage(path).free / 1e9
     seen = f"written to; {kind or 'unknown file system'}, {free:.0f} GB free"
     if kind in LOCAL_DISKS:
         yield warn(name, seen, "several nodes need a file system that all of them mount, such as FSx for Lustre")
@@ -105,28 +103,27 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Look at limits of processes that runs of many ranks and files meet."""
+    """Look at the limit of open files, which runs of many ranks and shards reach."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < OPEN_FILES_LEAST:
-        fix = "`ulimit -n 65536`" + (
-            "" if most >= 65536 or most == resource.RLIM_INFINITY else " (as root: it is capped)"
-        )
+    unlimited = resource.RLIM_INFINITY
+    if files != unlimited and files < OPEN_FILES_LEAST:
+        fix = "`ulimit -n 65536`" + ("" if most >= 65536 or most == unlimited else " (as root: it is capped)")
         yield warn("open files", f"{files}: connections of many ranks and open shards need more", fix)
     else:
-        yield ok("open files", "unlimited" if files == resource.RLIM_INFINITY else str(files))
+        yield ok("open files", "unlimited" if files == unlimited else str(files))
 
 
 def host_name() -> Iterator[Finding]:
     """Look whether this machine's name has an address: gloo listens at it."""
     name = socket.gethostname()
     try:
-        address = socket.getaddrinfo(name, None)[0][4][0]
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
         fix = f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo on a single machine; `getent hosts {name}` shows it"
         yield fail("host name", f"{name} has no address: ranks cannot reach each other at it", fix)
         return
-    if str(address).startswith("127.") or address == "::1":
-        fix = "alone that does; of several machines give it the address in /etc/hosts that the others know"
+    if address.startswith("127.") or address == "::1":
+        fix = "enough for one machine; for several, give it the address in /etc/hosts that the others know"
         yield warn("host name", f"{name} is {address}: gloo on other nodes cannot reach it there", fix)
     else:
         yield ok("host name", f"{name} is {address}")

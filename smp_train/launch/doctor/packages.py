@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import platform
 import sys
@@ -19,25 +18,24 @@ from smp_train.launch.doctor.finding import Finding, fail, ok, warn
 from smp_train.launch.images import SMP_TORCH
 from smp_train.launch.spec import CODE_DIR
 
-OLDEST_PYTHON = (3, 10)
 NATIVE_TORCH, NATIVE_TRANSFORMERS = "2.6", "4.50"
 SMP_TRANSFORMERS = "4.44.2"
-# Extra of the package, what it is for, the distributions it brings.
-EXTRAS = (
-    ("train", "training", ("transformers", "tokenizers", "safetensors", "numpy", "orjson", "tqdm")),
-    ("s3", "s3:// places, SageMaker", ("boto3",)),
-    ("hf", "Hugging Face data sets on disk", ("pyarrow",)),
-    ("text", "text of the Hugging Face hub", ("datasets",)),
-    ("fast", "faster reading of shards", ("pysimdjson",)),
-    ("report", "report.png", ("matplotlib",)),
-    ("tracking", "TensorBoard", ("tensorboard",)),
-)
+# Extra of the package: what it is for, the distributions it brings.
+EXTRAS = {
+    "train": ("training", ("transformers", "tokenizers", "safetensors", "numpy", "orjson", "tqdm")),
+    "s3": ("s3:// places, SageMaker", ("boto3",)),
+    "hf": ("Hugging Face data sets on disk", ("pyarrow",)),
+    "text": ("text of the Hugging Face hub", ("datasets",)),
+    "fast": ("faster reading of shards", ("pysimdjson",)),
+    "report": ("report.png", ("matplotlib",)),
+    "tracking": ("TensorBoard", ("tensorboard",)),
+}
 TORCH_SECONDS = 60
 """Limit for the import of torch, which is slow the first time on a shared file system."""
 ASK_TORCH = """
 import json, torch
 print(json.dumps({"cuda": torch.version.cuda, "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-                  "nccl": torch.distributed.is_nccl_available(), "gloo": torch.distributed.is_gloo_available()}))
+                  "nccl": torch.distributed.is_nccl_available()}))
 """
 
 
@@ -51,11 +49,7 @@ def version(name: str) -> str | None:
 
 def python() -> Iterator[Finding]:
     """Look at the interpreter and at this package."""
-    here = f"{platform.python_version()} for {platform.machine()}, {sys.executable}"
-    if sys.version_info < OLDEST_PYTHON:
-        yield fail("python", here, "smp-train needs Python 3.10 or newer")
-    else:
-        yield ok("python", here)
+    yield ok("python", f"{platform.python_version()} for {platform.machine()}, {sys.executable}")
     yield ok("smp-train", f"{__version__} in {CODE_DIR}")
 
 
@@ -66,31 +60,26 @@ def torch() -> Iterator[Finding]:
         yield warn("torch", "is not here: this machine can launch and check runs, not train", install("train"))
         return
     print(f"smp-train: importing torch {installed} (up to {TORCH_SECONDS} s)", file=sys.stderr, flush=True)
-    code, said = ask(sys.executable, "-c", ASK_TORCH, seconds=TORCH_SECONDS)
+    code, output = ask(sys.executable, "-c", ASK_TORCH, seconds=TORCH_SECONDS)
+    last = (output.splitlines() or [f"exit code {code}"])[-1]
     if code:
-        last = said.splitlines()[-1] if said else f"exit code {code}"
-        yield fail(
-            "torch", f"{installed} cannot be imported: {last[:200]}", "install it again, for this machine's CUDA"
-        )
+        fix = "install it again, for this machine's CUDA"
+        yield fail("torch", f"{installed} cannot be imported: {last[:200]}", fix)
         return
-    told = json.loads(said.splitlines()[-1])
-    built = f"CUDA {told['cuda']}" if told["cuda"] else "no CUDA"
-    seen = f"{installed} with {built}, {told['gpus']} GPUs"
-    driver = ask("nvidia-smi", "-L")
-    has = sum(line.startswith("GPU ") for line in driver[1].splitlines()) if driver[0] == 0 else 0
-    if has and not told["gpus"]:
-        yield fail(
-            "torch", f"{seen}, and the driver has {has}",
-            "install a torch for CUDA, unset CUDA_VISIBLE_DEVICES, or look at the driver's release",
-        )  # fmt: skip
-    elif told["gpus"] and not told["nccl"]:
+    built = json.loads(last)
+    seen = f"{installed} with {'CUDA ' + built['cuda'] if built['cuda'] else 'no CUDA'}, {built['gpus']} GPUs"
+    code, driver = ask("nvidia-smi", "-L")
+    has = 0 if code else sum(line.startswith("GPU ") for line in driver.splitlines())
+    if has and not built["gpus"]:
+        fix = "install a torch for CUDA, unset CUDA_VISIBLE_DEVICES, or look at the driver's release"
+        yield fail("torch", f"{seen}, and the driver has {has}", fix)
+    elif built["gpus"] and not built["nccl"]:
         yield fail("torch", f"{seen}, but no NCCL", "install a torch that has it: GPUs reach each other through it")
     else:
-        yield ok("torch", seen, "" if told["gpus"] else "trains on the CPU (gloo)")
+        yield ok("torch", seen, "" if built["gpus"] else "trains on the CPU (gloo)")
     if not smp_installed() and Version(installed) < Version(NATIVE_TORCH):
-        yield fail(
-            "torch for --backend native", installed, f"needs {NATIVE_TORCH} or newer: pip install --upgrade torch"
-        )
+        fix = f"needs {NATIVE_TORCH} or newer: pip install --upgrade torch"
+        yield fail("torch for --backend native", installed, fix)
 
 
 def transformers() -> Iterator[Finding]:
@@ -98,13 +87,10 @@ def transformers() -> Iterator[Finding]:
     installed = version("transformers")
     if installed is None:
         return  # among the extras
-    if smp_installed():
-        if installed != SMP_TRANSFORMERS:
-            fix = f"SMP is made for {SMP_TRANSFORMERS}: pip install transformers=={SMP_TRANSFORMERS}"
-            yield warn("transformers", installed, fix)
-        else:
-            yield ok("transformers", installed)
-    elif Version(installed) < Version(NATIVE_TRANSFORMERS):
+    if smp_installed() and installed != SMP_TRANSFORMERS:
+        fix = f"SMP is made for {SMP_TRANSFORMERS}: pip install transformers=={SMP_TRANSFORMERS}"
+        yield warn("transformers", installed, fix)
+    elif not smp_installed() and Version(installed) < Version(NATIVE_TRANSFORMERS):
         fix = f"--backend native needs {NATIVE_TRANSFORMERS} or newer: pip install --upgrade transformers"
         yield fail("transformers", installed, fix)
     else:
@@ -126,15 +112,14 @@ def smp() -> Iterator[Finding]:
 
 def extras() -> Iterator[Finding]:
     """Look at the optional extras, and at two packages that exclude each other."""
-    lacking = {extra: (use, [name for name in names if version(name) is None]) for extra, use, names in EXTRAS}
-    lacking = {extra: found for extra, found in lacking.items() if found[1]}
-    if "train" in lacking and version("torch"):
-        yield fail("packages", f"lacks {', '.join(lacking['train'][1])}", install("train"))
-    here = [extra for extra, _, _ in EXTRAS if extra not in lacking]
-    seen = f"{', '.join(here) or 'none'}"
-    if lacking:
-        seen += "; not " + ", ".join(f"{extra} ({use})" for extra, (use, _) in lacking.items())
-    yield ok("extras", seen, install(",".join(lacking)) if lacking else "")
+    missing = {extra: [name for name in names if version(name) is None] for extra, (_, names) in EXTRAS.items()}
+    if missing["train"] and version("torch"):
+        yield fail("packages", f"without {', '.join(missing['train'])}", install("train"))
+    absent = [extra for extra in EXTRAS if missing[extra]]
+    seen = ", ".join(extra for extra in EXTRAS if not missing[extra]) or "none"
+    if absent:
+        seen += "; not " + ", ".join(f"{extra} ({EXTRAS[extra][0]})" for extra in absent)
+    yield ok("extras", seen, install(",".join(absent)) if absent else "")
     second, third = version("sagemaker"), version("sagemaker-train")
     if second and third and int(second.partition(".")[0]) < 3:
         fix = "they share a Python package: keep one, each in an environment of its own"

@@ -19,12 +19,9 @@ HYPERPOD = Path("/opt/sagemaker_cluster")
 
 def variables() -> Iterator[Finding]:
     """Look for variables that older scripts export and that should not be set."""
-    found = lint(os.environ)
-    for line in found:
-        name, _, why = line.partition(" is set: ")
-        yield warn(f"variable {name}", *why.rpartition("; ")[::2])
-    if not found:
-        yield ok("variables", "none that is better unset")
+    lines = [line.partition(" is set: ") for line in lint(os.environ)]
+    found = [warn(f"variable {name}", *why.rpartition("; ")[::2]) for name, _, why in lines]
+    yield from found or [ok("variables", "none that is better unset")]
 
 
 def slurm() -> Iterator[Finding]:
@@ -32,12 +29,12 @@ def slurm() -> Iterator[Finding]:
     if not shutil.which("sbatch"):
         yield ok("Slurm", "is not here")
         return
-    code, said = ask("scontrol", "ping")
-    if "configuration source" in said:
+    code, output = ask("scontrol", "ping")
+    if "configuration source" in output:
         yield ok("Slurm", "is installed, and this machine belongs to no cluster")
         return
-    if code or "UP" not in said:
-        yield fail("Slurm", f"does not answer: {' '.join(said.split())[:160]}", "ask who runs the cluster")
+    if code or "UP" not in output:
+        yield fail("Slurm", f"does not answer: {' '.join(output.split())[:160]}", "ask who runs the cluster")
         return
     _, nodes = ask("sinfo", "-h", "-o", "%P %a %D %T")
     yield ok("Slurm", f"answers{' (HyperPod)' if HYPERPOD.is_dir() else ''}; {'; '.join(nodes.splitlines()[:6])}")
@@ -50,32 +47,27 @@ def slurm() -> Iterator[Finding]:
     if config.get("JobRequeue") == "0":
         yield warn("requeue", "JobRequeue=0: a lost node ends a run", "set JobRequeue=1 in slurm.conf")
     if "--auto-resume" in usage:
-        found = cluster.auto_resume(config)
-        for setting, why in found:
-            yield warn("auto-resume", setting, why)
-        if not found:
-            yield ok("auto-resume", "srun knows it, and the configuration is one that it works with")
+        fine = ok("auto-resume", "srun knows it, and the configuration is one that it works with")
+        yield from [warn("auto-resume", setting, why) for setting, why in cluster.auto_resume(config)] or [fine]
 
 
 def containers() -> Iterator[Finding]:
     """Look for the programs that build and run images."""
     engines = [name for name in ("docker", "podman") if shutil.which(name)]
     for name in engines:
-        code, said = ask(name, "info")
+        code, output = ask(name, "info")
         if code:
             fix = "start its daemon, or join its group; docker_build.sh needs one of docker and podman"
-            yield warn(name, f"does not answer: {(said.splitlines() or ['?'])[-1][:160]}", fix)
+            yield warn(name, f"does not answer: {(output.splitlines() or ['?'])[-1][:160]}", fix)
         else:
             yield ok(name, "answers")
     if not engines:
         yield ok("images", "neither docker nor podman here", "run docker_build.sh where one of them is")
-    code, said = ask("enroot", "version")
+    code, output = ask("enroot", "version")
     if code == 127:
         yield ok("enroot", "is not here", "without it docker_build.sh makes no .sqsh file, which Slurm starts from")
-    elif code:
-        yield warn("enroot", said[:160], "install it again")
     else:
-        yield ok("enroot", said)
+        yield warn("enroot", output[:160], "install it again") if code else ok("enroot", output)
 
 
 def kubernetes() -> Iterator[Finding]:
@@ -83,11 +75,11 @@ def kubernetes() -> Iterator[Finding]:
     if not shutil.which("kubectl"):
         yield ok("kubectl", "is not here", "`launch k8s --dry_run` needs none")
         return
-    code, said = ask("kubectl", "config", "current-context")
+    code, output = ask("kubectl", "config", "current-context")
     if code:
         yield warn("kubectl", "is connected to no cluster", "`aws eks update-kubeconfig --name CLUSTER` connects it")
     else:
-        yield ok("kubectl", f"connected to {said}")
+        yield ok("kubectl", f"connected to {output}")
 
 
 def aws() -> Iterator[Finding]:
@@ -95,9 +87,8 @@ def aws() -> Iterator[Finding]:
     if importlib.util.find_spec("boto3") is None:
         yield ok("AWS", "boto3 is not here: no s3:// places, no `launch sagemaker`", install("s3"))
         return
-    # Outside of EC2 no service answers for the machine's role: do not wait long.
-    os.environ.setdefault("AWS_METADATA_SERVICE_TIMEOUT", "1")
-    os.environ.setdefault("AWS_METADATA_SERVICE_NUM_ATTEMPTS", "1")
+    for name in ("TIMEOUT", "NUM_ATTEMPTS"):  # outside of EC2 no service answers for the machine's role
+        os.environ.setdefault(f"AWS_METADATA_SERVICE_{name}", "1")
     import boto3
     from botocore.exceptions import BotoCoreError
 
@@ -112,10 +103,8 @@ def aws() -> Iterator[Finding]:
         yield warn("AWS credentials", "none: s3:// and SageMaker cannot be used", fix)
     else:
         yield ok("AWS credentials", f"from {credentials.method}")
-    if region:
-        yield ok("AWS region", region)
-    else:
-        yield warn("AWS region", "none", "set AWS_DEFAULT_REGION, or give --region")
+    no_region = warn("AWS region", "none", "set AWS_DEFAULT_REGION, or give --region")
+    yield ok("AWS region", region) if region else no_region
 
 
 def hugging_face() -> Iterator[Finding]:
