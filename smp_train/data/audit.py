@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,36 +22,39 @@ def audit(run: Path, rows: int | None = None) -> int:
     """Check that a run used each sample once per epoch and left no step out; print it, and return the exit code.
 
     Of a run with --epochs that came to its end, each sample must have been used so many times. ``rows`` is the number
-    of samples in the data set, by default what run.json says.
+    of samples in the data set, by default that of run.json.
     """
     facts = _facts(run)
     config: dict[str, Any] = facts.get("config") or {}
-    mesh, sizes = facts.get("mesh") or {}, facts.get("samples") or {}
-    records = _records(run, int(mesh.get("tensor", 1)) * int(mesh.get("context", 1)))
+    sizes: dict[str, int] = facts.get("samples") or {}
+    records = _records(run)
     if not records:
         print(f"{run}: no step was recorded yet")
         return 0
     first, last = min(records), max(records)
     problems = [f"step {step} is missing" for step in range(first, last) if step not in records]
+    steps: dict[int, list[str]] = {}
     for step, ranks in records.items():
+        # Ranks that share a model read the same rows: those of the first count.
+        of_peers = {one.dp_rank: one.samples for one in reversed(ranks)}
+        steps[step] = [sample for dp_rank in sorted(of_peers) for sample in of_peers[dp_rank]]
         # Of a run that was killed, a rank's last step may be missing.
         if _absent(ranks) and step < last:
             problems.append(f"step {step}: the records of some ranks are missing")
-        if strays := ", ".join(_disagreeing(ranks)):
+        if strays := ", ".join(f"rank {one.rank}" for one in ranks if one.samples != of_peers[one.dp_rank]):
             problems.append(f"step {step}: {strays} read other samples than the ranks they share a model with")
-    steps = {step: _of_step(ranks) for step, ranks in records.items()}
     places, weights = read_weights(config.get("training_dir") or [""])
     by_place: dict[str, list[tuple[int, str]]] = {}
     for step, samples in steps.items():
-        for sample in samples:
-            # The windows of a row that --long crop draws are of one sample.
-            name = sample.rpartition("[")[0] or sample if config.get("long") == "crop" else sample
+        for name in samples:
+            if config.get("long") == "crop":  # the windows of a row are of one sample
+                name = name.rpartition("[")[0] or name
             place = max((p for p in places if name.startswith(p + "/")), key=len, default="") if weights else ""
             by_place.setdefault(place, []).append((step, name))
-    consumed_as = "each once per epoch"
+    used = "each once per epoch"
     if config.get("dataset"):
         problems += torn(steps)
-        consumed_as = "no token of a document twice or left out"
+        used = "no token of a document twice or left out"
     else:
         for place, seen in by_place.items():
             problems += _repeats(place, seen, (rows if not place else None) or sizes.get(place))
@@ -63,14 +65,14 @@ def audit(run: Path, rows: int | None = None) -> int:
             problems += _shares(drawn, weights, config.get("seed") if first == 1 else None)
             print(f"{run}: drawn from " + ", ".join(f"{place}: {number}" for place, number in drawn.items()))
         elif (size := rows or sizes.get("")) and first == 1 and "" in by_place:
-            left_over, consumed_as = _left_over(Counter(name for _, name in by_place[""]), size, config.get("epochs"))
+            left_over, used = _left_over(Counter(name for _, name in by_place[""]), size, config.get("epochs"))
             if _used_all_epochs(facts, config, last):
                 problems += left_over
             else:  # no fault where a flag has ended the run before, or where it is not at its end
                 print("".join(f"{line}\n" for line in left_over), end="")
     for problem in problems[:SHOWN]:
         print(problem)
-    verdict = f"{len(problems)} problems" if problems else f"{consumed_as}, no step left out"
+    verdict = f"{len(problems)} problems" if problems else f"{used}, no step left out"
     names = [name for seen in by_place.values() for _, name in seen]
     print(f"{run}: steps {first} to {last}, {len(names)} samples, {len(set(names))} different: {verdict}")
     return DataError.exit_code if problems else 0
@@ -83,8 +85,7 @@ def _facts(run: Path) -> dict[str, Any]:
         return {}
 
 
-@dataclass(frozen=True)
-class _Record:
+class _Record(NamedTuple):
     """What one rank consumed in one step."""
 
     rank: int
@@ -94,15 +95,11 @@ class _Record:
     samples: list[str]
 
 
-def _records(run: Path, peers: int) -> dict[int, list[_Record]]:
-    """Return, by step in order, what each rank consumed in it, by rank, of the newest attempt that took the step.
-
-    Where records have no data-parallel rank, ``peers`` neighbouring ranks share a model.
-    """
+def _records(run: Path) -> dict[int, list[_Record]]:
+    """Return, by step in order, what each rank consumed in it, by rank, of the newest attempt that took the step."""
     files = sorted(run.glob("data_audit-rank*.jsonl"))
     if not files:
         raise ConfigError(f"{run}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
-    steps: dict[int, dict[int, _Record]] = {}
     begins: dict[int, int] = {}
     found: list[tuple[int, _Record]] = []
     for path in files:
@@ -111,12 +108,12 @@ def _records(run: Path, peers: int) -> dict[int, list[_Record]]:
             try:
                 record = json.loads(line)
                 step, samples = int(record["step"]), list(record["samples"])
-                attempt, dp_rank = int(record.get("attempt", 0)), int(record.get("dp_rank", rank // peers))
+                attempt, dp_rank = int(record.get("attempt", 0)), int(record.get("dp_rank", rank))
             except (ValueError, KeyError, TypeError):
-                # The last line of a run that was killed.
-                continue
+                continue  # the last line of a run that was killed
             begins[attempt] = min(step, begins.get(attempt, step))
             found.append((step, _Record(rank, attempt, dp_rank, record.get("dp_size"), samples)))
+    steps: dict[int, dict[int, _Record]] = {}
     for step, one in found:
         # An attempt supersedes all earlier ones from its first step on.
         if not any(attempt > one.attempt and step >= first for attempt, first in begins.items()):
@@ -124,25 +121,13 @@ def _records(run: Path, peers: int) -> dict[int, list[_Record]]:
     return {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in sorted(steps.items())}
 
 
-def _of_step(ranks: list[_Record]) -> list[str]:
-    """Return each sample of a step once for ranks that share a model and read the same rows."""
-    firsts = {one.dp_rank: one.samples for one in reversed(ranks)}
-    return [sample for dp_rank in sorted(firsts) for sample in firsts[dp_rank]]
-
-
-def _disagreeing(ranks: list[_Record]) -> list[str]:
-    """Return the names of ranks that did not read what the first of their peers read."""
-    firsts = {one.dp_rank: one.samples for one in reversed(ranks)}
-    return [f"rank {one.rank}" for one in ranks if one.samples != firsts[one.dp_rank]]
-
-
 def _absent(ranks: list[_Record]) -> bool:
-    """True when nothing is known of what some data-parallel rank read."""
+    """Return whether nothing is known of what some data-parallel rank read."""
     return ranks[0].dp_size is not None and len({one.dp_rank for one in ranks}) < ranks[0].dp_size
 
 
 def _used_all_epochs(facts: dict[str, Any], config: dict[str, Any], last_step: int) -> bool:
-    """True when a run says that it is at the end of its --epochs, and no other flag has ended it."""
+    """Return whether a run was at the end of its --epochs, and no other flag has ended it."""
     total, epochs = facts.get("total_steps"), config.get("epochs")
     given = (facts.get("sources") or {}).get("max_steps", "default") != "default"
     ended_by = [config["max_steps"]] if given else []

@@ -48,10 +48,8 @@ def main(argv: Sequence[str]) -> int:
         return audit(Path(args.run), args.rows)
     survey = look(args.path, args.vocab_size, args.cache_dir, args.max_context_width)
     if args.verb == "verify":
-        survey.problems += [
-            f"{args.path}: {problem} (by {manifest.MANIFEST})"
-            for problem in manifest.differences(args.path, checksums=True)
-        ]
+        differences = manifest.differences(args.path, checksums=True)
+        survey.problems += [f"{args.path}: {problem} (by {manifest.MANIFEST})" for problem in differences]
     for problem in survey.problems[:SHOWN]:
         print(problem)
     if len(survey.problems) > SHOWN:

@@ -21,10 +21,7 @@ class Synthetic(Source):
     """
 
     def __init__(self, *, seq_len: int, vocab_size: int, seed: int = 0, size: int = 1_000_000) -> None:
-        self.seq_len = seq_len
-        self.vocab_size = vocab_size
-        self.seed = seed
-        self.size = size
+        self.seq_len, self.vocab_size, self.seed, self.size = seq_len, vocab_size, seed, size
         self.fingerprint = f"synthetic seed={seed} vocab={vocab_size} length={seq_len} rows={size}"
 
     def __len__(self) -> int:
@@ -34,10 +31,8 @@ class Synthetic(Source):
         """Return row ``index``: int64 ids, all counted."""
         if not 0 <= index < self.size:
             raise IndexError(f"row {index} of {self.size}")
-        mask = (1 << 64) - 1
-        raw = np.random.Philox(key=np.array([self.seed & mask, index], dtype=np.uint64)).random_raw(
-            (self.seq_len + 1) // 2
-        )
+        key = np.array([self.seed & ((1 << 64) - 1), index], dtype=np.uint64)
+        raw = np.random.Philox(key=key).random_raw((self.seq_len + 1) // 2)
         draws = raw.astype("<u8").view("<u4")[: self.seq_len].astype(np.uint64)
         # Multiply and shift: 32 random bits onto [0, vocab_size), uneven by less than vocab_size / 2**32.
         return Row(((draws * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64))

@@ -112,14 +112,13 @@ def test_audit_of_a_good_run(tmp_path, capsys):
     assert "steps 1 to 8, 32 samples, 10 different: each once per epoch" in capsys.readouterr().out
     peers = tmp_path / "peers"
     peers.mkdir()
-    for rank in range(2):
-        lines = [json.dumps({"step": k, "samples": s}) for k, s in enumerate(sequence(5), 1)]
-        (peers / f"data_audit-rank{rank}.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "sam')
-    assert cli.audit(peers, ROWS) == 3  # two ranks that each have rows of their own, and read the same ones
-    assert "comes again" in capsys.readouterr().out
-    (peers / "run.json").write_text(json.dumps({"mesh": {"replicate": 1, "shard": 1, "context": 1, "tensor": 2}}))
+    write_attempt(peers, 1, sequence(5), start=1, world=2, peers=2)
+    with open(peers / "data_audit-rank1.jsonl", "a") as file:
+        file.write('{"step": 6, "sam')
     assert cli.audit(peers, ROWS) == 0
-    (peers / "data_audit-rank1.jsonl").write_text(json.dumps({"step": 1, "samples": ["a:0"] * 4}) + "\n")
+    lines = (peers / "data_audit-rank1.jsonl").read_text().splitlines()
+    other = json.loads(lines[0]) | {"samples": ["a:0"] * 4}
+    (peers / "data_audit-rank1.jsonl").write_text("\n".join([json.dumps(other), *lines[1:]]))
     assert cli.audit(peers, ROWS) == 3
     assert "step 1: rank 1 read other samples than the ranks they share a model with" in capsys.readouterr().out
 
@@ -229,7 +228,6 @@ def test_audit_after_a_kill_and_a_resume_on_another_mesh(tmp_path, capsys):
     write_attempt(tmp_path, 2, one[3:7], start=4, world=2, peers=2)
     flat = [name for step in sequence(9) for name in step][20:]
     write_attempt(tmp_path, 3, [flat[:8]], start=6, world=1)
-    (tmp_path / "run.json").write_text(json.dumps({"mesh": {"replicate": 1, "shard": 1, "context": 1, "tensor": 1}}))
     assert cli.audit(tmp_path, ROWS) == 0
     assert "steps 1 to 6, 28 samples, 10 different: each once per epoch" in capsys.readouterr().out
     (tmp_path / "data_audit-rank3.jsonl").unlink()

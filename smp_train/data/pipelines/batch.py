@@ -77,57 +77,40 @@ def _cut(row: Row, name: str, seq_len: int, long: str) -> Row:
 
 
 def collate(
-    rows: list[Row],
-    names: list[str],
-    seq_len: int,
-    *,
-    long: str = "truncate",
-    pin_memory: bool = False,
+    rows: list[Row], names: list[str], seq_len: int, *, long: str = "truncate", pin_memory: bool = False
 ) -> Batch:
     """Stack rows into [len(rows), seq_len]: the end of long rows cut off, short rows padded on the right.
 
     Raises DataError when a row is longer than ``seq_len`` and ``long`` is ``error``, and when what a cut leaves of a
     row has nothing counted.
     """
-    tensor = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory)
-    ids = tensor.numpy()
+    shape = len(rows), seq_len
+    options: dict[str, Any] = {"dtype": torch.int64, "pin_memory": pin_memory}
     if all(row.input_ids.size == seq_len and row.counted is row.documents is row.labels is None for row in rows):
+        tensor = torch.empty(shape, **options)
         for place, row in enumerate(rows):
-            ids[place] = row.input_ids
+            tensor.numpy()[place] = row.input_ids
         return Batch(tensor, tensor, None, names)
-    mask: np.ndarray | None = None
+    tensor, labels, mask = (torch.zeros(shape, **options) for _ in range(3))
     truncated = 0
     for place, (row, name) in enumerate(zip(rows, names, strict=True)):
         if row.input_ids.size > seq_len:
-            whole = trimmed(row).input_ids.size
+            truncated += trimmed(row).input_ids.size > seq_len
             rows[place] = row = _cut(row, name, seq_len, long)
-            truncated += whole > seq_len
         n = row.input_ids.size
-        ids[place, :n] = row.input_ids
-        ids[place, n:] = 0
-        if n < seq_len or row.counted is not None:
-            if mask is None:
-                mask = np.ones((len(rows), seq_len), dtype=np.int64)
-            mask[place, n:] = 0
-            if row.counted is not None:
-                mask[place, :n] = row.counted
-    packed = any(row.documents is not None for row in rows)
-    labelled = any(row.labels is not None for row in rows)
-    if mask is not None and mask.all():
-        mask = None
-    if mask is None and not packed and not labelled:
-        return Batch(tensor, tensor, None, names, truncated)
-    labels = torch.empty(len(rows), seq_len, dtype=torch.int64, pin_memory=pin_memory).copy_(tensor)
-    for place, row in enumerate(rows):
-        if row.labels is not None:
-            labels.numpy()[place, : row.labels.size] = row.labels
-    if mask is not None:
-        labels.numpy()[mask == 0] = IGNORED
-    if packed:
+        tensor.numpy()[place, :n] = row.input_ids
+        labels.numpy()[place, :n] = row.input_ids if row.labels is None else row.labels
+        mask.numpy()[place, :n] = 1 if row.counted is None else row.counted
+    labels.numpy()[mask.numpy() == 0] = IGNORED
+    if any(row.documents is not None for row in rows):
         positions = _positions(rows, names, seq_len)
         labels.numpy()[positions == 0] = IGNORED
-        return Batch(tensor, labels, None, names, truncated, _pinned(positions, pin_memory))
-    return Batch(tensor, labels, None if mask is None else _pinned(mask, pin_memory), names, truncated)
+        pinned = torch.empty(shape, **options).copy_(torch.from_numpy(positions))
+        return Batch(tensor, labels, None, names, truncated, pinned)
+    whole = bool(mask.all())
+    if whole and all(row.labels is None for row in rows):
+        labels = tensor
+    return Batch(tensor, labels, None if whole else mask, names, truncated)
 
 
 def collate_filled(rows: list[Row], names: list[str], size: int, seq_len: int, **options: Any) -> Batch:
@@ -142,11 +125,6 @@ def collate_filled(rows: list[Row], names: list[str], size: int, seq_len: int, *
         batch.labels = batch.labels.clone()
         batch.labels[size - missing :] = IGNORED
     return batch
-
-
-def _pinned(values: np.ndarray, pin_memory: bool) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if pin_memory else tensor
 
 
 def _positions(rows: list[Row], names: list[str], seq_len: int) -> np.ndarray:

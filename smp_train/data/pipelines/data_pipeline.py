@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from smp_train.data.blend import BlendOrder
-from smp_train.data.layout import LONG, lay_out
+from smp_train.data.layout import LONG
 from smp_train.data.order import Order, read_shuffle
 from smp_train.data.pipelines.batch import Batch, collate, collate_filled, crop
 from smp_train.data.pipelines.loader import Loader, change_data, refuse_changed
 from smp_train.data.source import ONE_ROW, Row, Source, shards
 from smp_train.errors import ConfigError, DataError
 
-__all__ = ["Batch", "Loader", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate", "lay_out"]
+__all__ = ["Batch", "Loader", "Order", "Row", "Source", "TrainingData", "ValidationData", "collate"]
 
 STATE_VERSION = 1
 FILLER = -1

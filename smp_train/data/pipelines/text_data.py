@@ -49,29 +49,20 @@ class TextData(Loader):
         identity: what else decides which tokens are read: digest of the tokenizer.
         merge: returns the largest of each number over all ranks; collective. Default: this rank is alone.
         streams: V, by default a function of the files alone. A resumed run keeps those of its checkpoint.
-        dealt: as in `Loader`.
+        share: as in `Loader`.
     """
 
     def __init__(
-        self,
-        files: Sequence[TextFile],
-        reading: Reading,
-        *,
-        identity: str,
-        merge: Callable[[Sequence[int]], list[int]] = list,
-        streams: int | None = None,
-        **dealt: Any,
+        self, files: Sequence[TextFile], reading: Reading, *, identity: str,
+        merge: Callable[[Sequence[int]], list[int]] = list, streams: int | None = None, **share: Any,
     ) -> None:
-        super().__init__(**dealt)
-        self.files = list(files)
-        self.reading = reading
+        super().__init__(**share)
+        self.files, self.reading, self._merge = list(files), reading, merge
         self.fingerprint = fingerprint(files, reading, identity)
-        self._merge = merge
         self._begin(0, [Cursor()] * (streams or stream_count(files)))
 
     def _begin(self, consumed: int, cursors: list[Cursor]) -> None:
-        self.streams = len(cursors)
-        self._at = consumed
+        self.streams, self._at = len(cursors), consumed
         self._cursors = {v: (self._taken(v, consumed), cursor) for v, cursor in enumerate(cursors)}
         self._before = consumed, self._cursors
         """State before the last step that was handed over: saved when another rank has no data for that step."""
@@ -102,31 +93,25 @@ class TextData(Loader):
                 for v in mine:
                     opening.pop(v).result()
             while True:
-                batches = []
-                positions = self.positions(consumed)
-                for micro in positions.tolist():
+                batches, read = [], {}
+                for micro in self.positions(consumed).tolist():
                     found = []
                     for position in micro:
-                        stream = mine[position % self.streams]
+                        stream = read[position % self.streams] = mine[position % self.streams]
                         if stream.number in opening:
                             opening.pop(stream.number).result()
                         stream.skip_to(position // self.streams)
                         found.append(stream.take())
-                    batches.append(self._batch(found))
+                    rows, names = [Row(ids) for ids, _ in found], [name_of(spans) for _, spans in found]
+                    batches.append(collate(rows, names, self.seq_len, pin_memory=self.pin_memory))
                 consumed += self.global_batch
-                now = {int(v): mine[int(v)] for v in np.unique(positions % self.streams)}
-                yield _Step(batches, consumed, {v: (stream.taken, stream.cursor) for v, stream in now.items()})
+                yield _Step(batches, consumed, {v: (stream.taken, stream.cursor) for v, stream in read.items()})
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _batch(self, found: list[tuple[np.ndarray, list[Span]]]) -> Batch:
-        rows = [Row(ids) for ids, _ in found]
-        return collate(rows, [name_of(spans) for _, spans in found], self.seq_len, pin_memory=self.pin_memory)
-
     def _hand_over(self, step: _Step) -> list[Batch]:
         self._before = self._at, self._cursors
-        self._cursors = self._cursors | step.cursors
-        self._at = step.consumed
+        self._at, self._cursors = step.consumed, self._cursors | step.cursors
         return step.batches
 
     def _identity(self) -> dict[str, Any]:
@@ -154,9 +139,8 @@ class TextData(Loader):
         merged = np.array(self._merge(rows), dtype=np.int64).reshape(self.streams, -1)
         if not merged[:, 0].all():
             raise RuntimeError(f"no rank knows the cursor of stream {int(merged[:, 0].argmin())}")
-        return {
-            "version": STATE_VERSION, "consumed": consumed, **self._identity(), "cursors": merged[:, 1:].tolist(),
-        }  # fmt: skip
+        cursors = merged[:, 1:].tolist()
+        return {"version": STATE_VERSION, "consumed": consumed, **self._identity(), "cursors": cursors}
 
     def check_state(self, state: dict[str, Any], *, allow_data_change: bool = False) -> int:
         """Take over a saved state and its streams; DataError names what would make it mean other samples.
