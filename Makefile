@@ -77,7 +77,7 @@ test-sagemaker: venv .venv-sagemaker/.installed .venv-sagemaker-v3/.installed
 	touch $@
 
 test-smp-container-versions: venv .venv-smp/.installed
-	.venv-smp/bin/python -m pytest tests/distributed/test_smp*.py tests/unit/test_smp*.py
+	.venv-smp/bin/python -m pytest tests/distributed/test_smp*.py tests/distributed/test_backend.py tests/unit/test_smp*.py
 	$(PY) -m pytest tests/distributed/test_container_versions.py
 
 clean:

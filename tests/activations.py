@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from tests.training import flags
+from tests.training import built, group
 
 STEPS = 3
 DEEP = {"num_layers": 4, "max_context_width": 24, "train_batch_size": 2}
@@ -13,14 +12,8 @@ DEEP = {"num_layers": 4, "max_context_width": 24, "train_batch_size": 2}
 
 def run_variants(variants: dict[str, dict[str, Any]], watch: Any = None) -> dict[str, list[tuple[float, float]]]:
     """Return, on every rank, (this rank's loss, gradient norm) of each step of each variant."""
-    from smp_train import distributed
-
-    ranks = distributed.detect()
-    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
-    try:
+    with group() as (ranks, device):
         return {name: train(ranks, device, changes, name, watch) for name, changes in variants.items()}
-    finally:
-        distributed.stop()
 
 
 def train(
@@ -31,17 +24,10 @@ def train(
     """
     import torch
 
-    from smp_train import arguments, train_utils
-    from smp_train.backends.native import NativeBackend
+    from smp_train import train_utils
     from smp_train.data.pipelines.data_pipeline import Batch
-    from smp_train.models.resolve import resolve
 
-    resolved = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {})
-    args = resolved.args
-    arguments.validate(args, ranks.world_size)
-    backend = NativeBackend(args, ranks, device)
-    spec = resolve(args)
-    backend.check(spec, seq_len=args.max_context_width)
+    args, backend, spec = built(ranks, device, **{**DEEP, **changes})
     model = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
     optimizer = train_utils.build_optimizer(model, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     generator = torch.Generator().manual_seed(7 + ranks.rank)

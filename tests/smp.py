@@ -18,6 +18,7 @@ from tests import harness
 from tests.training import SAMPLE, flags, steps, train
 
 TOLERANCE = 1e-5
+NEEDS_NATIVE = "the native backend needs torch 2.6"
 NATIVE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6)
 Journal = list[tuple[str, dict[str, str]]]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,32 @@ def train(command_line: list[str]) -> int:
     resolved = arguments.parse(command_line)
     arguments.validate(resolved.args, ranks.world_size)
     return train_lib.main(resolved, ranks)
+
+
+@contextlib.contextmanager
+def group() -> Iterator[tuple[Any, Any]]:
+    """Form the process group of the harness' ranks; yield this rank's place in it and its device."""
+    from smp_train import distributed
+
+    ranks = distributed.detect()
+    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
+    try:
+        yield ranks, device
+    finally:
+        distributed.stop()
+
+
+def built(ranks: Any, device: Any, command_line: Sequence[str] = (), **changes: Any) -> tuple[Any, Any, Any]:
+    """Return the arguments of a tiny run, or of a command line, its backend and its model, checked by the backend."""
+    from smp_train import arguments, backends
+    from smp_train.models.resolve import resolve
+
+    args = arguments.parse(list(command_line) or flags(Path("unused"), **changes), {}).args
+    arguments.validate(args, ranks.world_size)
+    backend, _ = backends.select(args, ranks, device)
+    spec = resolve(args)
+    backend.check(spec, seq_len=args.max_context_width)
+    return args, backend, spec
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

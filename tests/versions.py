@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests import harness
 from tests.smp import NATIVE, install
-from tests.training import TINY, flags
+from tests.training import TINY, built, group
 
 SMALL = {"num_layers": 1, "num_heads": 4, "hidden_width": 40, "vocab_size": 96, "max_context_width": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -28,31 +27,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def hand_over(families: list[str], options: dict[str, Any], source: str | None, target: str) -> None:
     """Per family, on this rank: load what is in ``source``, or draw weights and moments, and save it to ``target``."""
-    from smp_train import arguments, backends, distributed
     from smp_train.checkpoints import CheckpointManager, Policy, find
-    from smp_train.models.resolve import resolve
 
     if not NATIVE:
         install()
-    ranks = distributed.detect()
-    device = distributed.start(ranks, timeout_seconds=300)
-    for family in families:
-        values = {**dict.fromkeys(TINY), **SMALL, **FAMILIES[family], **options, "model_type": family}
-        values |= {"bf16": 0, "use_synthetic_data": 1, "backend": "native" if NATIVE else "smp"}
-        args = arguments.parse(flags(Path("unused"), **values)).args
-        backend, _ = backends.select(args, ranks, device)
-        spec = resolve(args)
-        model = backend.build(spec, seed=1 if source is None else 2, seq_len=16)
-        optimizer = torch.optim.AdamW(model.parameters())
-        read: Any = partial(draw_moments, rank=ranks.rank)
-        if source is not None:
-            found = find(f"{source}/{family}/{family}-1steps", strict=True)
-            assert found is not None
-            read = partial(found.load, saver=backend.saver)
-        backend.load_state(model, optimizer, read)
-        manager = CheckpointManager([Policy(f"{target}/{family}", 1, 0)], model_type=family)
-        manager.save(1, backend.state_dict(model, optimizer), {}, saver=backend.saver)
-    distributed.stop()
+    with group() as (ranks, device):
+        for family in families:
+            values = {**dict.fromkeys(TINY), **SMALL, **FAMILIES[family], **options, "model_type": family}
+            values |= {"bf16": 0, "use_synthetic_data": 1, "backend": "native" if NATIVE else "smp"}
+            _, backend, spec = built(ranks, device, **values)
+            model = backend.build(spec, seed=1 if source is None else 2, seq_len=16)
+            optimizer = torch.optim.AdamW(model.parameters())
+            read: Any = partial(draw_moments, rank=ranks.rank)
+            if source is not None:
+                found = find(f"{source}/{family}/{family}-1steps", strict=True)
+                assert found is not None
+                read = partial(found.load, saver=backend.saver)
+            backend.load_state(model, optimizer, read)
+            manager = CheckpointManager([Policy(f"{target}/{family}", 1, 0)], model_type=family)
+            manager.save(1, backend.state_dict(model, optimizer), {}, saver=backend.saver)
 
 
 def draw_moments(state: dict[str, Any], *, rank: int) -> None:

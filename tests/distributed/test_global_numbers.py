@@ -1,4 +1,4 @@
-"""Numbers that are one for all ranks: the norm over every mesh, clipping, dropout, tied weights, the loss head."""
+"""Numbers that are one for all ranks: the norm over every mesh, clipping of parts, dropout, the loss head."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import harness
-from tests.tiers import core
-from tests.training import flags, read_checkpoint, steps, train
+from tests.training import flags, steps, train
 
 
 def norms_of_uneven_parts() -> tuple[float, float]:
@@ -111,48 +110,6 @@ def vocabulary_parallel_head() -> dict[str, float]:
 def test_vocabulary_parallel_head_equals_the_whole_one() -> None:
     for differences in harness.run(vocabulary_parallel_head, 2):
         assert max(differences.values()) < 1e-6, differences
-
-
-MESHES = {
-    "fsdp2": (2, {"train_batch_size": 2}),
-    "tp2": (2, {"tensor_parallel_degree": 2, "train_batch_size": 4}),
-    "tp2-fsdp2": (4, {"tensor_parallel_degree": 2, "train_batch_size": 2}),
-}
-
-
-CLIPPED = {
-    "grad_clip": 0.05, "max_steps": 2, "lr_decay_style": "constant", "checkpoint_freq": 2,
-    "adam_epsilon": 1e-3,  # large: AdamW's first steps then feel the size of the gradient
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def clipped_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("clipped")
-    harness.run(train, 1, flags(folder, **CLIPPED, train_batch_size=4))
-    assert steps(folder)[0]["grad_norm"] > 0.1  # it does clip
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", core(MESHES, {"tp2"}.__contains__))
-def test_clipping_uses_the_global_norm(mesh: str, clipped_alone: Path, tmp_path: Path) -> None:
-    """Weights after clipped steps are those of one process, though each rank's own norm is smaller."""
-    world, changes = MESHES[mesh]
-    harness.run(train, world, flags(tmp_path, **CLIPPED, **changes))
-    one, many = (read_checkpoint(each / "checkpoints" / "llama_v2-2steps") for each in (clipped_alone, tmp_path))
-    assert one.keys() == many.keys()
-    for name, value in one.items():
-        if name.startswith("model"):
-            torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_tied_embeddings_stay_one_weight(tmp_path: Path) -> None:
-    options = {"tie_word_embeddings": 1, "max_steps": 1, "checkpoint_freq": 1}
-    harness.run(train, 2, flags(tmp_path, **options, tensor_parallel_degree=2))
-    saved = read_checkpoint(tmp_path / "checkpoints" / "llama_v2-1steps")
-    assert "model.model.embed_tokens.weight" in saved
-    assert not any("lm_head" in name for name in saved)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import pytest
 
 from tests import harness
 from tests.tiers import core
-from tests.training import flags
+from tests.training import built, flags, group
 
 TOLERANCE = 1e-5  # relative, fp32: sums are taken in another order
 STEPS = 3
@@ -101,28 +101,16 @@ def train_here(
 
 def train_modes(family: str, mesh: str, modes: list[tuple[str, int, int]]) -> dict[Any, Any]:
     """Return `train_here` in a group of processes of its own."""
-    from smp_train import distributed
-
-    ranks = distributed.detect()
-    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=120)
-    try:
+    with group() as (ranks, device):
         return train_here(family, mesh, modes, ranks, device)
-    finally:
-        distributed.stop()
 
 
 def train_cell(command_line: list[str], ranks: Any, device: Any) -> list[tuple[float, float]]:
     import torch
 
-    from smp_train import arguments, train_utils
-    from smp_train.backends.native import NativeBackend
-    from smp_train.models.resolve import resolve
+    from smp_train import train_utils
 
-    args = arguments.parse(command_line, {}).args
-    arguments.validate(args, ranks.world_size)
-    backend = NativeBackend(args, ranks, device)
-    spec = resolve(args)
-    backend.check(spec, seq_len=WIDTH)
+    args, backend, spec = built(ranks, device, command_line)
     model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
     optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     results = []
@@ -190,18 +178,14 @@ def train_compiled(mesh: str) -> dict[str, tuple[list[Any], int, dict[str, int]]
     import torch
     from torch._dynamo.utils import counters
 
-    from smp_train import distributed
-
-    ranks = distributed.detect()
-    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=120)
     compiled = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
     results = {}
-    for family, mode in COMPILED[mesh]:
-        counters.clear()
-        torch.compiler.reset()
-        found = train_here(family, mesh, [mode], ranks, device, **compiled)[mode]
-        results[family] = found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    distributed.stop()
+    with group() as (ranks, device):
+        for family, mode in COMPILED[mesh]:
+            counters.clear()
+            torch.compiler.reset()
+            found = train_here(family, mesh, [mode], ranks, device, **compiled)[mode]
+            results[family] = found, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
     return results
 
 

@@ -1,12 +1,11 @@
-"""The SMP backend on a stand-in for `torch.sagemaker`: the native numbers, refusals, releases.
+"""The SMP backend on a stand-in for `torch.sagemaker`: SMP's own implementation of models, and FP8.
 
-Its calls are in test_smp_calls.py, its checkpoints in test_smp_checkpoints.py.
+Numbers without it: test_backend. What SMP is called with: test_smp_calls. Its checkpoints: test_smp_checkpoints.
 """
 
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,66 +30,7 @@ from tests.smp import (
     tuned,
 )  # fmt: skip
 from tests.tiers import core
-from tests.training import SAMPLE, flags, read_checkpoint, records
-
-
-@cache
-def native(folder: Path) -> list[tuple[float, float]]:
-    train_alone(flags(folder, **DATA, train_batch_size=4))
-    return numbers(folder)
-
-
-# --- from scratch: the same seed gives the same weights, on this backend and the other -------------
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {"train_batch_size": 4}),
-    "full": (2, {"train_batch_size": 2}),
-    "degree 2 of 4": (4, {"train_batch_size": 1, "hybrid_shard_degree": 2}),
-    "replicated, accumulation": (
-        2, {"train_batch_size": 1, "gradient_accumulation_steps": 2, "hybrid_shard_degree": 1},
-    ),
-    "offloaded": (2, {"train_batch_size": 2, "sm_activation_offloading": 1, "activation_loading_horizon": 1}),
-    "every second layer": (2, {"train_batch_size": 2, "activation_checkpointing": "selective:2"}),
-    "full logits, not delayed": (2, {"train_batch_size": 2, "chunked_loss": 0, "delayed_param": 0}),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", core(LAYOUTS, {"full"}.__contains__))
-def test_trains_like_the_native_backend(
-    layout: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    world, changes = LAYOUTS[layout]
-    harness.run(train_on_smp, world, smp(tmp_path, **changes))
-    alike(numbers(tmp_path), native(tmp_path_factory.getbasetemp() / "smp-native"))
-
-
-@pytest.mark.slow
-def test_bf16_and_validation(tmp_path: Path) -> None:
-    """bfloat16 has 8 bits: 1e-2 is two of its steps, where float32's numbers would be 3e-3 away."""
-    changes: dict[str, Any] = {"bf16": 1, "validation_freq": 2, "validation_batches": 2}
-    changes |= {"test_dir": SAMPLE / "test"}
-    harness.run(train_on_smp, 2, smp(tmp_path / "smp", train_batch_size=2, val_batch_size=2, **changes))
-    train_alone(flags(tmp_path / "native", **DATA, train_batch_size=4, val_batch_size=4, **changes))
-    alike(numbers(tmp_path / "smp"), numbers(tmp_path / "native"), 1e-2)
-    ours, theirs = (
-        [record["loss"] for record in records(tmp_path / name) if record.get("event") == "evaluate"]
-        for name in ("smp", "native")
-    )
-    assert ours
-    assert ours == pytest.approx(theirs, rel=1e-2)
-
-
-@pytest.mark.slow
-def test_tied_embeddings(tmp_path: Path) -> None:
-    changes = {"tie_word_embeddings": 1, "checkpoint_freq": 2}
-    harness.run(train_on_smp, 2, smp(tmp_path / "smp", train_batch_size=2, **changes))
-    train_alone(flags(tmp_path / "native", **DATA, train_batch_size=4, **changes))
-    alike(numbers(tmp_path / "smp"), numbers(tmp_path / "native"))
-    ours, theirs = (
-        read_checkpoint(tmp_path / name / "checkpoints" / "llama_v2-2steps") for name in ("smp", "native")
-    )
-    assert ours.keys() == theirs.keys()
+from tests.training import flags
 
 
 def initial_weights(command_line: list[str]) -> dict[str, list[float]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import harness
-from tests.training import flags, train
+from tests.training import built, flags, group, train
 
 LAYERS, TOKENS, VOCAB = 4, 2 * 96, 512
 FREE = {"activation_checkpointing": "none"}
@@ -34,16 +34,12 @@ def look_at_all() -> dict[str, dict[str, Any]]:
     """Return, per variant, what is to be seen of it on this rank."""
     import logging
 
-    from smp_train import distributed, losses
+    from smp_train import losses
 
     logging.getLogger("smp_train.native").setLevel(logging.INFO)
     losses.CHUNK_ELEMENTS = 1  # so few tokens at a time as there may be
-    ranks = distributed.detect()
-    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
-    try:
+    with group() as (ranks, device):
         return {name: look_at(name, ranks, device) for name in VARIANTS}
-    finally:
-        distributed.stop()
 
 
 def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
@@ -54,10 +50,8 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from smp_train import arguments
     from smp_train.backends import native
     from smp_train.models import traits
-    from smp_train.models.resolve import resolve
 
     native.can_chunk = traits.can_chunk
 
@@ -78,16 +72,14 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
             return result
 
     sizes = {"num_layers": LAYERS, "vocab_size": VOCAB, "max_context_width": TOKENS // 2, "train_batch_size": 2}
-    args = arguments.parse(flags(Path("unused"), **{**sizes, **VARIANTS[name]}), {}).args
-    arguments.validate(args, ranks.world_size)
-    backend = native.NativeBackend(args, ranks, device)
+    args, backend, spec = built(ranks, device, **{**sizes, **VARIANTS[name]})
     backend.cpu_offload = name == "parameters on the host"  # which a flag alone does not do on a CPU
     said: list[str] = []
     native.logger.handlers = [handler := logging.Handler()]
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     if name == "unknown head":
         native.can_chunk = lambda model: False
-    model: Any = backend.build(resolve(args), seed=1, seq_len=args.max_context_width)
+    model: Any = backend.build(spec, seed=1, seq_len=args.max_context_width)
     ids = torch.randint(VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(ranks.rank))
     reduced = []
     all_reduce = dist.all_reduce
@@ -205,20 +197,14 @@ def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
     """Return how many layers compute in FP8, whether names and weights are what they are without, and if it trains."""
     import torch
 
-    from smp_train import arguments, distributed
-    from smp_train.backends.native import NativeBackend
-    from smp_train.models.resolve import resolve
     from smp_train.parallel import float8
 
     float8.check = lambda device: None  # which asks for a GPU; torch has the product for CPUs too
-    ranks = distributed.detect()
-    device = distributed.start(ranks, distributed_backend="auto", timeout_seconds=300)
     models: list[Any] = []
-    try:
+    with group() as (ranks, device):
         for fp8 in (0, 1):
-            args = arguments.parse(flags(Path("unused"), bf16=1, fp8=fp8, activation_checkpointing="full"), {}).args
-            backend = NativeBackend(args, ranks, device)
-            models.append(backend.build(resolve(args), seed=1, seq_len=16))
+            _, backend, spec = built(ranks, device, bf16=1, fp8=fp8, activation_checkpointing="full")
+            models.append(backend.build(spec, seed=1, seq_len=16))
         plain, converted = (dict(model.named_parameters()) for model in models)
         same = all(torch.equal(converted[name].to_local(), plain[name].to_local()) for name in plain)
         count = sum(type(module).__name__ == "Float8Linear" for module in models[1].modules())
@@ -227,8 +213,6 @@ def with_and_without_fp8() -> tuple[int, bool, bool, bool]:
         loss.backward()
         finite = all(bool(p.grad.to_local().isfinite().all()) for p in models[1].parameters())
         return count, list(converted) == list(plain), same, bool(loss.isfinite()) and finite
-    finally:
-        distributed.stop()
 
 
 def test_fp8_changes_the_products_and_not_the_weights() -> None:

@@ -31,7 +31,7 @@ def apply() -> None:
     def init(self: Any, module: nn.Module, *args: Any, post_param_init_fn: Any = None, **kwargs: Any) -> None:
         import torch.sagemaker as tsm
 
-        if not _is_root_call(kwargs):
+        if _inside:  # a layer of the root's
             original(self, module, *args, **kwargs)
             return
         settings = dict(kwargs, post_param_init_fn=post_param_init_fn)
@@ -45,12 +45,12 @@ def apply() -> None:
         kwargs["sharding_strategy"] = strategy
         if groups is not None:
             kwargs["process_group"] = groups
-        kwargs["_smp_inside"] = True
-        with _real_device(kwargs), _ties(module, kwargs, post_param_init_fn):
-            inner = {key: value for key, value in kwargs.items() if key != "_smp_inside"}
+        if kwargs.get("device_id") is None and not torch.cuda.is_available():
+            kwargs["device_id"] = torch.device("cpu")
+        with _ties(post_param_init_fn):
             _inside.append(True)
             try:
-                original(self, module, *args, **inner)
+                original(self, module, *args, **kwargs)
             finally:
                 _inside.pop()
 
@@ -101,10 +101,6 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 _inside: list[bool] = []
 
 
-def _is_root_call(kwargs: dict[str, Any]) -> bool:
-    return not _inside
-
-
 def _strategy(state: Any, wanted: Any, settings: dict[str, Any]) -> tuple[Any, Any]:
     """Rewrite the strategy as SMP does, and return it with the groups to shard over."""
     from torch.distributed.fsdp import ShardingStrategy as S
@@ -127,14 +123,7 @@ def _strategy(state: Any, wanted: Any, settings: dict[str, Any]) -> tuple[Any, A
 
 
 @contextmanager
-def _real_device(kwargs: dict[str, Any]) -> Any:
-    if kwargs.get("device_id") is None and not torch.cuda.is_available():
-        kwargs["device_id"] = torch.device("cpu")
-    yield
-
-
-@contextmanager
-def _ties(module: nn.Module, kwargs: dict[str, Any], post: Any) -> Any:
+def _ties(post: Any) -> Any:
     """Call ``post`` once FSDP has given every parameter memory, and before it flattens them."""
     from torch.distributed.fsdp import _init_utils as utils
 
@@ -153,9 +142,7 @@ def _ties(module: nn.Module, kwargs: dict[str, Any], post: Any) -> Any:
 
 
 def _patch_state_dicts(fsdp: Any) -> None:
-    """Let full state dicts be translated to Hugging Face's names, and optimizer state be loaded over a group."""
-    import torch.distributed.checkpoint.optimizer as optimizers
-
+    """Let full state dicts be translated to Hugging Face's names."""
     Config = fsdp.FullStateDictConfig
     config_init, state_dict = Config.__init__, fsdp.FullyShardedDataParallel.state_dict
 
@@ -179,13 +166,6 @@ def _patch_state_dicts(fsdp: Any) -> None:
         return found
 
     fsdp.FullyShardedDataParallel.state_dict = translated
-    load = optimizers.load_sharded_optimizer_state_dict
-
-    def over_group(*args: Any, process_group: Any = None, **kwargs: Any) -> Any:
-        standin.record("load_sharded_optimizer_state_dict", group=process_group is not None)
-        return load(*args, **kwargs)
-
-    optimizers.load_sharded_optimizer_state_dict = over_group
 
 
 def _patch_wrappers(wrappers: Any) -> None:

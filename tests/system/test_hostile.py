@@ -36,24 +36,20 @@ ENVIRON: dict[Path, dict[str, str]] = {}
 """What the command of a case finds in its environment, by the folder of the case."""
 
 
-def hostile(code: int) -> Callable[[Case], Case]:
-    """Enter a function that makes an input, and returns the command that reads it, with the command's exit code."""
-
-    def enter(case: Case) -> Case:
-        CASES[case.__name__] = (code, case)
-        return case
-
-    return enter
-
-
 def row(code: int, name: str, read: Case, damage: Callable[[Path], object] = lambda folder: None) -> None:
-    """Enter a case: ``damage`` makes the input, ``read`` returns the command that reads it."""
+    """Enter a case: ``damage`` makes the input, ``read`` returns the command that reads it and ends with ``code``."""
 
     def case(folder: Path) -> list[str]:
         damage(folder)
         return read(folder)
 
     CASES[name] = (code, case)
+
+
+def link(path: Path, target: Path | str) -> None:
+    """Put a link in the place of what is there."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
 
 
 @pytest.fixture(scope="module")
@@ -100,90 +96,68 @@ def export(folder: Path) -> list[str]:
     return ["checkpoint", "export", str(of(folder)), str(folder / "out")]
 
 
-row(
-    CHECKPOINT, "committed_names_a_file_above_its_folder", verify,
-    lambda folder: commit(folder, {"../../secret": len(SECRET)})
-)
-row(
-    CHECKPOINT, "committed_names_an_absolute_file", verify,
-    lambda folder: commit(folder, {str(folder / "secret"): len(SECRET)})
-)
-row(CHECKPOINT, "committed_names_a_root_outside", verify, lambda folder: commit(folder, root=".."))
-
-
-@hostile(CHECKPOINT)
-def committed_names_a_root_that_is_a_link(folder: Path) -> list[str]:
-    shutil.copytree(of(folder), folder / "elsewhere")
-    (of(folder) / "root").symlink_to(folder / "elsewhere")
-    commit(folder, root="root")
-    return verify(folder)
-
-
-@hostile(CHECKPOINT)
-def committed_names_a_link(folder: Path) -> list[str]:
-    (of(folder) / "linked").symlink_to(folder / "secret")
-    commit(folder, {"linked": len(SECRET)})
-    return verify(folder)
-
-
-@hostile(CHECKPOINT)
-def a_shard_is_a_link(folder: Path) -> list[str]:
-    (of(folder) / "__0_0.distcp").rename(folder / "elsewhere")
-    (of(folder) / "__0_0.distcp").symlink_to(folder / "elsewhere")
-    return resume(folder)
-
-
-@hostile(CHECKPOINT)
-def committed_is_a_link_to_an_endless_device(folder: Path) -> list[str]:
-    (of(folder) / "COMMITTED").unlink()
-    (of(folder) / "COMMITTED").symlink_to("/dev/zero")
+def show(folder: Path) -> list[str]:
     return ["checkpoint", "show", str(of(folder))]
 
 
-row(CHECKPOINT, "committed_is_very_large", verify, lambda folder: os.truncate(of(folder) / "COMMITTED", 1 << 40))
-row(
-    CHECKPOINT, "committed_is_nested_very_deep", verify,
-    lambda folder: (of(folder) / "COMMITTED").write_text("[" * 1_000_000)
-)
-row(CHECKPOINT, "committed_says_another_step_than_meta", resume, lambda folder: commit(folder, step=7))
-row(CHECKPOINT, "committed_says_another_model_type_than_meta", verify, lambda at: commit(at, model_type="llama_v3"))
-row(CHECKPOINT, "committed_says_an_endless_step", verify, lambda folder: commit(folder, step=float("inf")))
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
 
 
-@hostile(CHECKPOINT)
-def one_digit_of_committed_is_another(folder: Path) -> list[str]:
-    text = (of(folder) / "COMMITTED").read_text()
-    (of(folder) / "COMMITTED").write_text(text.replace('"model_type": "llama_v2"', '"model_type": "llama_v3"'))
-    return verify(folder)
+def link_root(folder: Path) -> None:
+    shutil.copytree(of(folder), folder / "elsewhere")
+    link(of(folder) / "root", folder / "elsewhere")
+    commit(folder, root="root")
 
 
-def meta(folder: Path, text: str) -> None:
-    (of(folder) / "meta.json").write_text(text)
+def link_file(folder: Path) -> None:
+    link(of(folder) / "linked", folder / "secret")
+    commit(folder, {"linked": len(SECRET)})
+
+
+def link_shard(folder: Path) -> None:
+    (of(folder) / "__0_0.distcp").rename(folder / "elsewhere")
+    link(of(folder) / "__0_0.distcp", folder / "elsewhere")
+
+
+def meta(folder: Path, content: Any) -> None:
+    (of(folder) / "meta.json").write_text(content if isinstance(content, str) else json.dumps(content))
     commit(folder)
 
 
-row(CHECKPOINT, "meta_is_a_list", export, lambda folder: meta(folder, "[1]"))
-row(CHECKPOINT, "meta_is_nested_very_deep", resume, lambda folder: meta(folder, "[" * 1_000_000))
+def names(file: str) -> Callable[[Path], None]:
+    """Return a damage: COMMITTED has a file of this path as well."""
+    return lambda folder: commit(folder, {file.format(folder): len(SECRET)})
 
 
-@hostile(CHECKPOINT)
-def meta_is_not_what_was_committed(folder: Path) -> list[str]:
-    text = (of(folder) / "meta.json").read_text()
-    (of(folder) / "meta.json").write_text(text.replace('"step": 1', '"step": 7', 1))
-    return ["checkpoint", "show", str(of(folder))]
-
-
+DEEP = "[" * 1_000_000
+FOREIGN_CODE = {"model_type": "foreign", "auto_map": {"AutoConfig": "code.Config"}}
+row(CHECKPOINT, "committed_names_a_file_above_its_folder", verify, names("../../secret"))
+row(CHECKPOINT, "committed_names_an_absolute_file", verify, names("{}/secret"))
+row(CHECKPOINT, "committed_names_a_root_outside", verify, lambda at: commit(at, root=".."))
+row(CHECKPOINT, "committed_names_a_root_that_is_a_link", verify, link_root)
+row(CHECKPOINT, "committed_names_a_link", verify, link_file)
+row(CHECKPOINT, "a_shard_is_a_link", resume, link_shard)
+row(CHECKPOINT, "committed_is_a_link_to_an_endless_device", show, lambda at: link(of(at) / "COMMITTED", "/dev/zero"))
+row(CHECKPOINT, "committed_is_very_large", verify, lambda at: os.truncate(of(at) / "COMMITTED", 1 << 40))
+row(CHECKPOINT, "committed_is_nested_very_deep", verify, lambda at: (of(at) / "COMMITTED").write_text(DEEP))
+row(CHECKPOINT, "committed_says_another_step_than_meta", resume, lambda at: commit(at, step=7))
+row(CHECKPOINT, "committed_says_another_model_type_than_meta", verify, lambda at: commit(at, model_type="llama_v3"))
+row(CHECKPOINT, "committed_says_an_endless_step", verify, lambda at: commit(at, step=float("inf")))
 row(
-    CHECKPOINT, "meta_says_a_model_that_is_none", export,
-    lambda folder: meta(folder, json.dumps({"step": 1, "model_config": [1]}))
+    CHECKPOINT, "one_digit_of_committed_is_another", verify,
+    lambda at: replace(of(at) / "COMMITTED", '"model_type": "llama_v2"', '"model_type": "llama_v3"')
 )
-
-
-@hostile(CHECKPOINT)
-def meta_says_a_model_with_code(folder: Path) -> list[str]:
-    config = {"model_type": "foreign", "auto_map": {"AutoConfig": "code.Config"}}
-    meta(folder, json.dumps({"step": 1, "model_config": config}))
-    return export(folder)
+row(CHECKPOINT, "meta_is_a_list", export, lambda at: meta(at, [1]))
+row(CHECKPOINT, "meta_is_nested_very_deep", resume, lambda at: meta(at, DEEP))
+row(
+    CHECKPOINT, "meta_is_not_what_was_committed", show,
+    lambda at: replace(of(at) / "meta.json", '"step": 1', '"step": 7')
+)
+row(CHECKPOINT, "meta_says_a_model_that_is_none", export, lambda at: meta(at, {"step": 1, "model_config": [1]}))
+row(CHECKPOINT, "meta_says_a_model_with_code", export, lambda at: meta(at, {"step": 1, "model_config": FOREIGN_CODE}))
 
 
 # --- checkpoints: the index, which is a pickle -------------------------------------------------------
@@ -215,75 +189,60 @@ def built(target: bytes, state: bytes) -> bytes:
 OVERWRITE = b"}X\x04\x00\x00\x00openNs"
 
 
-row(CHECKPOINT, "index_calls_a_function", resume, lambda folder: index(folder, Code()))
-row(
-    CHECKPOINT, "index_sets_attributes_of_a_class", export,
-    lambda folder: index(folder, built(b"cpathlib\nPath\n", OVERWRITE))
-)
-row(
-    CHECKPOINT, "index_sets_attributes_of_a_function", export,
-    lambda folder: index(folder, built(b"ctorch.serialization\n_get_layout\n", OVERWRITE))
-)
-row(
-    CHECKPOINT, "index_sets_attributes_of_a_record_class", verify,
-    lambda folder: index(folder, built(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", OVERWRITE))
-)
-
-
-@hostile(CHECKPOINT)
-def index_asks_for_much_memory(folder: Path) -> list[str]:
-    index(folder, b"\x80\x04Nr\xff\xff\xff\x7f.")  # LONG_BINPUT: the memo gets two thousand million places
-    return verify(folder)
-
-
-row(CHECKPOINT, "index_is_not_an_index", export, lambda folder: index(folder, {"state_dict_metadata": {}}))
-
-
-def with_files_at(folder: Path, path: str) -> None:
+def with_files_at(folder: Path, path: str, copy: Path | None = None) -> None:
+    """Let the index name another file, a copy of the shard that lies at ``copy``."""
+    if copy is not None:
+        shutil.copy(of(folder) / "__0_0.distcp", copy)
     found = indexed(folder)
     for info in found.storage_data.values():
         info.relative_path = path
     index(folder, found)
 
 
-@hostile(CHECKPOINT)
-def index_names_a_file_above_its_folder(folder: Path) -> list[str]:
-    shutil.copy(of(folder) / "__0_0.distcp", folder / "elsewhere")
-    with_files_at(folder, "../../elsewhere")
-    return verify(folder)
-
-
-@hostile(CHECKPOINT)
-def index_names_an_absolute_file(folder: Path) -> list[str]:
-    shutil.copy(of(folder) / "__0_0.distcp", folder / "elsewhere")
-    with_files_at(folder, str(folder / "elsewhere"))
-    return resume(folder)
-
-
-@hostile(CHECKPOINT)
-def index_names_a_file_that_is_not_committed(folder: Path) -> list[str]:
-    shutil.copy(of(folder) / "__0_0.distcp", of(folder) / "more.distcp")
-    with_files_at(folder, "more.distcp")
-    return export(folder)
-
-
-@hostile(CHECKPOINT)
-def index_says_a_tensor_is_enormous(folder: Path) -> list[str]:
+def enormous(folder: Path) -> None:
     import torch
 
     found = indexed(folder)
-    entry = found.state_dict_metadata["model.lm_head.weight"]
-    entry.size = torch.Size([10**7, 10**6])
+    found.state_dict_metadata["model.lm_head.weight"].size = torch.Size([10**7, 10**6])
     index(folder, found)
-    return export(folder)
 
 
-@hostile(CHECKPOINT)
-def anothers_tree_names_a_file_above_its_folder(folder: Path) -> list[str]:
-    shutil.copy(of(folder) / "__0_0.distcp", folder / "elsewhere")
-    with_files_at(folder, "../elsewhere")
+def foreign_tree(folder: Path) -> None:
+    with_files_at(folder, "../elsewhere", folder / "elsewhere")
     shutil.copytree(of(folder), folder / "tree", ignore=lambda *_: ["COMMITTED", "meta.json"])
+
+
+def finetune(folder: Path) -> list[str]:
     return ["train", *flags(folder, finetune=1, pretrained_checkpoint_file=folder / "tree")]
+
+
+for _name, _read, _data in (
+    ("index_calls_a_function", resume, Code()),
+    ("index_sets_attributes_of_a_class", export, built(b"cpathlib\nPath\n", OVERWRITE)),
+    ("index_sets_attributes_of_a_function", export, built(b"ctorch.serialization\n_get_layout\n", OVERWRITE)),
+    (
+        "index_sets_attributes_of_a_record_class", verify,
+        built(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", OVERWRITE),
+    ),
+    # LONG_BINPUT: the memo gets two thousand million places
+    ("index_asks_for_much_memory", verify, b"\x80\x04Nr\xff\xff\xff\x7f."),
+    ("index_is_not_an_index", export, {"state_dict_metadata": {}}),
+):  # fmt: skip
+    row(CHECKPOINT, _name, _read, lambda at, data=_data: index(at, data))  # type: ignore[misc]
+row(
+    CHECKPOINT, "index_names_a_file_above_its_folder", verify,
+    lambda at: with_files_at(at, "../../elsewhere", at / "elsewhere")
+)
+row(
+    CHECKPOINT, "index_names_an_absolute_file", resume,
+    lambda at: with_files_at(at, str(at / "elsewhere"), at / "elsewhere")
+)
+row(
+    CHECKPOINT, "index_names_a_file_that_is_not_committed", export,
+    lambda at: with_files_at(at, "more.distcp", of(at) / "more.distcp")
+)
+row(CHECKPOINT, "index_says_a_tensor_is_enormous", export, enormous)
+row(CHECKPOINT, "anothers_tree_names_a_file_above_its_folder", finetune, foreign_tree)
 
 
 # --- configurations and tokenizers -------------------------------------------------------------------
@@ -308,6 +267,7 @@ def model(folder: Path, **config: Any) -> Path:
 
 
 CODE = {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+FOREIGN = LLAMA | {"model_type": "foreign"} | CODE
 
 
 def train_on(folder: Path, path: Path, **changes: Any) -> list[str]:
@@ -318,49 +278,22 @@ def train_on(folder: Path, path: Path, **changes: Any) -> list[str]:
     return ["train", *flags(folder, **own, hf_pretrained_model_name_or_dir=path, **changes)]
 
 
+for _name, _config in {
+    "brings_code": FOREIGN,
+    "names_a_kernel_of_the_hub": {**LLAMA, "attn_implementation": "foreign/kernel"},
+    "has_no_heads": {**LLAMA, "num_attention_heads": 0},
+    "is_of_an_enormous_model": {**LLAMA, "vocab_size": 10**12},
+    "has_text_for_a_width": {**LLAMA, "hidden_size": "wide"},
+}.items():
+    row(CONFIG, f"configuration_{_name}", lambda at, config=_config: train_on(at, model(at, **config)))  # type: ignore[misc]
+for _name, _text in {"is_a_list": "[1]", "is_nested_very_deep": '{"a":' * 1_000_000}.items():
+    row(
+        CONFIG, f"configuration_{_name}", lambda at: train_on(at, at / "model"),
+        lambda at, text=_text: (model(at) / "config.json").write_text(text)  # type: ignore[misc]
+    )
 row(
-    CONFIG, "configuration_brings_code",
-    lambda folder: train_on(folder, model(folder, **LLAMA | {"model_type": "foreign"} | CODE))
-)
-
-
-@hostile(CONFIG)
-def configuration_beside_weights_brings_code(folder: Path) -> list[str]:
-    there = model(folder, **LLAMA | {"model_type": "foreign"} | CODE)
-    return ["checkpoint", "import", str(there), str(folder / "imported")]
-
-
-row(
-    CONFIG, "configuration_names_a_kernel_of_the_hub",
-    lambda folder: train_on(folder, model(folder, **LLAMA, attn_implementation="foreign/kernel"))
-)
-
-
-@hostile(CONFIG)
-def configuration_is_a_list(folder: Path) -> list[str]:
-    there = model(folder)
-    (there / "config.json").write_text("[1]")
-    return train_on(folder, there)
-
-
-@hostile(CONFIG)
-def configuration_is_nested_very_deep(folder: Path) -> list[str]:
-    there = model(folder)
-    (there / "config.json").write_text('{"a":' * 1_000_000)
-    return train_on(folder, there)
-
-
-row(
-    CONFIG, "configuration_has_no_heads",
-    lambda folder: train_on(folder, model(folder, **LLAMA | {"num_attention_heads": 0}))
-)
-row(
-    CONFIG, "configuration_is_of_an_enormous_model",
-    lambda folder: train_on(folder, model(folder, **LLAMA | {"vocab_size": 10**12}))
-)
-row(
-    CONFIG, "configuration_has_text_for_a_width",
-    lambda folder: train_on(folder, model(folder, **LLAMA | {"hidden_size": "wide"}))
+    CONFIG, "configuration_beside_weights_brings_code",
+    lambda at: ["checkpoint", "import", str(model(at, **FOREIGN)), str(at / "imported")]
 )
 
 
@@ -373,29 +306,30 @@ def tokenizer(folder: Path, **settings: Any) -> Path:
 TOKENIZER_CODE = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]}}
 
 
+def prepare(folder: Path, name: str, data: bytes, *options: str) -> list[str]:
+    """Return the command that prepares one file of text."""
+    (folder / "text").mkdir()
+    (folder / "text" / name).write_bytes(data)
+    return ["prepare", f"--input={folder / 'text'}", f"--output={folder / 'out'}", *options]
+
+
 row(
     CONFIG, "tokenizer_brings_code_to_an_export",
-    lambda folder: [*export(folder), f"--tokenizer={tokenizer(folder, **TOKENIZER_CODE)}"]
+    lambda at: [*export(at), f"--tokenizer={tokenizer(at, **TOKENIZER_CODE)}"]
 )
-
-
-@hostile(CONFIG)
-def tokenizer_brings_code_to_prepare(folder: Path) -> list[str]:
-    (folder / "text").mkdir()
-    (folder / "text" / "a.txt").write_text("some words\n")
-    there = tokenizer(folder, **TOKENIZER_CODE)
-    return ["prepare", f"--input={folder / 'text'}", f"--output={folder / 'out'}", f"--tokenizer={there}"]
-
-
+row(
+    CONFIG, "tokenizer_brings_code_to_prepare",
+    lambda at: prepare(at, "a.txt", b"some words\n", f"--tokenizer={tokenizer(at, **TOKENIZER_CODE)}")
+)
 row(
     CONFIG, "tokenizer_names_a_file_outside",
-    lambda folder: [*export(folder), f"--tokenizer={tokenizer(folder, tokenizer_file=str(folder / 'secret'))}"]
+    lambda at: [*export(at), f"--tokenizer={tokenizer(at, tokenizer_file=str(at / 'secret'))}"]
 )
 
 
 def test_code_of_a_model_runs_when_it_is_trusted(tmp_path: Path) -> None:
     """And a model that transformers has a class for needs no trust, whatever else its configuration names."""
-    foreign = model(tmp_path, **LLAMA | {"model_type": "foreign"} | CODE)
+    foreign = model(tmp_path, **FOREIGN)
     canary = {"CANARY": str(tmp_path / "ran"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
     with warm(tmp_path, *train_on(tmp_path, foreign, trust_remote_code=1), environ=canary) as command:
         assert command.code() == 0, command.err
@@ -431,29 +365,35 @@ row(
 )
 
 
-@hostile(DATA)
-def a_zipped_text_is_endless(folder: Path) -> list[str]:
-    (folder / "data").mkdir()
-    (folder / "data" / "a.txt.gz").write_bytes(bomb(3))
-    return ["prepare", f"--input={folder / 'data'}", f"--output={folder / 'out'}", "--train_tokenizer=300"]
+row(
+    DATA, "a_zipped_text_is_endless", lambda folder: prepare(folder, "a.txt.gz", bomb(3), "--train_tokenizer=300")
+)
 
 
-@hostile(CONFIG)
-def the_cache_folder_is_a_link(folder: Path) -> list[str]:
-    """The home folder cannot be written, and somebody made the folder in the temporary one."""
-    (folder / "tmp").mkdir()
+def with_cache_in(make: Callable[[Path, Path], object]) -> Case:
+    """Return the command that reads a shard, the home folder closed; ``make`` made the cache in the temporary one."""
+
+    def read_shard(folder: Path) -> list[str]:
+        (folder / "tmp").mkdir()
+        make(folder, folder / "tmp" / f"smp_train-{os.getuid()}")
+        ENVIRON[folder] = {"XDG_CACHE_HOME": str(folder / "no" / "such"), "TMPDIR": str(folder / "tmp")}
+        return shard(folder, "a.json", b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n')
+
+    return read_shard
+
+
+def open_to_all(folder: Path, cache: Path) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+
+
+def linked_elsewhere(folder: Path, cache: Path) -> None:
     (folder / "theirs").mkdir()
-    (folder / "tmp" / f"smp_train-{os.getuid()}").symlink_to(folder / "theirs")
-    ENVIRON[folder] = {"XDG_CACHE_HOME": str(folder / "no" / "such"), "TMPDIR": str(folder / "tmp")}
-    return shard(folder, "a.json", b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n')
+    link(cache, folder / "theirs")
 
 
-@hostile(CONFIG)
-def the_cache_folder_is_open_to_all(folder: Path) -> list[str]:
-    (folder / "tmp" / f"smp_train-{os.getuid()}").mkdir(parents=True)
-    (folder / "tmp" / f"smp_train-{os.getuid()}").chmod(0o777)
-    ENVIRON[folder] = {"XDG_CACHE_HOME": str(folder / "no" / "such"), "TMPDIR": str(folder / "tmp")}
-    return shard(folder, "a.json", b'{"input_ids": [1, 2], "attention_mask": [1, 1]}\n')
+row(CONFIG, "the_cache_folder_is_a_link", with_cache_in(linked_elsewhere))
+row(CONFIG, "the_cache_folder_is_open_to_all", with_cache_in(open_to_all))
 
 
 def test_nothing_is_written_that_everybody_may_change(tmp_path: Path) -> None:
@@ -526,52 +466,41 @@ for _name, _data in SAFETENSORS.items():
     CASES[f"safetensors with {_name}"] = (CHECKPOINT, lambda folder, d=_data: weights(folder, "model.safetensors", d))
 
 
-@hostile(CHECKPOINT)
-def an_index_of_weights_names_a_file_outside(folder: Path) -> list[str]:
-    index = {"weight_map": {"w": "../secret"}}
-    return weights(folder, "model.safetensors.index.json", json.dumps(index).encode())
+def in_pytorch(make: Callable[[], bytes]) -> Case:
+    return lambda folder: weights(folder, "pytorch_model.bin", make())
 
 
-row(
-    CHECKPOINT, "an_index_of_weights_is_a_list",
-    lambda folder: weights(folder, "model.safetensors.index.json", b'{"weight_map": [1]}')
-)
-row(CHECKPOINT, "pickled_weights_run_code", lambda folder: weights(folder, "pytorch_model.bin", saved({"w": Code()})))
-row(
-    CHECKPOINT, "pickled_weights_of_the_old_format_run_code",
-    lambda folder: weights(folder, "pytorch_model.bin", pickle.dumps(Code()))
-)
-
-
-@hostile(CHECKPOINT)
-def pickled_weights_claim_to_be_enormous(folder: Path) -> list[str]:
+def zeros(count: Any) -> Any:
     import torch
 
-    return weights(folder, "pytorch_model.bin", saved({"w": torch.zeros(1).expand(10**7, 10**6)}))
+    return torch.zeros(count)
 
 
-@hostile(CHECKPOINT)
-def pickled_weights_are_compressed(folder: Path) -> list[str]:
-    import torch
+for _name, _data in {
+    "names_a_file_outside": b'{"weight_map": {"w": "../secret"}}',
+    "is_a_list": b'{"weight_map": [1]}',
+}.items():
+    row(
+        CHECKPOINT, f"an_index_of_weights_{_name}",
+        lambda at, data=_data: weights(at, "model.safetensors.index.json", data)  # type: ignore[misc]
+    )
+for _name, _make in {
+    "run_code": lambda: saved({"w": Code()}),
+    "of_the_old_format_run_code": lambda: pickle.dumps(Code()),
+    "claim_to_be_enormous": lambda: saved({"w": zeros(1).expand(10**7, 10**6)}),
+    "are_compressed": lambda: compressed(saved({"w": zeros(10**6)})),
+}.items():
+    row(CHECKPOINT, f"pickled_weights_{_name}", in_pytorch(_make))
 
-    return weights(folder, "pytorch_model.bin", compressed(saved({"w": torch.zeros(10**6)})))
 
-
-@hostile(CHECKPOINT)
-def a_file_of_a_rank_is_compressed(folder: Path) -> list[str]:
+def rank_file(folder: Path) -> list[str]:
     """A local checkpoint of the SMP sample, whose pickle is 100 KB on disk and 100 MB in memory."""
     import torch
 
     found = indexed(folder).state_dict_metadata
-    model = {
-        name.removeprefix("model."): torch.zeros(info.size.numel())
-        for name, info in found.items()
-        if name.startswith("model.")
-    }
-    state = {
-        number: {"exp_avg": one, "exp_avg_sq": one, "step": torch.tensor(1.0)}
-        for number, one in enumerate(model.values())
-    }
+    sizes = {name[6:]: info.size.numel() for name, info in found.items() if name.startswith("model.")}
+    model = {name: torch.zeros(size) for name, size in sizes.items()}
+    state = {n: {"exp_avg": one, "exp_avg_sq": one, "step": torch.tensor(1.0)} for n, one in enumerate(model.values())}
     optimizer = {"state": state, "param_groups": [{"params": list(state)}]}
     path = folder / "sample/llama_v2-1steps"
     path.mkdir(parents=True)
@@ -580,19 +509,19 @@ def a_file_of_a_rank_is_compressed(folder: Path) -> list[str]:
     return ["train", *flags(folder, max_steps=2, resume_from_checkpoint=path)]
 
 
-@hostile(CHECKPOINT)
-def a_tensor_of_a_checkpoint_is_compressed(folder: Path) -> list[str]:
-    import torch
-
+def compressed_tensor(folder: Path) -> None:
     found = indexed(folder)
     key, info = next((key, info) for key, info in found.storage_data.items() if key.fqn == "model.lm_head.weight")
     path = of(folder) / info.relative_path
-    tensor = torch.zeros(found.state_dict_metadata[key.fqn].size)
+    tensor = zeros(found.state_dict_metadata[key.fqn].size)
     with path.open("ab") as file:
         info.offset = file.tell()
         info.length = file.write(compressed(saved(tensor)))
     index(folder, found)
-    return export(folder)
+
+
+row(CHECKPOINT, "a_file_of_a_rank_is_compressed", rank_file)
+row(CHECKPOINT, "a_tensor_of_a_checkpoint_is_compressed", export, compressed_tensor)
 
 
 # One of each reader, and of each thing that it may be made to do.

@@ -31,9 +31,6 @@ class State:
     """Everything `init` settles."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
         self.ready = False
         self.groups: dict[str, Any] = {}
         self.config: dict[str, Any] = {}
@@ -107,14 +104,6 @@ class State:
     @property
     def tp_process_group(self) -> Any:
         return None if self.native else self.group("tensor")
-
-    @property
-    def cp_process_group(self) -> Any:
-        return self.group("context")
-
-    @property
-    def rep_rank_process_group(self) -> Any:
-        return None if self.native else self.group("replica")
 
     @property
     def world_process_group(self) -> Any:

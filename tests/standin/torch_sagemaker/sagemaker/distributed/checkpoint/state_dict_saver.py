@@ -18,13 +18,6 @@ from tests import standin
 
 from ...state_handler import state
 from .async_utils import AsyncCallsQueue
-from .filesystem import DistributedFileSystemWriter
-
-DEFAULT_ASYNC_REQUEST_QUEUE = AsyncCallsQueue()
-
-
-class PyTorchDistSaveShardedStrategy:
-    """How a state is split into what is written; there is one way here."""
 
 
 def note(what: str, folder: Any, group: Any, coordinator: int, storage: Any, **facts: Any) -> None:
@@ -42,23 +35,20 @@ def note(what: str, folder: Any, group: Any, coordinator: int, storage: Any, **f
 
 
 def save(
-    state_dict: dict, *, checkpoint_id: Any = None, storage_writer: Any = None, planner: Any = None,
-    process_group: Any = None, coordinator_rank: int = 0, wait_error_handling: bool = True,
-    force_check_all_plans: bool = True, s3_region: Any = None, s3client_config: Any = None,
+    state_dict: dict, *, checkpoint_id: Any = None, storage_writer: Any = None, process_group: Any = None,
+    coordinator_rank: int = 0,
 ) -> None:  # fmt: skip
     """Write; returns when all is written."""
     note("save", checkpoint_id, process_group, coordinator_rank, storage_writer)
-    _write(state_dict, checkpoint_id, storage_writer, planner, process_group)
+    _write(state_dict, checkpoint_id, storage_writer, process_group)
 
 
-def _write(state_dict: dict, folder: Any, writer: Any, planner: Any, group: Any) -> None:
+def _write(state_dict: dict, folder: Any, writer: Any, group: Any) -> None:
     if folder is None and writer is None:
         raise ValueError("give checkpoint_id or storage_writer")
+    writer = writer or dcp.FileSystemWriter(folder)
     with led_by_first(group) as coordinator:
-        _save_state_dict(
-            state_dict, writer or DistributedFileSystemWriter(folder), group, coordinator, False,
-            planner or dcp.DefaultSavePlanner(),
-        )  # fmt: skip
+        _save_state_dict(state_dict, writer, group, coordinator, False, dcp.DefaultSavePlanner())
 
 
 @contextmanager
@@ -82,18 +72,15 @@ def led_by_first(group: Any) -> Iterator[int]:
 
 
 def async_save(
-    state_dict: dict, *, checkpoint_id: Any = None, storage_writer: Any = None, planner: Any = None,
-    process_group: Any = None, coordinator_rank: int = 0, queue: AsyncCallsQueue | None = None,
-    sharded_strategy: Any = None, wait_error_handling: bool = True, force_check_all_plans: bool = True,
-    s3_region: Any = None, s3client_config: Any = None,
+    state_dict: dict, *, checkpoint_id: Any = None, storage_writer: Any = None, process_group: Any = None,
+    coordinator_rank: int = 0, queue: AsyncCallsQueue,
 ) -> None:  # fmt: skip
     """Copy the state; it is written when its queue is finalised."""
-    queue = DEFAULT_ASYNC_REQUEST_QUEUE if queue is None else queue
     note("async_save", checkpoint_id, process_group, coordinator_rank, storage_writer, queue=id(queue))
     if queue._calls:
         raise RuntimeError("the save before was not finalised")
     own = _copied(state_dict, process_group)
-    queue.schedule(lambda: _write(own, checkpoint_id, storage_writer, planner, process_group))
+    queue.schedule(lambda: _write(own, checkpoint_id, storage_writer, process_group))
 
 
 def _copied(value: Any, group: Any) -> Any:
@@ -108,8 +95,3 @@ def _copied(value: Any, group: Any) -> Any:
             shards, copy.deepcopy(value.metadata()), process_group=value._process_group
         )
     return value.detach().clone() if hasattr(value, "detach") else value
-
-
-def maybe_finalize_async_calls(blocking: bool = True, process_group: Any = None) -> list[int]:
-    """Finish what the default queue holds."""
-    return DEFAULT_ASYNC_REQUEST_QUEUE.maybe_finalize_async_calls(blocking, process_group)
