@@ -19,6 +19,8 @@ from tests.training import flags
 pytestmark = pytest.mark.system
 
 CONFIG, DATA, CHECKPOINT = 2, 3, 4
+Mistake = Callable[[Path], dict[str, Any]]
+"""Makes an input below a folder, and returns the flags that meet it."""
 SECONDS = 300.0
 """In which a command with a mistake has ended, on a machine that others use too; by itself it takes one or two."""
 
@@ -32,6 +34,10 @@ def line_of(command: Command, code: int) -> str:
         assert len(lines) == 1, lines
         assert lines[0].startswith("smp-train: error: ")
         return lines[0]
+
+
+def refused(folder: Path, changes: dict[str, Any], code: int) -> str:
+    return line_of(warm(folder, "train", *flags(folder, **changes)), code)
 
 
 # --- refused before anything is imported -----------------------------------------------------------
@@ -69,39 +75,21 @@ def on(data: Path, **changes: Any) -> dict[str, Any]:
     return {"use_synthetic_data": None, "training_dir": data, **changes}
 
 
-def missing_folder(folder: Path) -> dict[str, Any]:
-    return on(folder / "nowhere")
+def damaged(name: str, text: str, mode: str = "w") -> Mistake:
+    """Return a mistake: one of the shards has this text, or has it in addition."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        data = shards(folder)
+        with (data / name).open(mode) as file:
+            file.write(text)
+        return on(data)
+
+    return make
 
 
 def empty_folder(folder: Path) -> dict[str, Any]:
     (folder / "data").mkdir()
     return on(folder / "data")
-
-
-def empty_shard(folder: Path) -> dict[str, Any]:
-    data = shards(folder)
-    (data / "part-1.jsonl").write_text("")
-    return on(data)
-
-
-def blank_shard(folder: Path) -> dict[str, Any]:
-    data = shards(folder)
-    (data / "part-1.jsonl").write_text("\n\n")
-    return on(data)
-
-
-def broken_line(folder: Path) -> dict[str, Any]:
-    data = shards(folder)
-    with (data / "part-1.jsonl").open("a") as file:
-        file.write('{"input_ids": [1, 2, 3], "attention_mask": [1, 1, \n')
-    return on(data)
-
-
-def foreign_token(folder: Path) -> dict[str, Any]:
-    data = shards(folder)
-    with (data / "part-0.jsonl").open("a") as file:
-        file.write('{"input_ids": [1, 256], "attention_mask": [1, 1]}\n')
-    return on(data)
 
 
 def missing_shard(folder: Path) -> dict[str, Any]:
@@ -112,58 +100,69 @@ def missing_shard(folder: Path) -> dict[str, Any]:
     return on(data)
 
 
-def unwritable_checkpoints(folder: Path) -> dict[str, Any]:
-    # Below a file: also root cannot write there.
-    (folder / "file").touch()
-    return {"checkpoint_dir": folder / "file" / "checkpoints"}
+def below_a_file(flag: str, name: str) -> Mistake:
+    """Return a mistake: a folder where also root cannot write."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        (folder / "file").touch()
+        return {flag: folder / "file" / name}
+
+    return make
 
 
-def unwritable_run_folder(folder: Path) -> dict[str, Any]:
-    (folder / "file").touch()
-    return {"run_dir": folder / "file" / "run"}
-
-
-def no_such_checkpoint(folder: Path) -> dict[str, Any]:
-    return {"resume_from_checkpoint": folder / "elsewhere"}
-
-
-LOOKED_AT: dict[Callable[[Path], dict[str, Any]], tuple[int, str]] = {
-    missing_folder: (DATA, r"FOLDER/nowhere: no such data folder; check --training_dir"),
-    empty_folder: (DATA, r"FOLDER/data: no shard in this folder \(\*\.json, "),
-    empty_shard: (DATA, r"FOLDER/data/part-1\.jsonl: empty shard \(0 bytes\); write it again or remove it"),
-    blank_shard: (DATA, r"FOLDER/data/part-1\.jsonl: empty shard \(no row in it\); write it again or remove it"),
-    broken_line: (DATA, r"FOLDER/data/part-1\.jsonl:9: broken JSON .*; one whole object per line is needed"),
-    foreign_token: (
-        DATA,
+broken_line = damaged("part-1.jsonl", '{"input_ids": [1, 2, 3], "attention_mask": [1, 1, \n', "a")
+LOOKED_AT: dict[str, tuple[Mistake, int, str]] = {
+    "missing folder": (
+        lambda folder: on(folder / "nowhere"), DATA, r"FOLDER/nowhere: no such data folder; check --training_dir",
+    ),
+    "empty folder": (empty_folder, DATA, r"FOLDER/data: no shard in this folder \(\*\.json, "),
+    "empty shard": (
+        damaged("part-1.jsonl", ""), DATA,
+        r"FOLDER/data/part-1\.jsonl: empty shard \(0 bytes\); write it again or remove it",
+    ),
+    "blank shard": (
+        damaged("part-1.jsonl", "\n\n"), DATA,
+        r"FOLDER/data/part-1\.jsonl: empty shard \(no row in it\); write it again or remove it",
+    ),
+    "broken line": (
+        broken_line, DATA, r"FOLDER/data/part-1\.jsonl:9: broken JSON .*; one whole object per line is needed",
+    ),
+    "foreign token": (
+        damaged("part-0.jsonl", '{"input_ids": [1, 256], "attention_mask": [1, 1]}\n', "a"), DATA,
         r"FOLDER/data/part-0\.jsonl:9: token id 256 is outside the vocabulary \[0, 256\); .* --vocab_size",
     ),
-    missing_shard: (DATA, r"FOLDER/data: .*part-1\.jsonl is missing"),
-    unwritable_checkpoints: (CHECKPOINT, r"FOLDER/file/checkpoints.* --checkpoint_dir"),
-    unwritable_run_folder: (CONFIG, r"FOLDER/file/run: cannot write the run folder \(Not a directory\); set --run_dir"),
-    no_such_checkpoint: (CHECKPOINT, r"FOLDER/elsewhere does not exist; give a folder of checkpoints or one"),
-}
+    "missing shard": (missing_shard, DATA, r"FOLDER/data: .*part-1\.jsonl is missing"),
+    "unwritable checkpoints": (
+        below_a_file("checkpoint_dir", "checkpoints"), CHECKPOINT, r"FOLDER/file/checkpoints.* --checkpoint_dir",
+    ),
+    "unwritable run folder": (
+        below_a_file("run_dir", "run"), CONFIG,
+        r"FOLDER/file/run: cannot write the run folder \(Not a directory\); set --run_dir",
+    ),
+    "no such checkpoint": (
+        lambda folder: {"resume_from_checkpoint": folder / "elsewhere"}, CHECKPOINT,
+        r"FOLDER/elsewhere does not exist; give a folder of checkpoints or one",
+    ),
+    "unknown family": (lambda folder: {"model_type": "lama_v2"}, CONFIG, r"lama_v2.*did you mean llama_v2"),
+    "unknown size": (lambda folder: {"model_size": "7c"}, CONFIG, r"7c.*7b"),
+    "heads": (lambda folder: {"num_heads": 5}, CONFIG, r"--hidden_width 32 is not a multiple of --num_heads 5"),
+    "no such model": (
+        lambda folder: {"hf_pretrained_model_name_or_dir": "./nowhere"}, CONFIG, r"\./nowhere does not exist",
+    ),
+    # Before anything of it is allocated, and before the data is looked at: the numbers, and what to change.
+    "a model larger than the memory": (
+        lambda folder: LARGE | on(folder / "nowhere"), CONFIG,
+        r"llama_v2-70b \(68\.98 B parameters\) take 1104 GB .* which has \d+ GB.* --memory_check 0",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", LOOKED_AT, ids=lambda mistake: mistake.__name__)
-def test_looked_at(mistake: Callable[[Path], dict[str, Any]], tmp_path: Path) -> None:
-    code, message = LOOKED_AT[mistake]
-    line = line_of(warm(tmp_path, "train", *flags(tmp_path, **mistake(tmp_path))), code)
+@pytest.mark.parametrize("mistake", LOOKED_AT)
+def test_looked_at(mistake: str, tmp_path: Path) -> None:
+    make, code, message = LOOKED_AT[mistake]
+    line = refused(tmp_path, make(tmp_path), code)
     assert re.search(message.replace("FOLDER", re.escape(str(tmp_path))), line), line
     assert not list(tmp_path.glob("checkpoints/*steps"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "lama_v2"}, r"lama_v2.*did you mean llama_v2"),
-        ({"model_size": "7c"}, r"7c.*7b"),
-        ({"num_heads": 5}, r"--hidden_width 32 is not a multiple of --num_heads 5"),
-        ({"hf_pretrained_model_name_or_dir": "./nowhere"}, r"\./nowhere does not exist"),
-    ],
-)
-def test_unknown_models(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    line = line_of(warm(tmp_path, "train", *flags(tmp_path, **changes)), CONFIG)
-    assert re.search(message, line), line
 
 
 @pytest.mark.slow
@@ -198,10 +197,6 @@ def truncate_all(checkpoint: Path) -> None:
             opened.truncate(10)
 
 
-def refused(folder: Path, changes: dict[str, Any], code: int) -> str:
-    return line_of(warm(folder, "train", *flags(folder, **changes)), code)
-
-
 def test_a_damaged_checkpoint_asked_for_by_name(resuming: tuple[Path, dict[str, Any]]) -> None:
     folder, changes = resuming
     newest = folder / "checkpoints" / "llama_v2-2steps"
@@ -216,9 +211,7 @@ def test_a_folder_of_damaged_checkpoints(resuming: tuple[Path, dict[str, Any]]) 
     folder, changes = resuming
     for step in (1, 2):
         truncate_all(folder / "checkpoints" / f"llama_v2-{step}steps")
-    with warm(folder, "train", *flags(folder, **changes)) as command:
-        assert command.code(SECONDS) == CHECKPOINT
-        (line,) = command.err.splitlines()
+    line = refused(folder, changes, CHECKPOINT)
     assert "every checkpoint in" in line
     assert "give another --checkpoint_dir or move them away" in line
 
@@ -255,14 +248,6 @@ def test_a_changed_seed(resuming: tuple[Path, dict[str, Any]]) -> None:
     folder, changes = resuming
     line = refused(folder, {**changes, "seed": 1}, DATA)
     assert "--seed changed: 12345 in the checkpoint, 1 now; resume with the same, or start a new run" in line
-
-
-def test_a_model_larger_than_the_memory(tmp_path: Path) -> None:
-    """Before anything of it is allocated, and before the data is looked at: the numbers, and what to change."""
-    changes = LARGE | {"use_synthetic_data": None, "training_dir": tmp_path / "nowhere"}
-    line = line_of(warm(tmp_path, "train", *flags(tmp_path, **changes)), CONFIG)
-    assert re.search(r"llama_v2-70b \(68\.98 B parameters\) take 1104 GB .* which has \d+ GB", line), line
-    assert "--memory_check 0" in line
 
 
 @pytest.mark.slow

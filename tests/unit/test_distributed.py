@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.distributed import Runtime, detect, expand_hostlist
+from smp_train.distributed import detect, expand_hostlist
 from smp_train.errors import ConfigError
 
 TORCHRUN = {
@@ -172,27 +172,17 @@ def test_pals_takes_the_first_host_of_pbs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("n1", ["n1"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
-        ("n[001-003,7]", ["n001", "n002", "n003", "n7"]),
-        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
-        ("a[1-2]b[1-2]", ["a1b1", "a1b2", "a2b1", "a2b2"]),
-        ("ip-10-1-[1,3]-[10-11]", ["ip-10-1-1-10", "ip-10-1-1-11", "ip-10-1-3-10", "ip-10-1-3-11"]),
-        ("login,n[1-2],m3.example.com", ["login", "n1", "n2", "m3.example.com"]),
-        ("a[1-2]-x,b", ["a1-x", "a2-x", "b"]),
+        ("n1", "n1"), ("n[1-3]", "n1 n2 n3"), ("n[001-003,7]", "n001 n002 n003 n7"), ("n[08-11]", "n08 n09 n10 n11"),
+        ("a[1-2]b[1-2]", "a1b1 a1b2 a2b1 a2b2"), ("a[1-2]-x,b", "a1-x a2-x b"),
+        ("ip-10-1-[1,3]-[10-11]", "ip-10-1-1-10 ip-10-1-1-11 ip-10-1-3-10 ip-10-1-3-11"),
+        ("login,n[1-2],m3.example.com", "login n1 n2 m3.example.com"),
     ],
-)
-def test_hostlists(text: str, hosts: list[str]) -> None:
-    assert expand_hostlist(text) == hosts
+)  # fmt: skip
+def test_hostlists(text: str, hosts: str) -> None:
+    assert expand_hostlist(text) == hosts.split()
 
 
 @pytest.mark.parametrize("text", ["", "n[1-]", "n[a]", "n[]"])
 def test_hostlists_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ConfigError, match="cannot read the list of hosts"):
         expand_hostlist(text)
-
-
-def test_runtime_is_frozen() -> None:
-    place: Runtime = detect({})
-    with pytest.raises(AttributeError):
-        place.rank = 1  # type: ignore[misc]
