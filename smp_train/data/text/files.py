@@ -69,15 +69,27 @@ def find_files(
             + (" or --pattern" if flag == "--input" else "")
         )
     _refuse_duplicates(found)
-    found = _without_empty(found, flag)
-    return sorted(found, key=lambda file: (_digest(file.name), file.name, file.path))
+    empty = [file for file in found if not (file.size or file.remote)]
+    if len(empty) == len(found):
+        raise DataError(f"{found[0].path}: is empty, as is all of {flag}; write it again")
+    if empty:
+        logger.warning(
+            "left out %d empty files of %d; the first is %s", len(empty), len(found), empty[0].path, extra=ALL_RANKS
+        )
+    return sorted((file for file in found if file.size or file.remote), key=_in_sampled_order)
+
+
+def _in_sampled_order(file: TextFile) -> tuple[bytes, str, str]:
+    name = file.name.encode(errors="surrogateescape")
+    return hashlib.blake2b(name, digest_size=8).digest(), file.name, file.path
 
 
 def _of_documents(found: list[TextFile], given: str, column: str) -> list[TextFile]:
     """Leave out files called ``.json`` that hold something else, such as a configuration, with a warning."""
     doubtful = [file for file in found if file.name.lower().endswith(LOOKED_INTO) and file.path != given]
     with ThreadPoolExecutor(LOOKED_INTO_TOGETHER) as pool:
-        hold = pool.map(lambda file: _begins_with(file, column), doubtful)
+        # Tokens are taken too: their reader names what they are.
+        hold = pool.map(lambda file: begins_with(file, column, "input_ids"), doubtful)
         others = {file.path for file, holds in zip(doubtful, hold, strict=True) if not holds}
     if others:
         logger.warning(
@@ -87,26 +99,23 @@ def _of_documents(found: list[TextFile], given: str, column: str) -> list[TextFi
     return [file for file in found if file.path not in others]
 
 
-def _begins_with(file: TextFile, column: str) -> bool:
-    """True when the first line of a file is an object with a field, or with tokens, which its reader refuses."""
+def begins_with(file: TextFile, *fields: str) -> bool:
+    """True when the first line of a file is an object with one of some fields, or damaged, as its reader then names."""
     with file.open() as raw:
         zipped = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         raw.seek(0)
         try:
             head = (GzipFile(fileobj=raw, mode="rb") if zipped else raw).read(FIRST_LINE_BYTES)
         except GZIP_ERRORS:
-            return True  # its reader says what is wrong with it
+            return True
     line, end, _ = head.lstrip().partition(b"\n")
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         # Of a long document only the beginning is here.
-        return not end and len(head) == FIRST_LINE_BYTES and json.dumps(column).encode() in line
-    return isinstance(record, dict) and (column in record or "input_ids" in record)
-
-
-def _digest(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest()
+        long = not end and len(head) == FIRST_LINE_BYTES
+        return long and any(json.dumps(field).encode() in line for field in fields)
+    return isinstance(record, dict) and not record.keys().isdisjoint(fields)
 
 
 def _refuse_duplicates(found: list[TextFile]) -> None:
@@ -125,18 +134,6 @@ def _refuse_duplicates(found: list[TextFile]) -> None:
             )
 
 
-def _without_empty(found: list[TextFile], flag: str) -> list[TextFile]:
-    kept = [file for file in found if file.size or file.remote]
-    empty = [file for file in found if not (file.size or file.remote)]
-    if not kept:
-        raise DataError(f"{found[0].path}: is empty, as is all of {flag}; write it again")
-    if empty:
-        logger.warning(
-            "left out %d empty files of %d; the first is %s", len(empty), len(found), empty[0].path, extra=ALL_RANKS
-        )
-    return kept
-
-
 def _local(path: Path, name: str) -> TextFile:
     try:
         status = path.stat()
@@ -150,17 +147,15 @@ def _below(given: str, patterns: Sequence[str], exclude: Sequence[str]) -> list[
     if s3.is_s3(given):
         objects = {shard.name: shard for shard in s3.list_folder(given, deep=True)[0] if shard.size}
         names = [name for name in objects if not any(_left_out(part, exclude) for part in name.split("/"))]
-        found = [
-            TextFile(objects[name].path, name, objects[name].size, objects[name].etag)
-            for name in names
-            if objects[name].path == given or _wanted(name, patterns)
-        ]
+        wanted = [name for name in names if objects[name].path == given or _wanted(name, patterns)]
+        found = [TextFile(objects[name].path, name, objects[name].size, objects[name].etag) for name in wanted]
     else:
         refuse_dict(given, set(os.listdir(given)))
         names = list(_walk(Path(given), exclude))
-        found = [_local(Path(given, name), name) for name in names if _wanted(name, patterns)]
+        wanted = [name for name in names if _wanted(name, patterns)]
+        found = [_local(Path(given, name), name) for name in wanted]
     if not patterns:
-        chosen = {file.name for file in found}
+        chosen = set(wanted)
         say_left_out(given, [os.path.basename(name) for name in names if name not in chosen])
     return found
 
@@ -168,18 +163,21 @@ def _below(given: str, patterns: Sequence[str], exclude: Sequence[str]) -> list[
 def _walk(root: Path, exclude: Sequence[str]) -> Iterator[str]:
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(name for name in folders if not _left_out(name, exclude))
-        for name in sorted(files):
-            if not _left_out(name, exclude):
-                yield os.path.relpath(os.path.join(folder, name), root)
+        yield from (
+            os.path.relpath(os.path.join(folder, name), root) for name in sorted(files) if not _left_out(name, exclude)
+        )
 
 
 def _left_out(name: str, exclude: Sequence[str]) -> bool:
-    return name[:1] in ("", ".") or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
+    return name[:1] in ("", ".") or _matches(name, exclude)
 
 
 def _wanted(path: str, patterns: Sequence[str]) -> bool:
     name = os.path.basename(path)
     if patterns:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-    of_datasets = any(fnmatch.fnmatchcase(name, pattern) for pattern in OF_DATASETS)
-    return name.lower().endswith((*SUFFIXES, LOOKED_INTO)) and name[0] != "_" and not of_datasets
+        return _matches(name, patterns)
+    return name.lower().endswith((*SUFFIXES, LOOKED_INTO)) and name[0] != "_" and not _matches(name, OF_DATASETS)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from smp_train.data.text.read import texts_of
 from smp_train.data.text.text_file import TextFile
 from smp_train.errors import ConfigError, DataError, install
 
@@ -22,7 +21,7 @@ class Split:
     name: str
     split: str
     identity: str
-    """What tells its versions apart."""
+    """Differs between versions of the data set."""
     stream: Any = field(compare=False, repr=False)
 
     def files(self) -> list[TextFile]:
@@ -32,24 +31,21 @@ class Split:
             for number in range(self.stream.num_shards)
         ]
 
-    def documents(self, shard: int, column: str, start: int) -> Iterator[tuple[int, Any]]:
-        """Yield (row from 1, value) of one shard, from row ``start`` (from 0) on. Raises DataError."""
-        here = f"{self.name}/{self.split}-{shard}"
-        number = start
+    def columns(self, shard: int, column: str, start: int) -> Iterator[tuple[int, Any]]:
+        """Yield (rows before, values) of a column of one shard, from row ``start`` (from 0) on. Raises DataError."""
+        here, before = f"{self.name}/{self.split}-{shard}", start
         try:
             rows = self.stream.shard(num_shards=self.stream.num_shards, index=shard).with_format("arrow").skip(start)
             for table in rows.iter(batch_size=ROWS_AT_ONCE):
                 if column not in table.column_names:
-                    raise DataError(
-                        f"{here}: no column {column} (it has {', '.join(table.column_names)}); set --text_column"
-                    )
-                for text in texts_of(table.column(column)):
-                    number += 1
-                    yield number, text
+                    has = ", ".join(table.column_names)
+                    raise DataError(f"{here}: no column {column} (it has {has}); set --text_column")
+                yield before, table.column(column)
+                before += table.num_rows
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"{here}: cannot be read on after row {number} ({_line(error)})") from None
+            raise DataError(f"{here}: cannot be read on after row {before} ({_line(error)})") from None
 
 
 def open_split(name: str, config: str | None, split: str, flag: str) -> Split:
@@ -64,8 +60,7 @@ def open_split(name: str, config: str | None, split: str, flag: str) -> Split:
     try:
         # From datasets 4 on no code of a data set is run, and the option is refused.
         runs_code = "trust_remote_code" in inspect.signature(datasets.load_dataset_builder).parameters
-        options = {"trust_remote_code": False} if runs_code else {}
-        builder = datasets.load_dataset_builder(name, config, **options)
+        builder = datasets.load_dataset_builder(name, config, **({"trust_remote_code": False} if runs_code else {}))
         splits = builder.as_streaming_dataset()
     except Exception as error:
         raise DataError(
@@ -80,5 +75,4 @@ def open_split(name: str, config: str | None, split: str, flag: str) -> Split:
 
 
 def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

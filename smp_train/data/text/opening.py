@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from smp_train import distributed
 from smp_train.data import formats, hf_dataset
 from smp_train.data.bad_rows import LeftOut
-from smp_train.data.lines import lines_of
 from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.source import Source
-from smp_train.data.text.files import find_files
+from smp_train.data.text.files import begins_with, find_files
 from smp_train.data.text.stream import Reading, spread_tokenizing
 from smp_train.data.text.text_file import TextFile
 from smp_train.errors import ConfigError, DataError
@@ -58,10 +56,14 @@ def open_text(
             files, reading, identity=identity, merge=distributed.largest, micro_batch=args.train_batch_size,
             accumulation=args.gradient_accumulation_steps, **share,
         )  # fmt: skip
-        _say(training)
-    held_out = _held_out(args, reading, args.validation_batches * args.val_batch_size * dp_size, shards)
-    if held_out is None:
+        logger.info(
+            "Text tokenised on the fly: %d files in %d streams, documents %s; this rank reads %d of the streams",
+            len(files), training.streams, "permuted in blocks" if reading.shuffled else "in stored order",
+            len(training.touched()),
+        )  # fmt: skip
+    if not (args.validation_freq or args.evaluate_only):
         return training, None
+    held_out = _held_out(args, reading, args.validation_batches * args.val_batch_size * dp_size, shards)
     with distributed.together("preparing the validation data"):
         return training, ValidationData(
             held_out, micro_batch=args.val_batch_size, max_batches=args.validation_batches, fast=args.fast_validation,
@@ -89,24 +91,7 @@ def _reading(args: Arguments, vocab_size: int, seq_len: int) -> tuple[Reading, s
     return Reading(tokenizer, end, seq_len, args.seed, shuffled, args.text_column, args.data_audit, left_out), identity
 
 
-def _say(training: TextData) -> None:
-    streams, mine = training.streams, len(training.touched())
-    logger.info(
-        "Text tokenised on the fly: %d files in %d streams, %s; of these, this rank reads %d",
-        len(training.files), streams,
-        "documents permuted in blocks" if training.reading.shuffled else "in stored order", mine,
-    )  # fmt: skip
-    fair = max(streams / training.dp_size, 1)
-    if mine >= 2 * fair:
-        logger.info(
-            "This rank tokenises %.0f times what it trains on: a global micro-batch of %d rows does not fit %d streams",
-            mine / (streams / training.dp_size), training.micro_batch * training.dp_size, streams,
-        )  # fmt: skip
-
-
-def _held_out(args: Arguments, reading: Reading, most: int, shards: Callable[[str], Source]) -> Source | None:
-    if not (args.validation_freq or args.evaluate_only):
-        return None
+def _held_out(args: Arguments, reading: Reading, most: int, shards: Callable[[str], Source]) -> Source:
     files: list[TextFile] = []
     with distributed.together("looking at the validation data"):
         if args.test_dir is None:
@@ -145,12 +130,4 @@ def holds_text(location: str, column: str = "text") -> bool:
     except DataError:
         # It is then opened as shards, which names what is wrong with it.
         return False
-    if files[0].kind != "lines":
-        return True
-    with files[0].open() as raw:
-        for _, line in lines_of(raw, files[0].path):
-            try:
-                return "input_ids" not in json.loads(line)
-            except (ValueError, TypeError):
-                return True
-    return False
+    return files[0].kind != "lines" or not begins_with(files[0], "input_ids")

@@ -6,8 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import IO, Any
+from typing import Any
 
 from smp_train.data.arrow_file import END_MARK
 from smp_train.data.bad_rows import LeftOut
@@ -59,12 +58,11 @@ def documents(
 
 def _records(file: TextFile, column: str, first: int) -> Iterator[tuple[int, int, Any]]:
     """Yield (place from 0, number from 1, content) of documents; those before place ``first`` may be missing."""
-    if file.split is not None:
-        for number, text in file.split.documents(file.shard, column, first):
-            yield number - 1, number, text
-    elif file.kind == "table":
-        for number, text in _of_table(file, column, first):
-            yield number - 1, number, text
+    if file.kind in ("hub", "table"):
+        columns = _table(file, column, first) if file.split is None else file.split.columns(file.shard, column, first)
+        for before, values in columns:
+            for place, text in enumerate(_texts(values), before):
+                yield place, place + 1, text
     elif file.kind == "lines":
         with file.open() as raw:
             for place, (number, line) in enumerate(lines_of(raw, file.path)):
@@ -121,59 +119,43 @@ def _whole(file: TextFile) -> str | ValueError:
         return error
 
 
-def _of_table(file: TextFile, column: str, first: int) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of a column of parquet, or of a file of Arrow batches that ``datasets`` saved.
+def _table(file: TextFile, column: str, first: int) -> Iterator[tuple[int, Any]]:
+    """Yield (rows before, values) of a column of parquet, or of a file of Arrow batches that ``datasets`` saved.
 
     Groups of rows that end before place ``first`` are not read.
     """
     try:
         import pyarrow as pa
+        import pyarrow.parquet as pq
     except ImportError:
         raise ConfigError(f"{file.path}: needs the package pyarrow: {install('text')}") from None
     is_parquet = file.name.lower().endswith(PARQUET_SUFFIX)
-    groups = _parquet_groups if is_parquet else _arrow_groups
+    before = 0
     with file.open() as raw:
         try:
-            before = 0
-            for rows, values in groups(raw, file, column):
-                if before + rows > first:
-                    yield from enumerate(values(), before + 1)
-                before += rows
+            if is_parquet:
+                opened: Any = pq.ParquetFile(raw)
+                _refuse_column(file, column, opened.schema_arrow.names)
+                sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+                while sizes and before + sizes[0] <= first:
+                    before += sizes.pop(0)
+                groups = range(opened.num_row_groups - len(sizes), opened.num_row_groups)
+                batches = opened.iter_batches(1024, row_groups=groups, columns=[column]) if groups else ()
+            else:
+                # A file that was cut between two batches reads like a whole one, except that its end mark is missing.
+                raw.seek(-len(END_MARK), os.SEEK_END)
+                if raw.read() != END_MARK:
+                    raise DataError(f"{file.path}: not a whole Arrow file (it has no end mark); copy it again")
+                raw.seek(0)
+                opened = batches = pa.ipc.open_stream(raw)
+                _refuse_column(file, column, opened.schema.names)
+            for batch in batches:
+                if before + batch.num_rows > first:
+                    yield before, batch.column(column)
+                before += batch.num_rows
         except (pa.ArrowException, OSError) as error:
             what, why = "parquet" if is_parquet else "an Arrow file", " ".join(str(error).split())
             raise DataError(f"{file.path}: is damaged or not {what} ({why}); copy it again") from None
-
-
-Group = tuple[int, Callable[[], Iterator[Any]]]
-"""(rows, what reads their values)."""
-
-
-def _parquet_groups(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Group]:
-    import pyarrow.parquet as pq
-
-    opened: Any = pq.ParquetFile(raw)
-    _refuse_column(file, column, opened.schema_arrow.names)
-
-    def read(group: int) -> Iterator[Any]:
-        for batch in opened.iter_batches(batch_size=1024, row_groups=[group], columns=[column]):
-            yield from texts_of(batch.column(0))
-
-    for group in range(opened.num_row_groups):
-        yield opened.metadata.row_group(group).num_rows, partial(read, group)
-
-
-def _arrow_groups(raw: IO[bytes], file: TextFile, column: str) -> Iterator[Group]:
-    import pyarrow as pa
-
-    # A file that was cut between two batches reads like a whole one, except that its end mark is missing.
-    raw.seek(-8, os.SEEK_END)
-    if raw.read() != END_MARK:
-        raise DataError(f"{file.path}: not a whole file of Arrow batches (it has no end mark); copy it again")
-    raw.seek(0)
-    opened: Any = pa.ipc.open_stream(raw)
-    _refuse_column(file, column, opened.schema.names)
-    for batch in opened:
-        yield batch.num_rows, partial(texts_of, batch.column(column))
 
 
 def _refuse_column(file: TextFile, column: str, names: list[str]) -> None:
@@ -182,14 +164,14 @@ def _refuse_column(file: TextFile, column: str, names: list[str]) -> None:
         raise DataError(f"{file.path}: no column {column} (it has {', '.join(names)}); {hint}")
 
 
-def texts_of(array: Any) -> Iterator[Any]:
+def _texts(values: Any) -> Iterator[Any]:
     """Yield the values of an Arrow array; of a text that is not UTF-8, the error."""
     try:
-        yield from array.to_pylist()
+        yield from values.to_pylist()
         return
     except UnicodeDecodeError:
         pass  # raised before the first is yielded
-    for value in array:
+    for value in values:
         try:
             yield value.as_py()
         except UnicodeDecodeError as error:

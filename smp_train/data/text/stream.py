@@ -49,8 +49,7 @@ class Cursor(NamedTuple):
     token: int = 0
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Every ``parts``-th document of a file, from number ``part`` on."""
 
     file: TextFile
@@ -142,7 +141,7 @@ class Stream:
         self.reading = reading
         self.cursor = cursor
         self.taken = taken
-        self._tokenised = self._read(cursor)
+        self._tokenised = self._read()
         self._next: tuple[Cursor, str, np.ndarray] | None = None
 
     def open(self) -> None:
@@ -182,53 +181,46 @@ class Stream:
         key = np.full(size, f"stream {self.number} {what}")
         return [int(index) for index in permute(np.arange(size), size, self.reading.seed, key)]
 
-    def _read(self, cursor: Cursor) -> Iterator[tuple[Cursor, str, np.ndarray]]:
+    def _read(self) -> Iterator[tuple[Cursor, str, np.ndarray]]:
         """Yield (position, name, tokens) of documents without end, the first with the cursor's own token."""
-        epoch, piece, block, place, token = cursor
+        group: list[tuple[Cursor, str, str]] = []
+        size = 0
+        for here, name, text in self._documents():
+            group.append((here, name, text))
+            size += len(text)
+            if size >= BATCH_CHARACTERS:
+                for (here, name, _), ids in zip(group, self.reading.tokenise([one[2] for one in group]), strict=True):
+                    yield here, name, ids
+                group, size = [], 0
+
+    def _documents(self) -> Iterator[tuple[Cursor, str, str]]:
+        """Yield (position, name, text) of documents that are not blank, without end."""
+        reading = self.reading
+        epoch, first_turn, block, first_place, token = self.cursor
         while True:
-            found = False
-            whole = (piece, block, place) == (0, 0, 0)
+            found = (first_turn, block, first_place) != (0, 0, 0)
             order = self._order(len(self.pieces), f"epoch {epoch}")
-            while piece < len(order):
-                for here, name, ids in self._of_piece(epoch, piece, order[piece], block, place):
-                    found = True
-                    yield here._replace(token=token), name, ids
-                    token = 0
-                piece, block, place = piece + 1, 0, 0
-            if whole and not found:
+            for turn in range(first_turn, len(order)):
+                file, part, parts = self.pieces[order[turn]]
+                coming = documents(
+                    file, reading.column, start=block * BLOCK, part=part, parts=parts, left_out=reading.left_out
+                )
+                while texts := list(islice(coming, BLOCK)):
+                    permuted = self._order(len(texts), f"epoch {epoch} piece {order[turn]} block {block}")
+                    for place in range(first_place, len(texts)):
+                        number, text = texts[permuted[place]]
+                        if text:
+                            found = True
+                            yield Cursor(epoch, turn, block, place, token), f"{file.name}:{number}", text
+                            token = 0
+                    block, first_place = block + 1, 0
+                block = first_place = 0
+            if not found:
                 raise DataError(
                     f"{self.pieces[0].file.path if self.pieces else 'the data'}: too few documents to stream; "
                     "make shards of them with: smp-train prepare"
                 )
-            epoch, piece, token = epoch + 1, 0, 0
-
-    def _of_piece(
-        self, epoch: int, turn: int, number: int, block: int, place: int
-    ) -> Iterator[tuple[Cursor, str, np.ndarray]]:
-        piece = self.pieces[number]
-        coming = documents(
-            piece.file, self.reading.column, start=block * BLOCK, part=piece.part, parts=piece.parts,
-            left_out=self.reading.left_out,
-        )  # fmt: skip
-        while texts := list(islice(coming, BLOCK)):
-            order = self._order(len(texts), f"epoch {epoch} piece {number} block {block}")
-            yield from self._tokenise(texts, order, piece.file.name, Cursor(epoch, turn, block, place))
-            block, place = block + 1, 0
-
-    def _tokenise(
-        self, texts: list[tuple[int, str]], order: list[int], file: str, begin: Cursor
-    ) -> Iterator[tuple[Cursor, str, np.ndarray]]:
-        place = begin.place
-        while place < len(order):
-            group: list[tuple[int, str]] = []
-            size = 0
-            while place + len(group) < len(order) and size < BATCH_CHARACTERS:
-                group.append(texts[order[place + len(group)]])
-                size += len(group[-1][1])
-            for (number, _), ids in zip(group, self.reading.tokenise([text for _, text in group]), strict=True):
-                if ids.size:
-                    yield begin._replace(place=place), f"{file}:{number}", ids
-                place += 1
+            epoch, first_turn, token = epoch + 1, 0, 0
 
 
 def spread_tokenizing(processes: int) -> None:
