@@ -1,7 +1,5 @@
 """Labels of shards, prepared tokens and Arrow data sets: what they may be, and that they reach the batch unchanged."""
 
-import gzip
-import json
 import re
 
 import numpy as np
@@ -14,13 +12,12 @@ from smp_train.data.layout import lay_out
 from smp_train.data.learnable import leave_out_unlearnable
 from smp_train.data.open_data import open_place
 from smp_train.data.order import Order
-from smp_train.data.pipelines.batch import collate, crop
-from smp_train.data.pipelines.data_pipeline import Row, TrainingData, ValidationData
-from smp_train.data.rows import RowParser
+from smp_train.data.pipelines.data_pipeline import TrainingData, ValidationData
 from smp_train.data.source import trimmed
 from smp_train.data.token_cache import BESIDE
 from smp_train.data.windowed import Windowed
 from smp_train.errors import DataError
+from tests.shards import write_shard
 
 VOCAB = 100
 
@@ -44,12 +41,9 @@ def dialogue(count, seed=0, *, masked=False, most=12):
 
 def write(folder, rows, shards=2, suffix=".json"):
     """Write rows as shards; return the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
     size = -(-len(rows) // shards)
     for number in range(shards):
-        text = "".join(json.dumps(row) + "\n" for row in rows[number * size : (number + 1) * size]).encode()
-        zipped = suffix.endswith(".gz")
-        (folder / f"{number}{suffix}").write_bytes(gzip.compress(text, mtime=0) if zipped else text)
+        write_shard(folder / f"{number}{suffix}", rows[number * size : (number + 1) * size])
     return folder
 
 
@@ -70,68 +64,22 @@ def without(rows, field):
     return [{key: values for key, values in row.items() if key != field} for row in rows]
 
 
-GOOD = {
-    "last": ({"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "labels": [-100, 2, 3]}, None),
-    "first": ({"labels": [-100, 2, 3], "input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}, None),
-    "between": ({"input_ids": [1, 2, 3], "labels": [5, -100, 99], "attention_mask": [1, 1, 1]}, None),
-    "no mask": ({"input_ids": [1, 2, 3], "labels": [-100, -100, 0]}, None),
-    "mask": ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 0]}, [1, 1, 0]),
-}
-BAD = {
-    "shorter": {"labels": [1, 2]},
-    "longer": {"labels": [1, 2, 3, 4]},
-    "outside": {"labels": [1, 2, 100]},
-    "negative": {"labels": [1, -1, 2]},
-    "huge": {"labels": [1, 2, 2**63]},
-    "float": {"labels": [1, 2.0, 3]},
-    "bool": {"labels": [1, True, 3]},
-    "null": {"labels": None},
-    "null inside": {"labels": [1, None, 3]},
-    "nested": {"labels": [[1], [2], [3]]},
-    "string": {"labels": "1 2 3"},
-    "number": {"labels": 3},
-    "nothing": {"labels": [-100, -100, -100]},
-    "the first alone": {"labels": [1, -100, -100]},
-    "masked": {"labels": [-100, -100, 3], "attention_mask": [1, 1, 0]},
-}
+def refused_and_skipped(folder, name, capsys):
+    """Check that one row of a data set is named by a run and by ``data verify``; return the others."""
+    with pytest.raises(DataError, match=rf"{name}: \S"):
+        opened(folder)
+    assert main(["data", "verify", str(folder), "--vocab_size", str(VOCAB)]) == 3
+    assert f"{name}: " in capsys.readouterr().out
+    kept = opened(folder, max_bad=0.5)
+    return [kept.row(index) for index in range(len(kept))]
 
 
-@pytest.mark.parametrize("simdjson", [True, False])
-@pytest.mark.parametrize("name", GOOD)
-def test_good_labels(name, simdjson, monkeypatch):
-    if not simdjson:
-        monkeypatch.setattr("smp_train.data.rows.Parser", None)
-    record, mask = GOOD[name]
-    parser = RowParser(VOCAB)
-    for _ in range(2):
-        row = parser(json.dumps(record).encode())
-        assert row.input_ids.tolist() == [1, 2, 3]
-        assert row.labels.tolist() == record["labels"]
-        assert (None if row.counted is None else row.counted.tolist()) == mask
-
-
-@pytest.mark.parametrize("simdjson", [True, False])
-@pytest.mark.parametrize("place", ["first", "last"])
-@pytest.mark.parametrize("name", BAD)
-def test_bad_labels_are_refused_with_file_and_line(tmp_path, name, place, simdjson, monkeypatch, capsys):
-    if not simdjson:
-        monkeypatch.setattr("smp_train.data.rows.Parser", None)
-    good = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}
-    bad = {**good, **BAD[name]} if place == "last" else {**BAD[name], **good, **BAD[name]}
-    lines = [{**good, "labels": [-100, 2, 3]}, bad, {**good, "labels": [1, 2, 3]}]
-    write(tmp_path, lines, 1)
-    with pytest.raises(DataError, match=r"0\.json:2: \S"):
-        opened(tmp_path)
-    assert main(["data", "verify", str(tmp_path), "--vocab_size", str(VOCAB)]) == 3
-    assert "0.json:2: " in capsys.readouterr().out
-    kept = opened(tmp_path, max_bad=0.5)
-    assert [kept.name(index) for index in range(len(kept))] == ["0.json:1", "0.json:3"]
-
-
-def test_labels_twice_are_refused(tmp_path):
-    (tmp_path / "a.json").write_text('{"input_ids": [1, 2], "labels": [1, 2], "labels": [-100, 2]}\n')
-    with pytest.raises(DataError, match=r"a\.json:1: labels"):
-        opened(tmp_path)
+def test_bad_labels_are_refused_with_file_and_line(tmp_path, capsys):
+    rows = dialogue(3)
+    rows[1]["labels"][0] = VOCAB
+    write(tmp_path, rows, 1)
+    kept = refused_and_skipped(tmp_path, "0.json:2", capsys)
+    assert [row.labels.tolist() for row in kept] == [rows[n]["labels"] for n in (0, 2)]
 
 
 @pytest.mark.parametrize("has", [True, False])
@@ -139,14 +87,8 @@ def test_a_shard_has_labels_in_all_rows_or_in_none(tmp_path, has, capsys):
     rows = dialogue(4)
     mixed = [rows[0], *without(rows[1:2], "labels"), *rows[2:]] if has else [*without(rows[:3], "labels"), rows[3]]
     write(tmp_path, mixed, 1)
-    line = 2 if has else 4
-    with pytest.raises(DataError, match=rf"0\.json:{line}: "):
-        opened(tmp_path)
-    kept = opened(tmp_path, max_bad=0.5)
-    assert len(kept) == 3
-    assert all((kept.row(index).labels is not None) == has for index in range(3))
-    assert main(["data", "verify", str(tmp_path)]) == 3
-    assert f"0.json:{line}: " in capsys.readouterr().out
+    kept = refused_and_skipped(tmp_path, f"0.json:{2 if has else 4}", capsys)
+    assert [row.labels is not None for row in kept] == [has] * 3
 
 
 def test_a_folder_has_labels_in_all_shards_or_in_none(tmp_path, capsys):
@@ -186,13 +128,10 @@ def test_bad_labels_of_arrow_are_refused_with_file_and_row(tmp_path, name, capsy
     rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]} for _ in range(4)]
     rows[2] = {**rows[2], "labels": BAD_ARROW[name]}
     save(tmp_path, rows, shards=1)
-    with pytest.raises(DataError, match=r"\.arrow: row 3: "):
-        opened(tmp_path)
-    assert main(["data", "verify", str(tmp_path), "--vocab_size", str(VOCAB)]) == 3
-    assert "row 3: " in capsys.readouterr().out
-    kept = opened(tmp_path, max_bad=0.5)
-    assert [kept.row(index).labels.tolist() for index in range(3)] == [[-100, 2, 3]] * 3
-    assert leave_out_unlearnable(lay_out(kept, 2, long="split", short="pad"), 2, long="split", max_bad=None)
+    kept = refused_and_skipped(tmp_path, "row 3", capsys)
+    assert [row.labels.tolist() for row in kept] == [[-100, 2, 3]] * 3
+    source = lay_out(opened(tmp_path, max_bad=0.5), 2, long="split", short="pad")
+    assert leave_out_unlearnable(source, 2, long="split", max_bad=None)
 
 
 @pytest.mark.parametrize("values", [[1, 2, 3], ["a", "b", "c"], [[0.5, 1.0, 2.0]] * 3])
@@ -334,37 +273,6 @@ def test_windows_know_what_has_nothing_to_learn(tmp_path):
         assert seen == set(reference)
 
 
-@pytest.mark.parametrize("window", [False, True])
-def test_labels_come_from_s3(tmp_path, window, monkeypatch, request):
-    pytest.importorskip("boto3")
-    pytest.importorskip("moto.server")
-    from smp_train.storage.client import client
-    from tests import s3_server
-
-    rows = dialogue(30)
-    write(tmp_path / "data", rows, 6, ".json.gz")
-    with s3_server.serving() as proxy:
-        place = s3_server.bucket(proxy, monkeypatch, request.node.nodeid)
-        for file in (tmp_path / "data").iterdir():
-            client().put_object(Bucket=place.removeprefix("s3://"), Key=f"d/{file.name}", Body=file.read_bytes())
-        if not window:
-            checked(opened(f"{place}/d", cache_dir=str(tmp_path / "cache")), rows)
-            return
-        source = opened(f"{place}/d", cache_dir=str(tmp_path / "cache"), window=2, ranks=distributed.detect())
-        assert isinstance(source, Windowed)
-        order = Order(len(source), 3, "window:2", source.shards)
-        data = TrainingData(source, order, seq_len=12, micro_batch=5, accumulation=1, dp_rank=0, dp_size=1)
-        wanted = {f"{n // 5}.json.gz:{n % 5 + 1}": row["labels"] for n, row in enumerate(rows)}
-        steps = data.batches()
-        for _ in range(6):
-            (batch,) = next(steps)
-            for name, labels in zip(batch.samples, batch.labels.tolist(), strict=True):
-                expected_labels = wanted.pop(name)
-                assert labels == expected_labels + [-100] * (12 - len(expected_labels))
-        steps.close()
-        assert not wanted
-
-
 def test_a_blend_of_sources_with_and_without_labels(tmp_path):
     rows = dialogue(4)
     with_labels = opened(write(tmp_path / "a", rows, 1))
@@ -384,19 +292,6 @@ def test_validation_counts_labels_alone(tmp_path):
     held = ValidationData(opened(write(tmp_path, rows)), seq_len=12, micro_batch=4, dp_rank=0, dp_size=1)
     counted = sum(batch.counted_tokens() for batch in held.batches())
     assert counted == sum(label != -100 for row in rows for label in row["labels"][1:])
-
-
-def test_a_window_is_drawn_where_there_is_something_to_learn():
-    labels = np.full(40, -100)
-    labels[30] = 7
-    starts = set()
-    for key in range(200):
-        window, name = crop(Row(np.arange(40), labels=labels), "d:1", 4, str(key))
-        assert window.has_target()
-        assert window.labels.tolist() == labels[window.input_ids].tolist()
-        starts.add(int(window.input_ids[0]))
-    assert starts == {27, 28, 29}
-    assert collate([window], [name], 4).counted_tokens() == 1
 
 
 def test_inspect_says_what_share_is_counted(tmp_path, capsys):

@@ -9,8 +9,6 @@ import pytest
 
 from smp_train.data.rows import RowParser
 
-MANY = list(range(1, 9))
-
 GOOD = {
     "plain": (b'{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]}', [1, 2, 3], None),
     "compact": (b'{"input_ids":[1,2,3],"attention_mask":[1,1,1]}', [1, 2, 3], None),
@@ -32,6 +30,16 @@ GOOD = {
     "escaped name": (rb'{"input\u005fids": [1, 2], "attention_mask": [1, 1]}', [1, 2], None),
     "other lists": (b'{"at": [[3], {"input_ids": [7]}], "input_ids": [1, 2], "attention_mask": [1, 1]}', [1, 2], None),
     "largest id": (b'{"input_ids": [0, 99]}', [0, 99], None),
+    "labels last": (b'{"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]}', [1, 2], None, [-100, 2]),
+    "labels first": (b'{"labels": [-100, 2], "input_ids": [1, 2], "attention_mask": [1, 1]}', [1, 2], None, [-100, 2]),
+    "labels between": (b'{"input_ids": [1, 2], "labels": [5, 99], "attention_mask": [1, 1]}', [1, 2], None, [5, 99]),
+    "labels, no mask": (b'{"input_ids": [1, 2], "labels": [-100, 0]}', [1, 2], None, [-100, 0]),
+    "labels and mask": (
+        b'{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 0]}',
+        [1, 2, 3],
+        [True, True, False],
+        [-100, 2, 3],
+    ),
 }
 
 # ruff: noqa: E501
@@ -93,30 +101,56 @@ BAD = {
     "ids twice, once escaped": (rb'{"input_ids": [1, 2], "input\u005fids": [3, 4], "attention_mask": [1, 1]}', "input_ids is given twice"),
     "ids twice, escaped first": (rb'{"input\u005fids": [3, 4], "input_ids": [1, 2], "attention_mask": [1, 1]}', "input_ids is given twice"),
     "mask twice, once escaped": (rb'{"input_ids": [1, 2], "attention\u005fmask": [1, 0], "attention_mask": [1, 1]}', "attention_mask is given twice"),
+    "labels twice": (b'{"input_ids": [1, 2], "labels": [1, 2], "labels": [-100, 2]}', "labels is given twice"),
     "mask twice": (b'{"input_ids": [1, 2], "attention_mask": [1, 1], "attention_mask": [1, 0]}', "given twice"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("simdjson", [True, False])
-@pytest.mark.parametrize("name", GOOD)
-def test_good_rows(name, simdjson, monkeypatch):
-    if not simdjson:
+BAD_LABELS = {
+    "[1, 2]": "input_ids has 3 elements and labels 2",
+    "[1, 2, 3, 4]": "input_ids has 3 elements and labels 4",
+    "[1, 2, 100]": "labels[2] is 100, outside the vocabulary [0, 100)",
+    "[1, -1, 2]": "labels[1] is -1, outside the vocabulary",
+    "[1, 2, 9223372036854775808]": "labels[2] is 9223372036854775808",
+    "[1, 2.0, 3]": "labels[1] is 2.0, a float",
+    "[1, true, 3]": "labels[1] is true",
+    "null": "labels is null",
+    "[1, null, 3]": "labels[1] is null",
+    "[[1], [2], [3]]": "labels[0] is a nested list",
+    '"1 2 3"': "labels is a string",
+    "3": "labels is an integer",
+    "[-100, -100, -100]": "nothing to learn",
+    "[1, -100, -100]": "nothing to learn",
+    "[-100, -100, 3]": "labels and attention_mask counts no token",
+}
+for labels, reason in BAD_LABELS.items():
+    mask = "[1, 1, 0]" if "and attention_mask" in reason else "[1, 1, 1]"
+    rest = f'"input_ids": [1, 2, 3], "attention_mask": {mask}'
+    BAD[f"labels {labels} last"] = (f'{{{rest}, "labels": {labels}}}'.encode(), reason)
+    BAD[f"labels {labels} first"] = (f'{{"labels": {labels}, {rest}}}'.encode(), reason)
+
+
+@pytest.fixture(params=["simdjson", "json"])
+def either_parser(request, monkeypatch):
+    if request.param == "json":
         monkeypatch.setattr("smp_train.data.rows.Parser", None)
-    line, ids, mask = GOOD[name]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_rows(name, either_parser):
+    line, ids, mask, *labels = GOOD[name]
     parser = RowParser(100)
     # Twice: the second time the mask may be a remembered one.
     for _ in range(2):
-        got, counted, *_ = parser(line)
-        assert got.tolist() == ids
-        assert got.dtype == np.int64
-        assert (None if counted is None else counted.tolist()) == mask
+        row = parser(line)
+        assert row.input_ids.tolist() == ids
+        assert row.input_ids.dtype == np.int64
+        assert (None if row.counted is None else row.counted.tolist()) == mask
+        assert ([] if row.labels is None else [row.labels.tolist()]) == labels
 
 
-@pytest.mark.parametrize("simdjson", [True, False])
 @pytest.mark.parametrize("name", BAD)
-def test_bad_rows(name, simdjson, monkeypatch):
-    if not simdjson:
-        monkeypatch.setattr("smp_train.data.rows.Parser", None)
+def test_bad_rows(name, either_parser):
     line, reason = BAD[name]
     fresh, used = RowParser(100), RowParser(100)
     used(b'{"input_ids": [1, 2], "attention_mask": [1, 1]}')
