@@ -24,9 +24,8 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 SCRIPTS = [*sorted((ROOT / "launchers").rglob("*.sh")), ROOT / "docker_build.sh"]
 ROLE = "arn:aws:iam::123456789012:role/training"
-
-
-CONTAINER = ["slurm", "--nproc", "2", "--use_synthetic_data=1", "--image", "/x.sqsh"]
+SLURM = ["slurm", "--nproc=2", "--use_synthetic_data=1"]
+CONTAINER = [*SLURM, "--image", "/x.sqsh"]
 
 
 def compare(name: str, text: str) -> None:
@@ -71,22 +70,16 @@ def test_slurm_container(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_slurm_environment(capsys: pytest.CaptureFixture[str]) -> None:
-    script = dry_run(
-        capsys, "slurm", "--nproc", "2", "--use_synthetic_data", "1", "--gpus_per_node=2", "--profile=nsys"
-    )
-    compare("slurm-environment.sh", script)
+    words = ["slurm", "--nproc", "2", "--use_synthetic_data", "1", "--gpus_per_node=2", "--profile=nsys"]
+    compare("slurm-environment.sh", dry_run(capsys, *words))
 
 
 def test_rendered_script_is_clean(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
-    path.write_text(
-        dry_run(capsys, "slurm", "--nproc", "2", "--use_synthetic_data", "1", "--tensorboard_dir", "it's $HOME")
-    )
+    path.write_text(dry_run(capsys, *SLURM, "--tensorboard_dir", "it's $HOME"))
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
-    shown = subprocess.run(
-        ["bash", path], capture_output=True, text=True, check=False,
-        env={"DRY_RUN": "1", "PATH": os.environ["PATH"], "TRAINING_DIR": "/old", "CHECKPOINT_DIR": "/old"},
-    )  # fmt: skip
+    environ = {"DRY_RUN": "1", "PATH": os.environ["PATH"], "TRAINING_DIR": "/old", "CHECKPOINT_DIR": "/old"}
+    shown = subprocess.run(["bash", path], capture_output=True, text=True, check=False, env=environ)
     assert "it's $HOME" in shlex.split(shown.stdout), shown.stderr
     assert "/old" not in shown.stdout, "that is of the shell that submits, and for the scripts"
 
@@ -106,19 +99,8 @@ def test_sagemaker_request(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_local(capsys: pytest.CaptureFixture[str]) -> None:
-    said = dry_run(
-        capsys,
-        "local",
-        "--nproc=2",
-        "--nnodes",
-        "2",
-        "--node_rank",
-        "1",
-        "--master_addr",
-        "a",
-        "--use_synthetic_data=1",
-    )
-    compare("local.txt", said)
+    place = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "a"]
+    compare("local.txt", dry_run(capsys, "local", "--nproc=2", *place, "--use_synthetic_data=1"))
 
 
 @pytest.mark.parametrize(
@@ -134,31 +116,17 @@ def test_local(capsys: pytest.CaptureFixture[str]) -> None:
         (["slurm", "--nproc", "2", "--partion", "x"], "unknown flag --partion; did you mean --partition?"),
         (["slurm", "--nproc", "2", "--max_step", "x"], "unknown flag --max_step; did you mean --max_steps?"),
         (["slurm", "--nproc", "2"], "no training data"),
-        (
-            ["slurm", "--nproc", "3", "--nodes=2", "--hybrid_shard_degree=4", "--use_synthetic_data=1"],
-            "does not divide the 6",
-        ),
+        ([*SLURM, "--nproc=3", "--nodes=2", "--hybrid_shard_degree=4"], "does not divide the 6"),
         (["slurm", "--nproc", "0"], "--nproc '0': expects a number, at least 1"),
-        (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--time", "1 day", "--dry_run"], "a space"),
-        (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--profile", "x"], "--profile x: is not torch or nsys"),
-        (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--env", "1X=2"], "is not NAME=VALUE"),
-        (["slurm", "--nproc", "2", "--use_synthetic_data=1", "--time", "5"], "nothing would be trained"),
+        ([*SLURM, "--time", "1 day", "--dry_run"], "a space"),
+        ([*SLURM, "--profile", "x"], "--profile x: is not torch or nsys"),
+        ([*SLURM, "--env", "1X=2"], "is not NAME=VALUE"),
+        ([*SLURM, "--time", "5"], "nothing would be trained"),
+        ([*SLURM, "--model_type=llama_v2", "--model_size=71b", "--dry_run"], "71b"),
         ([*CONTAINER, "--mounts", "/a,b"], "/a,b (FSX_MOUNT, --mounts): is not one mount"),
         ([*CONTAINER, "--run_dir", "/a:b"], "/a:b: pyxis cannot mount a path with a comma or a colon"),
         (["local", "--nproc", "2", "--nnodes", "2", "--use_synthetic_data=1"], "needs NODE_RANK (0 to 1"),
         (["local", "--nproc", "2", "--training_dir", "/no/data", "--check"], "--training_dir /no/data: no such folder"),
-        (
-            [
-                "slurm",
-                "--nproc",
-                "2",
-                "--use_synthetic_data=1",
-                "--model_type=llama_v2",
-                "--model_size=71b",
-                "--dry_run",
-            ],
-            "71b",
-        ),
     ],
 )
 def test_refused(
@@ -203,11 +171,6 @@ def test_sagemaker_refuses(options_: dict[str, object], flags: dict[str, object]
     with pytest.raises(ConfigError) as refused:
         sagemaker.build(flags, **values)
     assert complaint in str(refused.value)
-
-
-def test_sagemaker_takes_buckets_of_three_letters() -> None:
-    made = sagemaker.build({}, **{**SAGEMAKER, "train": "s3://abc/x", "output": "s3://a-b"})
-    assert (made.train, made.output) == ("s3://abc/x", "s3://a-b")
 
 
 MANY = {"instance_count": 2, "output": "s3://bucket/out"}
@@ -283,12 +246,6 @@ def test_sagemaker_keeps_what_one_instance_writes(
     assert ("/tmp/trial" in said.err) is warned
 
 
-def test_a_request_does_not_lose_checkpoints() -> None:
-    made = sagemaker.build({}, **SAGEMAKER)
-    with pytest.raises(ConfigError, match="would be lost"):
-        sagemaker.request(made, region="eu-west-1", name="x", code="s3://bucket/x")
-
-
 def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixture[str]) -> None:
     said = dry_run(
         capsys, "sagemaker", "--instance_count", "2", "--instance_type", "ml.p5.48xlarge", "--role", ROLE,
@@ -299,13 +256,14 @@ def test_sagemaker_needs_no_more_than_a_role_and_data(capsys: pytest.CaptureFixt
     own = "s3://sagemaker-eu-west-1-123456789012/smp-train"
     assert request["OutputDataConfig"]["S3OutputPath"] == own
     assert json.loads(request["HyperParameters"]["checkpoint_dir"]) == [f"{own}/checkpoints/llama_v2-7b"]
-
-
-def test_sagemakers_own_bucket() -> None:
     session = type("Session", (), {"_default_bucket_name_override": "mine", "boto_region_name": "eu-west-1"})()
-    assert job.own_place(ROLE, job.region_of(session)) == "s3://sagemaker-eu-west-1-123456789012/smp-train"
+    assert job.own_place(ROLE, job.region_of(session)) == own
     assert job.own_place(ROLE, "eu-west-1", session) == "s3://mine/smp-train"
     assert job.own_place("a role", "eu-west-1") is job.own_place(ROLE, None) is None
+    made = sagemaker.build({}, **{**SAGEMAKER, "train": "s3://abc/x", "output": "s3://a-b"})
+    assert (made.train, made.output) == ("s3://abc/x", "s3://a-b"), "names of three letters"
+    with pytest.raises(ConfigError, match="would be lost"):
+        sagemaker.request(sagemaker.build({}, **SAGEMAKER), region="eu-west-1", name="x", code="s3://bucket/x")
 
 
 def test_sagemaker_image_by_region() -> None:
@@ -374,16 +332,8 @@ def test_instance_table_makes_sense() -> None:
 
 
 def test_a_default_gives_way_to_the_submitting_shell(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--nproc",
-        "8",
-        "--instance_type",
-        "p5.48xlarge",
-        "--use_synthetic_data=1",
-        "--env",
-        "HF_HUB_ETAG_TIMEOUT=5",
-    ]
-    header = dry_run(capsys, "slurm", *words).partition("asked=")[0]
+    words = [*SLURM, "--instance_type", "p5.48xlarge", "--env", "HF_HUB_ETAG_TIMEOUT=5"]
+    header = dry_run(capsys, *words).partition("asked=")[0]
     shown = subprocess.run(
         ["bash", "-c", header + 'echo "$NCCL_DEBUG $TOKENIZERS_PARALLELISM $HF_HUB_ETAG_TIMEOUT"'],
         env={"NCCL_DEBUG": "INFO", "HF_HUB_ETAG_TIMEOUT": "7"}, capture_output=True, text=True, check=True,
@@ -391,35 +341,24 @@ def test_a_default_gives_way_to_the_submitting_shell(capsys: pytest.CaptureFixtu
     assert shown.stdout.split() == ["INFO", "false", "5"]
 
 
-def test_run_names_that_slurm_reads_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
-    header = dry_run(
-        capsys, "slurm", "--nproc=2", "--use_synthetic_data=1", "--run_name", "my run", "--run_dir", "/r%j"
-    )
-    assert "#SBATCH --job-name=my-run\n" in header
-    assert "#SBATCH --output=/r%%j/logs/slurm-%j.out\n" in header
-    header = dry_run(capsys, "slurm", "--nproc=2", "--use_synthetic_data=1", "--run_name", "my run")
-    assert '#SBATCH --output="/runs/my run/logs/slurm-%j.out"\n' in header
-
-
-def test_the_script_looks_for_checkpoints_where_the_run_writes_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """A start that saved nothing counts as one in vain."""
-    words = ["slurm", "--nproc=2", "--use_synthetic_data=1", "--run_dir=/r"]
-    for folder in ("/r/mine", "/other"):
-        text = dry_run(capsys, *words, "--checkpoint_dir", folder)
-        assert f"\n  --written {folder} " in text
-        assert "--checkpoints_in_s3" not in text
-    assert "\n  --checkpoints_in_s3 " in dry_run(capsys, *words, "--checkpoint_dir", "s3://bucket/x")
-
-
-def test_without_a_container_a_path_may_have_a_colon(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--run_dir /a:b " in dry_run(capsys, "slurm", "--nproc=2", "--use_synthetic_data=1", "--run_dir", "/a:b")
-
-
-def test_options_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
-    header = dry_run(
-        capsys, "slurm", "--nproc=2", "--sbatch", "--comment=x y", "--sbatch=--mem=0", "--use_synthetic_data=1"
-    )
-    assert "#SBATCH --comment=x y\n#SBATCH --mem=0\n" in header
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--run_name", "my run"], "#SBATCH --job-name=my-run\n"),
+        (["--run_dir", "/r%j"], "#SBATCH --output=/r%%j/logs/slurm-%j.out\n"),
+        (["--run_name", "my run"], '#SBATCH --output="/runs/my run/logs/slurm-%j.out"\n'),
+        (["--sbatch", "--comment=x y", "--sbatch=--mem=0"], "#SBATCH --comment=x y\n#SBATCH --mem=0\n"),
+        # Where the script looks for checkpoints: a start that saved nothing counts as one in vain.
+        (["--run_dir=/r", "--checkpoint_dir=/r/mine"], "\n  --written /r/mine "),
+        (["--run_dir=/r", "--checkpoint_dir=/other"], "\n  --written /other "),
+        (["--run_dir=/r", "--checkpoint_dir=s3://bucket/x"], "\n  --checkpoints_in_s3 "),
+        (["--run_dir=/a:b"], "--run_dir /a:b "),  # without a container
+    ],
+)
+def test_rendered_lines(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = dry_run(capsys, *SLURM, *words)
+    assert line in text
+    assert ("--checkpoints_in_s3" in text) == ("s3://" in words[-1])
 
 
 def double(folder: Path, name: str, body: str) -> None:
@@ -444,8 +383,7 @@ def test_submitted_by_what_sbatch_answers_alone(
 
 def test_interpreter_without_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     double(tmp_path, "python", "exit 1")
-    words = ["slurm", "--nproc=1", "--use_synthetic_data=1", "--run_dir", str(tmp_path / "run")]
-    said = refusal(capsys, *words, "--python", str(tmp_path / "python"))
+    said = refusal(capsys, *SLURM, "--run_dir", str(tmp_path / "run"), "--python", str(tmp_path / "python"))
     assert f"{tmp_path}/python has no torch" in said
 
 
@@ -538,12 +476,6 @@ def test_every_script_shows_what_it_would_do(script: str, environ: dict[str, str
 
 
 def test_multi_node_script_asks_for_what_it_needs() -> None:
-    done = subprocess.run(
-        [ROOT / "launchers/local/launch_multi_node.sh"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": os.environ["PATH"]},
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: set NNODES; for example: NNODES=2")
+    script = ROOT / "launchers/local/launch_multi_node.sh"
+    done = subprocess.run([script], capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
+    assert (done.returncode, "set NNODES" in done.stderr) == (2, True)
