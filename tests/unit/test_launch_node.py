@@ -332,8 +332,6 @@ def test_a_task_starts_nothing_where_nodes_differ_or_checkpoints_would_be_lost(
     beside(logs, 2)
     assert agent.main(["--nproc", "1", "--", *run]) == 75
     assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
-    between = meet(tmp_path, monkeypatch, 0, 75, ["n1", "n3"])[1][1]
-    assert (between.node, between.cause) == ("n1,n3", "network"), "the link, for which no node is left out"
     monkeypatch.setattr(agent, "INSIDE", str(tmp_path))
     monkeypatch.setattr(container, "MOUNTS", tmp_path / "mountinfo")
     (tmp_path / "mountinfo").write_text("1 0 0:1 / / rw - overlay overlay rw\n")
@@ -523,43 +521,38 @@ def test_a_node_that_cannot_write_what_the_first_can_is_bad(
         assert f"LAUNCH-FAIL node=n3 rank=-1 rc={code} cause={cause}" in capsys.readouterr().err
 
 
-def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int, code: int, nodes: list[str]) -> tuple[Any, Any]:
-    """Return what the ranks of a preflight were started with, and what is made of their end."""
-    started: list[Any] = []
+@pytest.mark.parametrize(
+    ("node", "ended", "verdict", "failure"),
+    [
+        (0, (0, "done"), None, None),
+        (0, (75, "error"), {"nodes": ["n3"], "at_fault": True}, Failure(-1, "n3", 75, "node")),
+        # The link, for which no node is left out.
+        (0, (75, "error"), {"nodes": ["n1", "n3"], "at_fault": False}, Failure(-1, "n1,n3", 75, "network")),
+        (1, (75, "error"), {"nodes": ["n3"], "at_fault": True}, None),  # the first node reports for all
+        (0, (75, "error"), "", Failure(-1, "here", 75, "network")),  # a full disk leaves an empty file
+        (1, (74, "error"), None, Failure(-1, "here", 75, "network")),  # who does not reach it reports itself
+        (1, (1, "error"), None, Failure(1, "here", 1, "error")),  # torch, say, could not be imported
+    ],
+)
+def test_preflight_names_the_node_at_fault(
+    node: int, ended: tuple[int, str], verdict: Any, failure: Failure | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    code, cause = ended
 
-    def supervise(command: list[str], place: Place, **options: Any) -> tuple[int, Failure | None]:
-        started.append((command, place, options["environ"]))
-        if nodes:
-            (tmp_path / "preflight.json").write_text(json.dumps({"nodes": nodes, "at_fault": len(nodes) == 1}))
-        return code, Failure(node, "here", code, "error") if code else None
+    def supervise(command: list[str], place: Place, environ: dict[str, str], **_: Any) -> tuple[int, Failure | None]:
+        assert command[1:3] == ["-m", "smp_train.launch.network_check"]
+        assert command[-2:] == ["--efa", "32"]
+        assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20086, "n1,n3"), "a port of its own"
+        if verdict is not None:
+            (tmp_path / "preflight.json").write_text(json.dumps(verdict) if verdict else "")
+        return code, Failure(node, "here", code, cause) if code else None
 
     monkeypatch.setattr(network_check, "supervise", supervise)
     place = Place(1, nodes=2, node_rank=node, master_addr="n1", master_port=20087)
-    return started, network_check.run(place, 60, "auto", 32, STEP, tmp_path)
-
-
-def test_preflight_names_the_node_at_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started, ended = meet(tmp_path, monkeypatch, 0, 0, [])
-    assert ended == (0, None)
-    ((command, place, environ),) = started
-    assert command[1:3] == ["-m", "smp_train.launch.network_check"]
-    assert command[-2:] == ["--efa", "32"]
-    assert (place.master_port, environ["SMP_TRAIN_HOSTS"]) == (20086, "n1,n3")
-    _, (code, failure) = meet(tmp_path, monkeypatch, 0, 75, ["n3"])
-    assert (code, failure.node, failure.cause) == (75, "n3", "node")
-    assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
-    between = meet(tmp_path, monkeypatch, 0, 75, ["n1", "n3"])[1][1]
-    assert (between.node, between.cause) == ("n1,n3", "network"), "the link, for which no node is left out"
-    assert meet(tmp_path, monkeypatch, 1, 75, [])[1] == (75, None), "the first node speaks for all"
-    (tmp_path / "preflight.json").write_text("")
-    full = meet(tmp_path, monkeypatch, 0, 75, [])[1][1]
-    assert (full.node, full.cause) == ("here", "network"), "a full disk leaves an empty file"
-    (tmp_path / "preflight.json").unlink()
-    assert meet(tmp_path, monkeypatch, 1, 74, [])[1][1].node == "here", "who does not reach it speaks for itself"
-    code, failure = meet(tmp_path, monkeypatch, 1, 1, [])[1]
-    assert (code, failure.cause) == (1, "error"), "torch, say, could not be imported"
+    result = network_check.run(place, 60, "auto", 32, STEP, tmp_path)
+    assert result == (failure.code if failure else code, failure)
+    assert capsys.readouterr().err == (f"smp-train: {failure.line()}\n" if failure else "")
 
 
 def test_task_warns_on_the_first_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -569,15 +562,6 @@ def test_task_warns_on_the_first_node(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "warning: --checkpoint_freq 1000: that takes 27.8 h" in capsys.readouterr().err
     agent.warn(resolved, None, Place(1), None)
     assert capsys.readouterr().err == ""
-
-
-def test_task_without_torch_or_anything_installed() -> None:
-    code = (
-        "import sys; import smp_train.launch.node_agent, smp_train.launch.slurm, smp_train.launch.sagemaker, "
-        "smp_train.launch.local; print(*{'torch', 'yaml', 'numpy', 'transformers', 'boto3'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
 
 
 def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,22 +579,19 @@ def test_checkpoints_in_the_container_alone_are_refused(tmp_path: Path, monkeypa
     container.refuse_lost(["/anywhere"])
 
 
-def test_nsys_wraps_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nsys_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("NSYS_DIR", str(tmp_path / "own"))
     with pytest.raises(ConfigError, match="nsys"):
         nsys.command(tmp_path, ["x"])
-    (tmp_path / "nsys").write_text("#!/bin/sh\n")
-    (tmp_path / "nsys").chmod(0o755)
-    command = nsys.command(tmp_path / "run/report", ["python", "-m", "x"])
-    assert command[:2] == [str(tmp_path / "nsys"), "profile"]
-    assert command[-3:] == ["python", "-m", "x"]
-    assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
-    assert command[command.index("--output") + 1] == str(tmp_path / "run/report")
-    (tmp_path / "nsys").rename(tmp_path / "elsewhere")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "elsewhere").rename(tmp_path / "own/nsys")
-    monkeypatch.setenv("NSYS_DIR", str(tmp_path / "own"))
-    assert nsys.command(tmp_path, ["x"])[0] == str(tmp_path / "own/nsys")
+    for folder in (tmp_path / "own", tmp_path):
+        (folder / "nsys").write_text("#!/bin/sh\n")
+        (folder / "nsys").chmod(0o755)
+        command = nsys.command(tmp_path / "run/report", ["python", "-m", "x"])
+        assert command[:2] == [str(folder / "nsys"), "profile"]
+        assert command[-4:] == [str(tmp_path / "run/report"), "python", "-m", "x"]
+        assert command[command.index("--capture-range") + 1] == "cudaProfilerApi"
 
 
 def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -633,13 +614,11 @@ def test_a_broken_image_is_a_cause_that_is_not_tried_again(tmp_path: Path) -> No
     """One of torch's libraries is not there: known before the first step."""
     (tmp_path / "site/torch").mkdir(parents=True)
     (tmp_path / "site/torch/__init__.py").write_text('raise ImportError("libcudnn.so.9: cannot open")')
+    words = ["--nproc", "2", "--", "--use_synthetic_data=1", f"--run_dir={tmp_path}/run"]
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}/site:{ROOT}"}
     done = subprocess.run(
-        [
-            sys.executable, "-m", "smp_train.launch.node_agent", "--nproc", "2", "--", "--use_synthetic_data=1",
-            f"--run_dir={tmp_path}/run",
-        ],
-        capture_output=True, text=True, check=False, timeout=240,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{tmp_path}/site:{ROOT}"},
+        [sys.executable, "-m", "smp_train.launch.node_agent", *words],
+        capture_output=True, text=True, check=False, timeout=240, env=environ,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "libcudnn.so.9" in done.stderr
