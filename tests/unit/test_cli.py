@@ -38,9 +38,8 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in cli.VERBS)
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"smp-train {__version__}\n"
-
-
-def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    assert "--train_batch_size N" in capsys.readouterr().out
     assert cli.main(["trian", "--lr", "3"]) == 2
     assert capsys.readouterr().err == "smp-train: error: unknown verb 'trian'; did you mean train?\n"
     assert cli.main(["zzz"]) == 2
@@ -55,15 +54,12 @@ def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
         (DataError("shard.json:3: broken"), 3, "error: shard.json:3: broken"),
         (CheckpointError("broken"), 4, "error: broken"),
         (ConfigError("two\nlines"), 2, "error: two lines"),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (KeyError("x"), 1, "internal error: KeyError: 'x' (run again with --debug 1 for the traceback)"),
     ],
 )
 def test_failures_are_one_line_and_a_code(
-    error: Exception,
-    code: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verb(monkeypatch, "prepare", raising(error))
     assert cli.main(["prepare"]) == code
@@ -123,12 +119,6 @@ def test_debug_adds_the_traceback(
     assert err.endswith("smp-train: error: broken\n")
 
 
-def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    verb(monkeypatch, "prepare", raising(KeyboardInterrupt()))
-    assert cli.main(["prepare"]) == 130
-    assert capsys.readouterr().err == "smp-train: interrupted\n"
-
-
 def test_verbs_get_their_words_without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
@@ -137,11 +127,7 @@ def test_verbs_get_their_words_without_debug(monkeypatch: pytest.MonkeyPatch) ->
         return 5
 
     verb(monkeypatch, "bench", main)
-    for words in (
-        ["step", "--x", "1"],
-        ["step", "--debug", "1", "--x", "1"],
-        ["step", "--debug", "--x", "1"],
-    ):
+    for words in (["step", "--x", "1"], ["step", "--debug", "1", "--x", "1"], ["step", "--debug", "--x", "1"]):
         assert cli.main(["bench", *words]) == 5
     assert seen == [["step", "--x", "1"]] * 3
 
@@ -225,11 +211,6 @@ def test_print_config_exits_before_anything_starts(capsys: pytest.CaptureFixture
     assert "# --delayed_param 0 has no effect" in out
     row = next(line for line in out.splitlines() if line.startswith("fp8 "))
     assert row.split(maxsplit=2) == ["fp8", "1", "command line"]
-
-
-def test_help_of_train(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--help"]) == 0
-    assert "--train_batch_size N" in capsys.readouterr().out
 
 
 def test_as_a_process(tmp_path: Path) -> None:

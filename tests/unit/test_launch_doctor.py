@@ -29,9 +29,8 @@ def bin_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("stat", "bash", "cat"):
         (folder / name).symlink_to(f"/usr/bin/{name}")
     monkeypatch.setenv("PATH", str(folder))
-    for name in (*environment.DROPPED, "NCCL_SOCKET_IFNAME", "NCCL_DEBUG_SUBSYS", "HF_TOKEN", "HF_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_REGION"):
+    aws = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_REGION")
+    for name in (*environment.DROPPED, *aws, "NCCL_SOCKET_IFNAME", "NCCL_DEBUG_SUBSYS", "HF_TOKEN", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name in ("AWS_METADATA_SERVICE_TIMEOUT", "AWS_METADATA_SERVICE_NUM_ATTEMPTS"):
@@ -85,10 +84,9 @@ def test_a_check_that_breaks_does_not_end_the_others(
         raise KeyError("moon")
 
     monkeypatch.setattr(machine, "limits", limits)
-    told = list(examine(tmp_path))
-    assert found("limits", told).level == FAIL
-    assert "KeyError: 'moon'" in found("limits", told).seen
-    assert told[-1].name == "Hugging Face"
+    *_, last = findings = list(examine(tmp_path))
+    assert (found("limits", findings).level, last.name) == (FAIL, "Hugging Face")
+    assert "KeyError: 'moon'" in found("limits", findings).seen
 
 
 def test_no_torch_is_imported(bin_: Path) -> None:
@@ -218,31 +216,28 @@ def test_slurm(bin_: Path) -> None:
     has(bin_, "sbatch", "")
     has(bin_, "scontrol", "echo 'Slurmctld(primary) at head is DOWN'")
     assert found("Slurm", services.slurm()).level == FAIL
-    has(
-        bin_, "scontrol", 'case "$1" in ping) echo "Slurmctld(primary) at head is UP";; *) echo "JobRequeue = 0";; esac'
-    )
+    has(bin_, "scontrol", 'case "$1" in ping) echo "Slurmctld(primary) is UP";; *) echo "JobRequeue = 0";; esac')
     has(bin_, "sinfo", "echo 'dev* up 8 idle'")
     has(bin_, "srun", "echo --auto-resume")
     told = {one.name: one for one in services.slurm()}
     assert "dev* up 8 idle" in told["Slurm"].seen
-    assert {name: one.level for name, one in told.items()} == {
-        "Slurm": OK, "pyxis": WARN, "requeue": WARN, "auto-resume": WARN,
-    }  # fmt: skip
+    levels = {"Slurm": OK, "pyxis": WARN, "requeue": WARN, "auto-resume": WARN}
+    assert {name: one.level for name, one in told.items()} == levels
     has(bin_, "srun", "echo --auto-resume --container-image")
     has(bin_, "scontrol", 'case "$1" in ping) echo "is UP";; *) echo "TaskPlugin = task/none";; esac')
     assert {one.level for one in services.slurm()} == {OK}
 
 
 def test_images_and_clusters(bin_: Path) -> None:
-    assert {one.level for one in (*services.containers(), *services.kubernetes())} == {OK}
-    for name in ("docker", "enroot", "kubectl"):
-        has(bin_, name, "echo 'not today' >&2; exit 1")
-    assert {one.name: one.level for one in (*services.containers(), *services.kubernetes())} == {
-        "docker": WARN, "enroot": WARN, "kubectl": WARN,
-    }  # fmt: skip
-    for name in ("docker", "enroot", "kubectl"):
-        has(bin_, name, "echo fine")
-    assert {one.level for one in (*services.containers(), *services.kubernetes())} == {OK}
+    def levels() -> dict[str, str]:
+        return {one.name: one.level for one in (*services.containers(), *services.kubernetes())}
+
+    programs = ("docker", "enroot", "kubectl")
+    assert set(levels().values()) == {OK}
+    for body, level in (("echo 'not today' >&2; exit 1", WARN), ("echo fine", OK)):
+        for name in programs:
+            has(bin_, name, body)
+        assert levels() == dict.fromkeys(programs, level)
 
 
 def test_aws_and_hugging_face(bin_: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
