@@ -47,10 +47,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def first_steps(folder: Path) -> list[Any]:
-    return [[record[key] for key in ("step", "loss", "grad_norm")] for record in steps(folder)]
-
-
 def forms(model: Path) -> dict[str, dict[str, Any]]:
     return {
         "folder": {"pretrained_model_name": model / "tiny"},
@@ -100,12 +96,17 @@ def start_from(cases: dict[str, dict[str, Any]], url: str = "") -> dict[str, dic
     return found
 
 
+def check(model: Path, found: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Assert that every case has the parameters of the model that transformers saved."""
+    expected = dict(AutoModelForCausalLM.from_pretrained(model / "tiny", dtype=torch.float32).named_parameters())
+    for name, parameters in found.items():
+        assert parameters.keys() == expected.keys(), name
+        assert all(torch.equal(parameters[key], p) for key, p in expected.items()), name
+
+
 def test_every_form_of_weights_gives_the_same_model(model: Path) -> None:
-    expected = AutoModelForCausalLM.from_pretrained(model / "tiny", dtype=torch.float32)
     for found in harness.run(start_from, 2, forms(model)):
-        for name, parameters in found.items():
-            assert parameters.keys() == dict(expected.named_parameters()).keys(), name
-            assert all(torch.equal(parameters[key], p) for key, p in expected.named_parameters()), name
+        check(model, found)
 
 
 def given_to_rank_0(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:
@@ -123,12 +124,9 @@ def given_to_rank_0(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, tor
 
 
 def test_on_smp_rank_0_reads_every_form_of_weights(model: Path) -> None:
-    expected = dict(AutoModelForCausalLM.from_pretrained(model / "tiny", dtype=torch.float32).named_parameters())
     found, others = harness.run(given_to_rank_0, 2, forms(model))
     assert not any(others.values())
-    for name, parameters in found.items():
-        assert parameters.keys() == expected.keys(), name
-        assert all(torch.equal(parameters[key], p) for key, p in expected.items()), name
+    check(model, found)
 
 
 @pytest.mark.slow
@@ -137,20 +135,14 @@ def test_every_form_of_weights_in_s3_gives_the_same_model(model: Path, monkeypat
     with serving() as server:
         place = bucket(server, monkeypatch, "forms")
         upload(place, model)
-        spec = resolve(SimpleNamespace(**{**TINY, "tie_word_embeddings": 1}))
-        state = {
-            key.removeprefix("model."): value
-            for key, value in read_checkpoint(model / "ours" / "llama_v2-5steps").items()
-            if key.startswith("model.")
-        }
+        ours = model / "ours" / "llama_v2-5steps"
+        state = {key.removeprefix("model."): value for key, value in read_checkpoint(ours).items()
+                 if key.startswith("model.")}  # fmt: skip
         CheckpointManager([Policy(f"{place}/saved", 6, 1)], model_type="llama_v2").save(
-            6, {"model": state, "optim": {"x": torch.ones(1)}}, {"model_config": spec.config.to_dict()}
+            6, {"model": state, "optim": {"x": torch.ones(1)}}, open_checkpoint(ours).meta
         )
-        expected = dict(AutoModelForCausalLM.from_pretrained(model / "tiny", dtype=torch.float32).named_parameters())
         for found in harness.run(start_from, 2, in_s3(place), server.url):
-            for name, parameters in found.items():
-                assert parameters.keys() == expected.keys(), name
-                assert all(torch.equal(parameters[key], p) for key, p in expected.items()), name
+            check(model, found)
 
 
 def test_a_finetune_resumes_without_its_weights(model: Path, tmp_path: Path) -> None:
@@ -163,7 +155,9 @@ def test_a_finetune_resumes_without_its_weights(model: Path, tmp_path: Path) -> 
     harness.run(train, 2, flags(tmp_path / "broken", **resumable))
     (own / "model.safetensors").unlink()
     harness.run(train, 2, flags(tmp_path / "broken", **resumable | {"max_steps": 4}))
-    assert first_steps(tmp_path / "broken") == first_steps(tmp_path / "straight")
+    broken, straight = ([[record[key] for key in ("step", "loss", "grad_norm")] for record in steps(tmp_path / run)]
+                        for run in ("broken", "straight"))  # fmt: skip
+    assert broken == straight
     ours, theirs = (
         read_checkpoint(tmp_path / run / "checkpoints" / "llama_v2-4steps") for run in ("broken", "straight")
     )

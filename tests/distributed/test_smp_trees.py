@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,21 @@ MIXTRAL_NATIVE = {key: value for key, value in MIXTRAL.items() if key != "moe"}
 FOR_BOTH = {*MIXTRAL, *NEOX, "tie_word_embeddings"} - {"moe"}
 
 
-def written(tmp_path: Path, name: str) -> tuple[Path, smp_trees.State]:
+def write(tmp_path: Path, world: int, kind: str = "sharded", form: str = "tp{tp}_ep{ep}", **changes: Any) -> Any:
     """Train two steps on SMP; return the checkpoint written as the sample does, and its tensors."""
-    world, changes, kind, form = WRITTEN[name]
+    folder = tmp_path / "aws" / f"{changes.get('model_type', 'llama_v2')}-2steps"
     line = smp(tmp_path / "theirs", **{**SHARED, **changes})
-    family = changes.get("model_type", "llama_v2")
-    folder = tmp_path / "aws" / f"{family}-2steps"
     return folder, harness.run(smp_trees.write, world, line, str(folder), kind, form)[0]
+
+
+def written(tmp_path: Path, name: str) -> Any:
+    world, changes, kind, form = WRITTEN[name]
+    return write(tmp_path, world, kind, form, **changes)
+
+
+def native(folder: Path, place: object, **changes: Any) -> list[str]:
+    """Return the command line of a native run that resumes from ``place``."""
+    return flags(folder, **DATA, **{**SHARED, "resume_from_checkpoint": place, **changes})
 
 
 def same(one: smp_trees.State, two: smp_trees.State) -> None:
@@ -69,19 +76,18 @@ def test_resumes_natively_on_another_mesh(name: str, tmp_path: Path) -> None:
     before = smp_trees.contents(folder)
     batch = changes.get("train_batch_size", 2) * world // changes.get("tensor_parallel_degree", 1)
     model = {key: value for key, value in changes.items() if key in FOR_BOTH}
-    ours = {**SHARED, **model, "max_steps": 4, "train_batch_size": batch // 2, "resume_from_checkpoint": folder.parent}
-    line = flags(tmp_path / "native", **DATA, **ours)
+    ours = {**model, "max_steps": 4, "train_batch_size": batch // 2}
+    line, own = native(tmp_path / "native", folder.parent, **ours), tmp_path / "theirs" / "checkpoints"
     step, consumed, found = harness.run(smp_trees.take_up, 2, line)[0]
     assert (step, consumed) == (2, 2 * batch)
     same(saved, found)
-    own = flags(tmp_path / "own", **DATA, **ours | {"resume_from_checkpoint": tmp_path / "theirs" / "checkpoints"})
-    step, _, found = harness.run(smp_trees.take_up, 2, own)[0]
+    step, _, found = harness.run(smp_trees.take_up, 2, native(tmp_path / "own", own, **ours))[0]
     assert step == 2
     same(saved, found)
     harness.run(train, 2, line)
     # The run on SMP, from its own checkpoint of the same step.
-    straight = {**SHARED, **changes, "max_steps": 4, "resume_from_checkpoint": tmp_path / "theirs" / "checkpoints"}
-    harness.run(train_on_smp, world, smp(tmp_path / "straight", **straight))
+    straight = smp(tmp_path / "straight", **{**SHARED, **changes, "max_steps": 4, "resume_from_checkpoint": own})
+    harness.run(train_on_smp, world, straight)
     alike(numbers(tmp_path / "native"), numbers(tmp_path / "straight"))
     assert smp_trees.contents(folder) == before
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
@@ -91,54 +97,51 @@ def test_resumes_natively_on_another_mesh(name: str, tmp_path: Path) -> None:
 def test_resumes_on_smp(name: str, tmp_path: Path) -> None:
     world, changes, _, _ = WRITTEN[name]
     folder, _ = written(tmp_path, name)
-    again = {**SHARED, **changes, "max_steps": 4}
-    both = {"theirs": folder, "ours": tmp_path / "theirs" / "checkpoints"}
-    for who, place in both.items():
-        harness.run(train_on_smp, world, smp(tmp_path / who / "on", **again, resume_from_checkpoint=place))
-    assert numbers(tmp_path / "theirs" / "on") == numbers(tmp_path / "ours" / "on")
+    for who, place in (("aws", folder), ("ours", tmp_path / "theirs" / "checkpoints")):
+        again = {**SHARED, **changes, "max_steps": 4, "resume_from_checkpoint": place}
+        harness.run(train_on_smp, world, smp(tmp_path / who / "on", **again))
+    assert numbers(tmp_path / "aws" / "on") == numbers(tmp_path / "ours" / "on")
 
 
 @needs_native
 def test_full_model_is_taken_up_without_moments(tmp_path: Path) -> None:
-    folder = tmp_path / "aws" / "llama_v2-2steps"
-    saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder), "full")[0]
-    line = flags(tmp_path / "native", **DATA, **{**SHARED, "resume_from_checkpoint": folder.parent})
-    step, _, found = harness.run(smp_trees.take_up, 2, line)[0]
+    folder, saved = write(tmp_path, 2, "full", tensor_parallel_degree=2)
+    step, _, found = harness.run(smp_trees.take_up, 2, native(tmp_path / "native", folder.parent))[0]
     assert step == 2
     assert all(torch.equal(found[name], saved[name]) for name in found if name.startswith("model."))
     assert all(not value.any() for name, value in found.items() if name.startswith("exp_avg"))
-    other = flags(tmp_path / "other", **{**DATA, **SHARED, "num_heads": 8, "num_key_value_heads": 4},
-                  resume_from_checkpoint=folder.parent)  # fmt: skip
+    other = native(tmp_path / "other", folder.parent, num_heads=8, num_key_value_heads=4)
     assert "(--num_heads: 4 there, 8 here" in harness.run(refusal_of, 1, other, False)[0]
 
 
 @needs_native
 def test_incomplete_ones_are_passed_over_or_refused(tmp_path: Path) -> None:
-    changes = {**SHARED, "tensor_parallel_degree": 2}
-    older, newer = (tmp_path / "aws" / f"llama_v2-{step}steps" for step in (2, 4))
-    harness.run(smp_trees.write, 2, smp(tmp_path, **changes), str(older))
+    older, _ = write(tmp_path, 2, tensor_parallel_degree=2)
+    newer = older.with_name("llama_v2-4steps")
     shutil.copytree(older, newer)
     (newer / "tp0_ep0" / ".metadata").unlink()
-    before = smp_trees.contents(tmp_path / "aws")
+    before = smp_trees.contents(newer)
 
-    def line(**changes: Any) -> list[str]:
-        return flags(tmp_path / "native", **DATA, **{**SHARED, "max_steps": 3, **changes})
+    def refused(place: Path, named: str, **changes: Any) -> None:
+        line = native(tmp_path / "native", place, max_steps=3, **changes)
+        assert all(named in message for message in harness.run(refusal_of, 2, line, False))
 
-    assert harness.run(smp_trees.take_up, 2, line(resume_from_checkpoint=tmp_path / "aws"))[0][0] == 2
-    for place, more in ((tmp_path / "aws", {"strict_resume": 1}), (newer, {})):
-        refused = harness.run(refusal_of, 2, line(resume_from_checkpoint=place, **more), False)
-        assert all("tp0_ep0/.metadata" in message for message in refused)
+    def step_of_the_whole_one() -> int:
+        line = native(tmp_path / "native", older.parent, max_steps=3)
+        step: int = harness.run(smp_trees.take_up, 2, line)[0][0]
+        return step
+
+    assert step_of_the_whole_one() == 2
+    refused(older.parent, "tp0_ep0/.metadata", strict_resume=1)
+    refused(newer, "tp0_ep0/.metadata")
     (newer / "tp0_ep0" / ".metadata").write_bytes(b"cut short")
-    assert harness.run(smp_trees.take_up, 2, line(resume_from_checkpoint=tmp_path / "aws"))[0][0] == 2
+    assert step_of_the_whole_one() == 2
     (newer / "tp0_ep0" / ".metadata").unlink()
     shutil.rmtree(older / "tp1_ep0")
-    refused = harness.run(refusal_of, 2, line(resume_from_checkpoint=older), False)
-    assert all("trees of some ranks are missing" in message for message in refused)
+    refused(older, "trees of some ranks are missing")
     shutil.rmtree(older)
-    refused = harness.run(refusal_of, 2, line(resume_from_checkpoint=tmp_path / "aws"), False)
-    assert all(str(tmp_path / "aws") in message for message in refused)
-    assert smp_trees.contents(newer) == {os.path.relpath(name, newer.name): data for name, data in before.items()
-                                         if name.startswith(newer.name)}  # fmt: skip
+    refused(older.parent, str(older.parent))
+    assert smp_trees.contents(newer) == before
 
 
 @needs_native
@@ -150,12 +153,9 @@ def test_incomplete_ones_are_passed_over_or_refused(tmp_path: Path) -> None:
     ],
 )
 def test_another_model_of_the_same_shapes_is_refused(changed: dict[str, int], said: str, tmp_path: Path) -> None:
-    folder = tmp_path / "aws" / "llama_v2-2steps"
-    harness.run(smp_trees.write, 1, smp(tmp_path, **SHARED), str(folder), "sharded", "")
-    other = {**SHARED, **changed, "resume_from_checkpoint": folder.parent}
-    refused = harness.run(refusal_of, 1, flags(tmp_path / "native", **DATA, **other), False)[0]
-    assert said in refused
-    allowed = flags(tmp_path / "native", **DATA, **other, allow_model_change=1)
+    folder, _ = write(tmp_path, 1, form="")
+    assert said in harness.run(refusal_of, 1, native(tmp_path / "native", folder.parent, **changed), False)[0]
+    allowed = native(tmp_path / "native", folder.parent, **changed, allow_model_change=1)
     assert harness.run(smp_trees.take_up, 1, allowed)[0][0] == 2
 
 
@@ -184,19 +184,17 @@ def test_finetunes_from_the_weights(name: str, backend: str, tmp_path: Path) -> 
 @needs_native
 @pytest.mark.core
 def test_import_gives_a_checkpoint_that_resumes(tmp_path: Path) -> None:
-    folder = tmp_path / "aws" / "llama_v2-2steps"
-    saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder))[0]
-    config = tmp_path / "model"
-    config.mkdir()
-    saved_config = smp_trees.config_of(tmp_path / "checkpoints" / "llama_v2-2steps")
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
-    (config / "config.json").write_text(json.dumps(saved_config | heads))
+    folder, saved = write(tmp_path, 2, tensor_parallel_degree=2)
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    saved_config = smp_trees.config_of(tmp_path / "theirs" / "checkpoints" / folder.name)
+    line = ["import", str(folder.parent), str(tmp_path / "ours"), "--model", str(config.parent)]
+    config.write_text(json.dumps(saved_config | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}))
     with pytest.raises(CheckpointError, match="--num_heads: 4 there, 8 here"):
-        cli.main(["import", str(folder.parent), str(tmp_path / "ours"), "--model", str(config)])
-    (config / "config.json").write_text(json.dumps(saved_config))
-    assert cli.main(["import", str(folder.parent), str(tmp_path / "ours"), "--model", str(config)]) == 0
-    line = flags(tmp_path / "native", **DATA, **{**SHARED, "resume_from_checkpoint": tmp_path / "ours"})
-    step, consumed, found = harness.run(smp_trees.take_up, 2, line)[0]
+        cli.main(line)
+    config.write_text(json.dumps(saved_config))
+    assert cli.main(line) == 0
+    step, consumed, found = harness.run(smp_trees.take_up, 2, native(tmp_path / "native", tmp_path / "ours"))[0]
     assert (step, consumed) == (2, 2 * 4)
     same(saved, found)
 
@@ -227,26 +225,17 @@ def test_a_tree_that_one_rank_cannot_read_stops_all() -> None:
 
 
 @needs_native
-def test_a_start_beside_them_leaves_them_alone(tmp_path: Path) -> None:
-    place = tmp_path / "checkpoints"
-    folder = place / "llama_v2-2steps"
-    harness.run(smp_trees.write, 2, smp(tmp_path / "theirs", **SHARED), str(folder), "sharded", "")
-    before = smp_trees.contents(folder)
-    train_line = flags(tmp_path, **DATA, **{**SHARED, "max_steps": 1, "checkpoint_freq": 1, "num_kept_checkpoints": 1})
-    harness.run(train, 1, train_line)
+def test_a_run_leaves_them_alone_beside_it_and_goes_on_in_their_folder(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, 2, form="")
+    place, before = folder.parent, smp_trees.contents(folder)
+    kept = {"checkpoint_dir": place, "checkpoint_freq": 1, "num_kept_checkpoints": 1}
+    beside = flags(tmp_path / "beside", **DATA, **{**SHARED, **kept, "run_name": "beside", "max_steps": 1})
+    harness.run(train, 1, beside)
     assert smp_trees.contents(folder) == before
-    assert str(folder.name) in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
-
-
-@needs_native
-def test_a_run_goes_on_in_their_folder_and_then_from_its_own(tmp_path: Path) -> None:
-    place = tmp_path / "aws"
-    folder = place / "llama_v2-2steps"
-    harness.run(smp_trees.write, 2, smp(tmp_path / "theirs", **SHARED), str(folder), "sharded", "")
-    before = smp_trees.contents(folder)
-    more = {"run_name": "on", "checkpoint_dir": place, "resume_from_checkpoint": place, "num_kept_checkpoints": 1}
+    assert folder.name in (tmp_path / "beside" / "run" / "logs" / "rank-0.log").read_text()
+    more = {**kept, "run_name": "on", "checkpoint_freq": None}
     for steps in (2, 3, 4):  # nothing left to do: its own checkpoint of the same step; then two starts
-        harness.run(train, 1, flags(tmp_path, **DATA, **{**SHARED, **more, "max_steps": steps}))
+        harness.run(train, 1, native(tmp_path, place, **more, max_steps=steps))
         assert smp_trees.contents(folder) == before
     resumed = [record["checkpoint"] for record in records(tmp_path) if record.get("event") == "resume"]
     assert [Path(each) == folder for each in resumed] == [True, False, False]
@@ -284,20 +273,16 @@ def test_trees_of_other_programs_with_optimizer_state(form: str, tmp_path: Path)
 @needs_native
 def test_resumes_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto.server")
-    folder = tmp_path / "aws" / "llama_v2-2steps"
-    saved = harness.run(smp_trees.write, 2, smp(tmp_path, **SHARED, tensor_parallel_degree=2), str(folder))[0]
+    folder, saved = write(tmp_path, 2, tensor_parallel_degree=2)
     with serving() as server:
         place = bucket(server, monkeypatch, "trees")
         upload(f"{place}/aws", folder.parent)
-        line = flags(tmp_path / "native", **DATA, **{**SHARED, "resume_from_checkpoint": f"{place}/aws"})
+        line = native(tmp_path / "native", f"{place}/aws")
         step, _, found = harness.run(smp_trees.take_up, 2, line, **environment(server.url))[0]
         assert step == 2
         same(saved, found)
-        files = tmp_path / "files" / "llama_v2-2steps"
-        files.mkdir(parents=True)
-        (files / "0.pt").write_bytes(b"of a rank")
-        upload(f"{place}/files", files.parent)
-        line = flags(tmp_path / "other", **DATA, **{**SHARED, "resume_from_checkpoint": f"{place}/files"})
+        upload(f"{place}/files", {"llama_v2-2steps/0.pt": b"of a rank"})
+        line = native(tmp_path / "other", f"{place}/files")
         assert "not read from S3" in harness.run(refusal_of, 1, line, False, **environment(server.url))[0]
 
 
@@ -305,7 +290,7 @@ def test_resumes_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(("name", "world"), [("tp2 mixtral", 4), ("ep2 mixtral", 2)])
 def test_experts_resume_under_native_tensor_parallelism(name: str, world: int, tmp_path: Path) -> None:
     folder, saved = written(tmp_path, name)
-    changes = {**SHARED, **MIXTRAL_NATIVE, "tensor_parallel_degree": 2, "resume_from_checkpoint": folder.parent}
-    step, _, found = harness.run(smp_trees.take_up, world, flags(tmp_path / "native", **DATA, **changes))[0]
+    line = native(tmp_path / "native", folder.parent, **MIXTRAL_NATIVE, tensor_parallel_degree=2)
+    step, _, found = harness.run(smp_trees.take_up, world, line)[0]
     assert step == 2
     same(saved, found)

@@ -36,6 +36,14 @@ def checkpoint(source: Path, folder: Path, step: int = 4, optimizer: bool = True
     return Path(path)
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the folder of a model as transformers saved it, and its checkpoint without an optimizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    save(FAMILIES["llama_v2"], folder / "theirs")
+    return folder / "theirs", checkpoint(folder / "theirs", folder / "ours", optimizer=False)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_round_trip_gives_the_same_logits_and_files(family: str, tmp_path: Path) -> None:
     save(FAMILIES[family], tmp_path / "theirs")
@@ -48,59 +56,43 @@ def test_the_round_trip_gives_the_same_logits_and_files(family: str, tmp_path: P
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("back", "theirs")]
     assert configs[0] == configs[1]
     assert (tmp_path / "back" / "generation_config.json").is_file()
+    if family == "mixtral":  # into several files with an index
+        seen: list[tuple[int, int]] = []
+        export(open_checkpoint(path), tmp_path / "split", shard_bytes=60_000, on_progress=lambda *now: seen.append(now))
+        files = sorted(tmp_path.glob("split/*.safetensors"))
+        assert len(files) > 2
+        assert all(file.stat().st_size < 70_000 for file in files)
+        assert torch.equal(expected_logits(tmp_path / "split"), expected_logits(tmp_path / "theirs"))
+        assert seen[-1][0] == seen[-1][1] == sum(v.nbytes for file in files for v in load_file(file).values())
 
 
-def test_large_models_go_into_several_files_with_an_index(tmp_path: Path) -> None:
-    save(FAMILIES["mixtral"], tmp_path / "theirs")
-    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    seen: list[tuple[int, int]] = []
-    export(open_checkpoint(path), tmp_path / "back", shard_bytes=60_000, on_progress=lambda *now: seen.append(now))
-    files = sorted(tmp_path.glob("back/*.safetensors"))
-    assert len(files) > 2
-    assert all(file.stat().st_size < 70_000 for file in files)
-    assert torch.equal(expected_logits(tmp_path / "back"), expected_logits(tmp_path / "theirs"))
-    assert seen[-1][0] == seen[-1][1] == sum(v.nbytes for file in files for v in load_file(file).values())
-
-
-def test_the_index_is_read_once_however_many_tensors_there_are(tmp_path: Path, monkeypatch: Any) -> None:
-    save(FAMILIES["llama_v2"], tmp_path / "theirs")
-    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
+def test_another_dtype_what_generation_begins_with_and_one_reading_of_the_index(
+    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, path = llama
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
     read: list[Path] = []
     once = LocalReader.metadata_bytes
     monkeypatch.setattr(LocalReader, "metadata_bytes", lambda self: (read.append(self.path), once(self))[1])
-    export(open_checkpoint(path), tmp_path / "back")
-    assert read == [tree(path)]
-
-
-def test_what_generation_begins_with_is_taken_over(tmp_path: Path) -> None:
-    save(FAMILIES["llama_v2"], tmp_path / "theirs")
-    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    (tmp_path / "theirs" / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
-    export(open_checkpoint(path), tmp_path / "back", like=str(tmp_path / "theirs" / "model.safetensors"))
-    assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["temperature"] == 0.25
-
-
-def test_another_dtype(tmp_path: Path) -> None:
-    save(FAMILIES["llama_v3"], tmp_path / "theirs")
-    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    export(open_checkpoint(path), tmp_path / "half", dtype=torch.bfloat16)
-    exact = load_file(tmp_path / "theirs" / "model.safetensors")
+    like = str(tmp_path / "model.safetensors")
+    export(open_checkpoint(path), tmp_path / "half", dtype=torch.bfloat16, like=like)
+    exact = load_file(theirs / "model.safetensors")
     for name, value in load_file(tmp_path / "half" / "model.safetensors").items():
         assert torch.equal(value, exact[name].bfloat16())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "half" / "generation_config.json").read_text())["temperature"] == 0.25
+    assert read == [tree(path)]
 
 
-def test_a_model_that_is_there_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    save(FAMILIES["llama_v2"], tmp_path / "theirs")
-    path = checkpoint(tmp_path / "theirs", tmp_path / "ours")
-    with pytest.raises(ConfigError, match="holds a model already"):
-        export(open_checkpoint(path), tmp_path / "theirs")
-    export(open_checkpoint(path), tmp_path / "theirs", replace=True)
+def test_a_model_that_is_there_is_not_overwritten_unasked(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    export(open_checkpoint(llama[1]), tmp_path)
+    with pytest.raises(ConfigError, match="--overwrite 1"):
+        export(open_checkpoint(llama[1]), tmp_path)
+    export(open_checkpoint(llama[1]), tmp_path, replace=True)
 
 
-def test_what_is_not_a_whole_model_is_refused(tmp_path: Path) -> None:
-    save(FAMILIES["llama_v2"], tmp_path / "theirs")
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+def test_what_is_not_a_whole_model_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    config = json.loads((llama[0] / "config.json").read_text())
     manager = CheckpointManager([Policy(str(tmp_path / "ours"), 1, 0)], model_type="llama_v2")
     (path,) = manager.save(1, {"model": {"lm_head.weight": torch.ones(99, 40)}}, {"model_config": config})
     with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight"):
@@ -193,12 +185,10 @@ def test_the_verbs_from_s3_to_s3(tmp_path: Path, capsys: pytest.CaptureFixture[s
             main(["import", f"{place}/nothing", f"{place}/no"])
 
 
-def test_weights_alone_are_not_resumed_from(tmp_path: Path) -> None:
-    save(FAMILIES["llama_v2"], tmp_path / "theirs")
-    path = checkpoint(tmp_path / "theirs", tmp_path / "ours", optimizer=False)
+def test_weights_alone_are_not_resumed_from(llama: tuple[Path, Path]) -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="--pretrained_checkpoint_file"):
-        open_checkpoint(path).load(gather_state(model, torch.optim.AdamW(model.parameters())))
+        open_checkpoint(llama[1]).load(gather_state(model, torch.optim.AdamW(model.parameters())))
 
 
 def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,25 +224,19 @@ def test_import_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("target", ["theirs", "theirs/../theirs", "link"])
-def test_what_is_converted_is_not_what_is_overwritten(tmp_path: Path, target: str) -> None:
+def test_a_conversion_that_is_refused_replaces_nothing(tmp_path: Path, target: str) -> None:
     save(FAMILIES["llama_v2"], tmp_path / "theirs")
     pickled(tmp_path / "theirs")
     (tmp_path / "link").symlink_to("theirs")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_bytes((tmp_path / "theirs" / "config.json").read_bytes())
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"half")
     before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
-    for source in ("theirs", "theirs/pytorch_model.bin"):
-        with pytest.raises(ConfigError, match="is where the weights are that are read"):
+    refused = {"theirs": ConfigError, "theirs/pytorch_model.bin": ConfigError, "broken": CheckpointError}
+    for source, error in refused.items():
+        with pytest.raises(error, match=target if error is ConfigError else "broken"):
             main(["convert", str(tmp_path / source), str(tmp_path / target), "--overwrite", "1"])
     assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
-
-
-def test_weights_that_cannot_be_read_replace_nothing(tmp_path: Path) -> None:
-    for name in ("theirs", "out"):
-        save(FAMILIES["llama_v2"], tmp_path / name)
-    expected = expected_logits(tmp_path / "out")
-    (tmp_path / "theirs" / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        main(["convert", str(tmp_path / "theirs"), str(tmp_path / "out"), "--overwrite", "1"])
-    assert torch.equal(expected_logits(tmp_path / "out"), expected)
 
 
 def test_an_import_replaces_no_checkpoint_unasked(tmp_path: Path) -> None:

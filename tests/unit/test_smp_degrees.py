@@ -1,9 +1,9 @@
-"""Reading what one tensor and expert rank of SMP holds out of trees of other degrees, without SMP."""
+"""Trees of SMP's own implementation: what each tensor and expert rank holds, read and written for any degrees."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,40 +12,87 @@ import torch
 from smp_train.checkpoints.dcp import Reader, load_state
 from smp_train.checkpoints.translated import RankReader, TensorReader, TranslatedReader, Tree
 from smp_train.errors import CheckpointError
-from smp_train.models.smp_names import HubModel, Ranks
-from tests.unit.test_smp_names import HEADS, HIDDEN, QKV, WIDE, llama
+from smp_train.models.smp_names import HubModel, Ranks, blocks
 
 Tensors = dict[str, torch.Tensor]
+HIDDEN, WIDE, VOCAB, HEADS, KV, EXPERTS = 8, 12, 16, 4, 2, 4
 LAYER = "transformer.seq_layers.0"
+QKV, MLP = f"{LAYER}.self_attention.layernorm_qkv", f"{LAYER}.layernorm_mlp"
+HUB = "model.layers.0."
+LLAMA = {
+    # SMP's name: the hub's tensors, one below the other, and the dimension that tensor ranks split
+    "word_embedding.weight": (["model.embed_tokens.weight"], None),
+    "transformer.layernorm.weight": (["model.norm.weight"], None),
+    "lm_head.weight": (["lm_head.weight"], None),
+    f"{QKV}.layer_norm_weight": ([f"{HUB}input_layernorm.weight"], None),
+    f"{QKV}.query_weight": ([f"{HUB}self_attn.q_proj.weight"], 0),
+    f"{QKV}.key_weight": ([f"{HUB}self_attn.k_proj.weight"], 0),
+    f"{QKV}.value_weight": ([f"{HUB}self_attn.v_proj.weight"], 0),
+    f"{LAYER}.self_attention.proj.weight": ([f"{HUB}self_attn.o_proj.weight"], 1),
+    f"{MLP}.layer_norm_weight": ([f"{HUB}post_attention_layernorm.weight"], None),
+    f"{MLP}.fc1_weight": ([f"{HUB}mlp.gate_proj.weight", f"{HUB}mlp.up_proj.weight"], 0),
+    f"{MLP}.fc2_weight": ([f"{HUB}mlp.down_proj.weight"], 1),
+}
+SHAPES = {"embed_tokens": (VOCAB, HIDDEN), "lm_head": (VOCAB, HIDDEN), "k_proj": (HIDDEN // HEADS * KV, HIDDEN),
+          "v_proj": (HIDDEN // HEADS * KV, HIDDEN), "q_proj": (HIDDEN, HIDDEN), "o_proj": (HIDDEN, HIDDEN),
+          "gate_proj": (WIDE, HIDDEN), "up_proj": (WIDE, HIDDEN), "down_proj": (HIDDEN, WIDE)}  # fmt: skip
 
 
-def gpt_neox() -> tuple[HubModel, dict[str, tuple[int, ...]], dict[str, int]]:
-    """Return a GPT-NeoX's product of queries, keys and values, the whole shapes under SMP's names, and what is cut."""
-    name = "gpt_neox.layers.0.attention.query_key_value"
-    model = HubModel("gpt_neox", {f"{name}.weight": (3 * HIDDEN, HIDDEN), f"{name}.bias": (3 * HIDDEN,)}, heads=HEADS)
-    theirs = {f"{QKV}.{part}_{kind}": (HIDDEN, HIDDEN) if kind == "weight" else (HIDDEN,)
-              for part in ("query", "key", "value") for kind in ("weight", "bias")}  # fmt: skip
-    return model, theirs, dict.fromkeys(theirs, 0)
+def held_of_llama(hub: Tensors, ranks: Ranks) -> Tensors:
+    """Return what a rank holds: Transformer Engine's rows and columns."""
+    return {
+        name: torch.cat([hub[n] if dim is None else hub[n].chunk(ranks.tensors, dim)[ranks.tensor] for n in names])
+        for name, (names, dim) in LLAMA.items()
+    }
 
 
-def llama_shapes() -> tuple[HubModel, dict[str, tuple[int, ...]], dict[str, int]]:
-    """Return a Llama, the whole shapes under SMP's names, and the dimension that is cut."""
-    model, table = llama()
-    shapes = {name: (sum(model.shapes[each][0] for each in hub), *model.shapes[hub[0]][1:])
-              for name, (hub, _) in table.items()}  # fmt: skip
-    return model, shapes, {name: dim for name, (_, dim) in table.items() if dim is not None}
+NEOX = "gpt_neox.layers.0.attention.query_key_value"
 
 
-def mixtral() -> tuple[HubModel, dict[str, tuple[int, ...]], dict[str, int]]:
-    """Return a Mixtral's stacked experts; expert ranks cut the first dimension."""
-    prefix = "model.layers.0.block_sparse_moe.experts"
-    shapes = {f"{prefix}.{e}.{p}.weight": (HIDDEN, WIDE) if p == "w2" else (WIDE, HIDDEN)
-              for e in range(4) for p in ("w1", "w2", "w3")}  # fmt: skip
-    theirs = {f"{LAYER}.mlp.inwards": (4, 2 * WIDE, HIDDEN), f"{LAYER}.mlp.outwards": (4, HIDDEN, WIDE)}
-    return HubModel("mixtral", shapes, heads=HEADS, experts=4), theirs, dict.fromkeys(theirs, 0)
+def held_of_gpt_neox(hub: Tensors, ranks: Ranks) -> Tensors:
+    """Return what a rank holds: queries, keys and values of its heads, which the hub interleaves head by head."""
+    heads = {kind: hub[f"{NEOX}.{kind}"].unflatten(0, (HEADS, 3, -1)) for kind in ("weight", "bias")}
+    return {
+        f"{QKV}.{part}_{kind}": value.chunk(ranks.tensors)[ranks.tensor][:, number].flatten(0, 1)
+        for kind, value in heads.items()
+        for number, part in enumerate(("query", "key", "value"))
+    }
 
 
-def state_of(values: Mapping[str, Any]) -> dict[str, Any]:
+def held_of_mixtral(hub: Tensors, ranks: Ranks) -> Tensors:
+    """Return what a rank holds: its experts, stacked."""
+    inwards, outwards = experts(hub, ranks)
+    return {f"{LAYER}.mlp.inwards": torch.stack(inwards), f"{LAYER}.mlp.outwards": torch.stack(outwards)}
+
+
+def held_of_megatron(hub: Tensors, ranks: Ranks) -> Tensors:
+    """Return what a rank holds: its experts, one by one."""
+    return {
+        f"{LAYER}.mlp.experts.local_experts.{number}.linear_fc{fc}.weight": value
+        for fc, values in enumerate(experts(hub, ranks), 1)
+        for number, value in enumerate(values)
+    }
+
+
+def experts(hub: Tensors, ranks: Ranks) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    prefix, own = f"{HUB}block_sparse_moe.experts", EXPERTS // ranks.experts
+    mine = range(ranks.expert * own, (ranks.expert + 1) * own)
+    inwards = [torch.cat([hub[f"{prefix}.{e}.{part}.weight"] for part in ("w1", "w3")]) for e in mine]
+    return inwards, [hub[f"{prefix}.{e}.w2.weight"] for e in mine]
+
+
+Held = Callable[[Tensors, Ranks], Tensors]
+MODELS: dict[str, tuple[str, dict[str, tuple[int, ...]], Held]] = {
+    "llama": ("llama", {n: SHAPES.get(n.split(".")[-2], (HIDDEN,)) for each, _ in LLAMA.values() for n in each},
+              held_of_llama),
+    "gpt-neox": ("gpt_neox", {f"{NEOX}.weight": (3 * HIDDEN, HIDDEN), f"{NEOX}.bias": (3 * HIDDEN,)}, held_of_gpt_neox),
+    **{name: ("mixtral", {f"{HUB}block_sparse_moe.experts.{e}.{p}.weight": (HIDDEN, WIDE) if p == "w2" else
+                          (WIDE, HIDDEN) for e in range(EXPERTS) for p in ("w1", "w2", "w3")}, held)
+       for name, held in (("mixtral", held_of_mixtral), ("experts one by one", held_of_megatron))},
+}  # fmt: skip
+
+
+def state_of(values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return a state whose moments are told apart from the weights, and from each other's steps."""
     moments = {name: {"exp_avg": value * 2, "exp_avg_sq": value * 3, "step": torch.tensor(4.0)}
                for name, value in values.items()}  # fmt: skip
@@ -59,44 +106,52 @@ def flat(state: Mapping[str, Any]) -> Tensors:
     return found
 
 
-def read(reader: Reader, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill a state from what a reader reads."""
-    load_state(state, reader, "trees")
-    return state
+def same(one: Tensors, two: Tensors) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], value) for name, value in two.items())
 
 
-def pieces(source: Reader, ranks: Ranks, model: HubModel, shapes: Mapping[str, Any], cut: Mapping[str, int]) -> Any:
-    """Return what one rank reads under SMP's names."""
-    empty = {}
-    for name, shape in shapes.items():
-        divided = ranks.tensors * ranks.experts
-        own = [size // divided if dim == cut.get(name) else size for dim, size in enumerate(shape)]
-        empty[name] = torch.full(own, torch.nan)
-    state = state_of(empty)
-    return read(RankReader(source, state, ranks, model), state)
+class Case:
+    """A model, its weights and moments on the hub, and their reader."""
+
+    def __init__(self, name: str) -> None:
+        kind, shapes, self.held = MODELS[name]
+        self.model = HubModel(kind, shapes, heads=HEADS, experts=EXPERTS if kind == "mixtral" else 0)
+        self.hub = {name: torch.randn(shape) for name, shape in shapes.items()}
+        self.source = self.trees([Tree(Ranks(), TensorReader(flat(state_of(self.hub))))])
+
+    def trees(self, trees: list[Tree]) -> TranslatedReader:
+        return TranslatedReader(trees, self.model)
+
+    def all_ranks(self, degree: int) -> list[Ranks]:
+        if self.model.kind == "mixtral":
+            return [Ranks(expert=rank, experts=degree) for rank in range(degree)]
+        return [Ranks(tensor=rank, tensors=degree) for rank in range(degree)]
+
+    def read_by(self, ranks: Ranks, source: Reader | None = None) -> Tensors:
+        """Return what a rank reads under SMP's names."""
+        held = self.held(self.hub, ranks)
+        state = state_of({name: torch.full_like(value, torch.nan) for name, value in held.items()})
+        load_state(state, RankReader(source or self.source, state, ranks, self.model), "trees")
+        return flat(state)
+
+    def read_back(self, reader: Reader) -> Tensors:
+        """Return what is read under the hub's names."""
+        state = state_of({name: torch.full_like(value, torch.nan) for name, value in self.hub.items()})
+        load_state(state, reader, "trees")
+        return flat(state)
 
 
-def all_ranks(tensors: int, experts: int) -> list[Ranks]:
-    return [Ranks(tensor, tensors, expert, experts) for tensor in range(tensors) for expert in range(experts)]
-
-
-@pytest.mark.parametrize("make", [llama_shapes, gpt_neox, mixtral], ids=["llama", "gpt-neox", "mixtral"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
-def test_other_degrees_give_the_same_numbers(make: Any, before: int, after: int) -> None:
-    model, shapes, cut = make()
-    hub = state_of({name: torch.randn(shape) for name, shape in model.shapes.items()})
-    source = TranslatedReader([Tree(Ranks(), TensorReader(flat(hub)))], model)
-
-    def degrees(degree: int) -> list[Ranks]:
-        return all_ranks(1, degree) if make is mixtral else all_ranks(degree, 1)
-
-    written = [Tree(ranks, TensorReader(flat(pieces(source, ranks, model, shapes, cut)))) for ranks in degrees(before)]
-    again = TranslatedReader(written, model)
-    for ranks in degrees(after):
-        one, two = (flat(pieces(each, ranks, model, shapes, cut)) for each in (source, again))
-        assert all(torch.equal(one[name], two[name]) and not one[name].isnan().any() for name in one)
-    back = flat(read(again, state_of({name: torch.full(shape, torch.nan) for name, shape in model.shapes.items()})))
-    assert all(torch.equal(back[name], value) for name, value in flat(hub).items())
+def test_other_degrees_give_the_same_numbers(name: str, before: int, after: int) -> None:
+    case = Case(name)
+    written = [Tree(ranks, TensorReader(case.read_by(ranks))) for ranks in case.all_ranks(before)]
+    again = case.trees(written)
+    for ranks in case.all_ranks(after):
+        expected = flat(state_of(case.held(case.hub, ranks)))
+        assert same(case.read_by(ranks), expected)
+        assert same(case.read_by(ranks, again), expected)
+    assert same(case.read_back(again), flat(state_of(case.hub)))
 
 
 class Counting(TensorReader):
@@ -111,55 +166,41 @@ class Counting(TensorReader):
         return super().read_data(plan, planner)
 
 
-@pytest.mark.parametrize("make", [llama_shapes, gpt_neox, mixtral], ids=["llama", "gpt-neox", "mixtral"])
-def test_a_saved_chunk_is_read_once(make: Any) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_chunk_is_read_once(name: str) -> None:
     """Of a stack of experts or products by head, though many tensors of the hub lie in it."""
-    model, shapes, cut = make()
-    hub = state_of({name: torch.randn(shape) for name, shape in model.shapes.items()})
-    source = TranslatedReader([Tree(Ranks(), TensorReader(flat(hub)))], model)
-    tree = Counting(flat(pieces(source, Ranks(), model, shapes, cut)))
-    back = flat(read(TranslatedReader([Tree(Ranks(), tree)], model), state_of(
-        {name: torch.full(shape, torch.nan) for name, shape in model.shapes.items()})))  # fmt: skip
-    assert all(torch.equal(back[name], value) for name, value in flat(hub).items())
+    case = Case(name)
+    tree = Counting(case.read_by(Ranks()))
+    assert same(case.read_back(case.trees([Tree(Ranks(), tree)])), flat(state_of(case.hub)))
     assert set(tree.requests.values()) == {1}
-    again = TranslatedReader([Tree(Ranks(), tree)], model)
-    half = Ranks(experts=2) if make is mixtral else Ranks(tensors=2)
-    pieces(again, half, model, shapes, cut)
-    assert {count for name, count in tree.requests.items() if not name.endswith("step")} == {2}
-
-
-def test_a_rank_holds_the_rows_and_columns_that_transformer_engine_gives_it() -> None:
-    model, shapes, cut = llama_shapes()
-    hub = {name: torch.randn(shape) for name, shape in model.shapes.items()}
-    source = TranslatedReader([Tree(Ranks(), TensorReader(flat(state_of(hub))))], model)
-    _, table = llama()
-    for ranks in all_ranks(2, 1):
-        found = pieces(source, ranks, model, shapes, cut)
-        for name, (names, dim) in table.items():
-            parts = [hub[each] if dim is None else hub[each].chunk(2, dim)[ranks.tensor] for each in names]
-            assert torch.equal(found["model"][name], torch.cat(parts))
-            assert torch.equal(found["optim"]["state"][name]["exp_avg_sq"], 3 * torch.cat(parts))
+    tree.requests.clear()
+    case.read_by(case.all_ranks(2)[0], case.trees([Tree(Ranks(), tree)]))
+    assert {count for key, count in tree.requests.items() if not key.endswith("step")} == {1}
 
 
 def test_a_head_of_its_own_is_not_left_out_where_weights_are_tied() -> None:
-    shapes = {"model.embed_tokens.weight": (8, HIDDEN)}
-    model = HubModel("llama", shapes, tied=True)
+    model = HubModel("llama", {"model.embed_tokens.weight": (8, HIDDEN)}, tied=True)
     both = {name: torch.randn(8, HIDDEN) for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    empty = {name: torch.empty(shape) for name, shape in shapes.items()}
-    one = flat(state_of({"model.embed_tokens.weight": both["model.embed_tokens.weight"]}))
-    head = {"model.lm_head.weight": both["lm_head.weight"]}
-    read(TranslatedReader([Tree(Ranks(), TensorReader(one | head))], model), state_of(empty))
+    one = {"model.embed_tokens.weight": both["model.embed_tokens.weight"]}
+
+    def read(saved: Tensors) -> None:
+        load_state(state_of(one), TranslatedReader([Tree(Ranks(), TensorReader(saved))], model), "trees")
+
+    read(flat(state_of(one)) | {"model.lm_head.weight": both["lm_head.weight"]})
     with pytest.raises(CheckpointError, match="--tie_word_embeddings"):
-        read(TranslatedReader([Tree(Ranks(), TensorReader(flat(state_of(both))))], model), state_of(empty))
+        read(flat(state_of(both)))
 
 
 def test_names_that_are_not_known_and_tensors_that_are_not_there_are_refused() -> None:
-    model, shapes, cut = llama_shapes()
-    hub = state_of({name: torch.randn(shape) for name, shape in model.shapes.items()})
-    source = TranslatedReader([Tree(Ranks(), TensorReader(flat(hub)))], model)
+    case = Case("llama")
+    state = {"model": {"transformer.pooler.weight": torch.zeros(HIDDEN, HIDDEN)}}
     with pytest.raises(CheckpointError, match=r"transformer\.pooler\.weight, of SMP's own llama here"):
-        pieces(source, Ranks(), model, shapes | {"transformer.pooler.weight": (HIDDEN, HIDDEN)}, cut)
-    del hub["model"]["model.norm.weight"], hub["optim"]["state"]["model.norm.weight"]
-    lacking = TranslatedReader([Tree(Ranks(), TensorReader(flat(hub)))], model)
+        load_state(state, RankReader(case.source, state, Ranks(), case.model), "trees")
+    rest = {name: value for name, value in case.hub.items() if name != "model.norm.weight"}
     with pytest.raises(CheckpointError, match=r"it lacks model\.transformer\.layernorm\.weight"):
-        pieces(lacking, Ranks(), model, shapes, cut)
+        case.read_by(Ranks(), case.trees([Tree(Ranks(), TensorReader(flat(state_of(rest))))]))
+    for name in (f"{QKV}.weight", "transformer.pooler.weight", "transformer.seq_layers.7.self_attention.proj.weight"):
+        assert blocks(name, (8, 8), Ranks(), case.model) is None
+    for shape in ((4, 8), (64,)):  # of a second rank that is not there; flat
+        with pytest.raises(CheckpointError):
+            blocks("lm.model.layers.0.self_attn.q_proj.weight", shape, Ranks(), case.model)
