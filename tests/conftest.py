@@ -29,6 +29,27 @@ for name in list(os.environ):
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+@pytest.fixture(scope="session")
+def server():
+    """S3 on the loopback interface, behind a proxy that fails on demand: `tests.s3_server`."""
+    pytest.importorskip("boto3")
+    pytest.importorskip("moto.server")
+    from tests.s3_server import serving
+
+    with serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bucket(server, monkeypatch, request):
+    """``s3://...`` of a bucket of this test's own, on a server that forgot the tests before."""
+    from tests import s3_server
+
+    place = s3_server.bucket(server, monkeypatch, request.node.nodeid)
+    server.gets.clear()
+    return place
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest kinds first: pytest-xdist deals the files out in this order, and short ones even it out."""
     order = ["system", "distributed", "unit"]
