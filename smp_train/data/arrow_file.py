@@ -24,17 +24,25 @@ class Lists(NamedTuple):
     """The lists of one column; views of the mapped file."""
 
     values: np.ndarray
-    """The numbers of all rows, end to end."""
     starts: np.ndarray
-    """Where each row begins among them, int64 [rows + 1]."""
+    """Where each row begins among the values, [rows + 1]; the first may be above 0."""
 
     def row(self, index: int) -> np.ndarray:
         """Return the numbers of one row."""
-        return self.values[self.starts[index] : self.starts[index + 1]]
+        return self.values[int(self.starts[index]) : int(self.starts[index + 1])]
+
+    def trimmed(self) -> Lists:
+        """Return the values of these rows alone, and int64 starts from 0."""
+        starts = self.starts.astype(np.int64)
+        return Lists(self.values[starts[0] : starts[-1]], starts - starts[0])
+
+
+Columns = tuple[Lists, "Lists | None", "Lists | None"]
+"""Ids, attention mask and labels."""
 
 
 class Part:
-    """Consecutive rows of one record batch; columns are views of the mapped file, made when they are first read.
+    """Consecutive rows of one record batch.
 
     Args:
         batch: the rows.
@@ -49,26 +57,26 @@ class Part:
         return int(self.batch.num_rows)
 
     @cached_property
-    def columns(self) -> list[Lists | None]:
-        """Ids, attention mask and labels."""
-        here = _columns(self.batch)
-        return [_lists(here[name]) if name in here else None for name in FIELDS]
+    def _views(self) -> Columns:
+        """Made when they are first asked for, and no copies: all rows of a data set may be asked for."""
+        here = {name: _lists(column) for name, column in _columns(self.batch).items()}
+        return here[IDS], here.get(MASK), here.get(LABELS)
 
-    @property
-    def ids(self) -> Lists:
-        """The token ids."""
-        assert self.columns[0] is not None, "seen in the schema"
-        return self.columns[0]
+    def columns(self) -> Columns:
+        """Return the columns, `Lists.trimmed`."""
+        ids, *others = self._views
+        mask, labels = (None if lists is None else lists.trimmed() for lists in others)
+        return ids.trimmed(), mask, labels
 
     def row(self, index: int) -> Row:
         """Return one row; its ids are a view of the file."""
-        ids, mask, labels = (None if lists is None else lists.row(index) for lists in self.columns)
-        assert ids is not None
-        return Row(ids, None if mask is None or mask.all() else mask.astype(bool), labels=labels)
+        ids, *others = self._views
+        mask, labels = (None if lists is None else lists.row(index) for lists in others)
+        return Row(ids.row(index), None if mask is None or mask.all() else mask.astype(bool), labels=labels)
 
     def targets(self) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return (where a token carries loss, where it is attended), bool [tokens], each None when everywhere."""
-        _, mask, labels = self.columns
+        _, mask, labels = self.columns()
         attended = None if mask is None or mask.values.all() else mask.values != 0
         if labels is None:
             return attended, attended
@@ -77,14 +85,14 @@ class Part:
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each row, without padding at its ends."""
-        attended = self.targets()[1] if self.columns[1] is not None else None
-        starts = self.ids.starts
+        attended = self.targets()[1] if self._views[1] is not None else None
+        starts = self._views[0].trimmed().starts
         return np.diff(starts) if attended is None else targets.attended_spans(attended, starts)[1]
 
     def gaps(self) -> np.ndarray:
         """Return the gaps of the rows, as `targets.row_gaps`."""
         where, attended = self.targets()
-        return targets.NO_GAPS if where is None else targets.row_gaps(where, attended, self.ids.starts)
+        return targets.NO_GAPS if where is None else targets.row_gaps(where, attended, self.columns()[0].starts)
 
     def without(self, rows: Sequence[int]) -> Iterator[Part]:
         """Yield the rows between some that are left out; those are given by their numbers in the file, in order."""
@@ -101,10 +109,10 @@ def _columns(batch: Any) -> dict[str, Any]:
 
 def _lists(column: Any) -> Lists:
     if hasattr(column, "offsets"):
-        starts = column.offsets.to_numpy().astype(np.int64)
+        starts = column.offsets.to_numpy()
     else:
         starts = (np.arange(len(column) + 1) + column.offset) * column.type.list_size
-    return Lists(column.values.to_numpy(zero_copy_only=True)[starts[0] : starts[-1]], starts - starts[0])
+    return Lists(column.values.to_numpy(zero_copy_only=True), starts)
 
 
 def parts_of(path: str, *, full: bool = False) -> Iterator[Part]:
@@ -175,7 +183,7 @@ class Checked:
     counted: int = 0
     """Of those, the ones whose label is not -100."""
     longest: int = 0
-    longest_row: int = 0
+    longest_line: int = 0
     """Counted from 1, among all rows of the file."""
     digest: str = ""
     left_out: list[int] = field(default_factory=list)
@@ -186,18 +194,23 @@ class Checked:
     latest: int = 1
     """The largest index that the first target of a row has, leading padding left out."""
 
+    @property
+    def skipped(self) -> int:
+        """The number of malformed rows."""
+        return len(self.left_out)
+
     def add(self, part: Part) -> None:
         """Count good rows."""
-        sizes, (where, attended) = np.diff(part.ids.starts), part.targets()
-        tokens = part.ids.values.size
+        (ids, _, labels), (where, attended) = part.columns(), part.targets()
+        sizes, tokens = np.diff(ids.starts), ids.values.size
         if sizes.max() > self.longest:
-            self.longest, self.longest_row = int(sizes.max()), part.first + int(sizes.argmax()) + 1
+            self.longest, self.longest_line = int(sizes.max()), part.first + int(sizes.argmax()) + 1
         self.rows += len(part)
         self.tokens += tokens
         self.attended += tokens if attended is None else int(attended.sum())
         self.counted += tokens if where is None else int(where.sum())
         self.latest = max(self.latest, targets.latest(part.gaps()))
-        self.labelled |= part.columns[2] is not None
+        self.labelled |= labels is not None
 
 
 def check(path: str, vocab_size: int, bad: Callable[[int, str], None] | None = None) -> Checked:
@@ -218,8 +231,8 @@ def check(path: str, vocab_size: int, bad: Callable[[int, str], None] | None = N
         found.left_out += malformed
         for good in part.without(list(malformed)):
             found.add(good)
-        _, mask, labels = part.columns
-        digest.update(part.ids.values.tobytes() + np.diff(part.ids.starts).tobytes())
+        ids, mask, labels = part.columns()
+        digest.update(ids.values.tobytes() + np.diff(ids.starts).tobytes())
         if mask is not None and not mask.values.all():
             digest.update(np.packbits(mask.values.astype(bool)).tobytes())
         if labels is not None:
@@ -233,7 +246,7 @@ def check(path: str, vocab_size: int, bad: Callable[[int, str], None] | None = N
 
 def _all_good(part: Part, vocab_size: int) -> bool:
     """Return whether no row is malformed: few passes over whole columns, and no array of their size for plain rows."""
-    ids, (_, mask, labels) = part.ids, part.columns
+    ids, mask, labels = part.columns()
     if any(column.null_count for column in _columns(part.batch).values()) or np.diff(ids.starts).min() < 2:
         return False
     if any(other is not None and not np.array_equal(other.starts, ids.starts) for other in (mask, labels)):

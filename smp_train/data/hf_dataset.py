@@ -24,7 +24,7 @@ from smp_train.data.progress import Progress
 from smp_train.data.source import Row, Source
 from smp_train.data.targets import NO_GAPS, of_rows_from
 from smp_train.data.token_cache import TokenCache, share
-from smp_train.data.token_dataset import refuse_mixed
+from smp_train.data.token_dataset import refuse_mixed, totals
 from smp_train.data.utils import Shard
 from smp_train.errors import DataError
 from smp_train.storage.prefetch import prefetched
@@ -173,18 +173,7 @@ class HfRows(Source):
 
     def report(self) -> dict[str, int | str]:
         """Totals, as of token shards."""
-        longest = max(range(len(self.checked)), key=lambda i: self.checked[i].longest)
-        return {
-            "shards": len(self.files),
-            "rows": len(self),
-            "tokens": sum(found.tokens for found in self.checked),
-            "attended_tokens": sum(found.attended for found in self.checked),
-            "counted_tokens": sum(found.counted for found in self.checked),
-            "labelled": any(found.labelled for found in self.checked),
-            "lines_left_out": sum(len(found.left_out) for found in self.checked),
-            "longest": self.checked[longest].longest,
-            "longest_at": f"{self.files[longest].path}:{self.checked[longest].longest_row}",
-        }
+        return totals(self.files, self.checked)
 
 
 def open_hf_dataset(caches: TokenCache, location: str, max_bad: float | None = None) -> HfRows:
@@ -194,20 +183,20 @@ def open_hf_dataset(caches: TokenCache, location: str, max_bad: float | None = N
     """
     files = files_of(location)
     check_share(caches, location, 0, 1)
-    checked = []
-    for shard in files:
-        found = _known(caches, shard)
-        if found is None:
-            raise DataError(f"{shard.path}: its check vanished; is something clearing the --data_cache_dir?")
-        checked.append(found)
-    rows = sum(found.rows for found in checked)
+    found = [_known(caches, shard) for shard in files]
+    checked = [one for one in found if one is not None]
+    if len(checked) < len(files):
+        raise DataError(
+            f"{files[found.index(None)].path}: its check vanished; is something clearing the --data_cache_dir?"
+        )
+    source = HfRows(files, checked)
     bad_rows.judge(
-        [(shard.path, len(found.left_out), found.first_bad) for shard, found in zip(files, checked, strict=True)],
-        rows, max_bad,
+        [(shard.path, one.skipped, one.first_bad) for shard, one in zip(files, checked, strict=True)],
+        len(source), max_bad,
     )  # fmt: skip
-    if not rows:
+    if not len(source):
         raise DataError(f"{location}: the data set has no row; save it again with save_to_disk")
-    return HfRows(files, checked)
+    return source
 
 
 def is_hf_dataset(names: set[str]) -> bool:

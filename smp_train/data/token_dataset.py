@@ -5,12 +5,13 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from smp_train.data import bad_rows
+from smp_train.data.arrow_file import Checked
 from smp_train.data.conversion import convert as convert_shards
 from smp_train.data.shard import Shard
 from smp_train.data.source import Row, Source
@@ -105,18 +106,23 @@ class TokenShards(Source):
 
     def report(self) -> dict[str, int | str]:
         """Totals: shards, rows, tokens, attended and counted ones, and the longest row with its shard and line."""
-        longest = max(range(len(self.headers)), key=lambda i: self.headers[i].longest)
-        return {
-            "shards": len(self.files),
-            "rows": len(self),
-            "tokens": sum(header.tokens for header in self.headers),
-            "attended_tokens": sum(header.attended for header in self.headers),
-            "counted_tokens": sum(header.counted for header in self.headers),
-            "labelled": any(header.labelled for header in self.headers),
-            "lines_left_out": sum(header.skipped for header in self.headers),
-            "longest": self.headers[longest].longest,
-            "longest_at": f"{self.files[longest].path}:{self.headers[longest].longest_line}",
-        }
+        return totals(self.files, self.headers)
+
+
+def totals(files: Sequence[Shard], headers: Sequence[Header | Checked]) -> dict[str, int | str]:
+    """Return the totals of files of rows."""
+    longest = max(range(len(headers)), key=lambda i: headers[i].longest)
+    return {
+        "shards": len(files),
+        "rows": sum(header.rows for header in headers),
+        "tokens": sum(header.tokens for header in headers),
+        "attended_tokens": sum(header.attended for header in headers),
+        "counted_tokens": sum(header.counted for header in headers),
+        "labelled": any(header.labelled for header in headers),
+        "lines_left_out": sum(header.skipped for header in headers),
+        "longest": headers[longest].longest,
+        "longest_at": f"{files[longest].path}:{headers[longest].longest_line}",
+    }
 
 
 def convert(
