@@ -14,12 +14,11 @@ import torch.distributed as dist
 from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather_state
 from smp_train.checkpoints.node_local import find_newest
 from smp_train.errors import CheckpointError
-from tests.checkpoint_files import tree
+from tests.checkpoint_files import flipped, tree
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all
 from tests.distributed.test_checkpoints import train as updates
 from tests.harness import run, same_message
 from tests.training import flags, records, steps, train
-from tests.unit.test_checkpoints import flip
 
 MESH = {"shard": 2}
 
@@ -82,7 +81,8 @@ def durable_instead(folder: Path, seen: dict[int, dict[str, str]]) -> None:
     step, where, now = same_on_all(run(read, 1, str(folder), "plain"))
     assert (step, where) == (2, "far")
     assert now == seen[2]
-    flip(tree(folder / "near" / "rank00001" / "m-3steps") / "__0_0.distcp")
+    path = tree(folder / "near" / "rank00001" / "m-3steps") / "__0_0.distcp"
+    path.write_bytes(flipped(path.read_bytes()))
     step, where, now = same_on_all(run(read, 2, str(folder), "fsdp"))
     assert (step, where) == (2, "near")
     assert now == seen[2]

@@ -1,4 +1,4 @@
-"""Saving, finding and retaining in one process; what needs several is in tests/distributed."""
+"""Saving, finding and retaining in one process, in a folder and in S3; what needs several is in tests/distributed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smp_train.checkpoints import CheckpointManager, Policy, RunId, find
+from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, open_checkpoint
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.manifest import Committed, FileRecord
@@ -23,22 +23,7 @@ from smp_train.checkpoints.runs import committed as committed_entries
 from smp_train.checkpoints.runs import damaged
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.storage.folder import FolderStorage
-from tests.checkpoint_files import flat, tree
-
-
-def manager(folder: Path | str, every: int = 1, keep: int = 2, **more) -> CheckpointManager:
-    return CheckpointManager([Policy(str(folder), every, keep)], model_type="llama_v2", **more)
-
-
-def state(value: float = 0.0) -> dict:
-    w = torch.full((4, 3), value, dtype=torch.float32)
-    return {"model": {"w": w, "b": torch.full((3,), value, dtype=torch.bfloat16)}}
-
-
-def save(folder: Path | str, *steps: int, **more) -> None:
-    saver = manager(folder, **{"keep": 10, **more})
-    for step in steps:
-        saver.save(step, state(step), {"tokens": step * 10})
+from tests.checkpoint_files import files, flat, flipped, harm, keys, listed, loaded, manager, save, state, stop_at, tree
 
 
 def names(folder: Path) -> list[str]:
@@ -50,18 +35,6 @@ def age(folder: Path) -> None:
     then = time.time() - 60
     for path in folder.rglob("*"):
         os.utime(path, (then, then))
-
-
-class Stop(Exception):
-    pass
-
-
-def stop_at(stage: str):
-    def on_stage(reached: str) -> None:
-        if reached == stage:
-            raise Stop(f"at {stage}")
-
-    return on_stage
 
 
 # --- saving and finding
@@ -106,36 +79,17 @@ def test_what_a_library_wrote_itself_is_brought_to_the_disk_with_its_names(tmp_p
     assert synced == [str(part.parent), str(part / "__0_0.distcp"), str(part)]
 
 
-def test_what_is_saved_is_found_and_loaded(tmp_path):
-    save(tmp_path, 7, 12, 9)
-    found = find(f"{tmp_path}/")
-    assert found is not None
-    assert (found.step, found.path) == (12, f"{tmp_path}/llama_v2-12steps")
-    assert found.meta == {"tokens": 120, "step": 12}
-    target = state(-1)
-    found.load(target)
-    assert all(torch.equal(target["model"][k], v) for k, v in state(12)["model"].items())
-
-
-def test_one_checkpoint_can_be_named(tmp_path):
-    save(tmp_path, 7, 12)
-    found = find(tmp_path / "llama_v2-7steps")
-    assert found is not None
-    assert found.step == 7
-
-
-def test_the_folder_holds_the_documented_files_and_committed_lists_them(tmp_path):
-    save(tmp_path, 7)
-    folder = tmp_path / "llama_v2-7steps"
-    attempt = tree(folder)
-    assert names(folder) == sorted([attempt.name, "COMMITTED"])
-    assert names(attempt) == [".metadata", ".run", "__0_0.distcp", "meta.json"]
-    committed = json.loads((folder / "COMMITTED").read_text())
-    assert committed["step"] == 7
-    assert set(committed["files"]) == {".metadata", "__0_0.distcp", "meta.json"}
-    assert all(
-        record["size"] == (attempt / name).stat().st_size for name, record in committed["files"].items()
-    )
+def test_what_is_saved_is_found_and_loaded(place):
+    save(place, 7, 12, 9)
+    found = find(f"{place}/")
+    assert (found.step, found.path, found.meta) == (12, f"{place}/llama_v2-12steps", {"tokens": 120, "step": 12})
+    assert (loaded(place), loaded(f"{place}/llama_v2-7steps")) == (12, 7)
+    assert keys(place) == files("llama_v2-7steps", "llama_v2-9steps", "llama_v2-12steps")
+    folder = open_folder(place)
+    committed = json.loads(folder.read("llama_v2-9steps", "COMMITTED"))
+    assert committed["step"] == 9
+    sizes = folder.sizes(f"llama_v2-9steps/{committed['root']}")
+    assert {name: record["size"] for name, record in committed["files"].items()} | {".run": sizes[".run"]} == sizes
 
 
 def test_only_due_steps_are_saved_unless_forced(tmp_path):
@@ -145,8 +99,8 @@ def test_only_due_steps_are_saved_unless_forced(tmp_path):
     assert saver.save(4, state(), {}, force=True) == [f"{tmp_path}/llama_v2-4steps"]
 
 
-def test_a_first_start_finds_nothing(tmp_path):
-    assert find(tmp_path) is None
+def test_a_first_start_finds_nothing(place, tmp_path):
+    assert find(tmp_path if place.startswith("/") else place) is None
     assert find(tmp_path / "later", missing_ok=True) is None
     with pytest.raises(CheckpointError, match="later"):
         find(tmp_path / "later")
@@ -156,137 +110,87 @@ def test_what_is_not_a_checkpoint_is_passed_over(tmp_path):
     save(tmp_path, 3)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "llama_v2-99steps").write_text("a file by that name")
-    (tmp_path / "tensorboard").mkdir()
-    (tmp_path / "llama_v2-50steps").mkdir()
-    (tmp_path / ".llama_v2-60steps.0123abcd.staging").mkdir()
-    (tmp_path / "gpt_neox-xsteps").mkdir()
-    found = find(tmp_path)
-    assert found is not None
-    assert found.step == 3
+    for name in ("tensorboard", "llama_v2-50steps", ".llama_v2-60steps.0123abcd.staging", "gpt_neox-xsteps"):
+        (tmp_path / name).mkdir()
+    assert loaded(tmp_path) == 3
 
 
-def test_other_runs_in_the_folder_can_be_left_out(tmp_path):
-    first, second = RunId.fresh("first"), RunId.fresh("second")
-    save(tmp_path, 3, run=first)
-    CheckpointManager([Policy(str(tmp_path), 1, 1)], model_type="gpt_neox", run=second).save(8, state(), {})
-    assert find(tmp_path).path.endswith("gpt_neox-8steps")
-    assert find(tmp_path, run=first).step == 3
-    assert find(tmp_path, run=RunId.fresh("second")) is None, "another life of that name"
-
-
-def test_an_unfinished_checkpoint_that_is_named_is_refused_with_the_others(tmp_path):
-    save(tmp_path, 3, 6)
+def test_one_that_is_named_and_of_no_use_is_refused_with_the_others(tmp_path):
+    save(tmp_path, 3, 6, 9)
     (tmp_path / "llama_v2-6steps" / "COMMITTED").unlink()
+    harm(tmp_path, "llama_v2-9steps", ".distcp", flipped)
     with pytest.raises(CheckpointError, match=r"COMMITTED.*llama_v2-3steps"):
         find(tmp_path / "llama_v2-6steps")
-    assert find(tmp_path).step == 3
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp has CRC-32.*: llama_v2-3steps$"):
+        find(tmp_path / "llama_v2-9steps")
+    assert loaded(tmp_path) == 3
 
 
-def test_a_damaged_checkpoint_that_is_named_is_refused_with_the_others(tmp_path):
-    save(tmp_path, 3, 6)
-    newest = tmp_path / "llama_v2-6steps"
-    next(newest.glob("*/*.distcp")).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"6steps.*: llama_v2-3steps$"):
-        find(newest)
-    assert newest.exists()
-
-
-def test_a_file_is_refused(tmp_path):
+def test_other_kinds_of_places_are_refused_by_name(tmp_path):
     (tmp_path / "weights.pt").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):
         find(tmp_path / "weights.pt")
-
-
-def test_other_kinds_of_places_are_refused_by_name():
     with pytest.raises(ConfigError, match="gs://bucket/prefix"):
         find("gs://bucket/prefix")
     with pytest.raises(ConfigError, match="s3:///prefix"):
         manager("s3:///prefix")
+    with pytest.raises(ConfigError, match="--checkpoint_dir"):
+        CheckpointManager([Policy(str(tmp_path), 1, 2), Policy(f"{tmp_path}/.", 4, 2)], model_type="m")
 
 
 # --- damage
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGE = [
-    (truncate, "__0_0.distcp", "bytes"),
-    (flip, "__0_0.distcp", "CRC-32"),
-    (Path.unlink, "__0_0.distcp", "missing"),
-    (flip, ".metadata", "CRC-32"),
-    (Path.unlink, "meta.json", "missing"),
-    (truncate, "COMMITTED", "COMMITTED is not readable"),
+    (lambda data: data[:-1], "__0_0.distcp", "bytes"),
+    (flipped, "__0_0.distcp", "CRC-32"),
+    (lambda data: None, "__0_0.distcp", "missing"),
+    (flipped, ".metadata", "CRC-32"),
+    (lambda data: None, "meta.json", "missing"),
+    (lambda data: b"{", "COMMITTED", "COMMITTED is not readable"),
 ]
 
 
-@pytest.mark.parametrize(("harm", "file", "said"), DAMAGE)
-def test_a_damaged_newest_one_is_named_and_set_aside_and_the_older_one_used(
-    tmp_path, caplog, harm, file, said
-):
-    save(tmp_path, 3, 6)
-    newest = tmp_path / "llama_v2-6steps"
-    if file == "COMMITTED":
-        (newest / file).write_text("{")
-    else:
-        harm(tree(newest) / file)
+@pytest.mark.parametrize(("change", "file", "said"), DAMAGE)
+def test_a_damaged_newest_one_is_set_aside_and_the_older_one_used(place, caplog, capsys, change, file, said):
+    save(place, 3, 6)
+    harm(place, "llama_v2-6steps", file, change)
+    before = keys(place)
     with pytest.raises(CheckpointError, match=said):
-        find(tmp_path, strict=True)
-    assert names(tmp_path) == ["llama_v2-3steps", "llama_v2-6steps"]
-    found = find(tmp_path)
-    assert found is not None
-    assert found.step == 3
-    assert "COMMITTED.damaged" in names(newest)
+        find(place, strict=True)
+    assert keys(place) == before
+    assert loaded(place) == 3
     assert "llama_v2-6steps is damaged" in caplog.text
     assert file in caplog.text
+    aside = [key.replace("6steps/COMMITTED", "6steps/COMMITTED.damaged") for key in before]
+    assert keys(place) == sorted(aside)
+    main(["ls", place])
+    assert ["llama_v2-6steps", "damaged"] in listed(capsys)
+    save(place, 6, 7, keep=1)  # the step is reached again; what was damaged is not the program's to delete
+    assert keys(place) == sorted([*(key for key in aside if "6steps" in key), *files("llama_v2-7steps")])
+    assert loaded(place) == 7
 
 
-def test_a_damaged_one_that_is_named_is_refused_and_left_alone(tmp_path):
-    save(tmp_path, 3, 6)
-    flip(tree(tmp_path / "llama_v2-6steps") / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp has CRC-32"):
-        find(tmp_path / "llama_v2-6steps")
-    assert "llama_v2-6steps" in names(tmp_path)
-
-
-def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(tmp_path):
-    save(tmp_path, 3)
-    flip(tree(tmp_path / "llama_v2-3steps") / "__0_0.distcp")
+def test_when_all_are_damaged_a_run_does_not_start_afresh_unasked(place):
+    save(place, 3)
+    harm(place, "llama_v2-3steps", ".distcp", flipped)
     for _ in range(2):  # at the first start, and again when the scheduler starts the job anew
         with pytest.raises(CheckpointError, match="damaged"):
-            find(tmp_path)
+            find(place)
 
 
-def test_a_second_damaged_one_of_a_step_does_not_overwrite_the_first(tmp_path):
+def test_a_second_damaged_one_of_a_step_does_not_overwrite_the_first(tmp_path, capsys):
     for _ in range(2):
         save(tmp_path, 3, 6)
-        flip(tree(tmp_path / "llama_v2-6steps") / "__0_0.distcp")
+        path = tree(tmp_path / "llama_v2-6steps") / "__0_0.distcp"
+        path.write_bytes(flipped(path.read_bytes()))
         assert find(tmp_path).step == 3
     folder = tmp_path / "llama_v2-6steps"
     assert [name for name in names(folder) if "COMMITTED" in name] == ["COMMITTED.damaged", "COMMITTED.damaged-2"]
     assert len(list(folder.glob("*/*.distcp"))) == 2
-
-
-def test_the_list_tells_damaged_ones_from_those_that_count(tmp_path, capsys):
-    for _ in range(2):
-        save(tmp_path, 3, 6)
-        flip(tree(tmp_path / "llama_v2-6steps") / "__0_0.distcp")
-        find(tmp_path)
-    main(["ls", str(tmp_path)])
-    assert ["llama_v2-6steps", "damaged"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     save(tmp_path, 6)
     main(["ls", str(tmp_path)])
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
-        ["llama_v2-3steps", "committed"],
-        ["llama_v2-6steps", "committed"],
-    ]
+    assert listed(capsys) == [["llama_v2-3steps", "committed"], ["llama_v2-6steps", "committed"]]
 
 
 def test_a_folder_is_listed_and_tidied_while_a_job_removes_what_is_in_it(tmp_path, monkeypatch, capsys):
@@ -301,9 +205,7 @@ def test_a_folder_is_listed_and_tidied_while_a_job_removes_what_is_in_it(tmp_pat
 
     monkeypatch.setattr(os, "lstat", gone)
     assert main(["ls", str(tmp_path)]) == 0
-    listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert ["llama_v2-6steps", "committed"] in listed
-    assert ["llama_v2-3steps", "incomplete"] in listed
+    assert listed(capsys) == [["llama_v2-3steps", "incomplete"], ["llama_v2-6steps", "committed"]]
     storage = open_folder(tmp_path)
     storage.sweep(-math.inf)
     storage.delete("llama_v2-3steps")
@@ -311,11 +213,12 @@ def test_a_folder_is_listed_and_tidied_while_a_job_removes_what_is_in_it(tmp_pat
     assert names(tmp_path) == ["llama_v2-6steps"]
 
 
-def test_verify_deals_the_files_out(tmp_path):
+def test_each_rank_verifies_its_share_of_the_files(tmp_path):
     save(tmp_path, 3)
     found = find(tmp_path)
     for file in found.committed.files:
-        flip(tree(found.path) / file)
+        path = tree(found.path) / file
+        path.write_bytes(flipped(path.read_bytes()))
     shares = [found.verify(rank, 2) for rank in range(2)]
     assert all(shares)
     assert len([problem for share in shares for problem in share]) == len(found.committed.files)
@@ -327,10 +230,10 @@ def test_a_format_of_the_future_is_refused_not_set_aside(tmp_path):
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(CheckpointError, match="use a newer smp-train"):
         find(tmp_path)
-    assert names(tmp_path) == ["llama_v2-3steps"]
+    assert path.exists()
 
 
-# --- what is cut short
+# --- what is cut short, or in the way
 
 
 @pytest.mark.parametrize("stage", ["write", "checksum", "commit", "publish"])
@@ -341,15 +244,12 @@ def test_a_failure_at_any_stage_leaves_what_was_there(tmp_path, stage):
     assert names(tmp_path) == ["llama_v2-3steps"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
-    save(tmp_path, 3)
-    manager(tmp_path).save(3, state(33), {"again": True})
-    found = find(tmp_path)
-    assert found.meta == {"again": True, "step": 3}
-    target = state()
-    found.load(target)
-    assert torch.equal(target["model"]["w"], state(33)["model"]["w"])
-    assert names(tmp_path) == ["llama_v2-3steps"]
+def test_saving_a_step_again_replaces_it(place):
+    save(place, 3)
+    manager(place).save(3, state(3), {"again": True, "tokens": 30})
+    assert loaded(place) == 3
+    assert find(place).meta == {"again": True, "tokens": 30, "step": 3}
+    assert keys(place) == files("llama_v2-3steps")
 
 
 def test_what_is_there_under_the_name_is_left_alone(tmp_path):
@@ -375,10 +275,7 @@ def test_what_versions_before_wrote_is_loaded_replaced_and_deleted(tmp_path):
     (tmp_path / "llama_v2-1steps").rename(tmp_path / ".llama_v2-1steps.0123abcd.replaced")
     for left in (".llama_v2-5steps.0123abcd.staging", ".llama_v2-6steps.0123abcd.deleting"):
         (tmp_path / left).mkdir()
-    assert find(tmp_path).step == 3
-    target = state()
-    find(tmp_path).load(target)
-    assert torch.equal(target["model"]["w"], state(3)["model"]["w"])
+    assert loaded(tmp_path) == 3
     assert [entry.step for entry in damaged(open_folder(tmp_path))] == [4]
     again = manager(tmp_path, keep=9)
     again.lock()
@@ -421,18 +318,17 @@ def test_a_checkpoint_that_cannot_have_its_name_back_is_not_swept(tmp_path):
 
 
 def test_leftovers_are_swept_but_not_those_of_a_save_that_may_be_running(tmp_path):
-    old = tmp_path / "llama_v2-2steps" / "0123abcd"
-    old.mkdir(parents=True)
-    (old / "__0_0.distcp").write_text("half")
+    old, new = (tmp_path / "llama_v2-2steps" / attempt / "__0_0.distcp" for attempt in ("0123abcd", "0123abce"))
+    old.parent.mkdir(parents=True)
+    old.write_text("half")
     age(tmp_path)
     saver = manager(tmp_path)
-    new = tmp_path / "llama_v2-2steps" / "0123abce"
-    new.mkdir()
-    (new / "__0_0.distcp").write_text("half")
-    os.utime(new / "__0_0.distcp", (time.time() + 60, time.time() + 60))
+    new.parent.mkdir()
+    new.write_text("half")
+    os.utime(new, (time.time() + 60, time.time() + 60))
     saver.save(3, state(), {})
     assert names(tmp_path) == ["llama_v2-2steps", "llama_v2-3steps"]
-    assert names(tmp_path / "llama_v2-2steps") == [new.name]
+    assert names(tmp_path / "llama_v2-2steps") == [new.parent.name]
 
 
 def test_a_kill_while_committed_is_written_leaves_the_name_free(tmp_path):
@@ -454,17 +350,11 @@ def test_meta_that_is_not_json_fails_before_anything_is_written(tmp_path):
 # --- retention
 
 
-def test_the_newest_k_stay(tmp_path):
-    save(tmp_path, *range(1, 6), keep=2)
-    assert names(tmp_path) == ["llama_v2-4steps", "llama_v2-5steps"]
-
-
-def test_unfinished_ones_do_not_count_and_other_models_are_not_touched(tmp_path):
-    neox, ours = RunId.fresh("neox"), RunId.fresh("ours")
-    CheckpointManager([Policy(str(tmp_path), 1, 1)], model_type="gpt_neox", run=neox).save(1, state(), {})
+def test_the_newest_k_stay_and_unfinished_ones_and_other_models_are_not_touched(tmp_path):
+    save(tmp_path, 1, model_type="gpt_neox", run=RunId.fresh("neox"))
     (tmp_path / "llama_v2-90steps").mkdir()
-    save(tmp_path, 1, 2, 3, keep=2, run=ours)
-    assert names(tmp_path) == ["gpt_neox-1steps", "llama_v2-2steps", "llama_v2-3steps", "llama_v2-90steps"]
+    save(tmp_path, 1, 2, 3, 4, keep=2, run=RunId.fresh("ours"))
+    assert names(tmp_path) == ["gpt_neox-1steps", "llama_v2-3steps", "llama_v2-4steps", "llama_v2-90steps"]
 
 
 def test_each_folder_has_its_own_policy(tmp_path):
@@ -476,11 +366,6 @@ def test_each_folder_has_its_own_policy(tmp_path):
     saver.save(13, state(), {}, force=True)
     assert names(tmp_path / "a") == ["m-12steps", "m-13steps"]
     assert names(tmp_path / "b") == ["m-13steps"]
-
-
-def test_two_policies_on_one_folder_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--checkpoint_dir"):
-        CheckpointManager([Policy(str(tmp_path), 1, 2), Policy(f"{tmp_path}/.", 4, 2)], model_type="m")
 
 
 @pytest.mark.parametrize(
@@ -497,24 +382,25 @@ def test_which_steps_are_kept(keep, steps, newest, kept):
     assert Policy("f", 1, keep).kept(steps, newest) == kept
 
 
-def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(tmp_path, caplog, capsys):
-    save(tmp_path, 10, 20, 30)
-    left = (tmp_path / "llama_v2-30steps" / "COMMITTED").read_bytes()
-    for new, kept in ((21, "llama_v2-30steps/COMMITTED.abandoned"), (15, "llama_v2-20steps/COMMITTED.abandoned")):
-        saver = manager(tmp_path, keep=9)
-        saver.go_back(find(tmp_path / f"llama_v2-{new // 10 * 10}steps"))
-        assert find(tmp_path).step > new, "nothing has been written yet"
-        saver.save(new, state(new), {})
-        assert find(tmp_path).step == new
-        assert f"kept as {kept}" in caplog.text
+def test_a_run_that_goes_back_is_not_overtaken_by_what_it_left(place, caplog, capsys):
+    save(place, 10, 20, 30)
+    left = open_folder(place).read("llama_v2-30steps", "COMMITTED")
+    for back, new, aside in ((20, 21, 30), (10, 20, 20)):
+        saver = manager(place, keep=9)
+        saver.go_back(find(f"{place}/llama_v2-{back}steps"))
+        assert find(place).step > back, "nothing has been written yet"
+        saver.save(new, state(new), {"tokens": new * 10})
+        assert loaded(place) == new
+        assert f"kept as llama_v2-{aside}steps/COMMITTED.abandoned" in caplog.text
         saver.save(new + 20, state(), {})
-        assert find(tmp_path).step == new + 20, "its own later ones count"
-    assert (tmp_path / "llama_v2-30steps" / "COMMITTED.abandoned").read_bytes() == left
-    assert main(["ls", str(tmp_path)]) == 0
-    listed = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
-    assert listed["llama_v2-30steps"] == "abandoned"
-    assert main(["prune", str(tmp_path), "--keep", "9", "--abandoned", "1"]) == 0
-    assert names(tmp_path) == ["llama_v2-10steps", "llama_v2-15steps", "llama_v2-35steps"]
+        assert find(place).step == new + 20, "its own later ones count"
+    assert open_folder(place).read("llama_v2-30steps", "COMMITTED.abandoned") == left
+    main(["ls", place])
+    assert ["llama_v2-30steps", "abandoned"] in listed(capsys)
+    open_folder(place).sweep(-math.inf)
+    assert len([key for key in keys(place) if key.endswith("meta.json")]) == 7, "their files stay"
+    assert main(["prune", place, "--keep", "9", "--abandoned", "1"]) == 0
+    assert keys(place) == files("llama_v2-10steps", "llama_v2-20steps", "llama_v2-40steps")
 
 
 def test_what_is_gone_back_to_elsewhere_changes_nothing(tmp_path):
@@ -537,12 +423,6 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, caplog, monk
     save(tmp_path, 2, keep=1)
     assert "cannot be deleted" in caplog.text
     assert find(tmp_path).step == 2
-
-
-def test_a_deletion_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_path, monkeypatch):
-    save(tmp_path, 1)
-    monkeypatch.setattr("shutil.rmtree", lambda path: None)
-    save(tmp_path, 2, keep=1)
     assert [entry.name for entry in committed_entries(open_folder(tmp_path))] == ["llama_v2-2steps"]
     monkeypatch.undo()
     age(tmp_path)
@@ -579,26 +459,19 @@ def test_another_model_is_refused_by_name(tmp_path):
         found.load({"model": {**state()["model"], "w": torch.zeros(5, 3)}})
 
 
-def test_part_of_a_checkpoint_can_be_loaded(tmp_path):
-    manager(tmp_path).save(1, {**state(4), "optim": {"state": {"w": {"step": torch.ones(())}}}}, {})
-    target = state()
-    find(tmp_path).load(target)
-    assert torch.equal(target["model"]["w"], state(4)["model"]["w"])
-
-
-def test_plain_values_are_restored(tmp_path):
-    manager(tmp_path).save(1, {"extra": {"count": 3, "words": ["a", "b"]}}, {})
+def test_part_of_a_checkpoint_and_plain_values_are_loaded(place):
+    more = {"optim": {"state": {"w": {"step": torch.ones(())}}}, "extra": {"count": 3, "words": ["a", "b"]}}
+    manager(place).save(1, {**state(1), **more}, {"tokens": 10})
+    assert loaded(place) == 1
     target = {"extra": {"count": 0, "words": []}}
-    find(tmp_path).load(target)
+    find(place).load(target)
     assert target == {"extra": {"count": 3, "words": ["a", "b"]}}
 
 
 def test_another_dtype_is_converted_with_a_warning(tmp_path, caplog):
     save(tmp_path, 1)
-    target = {
-        "model": {"w": torch.zeros(4, 3, dtype=torch.bfloat16), "b": torch.zeros(3, dtype=torch.bfloat16)}
-    }
-    find(tmp_path).load(target)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], "of a first save"
+    find(tmp_path).load({"model": {"w": torch.zeros(4, 3).bfloat16(), "b": torch.zeros(3).bfloat16()}})
     assert "model.w was saved as torch.float32 and is torch.bfloat16 here" in caplog.text
 
 
@@ -625,6 +498,43 @@ def test_a_checkpoint_cannot_run_code(tmp_path, capsys):
     assert "ran" not in capsys.readouterr().out
 
 
-def test_a_first_save_into_a_new_folder_warns_of_nothing(tmp_path, caplog):
-    manager(tmp_path / "new").save(1, {"model": {"w": torch.ones(2)}}, {})
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+# --- the verbs
+
+
+def test_the_verbs(place, capsys):
+    save(place, 3, 6, 9)
+    assert main(["ls", place]) == 0
+    assert listed(capsys) == [[f"llama_v2-{step}steps", "committed"] for step in (3, 6, 9)]
+    assert main(["show", f"{place}/llama_v2-6steps"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"path: +{place}/llama_v2-6steps", shown)
+    assert re.search(r"tokens: +60", shown)
+    assert main(["verify", place]) == 0
+    assert capsys.readouterr().out.count("intact") == 3
+    harm(place, "llama_v2-6steps", ".distcp", flipped)
+    with pytest.raises(CheckpointError, match="1 of 3 damaged"):
+        main(["verify", place])
+    assert main(["prune", place, "--keep", "1", "--dry_run", "1"]) == 0
+    assert len(committed_entries(open_folder(place))) == 3
+    assert main(["prune", place, "--keep", "1"]) == 0
+    assert keys(place) == files("llama_v2-9steps")
+    assert open_checkpoint(f"{place}/llama_v2-9steps").verify() == []
+
+
+def test_prune_lets_a_running_job_be_and_deletes_damaged_ones_when_asked(place, capsys):
+    save(place, 3, 6, 9)
+    harm(place, "llama_v2-9steps", ".distcp", flipped)
+    assert loaded(place) == 6
+    running = manager(place)
+    running.lock()
+    open_folder(place).put("llama_v2-12steps/0123abcd", "__0_0.distcp", b"half")
+    assert main(["prune", place, "--keep", "1", "--dry_run", "1", "--damaged", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "would delete llama_v2-3steps", "would delete llama_v2-9steps, which is damaged",
+    ]  # fmt: skip
+    assert main(["prune", place, "--keep", "1", "--damaged", "1"]) == 0
+    assert "is in use by a job on" in capsys.readouterr().out
+    running.close()
+    assert keys(place) == sorted(["llama_v2-12steps/*/__0_0.distcp", *files("llama_v2-6steps")])
+    assert main(["prune", place, "--keep", "1"]) == 0
+    assert not open_folder(place).has("", ".lock")

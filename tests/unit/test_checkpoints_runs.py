@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 import pytest
 
-pytest.importorskip("boto3")
-pytest.importorskip("moto.server")
-
 from smp_train.arguments import parse, validate
-from smp_train.checkpoints import CheckpointManager, Policy, RunId, commit, find
+from smp_train.checkpoints import CheckpointManager, RunId, find
 from smp_train.checkpoints.cli import main
 from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.owner import Owner
 from smp_train.checkpoints.runs import committed, origin
 from smp_train.errors import CheckpointError, ConfigError
-from tests.s3_server import bucket, serving
-from tests.unit.test_checkpoints import Stop, state, stop_at
+from tests.checkpoint_files import Stop, manager, state, stop_at
 
 FIRST, SECOND = RunId("first", "11111111"), RunId("second", "22222222")
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving() as proxy:
-        yield proxy
-
-
-@pytest.fixture(params=["folder", "s3"])
-def place(request, tmp_path, monkeypatch) -> str:
-    if request.param == "folder":
-        return str(tmp_path / "runs")
-    monkeypatch.setattr(commit, "IN_FLIGHT_SECONDS", -math.inf)
-    return f"{bucket(request.getfixturevalue('server'), monkeypatch, request.node.nodeid)}/runs"
-
-
 def saver(place: str, run: RunId, keep: int = 2, model_type: str = "m", **more) -> CheckpointManager:
-    return CheckpointManager([Policy(place, 1, keep)], model_type=model_type, run=run, **more)
+    return manager(place, keep=keep, model_type=model_type, run=run, **more)
 
 
 def save(place: str, run: RunId, *steps: int, **more) -> None:
@@ -63,6 +44,8 @@ def test_each_keeps_its_newest_whatever_the_other_does(place):
         two.save(2 * step, state(10 * step), {"by": "second"})
     assert steps(place, FIRST) == [4, 3]
     assert steps(place, SECOND) == [8, 6]
+    assert find(place, run=RunId.fresh("second")) is None, "another life of that name"
+    assert find(place).meta["by"] == "second"
     for run, step, value in ((FIRST, 4, 4), (SECOND, 8, 40)):
         found = find(place, run=run)
         assert (found.step, found.meta["by"], found.meta["run"]) == (step, run.name, run.to_json())
@@ -246,8 +229,8 @@ def test_checkpoints_of_no_known_run_are_resumed_and_never_deleted(place):
 
 
 def test_what_a_version_without_runs_wrote_goes_by_the_name_in_its_meta(place):
-    CheckpointManager([Policy(place, 1, 9)], model_type="m").save(5, state(), {"arguments": {"run_name": "old"}})
-    CheckpointManager([Policy(place, 1, 9)], model_type="m").save(6, state(), {"arguments": {"run_name": "../old"}})
+    for step, name in ((5, "old"), (6, "../old")):
+        saver(place, RunId(), keep=9).save(step, state(), {"arguments": {"run_name": name}})
     assert goes_on_from(place, "old") == RunId("old")
     assert find(place, run=RunId("old")).step == 5
     assert goes_on_from(place, "first") == RunId(), "a name that leads out of the folder is none"

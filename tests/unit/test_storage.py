@@ -16,23 +16,9 @@ from smp_train import storage
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.storage import Range, Storage, client, s3, upload
 from tests.harness import free_port
-from tests.s3_server import bucket, serving
+from tests.s3_server import bucket
 
 FAILURES = (OSError, CheckpointError)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving() as proxy:
-        yield proxy
-
-
-@pytest.fixture(params=["folder", "s3"])
-def place(server, monkeypatch, request, tmp_path) -> str:
-    """Return a location of this test's own, of either kind, in which nothing is."""
-    if request.param == "folder":
-        return str(tmp_path / "runs" / "one")
-    return f"{bucket(server, monkeypatch, request.node.nodeid)}/runs/one"
 
 
 @pytest.fixture
