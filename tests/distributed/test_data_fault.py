@@ -31,6 +31,14 @@ def assert_equal(one: Path, other: Path) -> None:
         assert (value == right[name]).all() if hasattr(value, "all") else value == right[name], name
 
 
+def damaged_token(folder: Path, place: int) -> tuple[Path, bytes]:
+    """Damage one byte of the tokens of a data set; return their file, and what was in it."""
+    (tok,) = (folder / ".smp_train_cache").glob("*.tok")
+    good = tok.read_bytes()
+    tok.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    return tok, good
+
+
 @pytest.mark.parametrize(
     "changes", slow([{}, {"checkpoint_type": "sharded", "gradient_accumulation_steps": 2}], bool)
 )
@@ -44,10 +52,7 @@ def test_a_damaged_row_saves_the_step_before(tmp_path: Path, changes: dict) -> N
     rows = 2 * changes.get("gradient_accumulation_steps", 1)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     harness.run(train, 2, flags(whole, **common))
-    (tok,) = (data / ".smp_train_cache").glob("*.tok")
-    good = tok.read_bytes()
-    place = (3 * rows + 1) * 32  # the first row of rank 1 in step 4
-    tok.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+    tok, good = damaged_token(data, (3 * rows + 1) * 32)  # the first row of rank 1 in step 4
 
     assert "DataError" in fails(cut, 2, **common)
     saved = cut / "checkpoints" / "llama_v2-3steps"
@@ -62,32 +67,20 @@ def test_a_damaged_row_saves_the_step_before(tmp_path: Path, changes: dict) -> N
     assert_equal(cut / "checkpoints" / "llama_v2-6steps", whole / "checkpoints" / "llama_v2-6steps")
 
 
-def test_a_fault_in_the_first_step_and_behind_a_save_leaves_nothing_new(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    write_shard(data / "0.jsonl", 8)
-    common = {"use_synthetic_data": None, "training_dir": data, "max_steps": 4, "shuffle": "none"}
-    harness.run(train, 2, flags(tmp_path / "first", **{**common, "max_steps": 2}))
-    (tok,) = (data / ".smp_train_cache").glob("*.tok")
-    tok.write_bytes(tok.read_bytes()[:-1] + b"\1")
-    good = tok.read_bytes()
-    tok.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    fails(tmp_path / "second", 2, **common)
-    assert not list((tmp_path / "second" / "checkpoints").glob("*steps"))
-
-
-def test_validation_data_that_fails(tmp_path: Path) -> None:
+def test_data_that_fails_before_a_step_and_in_validation(tmp_path: Path) -> None:
     for name in ("data", "test"):
         write_shard(tmp_path / name / "0.jsonl", 8)
-    common = {"use_synthetic_data": None, "training_dir": tmp_path / "data", "test_dir": tmp_path / "test"}
-    run = {**common, "validation_freq": 2, "val_batch_size": 1}
+    common = {"use_synthetic_data": None, "training_dir": tmp_path / "data", "max_steps": 2, "shuffle": "none"}
+    run = {**common, "test_dir": tmp_path / "test", "validation_freq": 2, "val_batch_size": 1}
     harness.run(train, 2, flags(tmp_path / "a", **run))
-    (tok,) = (tmp_path / "test" / ".smp_train_cache").glob("*.tok")
-    good = tok.read_bytes()
-    tok.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    fails(tmp_path / "b", 2, **run)
+    damaged_token(tmp_path / "test", 0)
+    fails(tmp_path / "b", 2, **{**run, "max_steps": 4})
     assert (tmp_path / "b" / "checkpoints" / "llama_v2-2steps" / "COMMITTED").exists()
     fails(tmp_path / "c", 2, **run, evaluate_only=1)
-    assert not list((tmp_path / "c" / "checkpoints").glob("*steps"))
+    damaged_token(tmp_path / "data", 0)
+    fails(tmp_path / "d", 2, **common)
+    for name in ("c", "d"):
+        assert not list((tmp_path / name / "checkpoints").glob("*steps")), "no step was completed"
 
 
 @pytest.mark.slow
