@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from smp_train.data import token_dataset
+from smp_train.data.order import Order
+from smp_train.data.pipelines.data_pipeline import Source, TrainingData
 from smp_train.data.token_cache import TokenCache
 from smp_train.data.utils import list_shards
 
@@ -33,3 +35,12 @@ def convert(
     """Convert a rank's share of the shards that have no token file; return how many that were."""
     cache = TokenCache(location, vocab_size, cache_dir, max_bad is not None)
     return sum(token_dataset.convert(cache, list_shards(location), rank=rank, world=world, processes=processes))
+
+
+def training(
+    source: Source, seq_len: int, micro_batch: int = 1, *, order: Order | None = None, **changes: Any
+) -> TrainingData:
+    """Return the data of one rank, in stored order and read when it is asked for, unless ``changes`` say otherwise."""
+    given = {"accumulation": 1, "dp_rank": 0, "dp_size": 1, "prefetch": 0, **changes}
+    order = order or Order(len(source), shuffle="none")
+    return TrainingData(source, order, seq_len=seq_len, micro_batch=micro_batch, **given)

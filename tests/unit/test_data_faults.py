@@ -14,13 +14,12 @@ import pytest
 
 from smp_train.data import token_file
 from smp_train.data.order import Order
-from smp_train.data.pipelines.data_pipeline import TrainingData
 from smp_train.data.token_cache import BESIDE
 from smp_train.data.token_dataset import open_prepared
 from smp_train.data.token_file import MAGIC, PREFIX, VERSION, ShardRows, crc32, read_index
 from smp_train.data.token_writer import write_rows
 from smp_train.errors import DataError
-from tests.shards import convert, write_shard
+from tests.shards import convert, training, write_shard
 from tests.unit.test_data_cache import KINDS, check_rows, opened, plain_rows, random_rows
 
 
@@ -215,10 +214,7 @@ def test_a_billion_rows_start_and_resume_at_once(tmp_path):
     def first_batch(start: int) -> float:
         began = time.process_time()
         source = open_prepared(str(tmp_path), 97)
-        data = TrainingData(
-            source, Order(len(source), seed=3), seq_len=TOKENS, micro_batch=2, accumulation=1, dp_rank=0, dp_size=1,
-            prefetch=0,
-        )  # fmt: skip
+        data = training(source, TOKENS, 2, order=Order(len(source), seed=3))
         assert data.check_state({**data.state(start)}) == start
         batches = data.batches(start)
         (batch,) = next(batches)

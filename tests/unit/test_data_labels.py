@@ -12,12 +12,12 @@ from smp_train.data.layout import lay_out
 from smp_train.data.learnable import leave_out_unlearnable
 from smp_train.data.open_data import open_place
 from smp_train.data.order import Order
-from smp_train.data.pipelines.data_pipeline import TrainingData, ValidationData
+from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.source import trimmed
 from smp_train.data.token_cache import BESIDE
 from smp_train.data.windowed import Windowed
 from smp_train.errors import DataError
-from tests.shards import write_shard
+from tests.shards import training, write_shard
 
 VOCAB = 100
 
@@ -110,9 +110,7 @@ def test_rows_of_one_length_come_back(tmp_path):
     """Without labels such rows are read straight into the batch."""
     rows = [{"input_ids": [n, n + 1, n + 2, n + 3], "labels": [-100, -100, n + 2, 7]} for n in range(8)]
     for source in (opened(write(tmp_path / "shards", rows)), opened(save(tmp_path / "arrow", rows))):
-        data = TrainingData(source, Order(8, shuffle="none"), seq_len=4, micro_batch=8, accumulation=1, dp_rank=0,
-                            dp_size=1, prefetch=0)  # fmt: skip
-        (batch,) = data.step(0)
+        (batch,) = training(source, 4, 8).step(0)
         assert batch.labels.tolist() == [row["labels"] for row in rows]
         assert batch.attention_mask is None
         assert batch.counted_tokens() == 16
@@ -211,15 +209,9 @@ def test_every_sample_has_its_rows_labels_and_something_to_learn(tmp_path, kind,
     reference = {source.name(index): source.row(index) for index in range(len(source))}
     whole = lay_out(source, seq_len, long=long, short=short)
     kept = leave_out_unlearnable(whole, seq_len, long=long, max_bad=1)
-
-    def data(samples):
-        order = Order(len(samples), shuffle="none")
-        return TrainingData(samples, order, seq_len=seq_len, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1,
-                            prefetch=0, long=long)  # fmt: skip
-
     names = []
     for index in range(len(kept)):
-        (batch,) = data(kept).step(index)
+        (batch,) = training(kept, seq_len, long=long).step(index)
         names += batch.samples
         ids, labels = expected(reference, batch.samples[0], long, short, seq_len)
         assert batch.input_ids[0].tolist() == ids
@@ -260,8 +252,7 @@ def test_windows_know_what_has_nothing_to_learn(tmp_path):
             for source in (ahead, open_place(place, vocab_size=VOCAB, cache_dir=str(tmp_path / "whole")))
         )
         assert one.fingerprint == other.fingerprint
-        data = TrainingData(one, Order(len(one), 3, "window:2", one.shards), seq_len=4, micro_batch=2, accumulation=1,
-                            dp_rank=0, dp_size=1, prefetch=2, long=long)  # fmt: skip
+        data = training(one, 4, 2, order=Order(len(one), 3, "window:2", one.shards), prefetch=2, long=long)
         reference = {other.name(index): other.row(index) for index in range(len(other))}
         seen, steps = set(), data.batches()
         for _ in range(-(-len(one) // 2)):
@@ -277,9 +268,7 @@ def test_a_blend_of_sources_with_and_without_labels(tmp_path):
     rows = dialogue(4)
     with_labels = opened(write(tmp_path / "a", rows, 1))
     plain = opened(write(tmp_path / "b", without(rows, "labels"), 1))
-    data = TrainingData(Joined([with_labels, plain], ["a", "b"]), Order(8, shuffle="none"), seq_len=12, micro_batch=8,
-                        accumulation=1, dp_rank=0, dp_size=1, prefetch=0)  # fmt: skip
-    (batch,) = data.step(0)
+    (batch,) = training(Joined([with_labels, plain], ["a", "b"]), 12, 8).step(0)
     for place, row in enumerate(rows):
         n = len(row["input_ids"])
         assert batch.labels[place, :n].tolist() == row["labels"]

@@ -11,9 +11,10 @@ from smp_train import losses
 from smp_train.data.layout import Layout, lay_out, pack
 from smp_train.data.order import Order
 from smp_train.data.pipelines.batch import collate, crop
-from smp_train.data.pipelines.data_pipeline import Row, Source, TrainingData, ValidationData
+from smp_train.data.pipelines.data_pipeline import Row, Source, ValidationData
 from smp_train.errors import ConfigError, DataError
 from smp_train.models.traits import packed_inputs
+from tests.shards import training
 
 
 class Documents(Source):
@@ -140,8 +141,7 @@ class Dialogue(Documents):
 def test_a_sample_with_nothing_counted_is_an_error(long, short):
     source = Dialogue([12])
     samples = lay_out(source, 4, long=long, short=short)
-    data = TrainingData(samples, Order(len(samples), 1, "none"), seq_len=4, micro_batch=1, accumulation=1, dp_rank=0,
-                        dp_size=1, prefetch=0, long=long, named=False)  # fmt: skip
+    data = training(samples, 4, long=long, named=False)
     reason = r"d:1\[\d:\d\]: no token of this sample is counted: nothing to learn; raise --max_context_width"
     with pytest.raises(DataError, match=reason):
         [data.step(consumed) for consumed in range(30)]
@@ -149,8 +149,7 @@ def test_a_sample_with_nothing_counted_is_an_error(long, short):
 
 def test_a_crop_has_something_to_learn():
     source = Dialogue([12])
-    data = TrainingData(source, Order(1, 1), seq_len=4, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1, prefetch=0,
-                        long="crop")  # fmt: skip
+    data = training(source, 4, order=Order(1, 1), long="crop")
     starts = set()
     for consumed in range(60):
         (batch,) = data.step(consumed)
@@ -165,8 +164,7 @@ def test_a_crop_has_something_to_learn():
 def test_crop_depends_on_seed_epoch_and_row_alone():
     def data(seed=1, rank=0, world=1, mb=2):
         source = Documents([50] * 4)
-        return TrainingData(source, Order(4, seed), seq_len=8, micro_batch=mb, accumulation=1, dp_rank=rank,
-                            dp_size=world, prefetch=0, long="crop")  # fmt: skip
+        return training(source, 8, mb, order=Order(4, seed), dp_rank=rank, dp_size=world, long="crop")
 
     def samples(ranks, steps):
         return [name for at in steps for rank in ranks for batch in rank.step(at) for name in batch.samples]
@@ -199,8 +197,7 @@ def test_what_does_not_go_together():
 def test_resume_with_another_layout_is_refused():
     def data(seq_len, short):
         source = lay_out(Documents([30, 7, 9]), seq_len, long="split", short=short)
-        return TrainingData(source, Order(len(source)), seq_len=seq_len, micro_batch=1, accumulation=1, dp_rank=0,
-                            dp_size=1)  # fmt: skip
+        return training(source, seq_len)
 
     state = data(8, "concat").state(3)
     assert data(8, "concat").check_state(state) == 3
@@ -214,8 +211,7 @@ def test_resume_with_other_cuts_is_refused(caplog):
         source = Documents([30, 7, 9])
         if longest is not None:
             source.report = lambda: {"longest": longest, "longest_at": "d:1"}
-        return TrainingData(source, Order(3), seq_len=seq_len, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1,
-                            long=long)  # fmt: skip
+        return training(source, seq_len, long=long)
 
     state = data("truncate", 8).state(3)
     with pytest.raises(DataError, match=r"--long truncate .*crop"):
