@@ -135,112 +135,119 @@ def tensors(ranks: Sequence[dict[str, Any]], kind: str, shapes: Mapping[str, Seq
 
     Raises `CheckpointError` where they are not those of one model.
     """
-    models = [{canonical_name(name): value for name, value in rank["model"].items()} for rank in ranks]
-    named = [name for name in models[0] if not is_flat(name)]
+    model = _Model(ranks, kind, shapes)
+    first = model.parts[0]
+    named = [name for name in first if not is_flat(name)]
     if is_transformed(named, kind):
         raise CheckpointError(OWN)
-    others = {f"model.{name}": models[0][name] for name in named if name not in shapes and _is_tensor(models[0][name])}
     # The others are for the reader to refuse, unless they are buffers or a tied weight.
+    others = {f"model.{name}": first[name] for name in named if name not in shapes and _is_tensor(first[name])}
     if not any(name in shapes for name in named):
-        return others | _of_flat(ranks, models, kind, shapes)
-    params = sum(len(group["params"]) for group in ranks[0]["optimizer"]["param_groups"])
-    slices, group = _slices(models, shapes)
-    if params == len(slices) or len(named) < len(models[0]):
-        return others | slices | _moments_of_slices(ranks, models, kind, shapes, group)
-    return others | slices | _of_flat(ranks, models, kind, shapes)
+        return others | model.of_flat()
+    holders = {name: model.holders(name) for name in first if name in shapes}
+    slices = {f"model.{name}": Joined(model.held(name)[:number], shapes[name]) for name, number in holders.items()}
+    by_slices = sum(map(len, model.groups)) == len(slices) or len(named) < len(first)
+    return others | slices | (model.moments_of_slices(holders) if by_slices else model.of_flat())
 
 
-def _slices(
-    models: Sequence[Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return parameters, and by their names how many ranks hold one whole."""
-    found: dict[str, Any] = {}
-    group: dict[str, int] = {}
-    for name in (name for name in models[0] if name in shapes):
-        group[name] = _group(name, [each[name].numel() for each in models], shapes[name])
-        found[f"model.{name}"] = Joined([each[name] for each in models[: group[name]]], shapes[name])
-    return found, group
+class _Model:
+    """What the ranks hold of one model (``parts``) and of its optimizer (``states``, by number)."""
 
+    def __init__(self, ranks: Sequence[dict[str, Any]], kind: str, shapes: Mapping[str, Sequence[int]]) -> None:
+        self.kind, self.shapes = kind, shapes
+        self.parts = [{canonical_name(name): value for name, value in rank["model"].items()} for rank in ranks]
+        self.states: list[dict[int, dict[str, Any]]] = [rank["optimizer"]["state"] for rank in ranks]
+        self.groups = [list(group["params"]) for group in ranks[0]["optimizer"]["param_groups"]]
 
-def _moments_of_slices(
-    ranks: Sequence[dict[str, Any]],
-    models: Sequence[Mapping[str, Any]],
-    kind: str,
-    shapes: Mapping[str, Sequence[int]],
-    group: Mapping[str, int],
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    numbers = _numbers(ranks[0]["optimizer"], list(group), kind, models[0])
-    for name, number in numbers.items():
-        states = [rank["optimizer"]["state"].get(number, {}) for rank in ranks[: group[name]]]
-        for what in _MOMENTS:
-            parts = [state[what] for state in states if what in state]
-            if sum(part.numel() for part in parts) == math.prod(shapes[name]):
-                found[f"optimizer.state.{name}.{what}"] = Joined(parts, shapes[name])
-        # A rank with an empty slice takes no steps with it.
-        step = next((state["step"] for state in states if "step" in state and state["exp_avg"].numel()), None)
-        if step is not None:
-            found[f"optimizer.state.{name}.step"] = _step(step)
-    return found
+    def held(self, name: str) -> list[Any]:
+        """Return each rank's part of a parameter."""
+        return [each.get(name) for each in self.parts]
 
+    def holders(self, name: str) -> int:
+        """Return how many ranks hold one whole: a shard group's, of which there may be several after one another."""
+        lengths = [part.numel() for part in self.held(name)]
+        whole, so_far = math.prod(self.shapes[name]), 0
+        for number, length in enumerate(lengths, 1):
+            so_far += length
+            if so_far == whole and (number == len(lengths) or lengths[number] == lengths[0]):
+                return number
+        raise CheckpointError(f"{name} has {whole} numbers here, and {sum(lengths)} on {len(lengths)} ranks there")
 
-def _of_flat(
-    ranks: Sequence[dict[str, Any]],
-    models: Sequence[Mapping[str, Any]],
-    kind: str,
-    shapes: Mapping[str, Sequence[int]],
-) -> dict[str, Any]:
-    """Return what flat parameters hold.
+    def moments_of_slices(self, holders: Mapping[str, int]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, number in self._numbers(list(holders)).items():
+            states = [state.get(number, {}) for state in self.states[: holders[name]]]
+            for what in _MOMENTS:
+                parts = [state[what] for state in states if what in state]
+                if sum(part.numel() for part in parts) == math.prod(self.shapes[name]):
+                    found[f"optimizer.state.{name}.{what}"] = Joined(parts, self.shapes[name])
+            # A rank with an empty slice takes no steps with it.
+            step = next((state["step"] for state in states if "step" in state and state["exp_avg"].numel()), None)
+            if step is not None:
+                found[f"optimizer.state.{name}.step"] = _step(step)
+        return found
 
-    FSDP1 that shards nothing stores parameters whole, by their names, and the state of flat ones: of these the moments.
-    """
-    found: dict[str, Any] = {}
-    order = flat_order(kind, shapes)
-    flats = [name for name in models[0] if is_flat(name)]
-    layers = dict.fromkeys(f"{layer[0]}_flat_param" for name in order if (layer := _LAYER.match(name)))
-    units = _units(flats or ["_flat_param", *layers], order)
-    numbers = [number for group in ranks[0]["optimizer"]["param_groups"] for number in group["params"]]
-    if len(numbers) != len(units):
-        raise CheckpointError(
-            f"its optimizer has {len(numbers)} parameters where {len(units)} flat ones are expected: which moment is "
-            "whose is not known (another --num_layers or --tie_word_embeddings?)"
-        )
-    for number, (flat, names) in zip(numbers, units.items(), strict=True):
-        whole = sum(math.prod(shapes[name]) for name in names)
-        parts = _parts(flat, [model.get(flat) for model in models], whole) if flats else {0: None}
-        states = [ranks[rank]["optimizer"]["state"].get(number, {}) for rank in parts]
-        values = {"model.{}": list(parts.values())} if flats else {}
-        for what in _MOMENTS:
-            values[f"optimizer.state.{{}}.{what}"] = moments = [state[what] for state in states if what in state]
-            lengths = [part.numel() for part in moments]
-            if moments and (len(set(lengths)) > 1 or len(moments) < len(parts) or sum(lengths) < whole):
-                raise CheckpointError(f"{flat} has {whole} numbers, and {what} parts of {lengths}")
-        start = 0
-        for name in names:
-            for key, pieces in values.items():
-                if pieces:
-                    found[key.format(name)] = Joined(pieces, shapes[name], start)
-            if "step" in states[0]:
-                found[f"optimizer.state.{name}.step"] = _step(states[0]["step"])
-            start += math.prod(shapes[name])
-    return found
+    def _numbers(self, names: list[str]) -> dict[str, int]:
+        """Return the optimizer's number of each parameter."""
+        state, sizes = self.states[0], {name: self.parts[0][name].numel() for name in names}
+        for norms in (True, False) if self.kind in ("llama", "gpt_neox") else (False, True):
+            decay = [name for name in names if not name.endswith(".bias") and not (norms and _NORM.search(name))]
+            order = [decay, [name for name in names if name not in decay]] if len(self.groups) > 1 else [names]
+            if list(map(len, order)) == list(map(len, self.groups)):
+                found = dict(zip(itertools.chain(*order), itertools.chain(*self.groups), strict=True))
+                if all(n not in state or state[n]["exp_avg"].numel() == sizes[name] for name, n in found.items()):
+                    return found
+        raise CheckpointError("the optimizer's groups are not those of the sample: which moment is whose is not known")
+
+    def of_flat(self) -> dict[str, Any]:
+        """Return what flat parameters hold.
+
+        FSDP1 that shards nothing stores parameters whole, by their names, and the state of flat ones: of these the
+        moments.
+        """
+        found: dict[str, Any] = {}
+        order = flat_order(self.kind, self.shapes)
+        flats = [name for name in self.parts[0] if is_flat(name)]
+        layers = dict.fromkeys(f"{layer[0]}_flat_param" for name in order if (layer := _LAYER.match(name)))
+        units = _units(flats or ["_flat_param", *layers], order)
+        numbers = list(itertools.chain(*self.groups))
+        if len(numbers) != len(units):
+            raise CheckpointError(
+                f"its optimizer has {len(numbers)} parameters where {len(units)} flat ones are expected: which moment "
+                "is whose is not known (another --num_layers or --tie_word_embeddings?)"
+            )
+        for number, (flat, names) in zip(numbers, units.items(), strict=True):
+            whole = sum(math.prod(self.shapes[name]) for name in names)
+            parts = _parts(flat, self.held(flat), whole) if flats else {0: None}
+            states = [self.states[rank].get(number, {}) for rank in parts]
+            values = {"model.{}": list(parts.values())} if flats else {}
+            for what in _MOMENTS:
+                values[f"optimizer.state.{{}}.{what}"] = moments = [state[what] for state in states if what in state]
+                lengths = [part.numel() for part in moments]
+                if moments and (len(set(lengths)) > 1 or len(moments) < len(parts) or sum(lengths) < whole):
+                    raise CheckpointError(f"{flat} has {whole} numbers, and {what} parts of {lengths}")
+            start = 0
+            for name in names:
+                shape = self.shapes[name]
+                found |= {key.format(name): Joined(pieces, shape, start) for key, pieces in values.items() if pieces}
+                if "step" in states[0]:
+                    found[f"optimizer.state.{name}.step"] = _step(states[0]["step"])
+                start += math.prod(shape)
+        return found
 
 
 def _units(flats: Sequence[str], order: Sequence[str]) -> dict[str, list[str]]:
     """Return the parameters in each flat one, both in the model's order: a unit has what no unit inside it has."""
-    units: dict[str, list[str]] = {flat: [] for flat in flats}
     prefixes = {flat: flat.removesuffix("_flat_param") for flat in flats}
+    within = {flat: [name for name in order if name.startswith(prefix)] for flat, prefix in prefixes.items()}
+    units: dict[str, list[str]] = {flat: [] for flat in flats}
     for name in order:
         around = [flat for flat in flats if name.startswith(prefixes[flat])]
         if not around:
             raise CheckpointError(f"it lacks the flat parameter that {name} is in")
         units[max(around, key=len)].append(name)
-
-    def place(flat: str) -> tuple[int, int]:
-        within = (index for index, name in enumerate(order) if name.startswith(prefixes[flat]))
-        return next(within, len(order)), len(flat)
-
-    return {flat: units[flat] for flat in sorted(flats, key=place)}
+    first = {flat: order.index(names[0]) if names else len(order) for flat, names in within.items()}
+    return {flat: units[flat] for flat in sorted(flats, key=lambda flat: (first[flat], len(flat)))}
 
 
 def _parts(flat: str, values: Sequence[Any], whole: int) -> dict[int, Any]:
@@ -252,18 +259,16 @@ def _parts(flat: str, values: Sequence[Any], whole: int) -> dict[int, Any]:
     for rank, value in enumerate(values):
         if isinstance(value, FlatPart) and value.tensor.numel():
             first.setdefault(value.offset, (rank, value.tensor))
-    at = 0
-    for offset in sorted(first):
-        if offset != at:
-            break
-        at += first[offset][1].numel()
+    at, parts = 0, sorted(first.items())
+    for offset, (_, tensor) in parts:
+        at += tensor.numel() if offset == at else whole + 1  # no part begins where the one before ends
     if at != whole:
         lengths = sorted({getattr(value, "tensor", value).numel() for value in values if value is not None})
         raise CheckpointError(
             f"{flat} has {whole} numbers here, and parts of {lengths} on {len(values)} ranks there (those of some "
             "ranks are missing, or it is of another model: --num_layers, --hidden_width, --vocab_size)"
         )
-    return {rank: tensor for _, (rank, tensor) in sorted(first.items())}
+    return {rank: tensor for _, (rank, tensor) in parts}
 
 
 def _step(value: Any) -> Any:
@@ -272,31 +277,3 @@ def _step(value: Any) -> Any:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor | Stored)
-
-
-def _group(name: str, lengths: Sequence[int], shape: Sequence[int]) -> int:
-    """Return how many ranks hold one whole: a shard group's, of which there may be several after one another."""
-    whole, so_far = torch.Size(shape).numel(), 0
-    for number, length in enumerate(lengths, 1):
-        so_far += length
-        if so_far == whole and (number == len(lengths) or lengths[number] == lengths[0]):
-            return number
-    raise CheckpointError(f"{name} has {whole} numbers here, and {sum(lengths)} on {len(lengths)} ranks there")
-
-
-def _numbers(
-    optimizer: Mapping[str, Any], names: Iterable[str], kind: str, slices: Mapping[str, Any]
-) -> dict[str, int]:
-    """Return the optimizer's number of each parameter."""
-    names = list(names)
-    groups = [list(group["params"]) for group in optimizer["param_groups"]]
-    for norms in (True, False) if kind in ("llama", "gpt_neox") else (False, True):
-        decay = [name for name in names if not name.endswith(".bias") and not (norms and _NORM.search(name))]
-        rest = [name for name in names if name not in set(decay)]
-        order = [decay, rest] if len(groups) > 1 else [names]
-        if [len(each) for each in order] == [len(each) for each in groups]:
-            found = dict(zip(itertools.chain(*order), itertools.chain(*groups), strict=True))
-            state = optimizer["state"]
-            if all(n not in state or state[n]["exp_avg"].numel() == slices[name].numel() for name, n in found.items()):
-                return found
-    raise CheckpointError("the optimizer's groups are not those of the sample: which moment is whose is not known")
