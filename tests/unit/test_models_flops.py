@@ -7,55 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from smp_train.models.flops import count_parameters, flops_per_token
-from smp_train.models.resolve import presets, resolve
-
-# As the model cards (safetensors totals), papers and configuration tables give them.
-PUBLISHED = {
-    "codellama-7b": 6738546688,
-    "falcon-7b": 6921720704,
-    "gpt2-124m": 124439808,
-    "gpt2-355m": 354823168,
-    "gpt2-774m": 774030080,
-    "gpt2-1.5b": 1557611200,
-    "gpt_neox-20b": 20554567680,
-    "llama_v2-7b": 6738415616,
-    "llama_v2-13b": 13015864320,
-    "llama_v2-70b": 68976648192,
-    "llama_v3-1b": 1235814400,
-    "llama_v3-3b": 3212749824,
-    "llama_v3-8b": 8030261248,
-    "llama_v3-70b": 70553706496,
-    "llama_v3-405b": 405853388800,
-    "mathstral-7b": 7248023552,
-    "mistral-7b": 7241732096,
-    "mixtral-8x7b": 46702792704,
-    "phi-2.7b": 2779683840,
-    # The ladder's larger rungs have the shapes of Llama 2 and of Llama 30B.
-    "scratch-7b": 6738415616,
-    "scratch-13b": 13015864320,
-    "scratch-30b": 32528943616,
-    "scratch-70b": 68976648192,
-}
-
-
-def falcon_40b() -> int:
-    """Embedding 65024 x 8192 (tied); a layer: attention with 128 + 2 x 8 heads of 64, MLP, two norms."""
-    hidden, heads, kv_heads, size = 8192, 128, 8, 64
-    layer = hidden * (heads + 2 * kv_heads) * size + hidden * hidden + 8 * hidden * hidden + 4 * hidden
-    return 65024 * hidden + 60 * layer + 2 * hidden
-
-
-def ladder(layers: int, hidden: int, width: int) -> int:
-    """Llama with 32000 tokens, untied, as many key-value heads as heads."""
-    return 2 * 32000 * hidden + hidden + layers * (4 * hidden * hidden + 3 * hidden * width + 2 * hidden)
-
-
-CALCULATED = {
-    "falcon-40b": falcon_40b(),
-    "scratch-350m": ladder(24, 1024, 2816),
-    "scratch-1b": ladder(24, 2048, 5632),
-    "scratch-3b": ladder(28, 3072, 8192),
-}
+from smp_train.models.resolve import Preset, presets, resolve
 
 
 def config_of(name: str):  # type: ignore[no-untyped-def]
@@ -63,16 +15,10 @@ def config_of(name: str):  # type: ignore[no-untyped-def]
     return resolve(SimpleNamespace(model_type=family, model_size=size)).config
 
 
-def test_every_preset_is_counted_here() -> None:
-    assert {preset.name for preset in presets().values()} == PUBLISHED.keys() | CALCULATED.keys()
-
-
-@pytest.mark.parametrize("name", sorted(PUBLISHED | CALCULATED))
-def test_parameters_are_the_published_number(name: str) -> None:
-    family, size = name.rsplit("-", 1)
-    expected = (PUBLISHED | CALCULATED)[name]
-    assert count_parameters(config_of(name)) == expected
-    assert presets()[family, size].parameters == expected
+@pytest.mark.parametrize("preset", presets().values(), ids=lambda preset: preset.name)
+def test_parameters_are_the_published_number(preset: Preset) -> None:
+    """As the preset has it from a model card, a paper or a configuration table (its ``source``)."""
+    assert count_parameters(config_of(preset.name)) == preset.parameters
 
 
 # GFLOP per token (full attention matrix / causal half), from hidden sizes by hand.

@@ -35,23 +35,20 @@ def test_every_family_has_presets_and_every_preset_a_family() -> None:
         assert preset.name == preset.name.lower()
 
 
-@pytest.mark.parametrize("size", ["7b", "7B", "llama_v2-7b"])
-def test_a_preset_by_family_and_size(size: str) -> None:
-    found = spec(model_type="llama_v2", model_size=size)
-    assert (found.name, found.model_type, found.pretrained) == ("llama_v2-7b", "llama_v2", None)
-    config = found.config
-    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (4096, 11008, 32)
-    assert config.max_position_embeddings == 4096
-
-
-def test_a_size_alone_is_a_rung_of_the_ladder() -> None:
-    assert spec(model_size="350M").name == "scratch-350m"
+def test_a_preset_by_family_and_size_and_flags_over_it() -> None:
+    for size in ("7b", "7B", "llama_v2-7b"):
+        found = spec(model_type="llama_v2", model_size=size)
+        assert (found.name, found.model_type, found.pretrained) == ("llama_v2-7b", "llama_v2", None)
+        config = found.config
+        assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (4096, 11008, 32)
+        assert config.max_position_embeddings == 4096
+    assert spec(model_size="350M").name == "scratch-350m"  # a rung of the ladder
     assert spec(model_type="scratch", model_size="13B").config.hidden_size == 5120
-
-
-def test_given_flags_lie_over_the_preset() -> None:
     config = spec(model_type="llama_v2", model_size="7b", num_layers=2, vocab_size=50432).config
     assert (config.num_hidden_layers, config.vocab_size, config.hidden_size) == (2, 50432, 4096)
+    for width, positions in ((2048, 4096), (8192, 8192)):  # a longer context raises the positions, a shorter does not
+        config = spec(model_type="llama_v2", model_size="7b", max_context_width=width).config
+        assert config.max_position_embeddings == positions
 
 
 def test_key_value_heads_follow_the_heads_where_the_preset_has_as_many() -> None:
@@ -65,20 +62,6 @@ def test_key_value_heads_follow_the_heads_where_the_preset_has_as_many() -> None
     assert settled_flags(args)["num_key_value_heads"] == (4, "follows from --num_heads")
     args.num_heads = None
     assert settled_flags(args)["num_key_value_heads"] == (32, "preset llama_v2-7b")
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_no_special_token_lies_outside_a_smaller_vocabulary(family: str) -> None:
-    more = {"rotary_pct": 0.5} if family in ("gpt_neox", "phi") else {}
-    config = spec(model_type=family, **{**TINY, "vocab_size": 2}, **more).config
-    for token in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
-        assert token is None or token < 2
-
-
-@pytest.mark.parametrize(("width", "positions"), [(2048, 4096), (8192, 8192)])
-def test_a_longer_context_raises_the_positions_and_a_shorter_one_does_not(width: int, positions: int) -> None:
-    config = spec(model_type="llama_v2", model_size="7b", max_context_width=width).config
-    assert config.max_position_embeddings == positions
 
 
 def test_the_original_systems_defaults() -> None:
@@ -95,20 +78,12 @@ ROWS = [("7b", 11008, 32, 4096, 32, 32), ("13b", 13824, 40, 5120, 40, 40), ("70b
 
 @pytest.mark.parametrize(("size", "width", "kv", "hidden", "layers", "heads"), ROWS)
 def test_explicit_widths_equal_the_preset(size: str, width: int, kv: int, hidden: int, layers: int, heads: int) -> None:
-    given = spec(
-        model_type="llama_v2",
-        max_context_width=4096,
-        hidden_width=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_key_value_heads=kv,
-        intermediate_size=width,
-    ).config.to_dict()
+    widths = {"model_type": "llama_v2", "hidden_width": hidden, "num_heads": heads}
+    all_of_them = {"num_layers": layers, "num_key_value_heads": kv, "intermediate_size": width}
+    given = spec(**widths, **all_of_them, max_context_width=4096).config.to_dict()
     assert given == spec(model_type="llama_v2", model_size=size).config.to_dict()
-    # The feed-forward width that is not given is Llama's own up to 13B.
-    if size != "70b":
-        alone = spec(model_type="llama_v2", hidden_width=hidden, num_heads=heads).config
-        assert alone.intermediate_size == width
+    if size != "70b":  # the feed-forward width that is not given is Llama's own up to 13B
+        assert spec(**widths).config.intermediate_size == width
 
 
 def test_rope_parameters_reach_the_configuration() -> None:
@@ -157,6 +132,9 @@ def test_a_tiny_one_of_every_family_by_flags_alone(family: str) -> None:
         logits = model.eval()(input_ids=torch.arange(24).view(1, 24)).logits
         assert logits.shape == (1, 24, 64)
         assert bool(torch.isfinite(logits).all())
+    config = spec(model_type=family, **{**TINY, "vocab_size": 2}, **more).config
+    for token in (config.bos_token_id, config.eos_token_id, config.pad_token_id):
+        assert token is None or token < 2
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gpt_bigcode", "olmo"])
@@ -204,11 +182,11 @@ def test_what_launch_scripts_give_to_every_family_is_answered(caplog: pytest.Log
 
 
 def test_folders_without_a_usable_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        spec(hf_pretrained_model_name_or_dir=str(tmp_path))
-    (tmp_path / "config.json").write_text("{broken")
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        spec(hf_pretrained_model_name_or_dir=str(tmp_path))
+    for content, named in ((None, r"config\.json"), ("{broken", str(tmp_path)), ('{"model_type": "lama"}', "lama")):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=named):
+            spec(hf_pretrained_model_name_or_dir=str(tmp_path))
 
 
 def test_the_documentation_lists_every_preset() -> None:
