@@ -14,11 +14,11 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, cast
+from typing import Any
 
 from smp_train.telemetry.metrics import history, read_metrics
 from smp_train.telemetry.run_folder import RunFolder
@@ -26,6 +26,8 @@ from smp_train.telemetry.run_folder import RunFolder
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent  # not resolved: the environment's own folder
 DEMO = Path("demo")
+RUN = RunFolder(DEMO / "run")
+TIMEOUT = 600.0
 MARKER = ".made-by-make-demo"
 
 STEPS = 300  # one pass over 1,200 rows in global batches of 2 processes x 2
@@ -35,10 +37,6 @@ DATA_WAIT = 0.01  # of a step, at most, that may go by in waiting for its data
 
 TOKENIZER_SIZE = 2048
 SEQ_LEN = 512
-
-
-class DemoFailed(Exception):
-    """Something that the demo claims did not come true."""
 
 
 def prepare_command() -> list[str]:
@@ -75,198 +73,116 @@ def heading(text: str) -> None:
     print(f"\n=== {text}", flush=True)
 
 
-def show(command: list[str]) -> None:
-    """Print a command as it can be pasted into a shell at the root of the repository."""
-    root = str(ROOT) + os.sep
-    print("$ " + shlex.join(word.removeprefix(root) for word in command) + "\n", flush=True)
-
-
-@contextmanager
-def started(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command in a process group of its own; whatever is left of it afterwards is killed."""
-    show(command)
-    process = subprocess.Popen(command, start_new_session=True)
+def run(command: list[str], stop: Callable[[], bool] | None = None) -> None:
+    """Show and run a command; once ``stop`` holds, ask rank 0 of the training to stop."""
+    print("$ " + shlex.join(word.removeprefix(f"{ROOT}{os.sep}") for word in command) + "\n", flush=True)
+    process, deadline = subprocess.Popen(command, start_new_session=True), time.monotonic() + TIMEOUT
     try:
-        yield process
+        while process.poll() is None and time.monotonic() < deadline:
+            if stop and stop():
+                stop, pid = None, RUN.read_run()["pid"]
+                heading(f"Stop it half way: kill -TERM {pid} (rank 0)")
+                os.kill(pid, signal.SIGTERM)
+            time.sleep(0.25)
+        if process.returncode != 0:
+            end = f"ended with exit code {process.returncode}" if process.returncode else f"runs after {TIMEOUT:.0f} s"
+            sys.exit(f"The demo failed: {shlex.join(command[:3])} ... {end}")
     finally:
         if process.poll() is None:
-            # torchrun ends its workers on SIGTERM, and only then itself.
-            _signal_group(process, signal.SIGTERM)
+            process.terminate()  # torchrun ends its workers, and only then itself
             with suppress(subprocess.TimeoutExpired):
                 process.wait(40)
-        _signal_group(process, signal.SIGKILL)
-        process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def finish(process: subprocess.Popen[bytes], timeout: float) -> None:
-    """Wait for a command to end well."""
-    name = shlex.join(cast("list[str]", process.args)[:3])
-    try:
-        code = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        raise DemoFailed(f"{name} ... was still running after {timeout:.0f} s") from None
-    if code != 0:
-        raise DemoFailed(f"{name} ... ended with exit code {code}")
-
-
-def wait_for_step(process: subprocess.Popen[bytes], run: RunFolder, step: int, timeout: float) -> None:
-    """Follow `metrics.jsonl` until ``step`` has been logged, while the command is running."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if (run.path / "metrics.jsonl").exists() and last_step(run) >= step:
-            return
-        try:
-            code = process.wait(0.25)
-        except subprocess.TimeoutExpired:
-            continue
-        raise DemoFailed(f"the training ended by itself before step {step} (exit code {code})")
-    raise DemoFailed(f"the training had not reached step {step} after {timeout:.0f} s")
-
-
-def last_step(run: RunFolder) -> int:
-    """Return the last step that the run has logged, 0 before the first."""
-    return max((record["step"] for record in read_metrics(run.path) if "event" not in record), default=0)
-
-
-def marked_step(marker: Path) -> int | None:
+def marked(marker: Path) -> int | None:
     """Return the step that `DONE` or `STOPPED` names, None without the marker."""
-    return cast(int, json.loads(marker.read_text())["step"]) if marker.exists() else None
+    return int(json.loads(marker.read_text())["step"]) if marker.exists() else None
 
 
-def stop_half_way(
-    run: RunFolder, checkpoints: Path, command: list[str], *, half: int, timeout: float
-) -> int:
-    """Train until ``half``, send SIGTERM to rank 0, and return the step at which the run saved."""
-    with started(command) as process:
-        wait_for_step(process, run, half, timeout)
-        pid = run.read_run()["pid"]
-        heading(f"Stop it half way: kill -TERM {pid} (rank 0)")
-        os.kill(pid, signal.SIGTERM)
-        finish(process, 60)
-    step = marked_step(run.stopped)
-    if step is None:
-        raise DemoFailed(f"there is no {run.stopped} after the stop")
-    saved = list(checkpoints.glob(f"*-{step}steps/COMMITTED"))
-    if not saved:
-        raise DemoFailed(f"STOPPED says step {step}, but no checkpoint of that step is committed")
-    print(f"\nExit code 0, {run.stopped}: {run.stopped.read_text().strip()}, saved in {saved[0].parent}")
-    return step
+def half_way() -> bool:
+    """Return whether half of the steps are logged."""
+    logged = read_metrics(RUN.path) if (RUN.path / "metrics.jsonl").exists() else []
+    return any(record["step"] >= STEPS // 2 for record in logged if "event" not in record)
 
 
-def check(run: RunFolder, entropy: float, *, stopped_at: int, steps: int) -> dict[str, float]:
-    """Check the whole run and return its losses; the last of training is a mean, as its batches are small."""
-    records = history(read_metrics(run.path))
-    logged = steps_of(run)
-    evaluated = [record for record in records if record.get("event") == "evaluate"]
-    resumed = [record["step"] for record in records if record.get("event") == "resume"]
-    numbers = [record["step"] for record in logged]
+def check(
+    records: list[dict[str, Any]], entropy: float, stopped_at: int, steps: int
+) -> tuple[dict[str, float], dict[str, bool]]:
+    """Return the losses and the part of a step that waits for data, and whether each claim holds.
+
+    The last loss of training is a mean, as its batches are small; the wait a median, as the machine may be shared.
+    """
+    records = history(records)
+    logged = [record for record in records if "event" not in record]
     losses = {
-        "first train": logged[0]["loss"],
-        "last train": mean(record["loss"] for record in logged[-20:]),
-        "last validation": evaluated[-1]["loss"],
+        "first train loss": logged[0]["loss"],
+        "last train loss": mean(record["loss"] for record in logged[-20:]),
+        "last validation loss": [record["loss"] for record in records if record.get("event") == "evaluate"][-1],
     }
-    below = entropy - MARGIN
-    claims = {
-        f"the run resumed at step {stopped_at}": resumed == [stopped_at],
-        f"DONE says step {steps}": marked_step(run.done) == steps,
-        "STOPPED is gone": marked_step(run.stopped) is None,
+    numbers = [record["step"] for record in logged]
+    wait = median(record["data_wait_sec"] / record["step_sec"] for record in logged)
+    return {**losses, "waiting for data": wait}, {
+        f"the run resumed at step {stopped_at}": [stopped_at]
+        == [record["step"] for record in records if record.get("event") == "resume"],
         "the steps follow one another, none missing, none twice": numbers == sorted(set(numbers))
         and set(range(LOGGING_FREQ, steps + 1, LOGGING_FREQ)) <= set(numbers),
-        f"the training loss ends below {below:.3f}": losses["last train"] < below,
-        f"the validation loss ends below {below:.3f}": losses["last validation"] < below,
-        f"a step waits for its data less than {DATA_WAIT:.0%} of its time": data_wait(logged) < DATA_WAIT,
+        f"the losses end below {entropy - MARGIN:.3f}": max([*losses.values()][1:]) < entropy - MARGIN,
+        f"a step waits for its data less than {DATA_WAIT:.0%} of its time": wait < DATA_WAIT,
     }
-    failed = [claim for claim, true in claims.items() if not true]
-    if failed:
-        raise DemoFailed(
-            f"not true: {'; '.join(failed)} (losses: {losses}, unigram entropy: {entropy:.3f}, "
-            f"waiting for data: {data_wait(logged):.2%})"
-        )
-    return losses
-
-
-def steps_of(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the logged steps of a run."""
-    return [record for record in history(read_metrics(run.path)) if "event" not in record]
-
-
-def data_wait(logged: list[dict[str, Any]]) -> float:
-    """Return the part of a step that goes by in waiting for data: the median, as other programs share the machine."""
-    return median(record["data_wait_sec"] / record["step_sec"] for record in logged)
 
 
 def start_afresh(folder: Path) -> None:
     """Make an empty demo folder, deleting an earlier one only when this program has made it."""
     marker = folder / MARKER
     if folder.is_symlink() or (folder.exists() and not marker.is_file()):
-        raise DemoFailed(f"{folder.resolve()} was not made by this demo: move it away first")
+        sys.exit(f"The demo failed: {folder.resolve()} was not made by this demo: move it away first")
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
     marker.touch()
 
 
-def summary(entropy: float, losses: dict[str, float], wait: float, seconds: float) -> None:
-    """Print the result and where everything is."""
-    heading(f"Done in {seconds:.0f} s, every claim checked")
-    print(f"  unigram entropy of the text   {entropy:.3f} nats per token (what word counts alone can reach)")
-    for name, loss in losses.items():
-        print(f"  {name + ' loss':<30}{loss:.3f}")
-    print(f"  {'waiting for data':<30}{wait:.2%} of a step (median)")
-    checkpoints = sorted(path.parent.name for path in DEMO.glob("checkpoints/*/COMMITTED"))
-    for name, where in (
-        ("report", DEMO / "run/report.png"),
-        ("metrics", DEMO / "run/metrics.jsonl"),
-        ("configuration", DEMO / "run/run.json"),
-        ("logs", DEMO / "run/logs"),
-        ("token shards", DEMO / "data"),
-        ("checkpoints", f"{DEMO / 'checkpoints'}: {', '.join(checkpoints)}"),
-    ):
-        print(f"  {name:<30}{where}")
-
-
 def demo() -> None:
     """Run the whole demo in the root of the repository."""
     began = time.monotonic()
     start_afresh(DEMO)
-    run = RunFolder(DEMO / "run")
-
     heading("Turn the source text of Python's standard library into token shards")
-    with started(prepare_command()) as process:
-        finish(process, 180)
+    run(prepare_command())
     entropy = float(json.loads((DEMO / "data/_manifest.json").read_bytes())["unigram_entropy_nats"]["train"])
 
     heading("Train a small Llama on two processes (FSDP2, gloo)")
-    stopped_at = stop_half_way(run, DEMO / "checkpoints", train_command(), half=STEPS // 2, timeout=600)
+    run(train_command(), stop=half_way)
+    stopped_at = marked(RUN.stopped) or 0
+    saved = [str(path.parent) for path in DEMO.glob(f"checkpoints/*-{stopped_at}steps/COMMITTED")]
+    print(f"\n{RUN.stopped}: step {stopped_at}, saved in {', '.join(saved)}")
 
     heading(f"Start the same command again: it resumes at step {stopped_at} and finishes")
-    with started(train_command()) as process:
-        finish(process, 600)
-    losses = check(run, entropy, stopped_at=stopped_at, steps=STEPS)
+    run(train_command())
+    numbers, claims = check(read_metrics(RUN.path), entropy, stopped_at, STEPS)
+    claims["STOPPED named a step with a committed checkpoint, and is gone"] = bool(saved) and not RUN.stopped.exists()
+    claims[f"DONE says step {STEPS}"] = marked(RUN.done) == STEPS
+    failed = [claim for claim, true in claims.items() if not true]
+    if failed:
+        sys.exit(f"The demo failed: not true: {'; '.join(failed)} ({numbers}, unigram entropy: {entropy:.3f})")
 
     heading("Draw the report")
-    with started([str(BIN / "smp-train"), "report", str(run.path)]) as process:
-        finish(process, 120)
-    wait = data_wait(steps_of(run))
-    summary(entropy, losses, wait, time.monotonic() - began)
-
-
-def main() -> int:
-    """Run the demo and return its exit code."""
-    os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that children are ended too
-    try:
-        demo()
-    except DemoFailed as failure:
-        print(f"\nThe demo failed: {failure}", file=sys.stderr)
-        return 1
-    return 0
+    run([str(BIN / "smp-train"), "report", str(RUN.path)])
+    heading(f"Done in {time.monotonic() - began:.0f} s, every claim checked")
+    print(f"  unigram entropy of the text   {entropy:.3f} nats per token (what word counts alone can reach)")
+    for name, value in numbers.items():
+        print(f"  {name:<30}" + (f"{value:.2%} of a step (median)" if name == "waiting for data" else f"{value:.3f}"))
+    checkpoints = ", ".join(sorted(path.parent.name for path in DEMO.glob("checkpoints/*/COMMITTED")))
+    for name, where in (
+        ("report", DEMO / "run/report.png"), ("metrics", DEMO / "run/metrics.jsonl"),
+        ("configuration", DEMO / "run/run.json"), ("logs", DEMO / "run/logs"), ("token shards", DEMO / "data"),
+        ("checkpoints", f"{DEMO / 'checkpoints'}: {checkpoints}"),
+    ):  # fmt: skip
+        print(f"  {name:<30}{where}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that children are ended too
+    demo()
