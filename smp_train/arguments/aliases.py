@@ -14,6 +14,7 @@ from typing import Any
 
 from smp_train.arguments.flag import SYSTEMS
 from smp_train.arguments.groups import flags
+from smp_train.arguments.mp_parameters import MP_PARAMETERS, SMP_KEYS
 from smp_train.arguments.values import read_bool, read_float, read_int, unquote
 
 
@@ -230,4 +231,5 @@ ALIASES = tuple(
     )
 )
 NAMES = {name: Alias(name, (), (name,)) for name in flags()} | {each.name: each for each in ALIASES}
-"""Every name that sets a flag: our own, and the aliases."""
+NAMES[MP_PARAMETERS] = Alias(MP_PARAMETERS, ("smp",), SMP_KEYS)
+"""Every name that sets a flag: our own, the aliases, and SMP's parameter set."""

@@ -53,32 +53,20 @@ class Flag:
 
     help: str
     default: Any
-    choices: tuple[Any, ...] = ()
-    """The only values it takes; empty for any."""
-    shown: str = ""
-    """Stands for the default in help where that is found out at start."""
-    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Other systems' spellings of a value, and ours."""
+    choices: tuple[Any, ...] = ()  # the only values it takes; empty for any
+    shown: str = ""  # stands for the default in help where that is found out at start
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other systems' spellings of a value, and ours
     switch: bool = False
     """It may stand alone, for 1, and after ``--no-``, for 0. Text that may has those under 1 and 0 in ``values``."""
-    must: str = ""
-    """The key of its rule in `RULES`."""
-    needs: str = ""
-    """The flag without which it is refused."""
-    idle_without: str = ""
-    """The flag without which it has no effect."""
-    only: Only | None = None
-    """The values that this version accepts."""
-    only_natively: Only | None = None
-    """The values that the native backend accepts; SMP takes all."""
-    no_effect: str = ""
-    """Why any value is accepted and none changes anything."""
-    no_effect_natively: str = ""
-    """The same on the native backend; SMP reads it."""
-    smp_key: bool = False
-    """SMP's configuration has a key of this name."""
-    variable: str = ""
-    """SageMaker's variable that holds the default."""
+    must: str = ""  # the key of its rule in `RULES`
+    needs: str = ""  # the flag without which it is refused
+    idle_without: str = ""  # the flag without which it has no effect
+    only: Only | None = None  # the values that this version accepts
+    only_natively: Only | None = None  # the values that the native backend accepts; SMP takes all
+    no_effect: str = ""  # why any value is accepted and none changes anything
+    no_effect_natively: str = ""  # the same on the native backend; SMP reads it
+    smp_key: bool = False  # SMP's configuration has a key of this name
+    variable: str = ""  # SageMaker's variable that holds the default
     aka: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """System to its names for this flag, separated by spaces. `aliases` has those whose values are translated."""
     name: str = ""

@@ -9,6 +9,7 @@ from smp_train.arguments.groups import flags
 from smp_train.arguments.values import nearest, unquote
 from smp_train.errors import ConfigError
 
+MP_PARAMETERS = "mp_parameters"
 SMP_KEYS = tuple(name for name, flag in flags().items() if flag.smp_key)
 """SMP's nine documented configuration keys; each is a flag of ours by the same name."""
 TOLERATED = frozenset({"placement_strategy"})

@@ -19,14 +19,12 @@ from typing import Any
 from smp_train.arguments.aliases import NAMES, Implied
 from smp_train.arguments.flag import show
 from smp_train.arguments.groups import Arguments, flags
-from smp_train.arguments.mp_parameters import read_mp_parameters
+from smp_train.arguments.mp_parameters import MP_PARAMETERS, read_mp_parameters
 from smp_train.arguments.values import NOT_GIVEN, convert, is_bool, nearest
 from smp_train.distributed import is_sagemaker
 from smp_train.errors import ConfigError
 
-COMMAND_LINE = "command line"
-DEFAULT = "default"
-MP_PARAMETERS = "mp_parameters"
+COMMAND_LINE, DEFAULT = "command line", "default"
 NUMBER = re.compile(r"-(\d|\.\d)")
 
 
@@ -60,60 +58,50 @@ def canonical(name: str) -> str:
 
 def known_names() -> list[str]:
     """Return every name that may be given, aliases included."""
-    return [*NAMES, MP_PARAMETERS]
+    return list(NAMES)
 
 
 def _unknown(name: str, spelling: str) -> ConfigError:
-    hint = nearest(canonical(name), known_names()).replace("mean ", "mean --" if spelling.startswith("-") else "mean ")
+    hint = nearest(canonical(name), NAMES).replace("mean ", "mean --" if spelling.startswith("-") else "mean ")
     return ConfigError(f"unknown flag {spelling}{hint or '; `smp-train train --help` lists all'}")
 
 
-def _words(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each flag as written with the words after it."""
-    found: list[tuple[str, list[str]]] = []
-    for token in map(str, argv):
-        if token.startswith("-") and token != "-" and not NUMBER.match(token):
-            found.append((token, []))
-        elif not found:
-            raise ConfigError(f"unexpected argument {token!r}: values follow a flag, as in --lr 1e-4")
-        else:
-            found[-1][1].append(token)
-    return found
-
-
-def _one_flag(token: str, words: list[str]) -> Given:
-    written, equals, attached = token.partition("=")
+def _one_flag(written: str, equals: str, attached: str, words: list[str]) -> Given:
     if not written.startswith("--"):
         raise ConfigError(f"unknown flag {written}: flags begin with two dashes, as in --lr 1e-4")
     name = canonical(written[2:])
-    if name not in known_names():
+    if name not in NAMES:
         switch = NAMES.get(name.removeprefix("no_"))
         if switch is None or not switch.is_switch:
             raise _unknown(name, written)
         if equals or words:
             raise ConfigError(f"{written} takes no value; write --{switch.name} {attached or words[0]}")
         return Given(switch.name, "0", written, COMMAND_LINE)
-    known = NAMES.get(name)  # None: --mp_parameters
-    is_switch = known is not None and known.is_switch
-    values = [attached, *words] if equals else words or (["1"] if is_switch else [])
+    known = NAMES[name]
+    values = [attached, *words] if equals else words or (["1"] if known.is_switch else [])
     if not values:
         raise ConfigError(f"{written} expects a value")
-    if known is not None and known.takes_many:
-        return Given(name, values, written, COMMAND_LINE)
-    if len(values) > 1:
-        extra = values[1] if not is_switch or is_bool(values[0]) else values[0]
+    if len(values) > 1 and not known.takes_many:
+        extra = values[1] if not known.is_switch or is_bool(values[0]) else values[0]
         raise ConfigError(f"unexpected argument {extra!r} after {written}")
-    return Given(name, values[0], written, COMMAND_LINE)
+    return Given(name, values if known.takes_many else values[0], written, COMMAND_LINE)
 
 
 def read_command_line(argv: Sequence[str], notes: list[str]) -> list[Given]:
     """Read flags in order; of a name given twice the last one stays, and ``notes`` says so."""
+    groups: list[tuple[str, list[str]]] = []  # a flag as written, and the words after it
+    for token in map(str, argv):
+        if token.startswith("-") and token != "-" and not NUMBER.match(token):
+            groups.append((token, []))
+        elif not groups:
+            raise ConfigError(f"unexpected argument {token!r}: values follow a flag, as in --lr 1e-4")
+        else:
+            groups[-1][1].append(token)
     found: dict[str, Given] = {}
-    for token, words in _words(argv):
-        one = _one_flag(token, words)
-        if one.name in found and found[one.name].value != one.value:
+    for token, words in groups:
+        one = _one_flag(*token.partition("="), words)
+        if one.name in found and found.pop(one.name).value != one.value:
             notes.append(f"{one.spelling} is given more than once on the command line; the last one counts")
-        found.pop(one.name, None)
         found[one.name] = one
     return list(found.values())
 
@@ -123,7 +111,7 @@ def read_environment(environ: Mapping[str, str]) -> list[Given]:
     variables = {name: canonical(name[6:].lower()) for name in sorted(environ) if name.startswith("SM_HP_")}
     variables = {variable: name for variable, name in variables.items() if not name.startswith("sagemaker_")}
     for variable, name in variables.items():
-        if name not in known_names():
+        if name not in NAMES:
             raise _unknown(name, variable)
     return [Given(name, environ[variable], variable, variable) for variable, name in variables.items()]
 
@@ -147,7 +135,7 @@ def read_config(path: str) -> list[Given]:
     found = []
     for key, value in content.items():
         name = canonical(str(key))
-        if name not in known_names():
+        if name not in NAMES:
             raise _unknown(name, f"{key} in {path}")
         if name == "config":
             raise ConfigError(f"--config {path}: a configuration file cannot name another")

@@ -72,29 +72,24 @@ def auto_resume(config: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _time(spec: Spec, options: Mapping[str, Any], config: Mapping[str, str], place: Mapping[str, str]) -> list[str]:
-    margin = options["save_before"]
+    margin, name = options["save_before"], f"partition {place.get('PartitionName')}"
     limit = timing.slurm_seconds(options["time"])
     if limit is None:
         default = place.get("DefaultTime", "NONE")
-        given = place.get("MaxTime") if default == "NONE" else default
-        limit = timing.slurm_seconds(given)
-        timing.check_limit(limit, margin, f"partition {place.get('PartitionName')}: its time limit, without --time")
-    found = []
+        limit = timing.slurm_seconds(place.get("MaxTime") if default == "NONE" else default)
+        timing.check_limit(limit, margin, f"{name}: its time limit, without --time")
+    found = timing.save_warnings(
+        spec.resolved, limit=limit, margin=margin, instance=spec.instance, nodes=spec.nodes,
+        processes=spec.processes, setting="--save_before",
+    )  # fmt: skip
     preempted = place.get("PreemptMode", "OFF").partition(",")[0] in ("REQUEUE", "CANCEL")
-    if preempted and config.get("PreemptType", "preempt/none") != "preempt/none":
-        grace = int(place.get("GraceTime", "0") or 0)
-        if grace < EXPECTED_SAVE:
-            found.append(
-                f"partition {place.get('PartitionName')}: a preempted job is given {grace} s (GraceTime), which may "
-                "not be enough to save: what was done since the last checkpoint is lost then; lower --checkpoint_freq"
-            )
-    return [
-        *found,
-        *timing.save_warnings(
-            spec.resolved, limit=limit, margin=margin, instance=spec.instance, nodes=spec.nodes,
-            processes=spec.processes, setting="--save_before",
-        ),
-    ]  # fmt: skip
+    grace = int(place.get("GraceTime", "0") or 0)
+    if preempted and config.get("PreemptType", "preempt/none") != "preempt/none" and grace < EXPECTED_SAVE:
+        found.append(
+            f"{name}: a preempted job is given {grace} s (GraceTime), which may not be enough to save: what was done "
+            "since the last checkpoint is lost then; lower --checkpoint_freq"
+        )
+    return found
 
 
 EXPECTED_SAVE = 60
@@ -106,12 +101,12 @@ def probe(options: Mapping[str, Any], needed: Sequence[str]) -> list[str]:
 
     Returns why that was not possible, if so; raises `ConfigError` for what is missing there.
     """
-    place = [
-        f"--{key}={options[key]}" for key in ("partition", "account", "qos", "nodelist", "exclude") if options[key]
-    ]
-    command = ["srun", "--nodes=1", "--ntasks=1", "--time=2", f"--immediate={PROBE_SECONDS}", "--quiet", *place]
-    words = [*command, "bash", "-c", f"hostname; IMAGE={'1' if options['image'] else ''}; {PROBE}", "probe", *needed]
-    code, output = ask(*words, seconds=PROBE_SECONDS + 120)
+    keys = ("partition", "account", "qos", "nodelist", "exclude")
+    where = [f"--{key}={options[key]}" for key in keys if options[key]]
+    code, output = ask(
+        "srun", "--nodes=1", "--ntasks=1", "--time=2", f"--immediate={PROBE_SECONDS}", "--quiet", *where, "bash", "-c",
+        f"hostname; IMAGE={'1' if options['image'] else ''}; {PROBE}", "probe", *needed, seconds=PROBE_SECONDS + 120,
+    )  # fmt: skip
     lines = output.splitlines()
     if code or not lines:
         return [f"--probe: no compute node could be asked: {' '.join(output.split())[:200] or 'no answer'}"]

@@ -29,8 +29,7 @@ def ask(*command: str, seconds: float = 60) -> tuple[int, str]:
 def call(*command: str, text: str, absent: str, advice: Advice) -> subprocess.CompletedProcess[str]:
     """Run a cluster's own command with ``text`` as its input.
 
-    Raises:
-        ConfigError: with the command's own error and what to do about it, or with ``absent`` where it is not installed.
+    `ConfigError` has the command's own error and what to do about it, or ``absent`` where it is not installed.
     """
     if not shutil.which(command[0]):
         raise ConfigError(f"there is no {command[0]} here; {absent}")

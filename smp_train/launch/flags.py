@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,12 +12,12 @@ from smp_train import storage
 from smp_train.arguments import Resolved, parse, validate
 from smp_train.arguments.aliases import ALIASES
 from smp_train.arguments.parse import canonical, read_config, read_smp_config
+from smp_train.arguments.run_name import CHECKPOINT_NAME
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.distributed.degrees import fewest_ranks
 from smp_train.errors import SmpTrainError
 from smp_train.models.resolve import settled_flags
 
-STEP = re.compile(r"-(\d+)steps(-[0-9a-f]{8})?$")
 RESUME = {"resume_from_checkpoint", *(a.name for a in ALIASES if a.ours == ("resume_from_checkpoint",))}
 
 
@@ -27,11 +26,13 @@ def without(words: Sequence[str], names: set[str]) -> list[str]:
     kept: list[str] = []
     dropping = False
     for word in words:
-        if word.startswith("--"):
-            dropping = canonical(word[2:].partition("=")[0]) in names
-        if not dropping:
-            kept.append(word)
+        dropping = _name(word) in names if word.startswith("--") else dropping
+        kept += [] if dropping else [word]
     return kept
+
+
+def _name(word: str) -> str:
+    return canonical(word[2:].partition("=")[0])
 
 
 def as_words(name: str, value: Any) -> list[str]:
@@ -51,10 +52,8 @@ def inline_files(words: Sequence[str]) -> list[str]:
         *(read_config(args.config) if args.config else []),
         *(read_smp_config(args.smp_config) if args.smp_config else []),
     ]
-    said = {name for word in words if word.startswith("--") for name in [canonical(word[2:].partition("=")[0])]}
-    flags: list[str] = []
-    for given in files:
-        flags += as_words(given.name, given.value) if given.name not in said else []
+    named = {_name(word) for word in words if word.startswith("--")}
+    flags = [word for given in files if given.name not in named for word in as_words(given.name, given.value)]
     return [*flags, *without(words, {"config", "smp_config"})]
 
 
@@ -76,11 +75,10 @@ def newest_committed(folders: Sequence[str], run_name: str = "", *, in_s3: bool 
     ``in_s3``: ask S3 too, for folders that are there; they are passed over otherwise.
     """
     found: tuple[int, str | None] = (0, None)
-    for folder in folders:
-        if in_s3 or "://" not in folder:
-            with suppress(OSError):  # of no use to this machine
-                step = _newest_step(storage.at(folder, SmpTrainError), run_name)
-                found = max(found, (step, folder), key=lambda each: each[0])
+    for folder in folders if in_s3 else [folder for folder in folders if "://" not in folder]:
+        with suppress(OSError):  # of no use to this machine
+            step = _newest_step(storage.at(folder, SmpTrainError), run_name)
+            found = max(found, (step, folder), key=lambda each: each[0])
     return found
 
 
@@ -89,7 +87,8 @@ def _newest_step(folder: storage.Storage, run_name: str) -> int:
 
     Raises `SmpTrainError`, which a later start may not meet again, when S3 cannot be asked.
     """
-    steps = ((int(match[1]), name) for name in folder.level()[1] if (match := STEP.search(name)))
+    names = folder.level()[1]
+    steps = ((int(match["step"]), name) for name in names if (match := CHECKPOINT_NAME.fullmatch(name)))
     for step, name in sorted(steps, reverse=True):
         marker = f"{name}/COMMITTED"
         if folder.exists(marker) and _is_of(folder.read(marker), run_name):

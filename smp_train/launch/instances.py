@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
 
 PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
@@ -72,8 +73,6 @@ def find(name: str) -> Instance:
             "such as p5.48xlarge"
         )
     if plain not in instances():
-        from smp_train.arguments.values import nearest
-
         hint = nearest(plain, instances()) or f"; known are {', '.join(instances())}"
         raise ConfigError(f"--instance_type {name}: not in the table of instance types{hint}")
     return instances()[plain]

@@ -43,11 +43,7 @@ OPTIONS = (
 
 
 def prepare(options: dict[str, Any], training: Sequence[str]) -> tuple[Spec, Target]:
-    """Check launch options and training flags; return the run and where it goes.
-
-    Raises:
-        ConfigError: for everything that the cluster or the training would refuse and that can be seen here.
-    """
+    """Check launch options and training flags, as far as can be done here; return the run and where it goes."""
     claims, host_paths = (_pairs(name, options[name]) for name in ("claims", "host_paths"))
     words = named(inline_files([*training, *profile_flags(options["profile"])]))
     run_dir = parse(words, {}).args.run_dir

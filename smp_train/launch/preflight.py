@@ -38,11 +38,7 @@ def parameters(resolved: Resolved) -> int | None:
 
 
 def check(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> None:
-    """Refuse a run that ``nodes`` with ``processes`` GPUs of ``instance`` each cannot do; None: unknown, any run.
-
-    Raises:
-        ConfigError: with the setting to change.
-    """
+    """Refuse a run that ``nodes`` with ``processes`` GPUs of ``instance`` (None: unknown) each cannot do."""
     args = resolved.args
     settled = settled_flags(args)  # an unknown preset is known to be one here
     divides(resolved, settled)
@@ -116,9 +112,6 @@ def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
     """Refuse degrees that do not divide the model, where flags or a preset give its widths.
 
     ``settled`` is what `settled_flags` says of the flags that were not given.
-
-    Raises:
-        ConfigError: as the training would, but before it has nodes.
     """
     args = resolved.args
     tensor, context, expert = args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree

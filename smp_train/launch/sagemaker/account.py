@@ -64,11 +64,7 @@ def _explained(what: str, unknown: list[str] | None = None) -> Iterator[None]:
 
 
 def check_account(job: Job, session: Any) -> list[str]:
-    """Ask AWS whether role, image, data and folders exist; return what could not be asked.
-
-    Raises:
-        ConfigError: for what does not exist.
-    """
+    """Ask AWS whether role, image, data and folders exist, or refuse; return what could not be asked."""
     unknown: list[str] = []
     s3 = session.client("s3")
     with _explained(f"role {job.role}", unknown):
@@ -97,11 +93,7 @@ def check_account(job: Job, session: Any) -> list[str]:
 
 
 def submit(wanted: Mapping[str, Any], session: Any, code: str) -> None:
-    """Upload the code and create the training job.
-
-    Raises:
-        ConfigError: with AWS's own message and what to do about it.
-    """
+    """Upload the code and create the training job."""
     bucket, _, key = code.removeprefix("s3://").partition("/")
     with _explained(f"uploading the code to {code}"), tempfile.TemporaryDirectory() as folder:
         session.client("s3").put_object(Bucket=bucket, Key=key, Body=archive(stage(Path(folder))))

@@ -100,18 +100,11 @@ class Job:
     @property
     def warnings(self) -> list[str]:
         """Warnings for the person who submits the job."""
-        return [
-            f"--checkpoint_dir {folder}: on the instance's own disk; these checkpoints are lost when the job ends"
-            for folder in self.lost_checkpoints
-        ]
+        why = "on the instance's own disk; these checkpoints are lost when the job ends"
+        return [f"--checkpoint_dir {folder}: {why}" for folder in self.lost_checkpoints]
 
     def image_uri(self, region: str) -> str:
-        """Return the image: the one given, or AWS' for the backend.
-
-        Raises:
-            ConfigError: when the one given is in another region, from which SageMaker does not pull, or when AWS has
-                none for the backend in this one.
-        """
+        """Return the image: the one given, or AWS' for the backend. SageMaker pulls from the job's region only."""
         found = ECR_IMAGE.fullmatch(self.image or "")
         if found and found["region"] != region:
             raise ConfigError(

@@ -25,8 +25,7 @@ def _review(
 ) -> tuple[Job, dict[str, Any], Path]:  # fmt: skip
     """Return (job, its request, folder with the staged code) for an SDK, whose ``session`` names a bucket.
 
-    Raises:
-        ConfigError: for what SageMaker would refuse, before the SDK uploads anything.
+    What SageMaker would refuse is refused here, before the SDK uploads anything.
     """
     region = region or region_of(session)
     if not region:
