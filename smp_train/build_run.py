@@ -103,7 +103,11 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     args = resolved.args
     folder, metrics = open_run_folder(args, ranks)
     stop = StopRequest(folder.stop)
-    log.info("smp-train %s, torch %s, %s", smp_train.__version__, torch.__version__, describe(ranks, device))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    log.info(
+        "smp-train %s, torch %s, %d x %s on %d node(s), started by %s", smp_train.__version__, torch.__version__,
+        ranks.world_size, name, ranks.num_nodes, ranks.launcher,
+    )  # fmt: skip
     backend = choose_backend(resolved, ranks, device)
     topology = backend.topology
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
@@ -314,12 +318,6 @@ def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, f
 def in_short(number: float) -> str:
     """Return a count in billions or millions: 6.74 B, 124.40 M."""
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
-
-
-def describe(ranks: Runtime, device: torch.device) -> str:
-    """Return devices, nodes and launcher, for the log."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
-    return f"{ranks.world_size} x {name} on {ranks.num_nodes} node(s), started by {ranks.launcher}"
 
 
 def layout(mesh: dict[str, int]) -> str:

@@ -36,7 +36,7 @@ class CheckpointError(SmpTrainError):
 
 
 CAUSE_VARIABLE = "SMP_TRAIN_CAUSE_FILE"
-"""Names the file in which a process leaves one word for its launcher, where its exit code does not say enough."""
+"""Names the file in which a process leaves the cause for its launcher, where its exit code does not suffice."""
 LOST_PEER = "lost-peer"
 
 EXIT_CODES: dict[int, type[SmpTrainError]] = {

@@ -52,13 +52,11 @@ def write(command_line: list[str], folder: str, kind: str, shards: int, orig: bo
     groups = [dist.new_group(list(range(at, at + shards))) for at in range(0, ranks.world_size, shards)]
     replicas = [dist.new_group(list(range(at, ranks.world_size, shards))) for at in range(shards)]
     model: Any = FSDP(
-        plain,
-        process_group=(groups[ranks.rank // shards], replicas[ranks.rank % shards]),
+        plain, process_group=(groups[ranks.rank // shards], replicas[ranks.rank % shards]),
         sharding_strategy=fsdp.ShardingStrategy.HYBRID_SHARD,
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer}),
-        device_id=torch.device("cpu"),
-        use_orig_params=orig,
-    )
+        device_id=torch.device("cpu"), use_orig_params=orig,
+    )  # fmt: skip
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
     optimizer = torch.optim.AdamW(weight_decay_groups(model), lr=1e-2, weight_decay=0.1)
     torch.manual_seed(ranks.rank)
@@ -68,12 +66,9 @@ def write(command_line: list[str], folder: str, kind: str, shards: int, orig: bo
         optimizer.step()
         optimizer.zero_grad()
     content = {
-        "scheduler": {"num_iters": STEPS},
-        "cli_args": {"train_batch_size": 2},
-        "model_config": config,
-        "total_steps": STEPS,
-        "resume_from_sequence_number": 2 * STEPS,
-    }
+        "scheduler": {"num_iters": STEPS}, "cli_args": {"train_batch_size": 2}, "model_config": config,
+        "total_steps": STEPS, "resume_from_sequence_number": 2 * STEPS,
+    }  # fmt: skip
     place = Path(folder) / f"{args.model_type}-{STEPS}steps"
     place.mkdir(parents=True, exist_ok=True)
     hooks = with_global_ranks(model) if kind == "local" else without_hooks()

@@ -13,21 +13,10 @@ from tests.checkpoint_files import tree
 SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 
 TINY: dict[str, Any] = {
-    "model_type": "llama_v2",
-    "vocab_size": 256,
-    "hidden_width": 32,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_context_width": 16,
-    "bf16": 0,
-    "use_synthetic_data": 1,
-    "train_batch_size": 1,
-    "max_steps": 3,
-    "lr": 1e-3,
-    "warmup": 0,
-}
+    "model_type": "llama_v2", "vocab_size": 256, "hidden_width": 32, "num_layers": 2, "num_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_context_width": 16, "bf16": 0, "use_synthetic_data": 1,
+    "train_batch_size": 1, "max_steps": 3, "lr": 1e-3, "warmup": 0,
+}  # fmt: skip
 
 
 def flags(folder: Path, **changes: Any) -> list[str]:

@@ -128,11 +128,9 @@ class SmpBackend(Backend):
         self._saver = smp_saver.make(self.state, self._root, sharded=sharded, hub=hub, ranks=ranks, in_folders=folders)
         library = self._saver.library if isinstance(self._saver, LibrarySaver) else None
         if args.checkpoint_type == "async_sharded" and library is not None and not library.asynchronous:
-            why = "what is cut over ranks, and --hybrid_shard_degree is 1"
-            if not folders:
-                why = "what goes to folders, where tensor or expert ranks have trees of their own"
-            logger.info("--checkpoint_type async_sharded: training waits for each save, as SMP begins in the "
-                        "background only %s", why)  # fmt: skip
+            why = "--hybrid_shard_degree above 1" if folders else "folders, where tensor or expert ranks write trees"
+            logger.info("--checkpoint_type async_sharded: training waits for each save; SMP saves in the background "
+                        "only with %s", why)  # fmt: skip
         self._tree = smp_state.Tree(
             self._root, names, sharded=sharded, device=self.device, raw=library is not None and library.asynchronous
         )
@@ -256,41 +254,54 @@ def transforms(args: Arguments) -> bool:
 
 def refuse(args: Arguments) -> None:
     """Raise `ConfigError` for settings that SMP does not support, alone or together."""
-    for name, why in (
-        ("use_torch_compile", "SMP's containers do not compile FSDP1 models"),
-        ("cpu_offload", "SMP has no offloading of parameters"),
-    ):
-        if getattr(args, name):
-            raise ConfigError(f"--{name} 1 with --backend smp: {why}; use --backend native")
-    if args.expert_parallel_degree > 1 and not args.moe:
-        raise ConfigError(f"--expert_parallel_degree {args.expert_parallel_degree} needs --moe 1, SMP's own experts")
-    if args.expert_parallel_degree > 1 and args.context_parallel_degree > 1:
-        raise ConfigError("--context_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP")
-    if args.tensor_parallel_degree > 1 and args.hybrid_shard_degree == 1 and args.distributed_backend == "smddp":
-        raise ConfigError(
+    own, (share, per_operation) = transforms(args), checkpointing.read(args.activation_checkpointing)
+    tensor, context, expert = args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree
+    for refused, message in (
+        (
+            args.use_torch_compile,
+            "--use_torch_compile 1 with --backend smp: SMP's containers do not compile FSDP1 models; "
+            "use --backend native",
+        ),
+        (
+            args.cpu_offload,
+            "--cpu_offload 1 with --backend smp: SMP has no offloading of parameters; use --backend native",
+        ),
+        (
+            expert > 1 and not args.moe, f"--expert_parallel_degree {expert} needs --moe 1, SMP's own experts",
+        ),
+        (
+            expert > 1 and context > 1,
+            "--context_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP",
+        ),
+        (
+            tensor > 1 and args.hybrid_shard_degree == 1 and args.distributed_backend == "smddp",
             "--distributed_backend smddp with --tensor_parallel_degree above 1 and --hybrid_shard_degree 1: SMP does "
-            "that over nccl only; give --distributed_backend nccl, or another shard degree"
-        )
-    if args.fp8 and not transforms(args):
-        raise ConfigError("--fp8 1 with --backend smp needs SMP's own implementation; give --use_smp_implementation 1")
-    if args.fp8 and args.sm_activation_offloading:
-        raise ConfigError(
+            "that over nccl only; give --distributed_backend nccl, or another shard degree",
+        ),
+        (
+            args.fp8 and not own,
+            "--fp8 1 with --backend smp needs SMP's own implementation; give --use_smp_implementation 1",
+        ),
+        (
+            args.fp8 and args.sm_activation_offloading,
             "--fp8 1 and --sm_activation_offloading 1 do not go together on SMP, which offloads what reentrant "
-            "checkpointing keeps and FP8 has another; give one of them"
-        )
-    share, per_operation = checkpointing.read(args.activation_checkpointing)
-    if per_operation:
-        raise ConfigError(
-            "--activation_checkpointing selective:op with --backend smp: SMP checkpoints whole layers; use full"
-        )
-    if args.sm_activation_offloading and not share:
-        raise ConfigError(
-            "--sm_activation_offloading 1 with --backend smp needs checkpointing; give --activation_checkpointing full"
-        )
-    if args.short == "pack" and transforms(args):
-        raise ConfigError(
-            "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad"
-        )
+            "checkpointing keeps and FP8 has another; give one of them",
+        ),
+        (
+            per_operation,
+            "--activation_checkpointing selective:op with --backend smp: SMP checkpoints whole layers; use full",
+        ),
+        (
+            args.sm_activation_offloading and not share,
+            "--sm_activation_offloading 1 with --backend smp needs checkpointing; give --activation_checkpointing full",
+        ),
+        (
+            args.short == "pack" and own,
+            "--short pack with SMP's own implementation of models, which takes no positions; use --short concat or pad",
+        ),
+    ):  # fmt: skip
+        if refused:
+            raise ConfigError(message)
 
 
 def refuse_model(config: Any, args: Arguments) -> None:

@@ -108,16 +108,10 @@ def wrap(
     model: Any, args: Arguments, *, layer: type, initialise_module: Callable[[nn.Module], None] | None,
     from_rank0: bool, real: bool, device: torch.device,
 ) -> Any:  # fmt: skip
-    """Wrap in FSDP1 with the arguments of SMP's scripts; SMP supplies the process groups.
+    """Wrap the model, in float32, in FSDP1 with the arguments of SMP's scripts; SMP supplies the process groups.
 
-    Args:
-        model: Its parameters in float32.
-        args: The run's.
-        layer: Class of the modules that are FSDP units.
-        initialise_module: Fills a module's own parameters; None for SMP's initialization.
-        from_rank0: Whether rank 0's weights are broadcast.
-        real: Whether this rank's parameters are allocated.
-        device: Device of the parameters.
+    Modules of class ``layer`` are FSDP units. ``initialise_module`` fills a module's own parameters (None: SMP does),
+    unless this rank's are allocated already (``real``) or rank 0's are broadcast (``from_rank0``).
     """
     initialiser: Any = None
     if not real:
@@ -134,19 +128,15 @@ def wrap(
     with complete:
         wrapped: Any = fsdp.FullyShardedDataParallel  # SMP's version also takes post_param_init_fn
         return wrapped(
-            model,
-            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer}),
-            mixed_precision=precision,
-            sharding_strategy=fsdp.ShardingStrategy[args.sharding_strategy.upper()],
+            model, auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={layer}),
+            mixed_precision=precision, sharding_strategy=fsdp.ShardingStrategy[args.sharding_strategy.upper()],
             backward_prefetch=fsdp.BackwardPrefetch[args.backward_fetch_policy.upper()],
-            forward_prefetch=args.forward_prefetch,
-            limit_all_gathers=args.limit_all_gathers,
-            device_id=torch.cuda.current_device() if device.type == "cuda" else None,
-            use_orig_params=True,
+            forward_prefetch=args.forward_prefetch, limit_all_gathers=args.limit_all_gathers,
+            device_id=torch.cuda.current_device() if device.type == "cuda" else None, use_orig_params=True,
             param_init_fn=None if initialiser is None else initialiser.get_param_init_fn(),
             post_param_init_fn=None if initialiser is None else initialiser.get_post_param_init_fn(),
             sync_module_states=from_rank0,
-        )
+        )  # fmt: skip
 
 
 def checkpoint(root: nn.Module, args: Arguments, layer: type, fp8: Fp8 | None) -> None:

@@ -21,22 +21,6 @@ from smp_train.distributed.environment import Runtime, detect, expand_hostlist, 
 from smp_train.distributed.group import start, start_attempted, stop
 
 __all__ = [
-    "ALL_RANKS",
-    "Runtime",
-    "alone",
-    "any_rank",
-    "detect",
-    "exchange",
-    "expand_hostlist",
-    "gather",
-    "is_sagemaker",
-    "largest",
-    "on_main",
-    "rank",
-    "smp_installed",
-    "start",
-    "start_attempted",
-    "stop",
-    "together",
-    "world_size",
-]
+    "ALL_RANKS", "Runtime", "alone", "any_rank", "detect", "exchange", "expand_hostlist", "gather", "is_sagemaker",
+    "largest", "on_main", "rank", "smp_installed", "start", "start_attempted", "stop", "together", "world_size",
+]  # fmt: skip

@@ -18,7 +18,7 @@ from smp_train.errors import EXIT_CODES, SmpTrainError, explained
 T = TypeVar("T")
 
 ALL_RANKS = {"all_ranks": True}
-"""``extra=`` of a log record that every rank writes alike: the console shows rank 0's only."""
+"""``extra=`` of a log record that every rank writes: the console shows rank 0's only."""
 
 _thread = threading.local()
 

@@ -141,8 +141,7 @@ class Packed:
     """Autograd's stand-in for a saved tensor: its storage and its place in it."""
 
     def __init__(self, stored: Stored, tensor: Tensor) -> None:
-        self.stored = stored
-        self.dtype = tensor.dtype
+        self.stored, self.dtype = stored, tensor.dtype
         self.layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def tensor(self) -> Tensor:
@@ -247,7 +246,7 @@ def apply(layers: list[nn.Module], *, device: torch.device, horizon: int, lane: 
         device: Where the model computes.
         horizon: While a layer's backward pass runs, the activations of this many layers before it are on the device or
             on their way; at least 1. The last ``horizon`` layers' are never sent.
-        lane: Where copies run; by default a stream of its own on CUDA.
+        lane: Where copies run.
     """
     offload = Offload(lane or Lane(device), HostPool(pin_memory=device.type == "cuda"), horizon=horizon)
     for index, layer in enumerate(layers):

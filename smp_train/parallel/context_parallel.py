@@ -1,6 +1,6 @@
 """Context parallelism: each rank holds a part of every sequence, and gathers keys and values for attention.
 
-The sequence is cut into twice as many pieces as there are ranks; rank r takes pieces r and 2 * degree - 1 - r. Early
+The sequence is split into twice as many pieces as there are ranks; rank r takes pieces r and 2 * degree - 1 - r. Early
 pieces attend to little and late ones to much, so every rank has the same work. Keys and values of the whole sequence
 are gathered in each layer, and their gradients are reduce-scattered: the all-gather form of Llama 3 (The Llama 3 Herd
 of Models, 2024, section 3.3.2), exact on any device, in place of a ring, which torch has for CUDA kernels only.

@@ -23,7 +23,7 @@ def shard(
         model: The whole model, parameters on the meta device or real.
         layers: Its decoder layers, in order.
         mesh: The ranks that hold the parameters.
-        param_dtype: Type of the parameters in computation; None computes in the type they are stored in.
+        param_dtype: Type of the parameters in computation; None: that of storage.
         reshard_after_forward: Free a layer's gathered parameters after its forward pass, and gather again for its
             backward pass (ZeRO-3); False keeps them between the two (ZeRO-2).
         forward_prefetch: Request the next layer's parameters before this layer computes: the all-gather starts earlier

@@ -54,7 +54,7 @@ def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     if parts[0].device.type != "cpu":
         return nn.utils.get_total_norm(parts).double().square()
     # On a CPU torch adds up a whole tensor in one float32 accumulator per lane: 1e-5 off at 100,000 elements, so the
-    # norm would depend on how the tensor is cut. Norms of short runs, added up in float64, are exact and as fast.
+    # norm would depend on the sharding. Norms of short runs, added up in float64, are exact and as fast.
     sums = []
     for part in parts:
         flat = part.detach().flatten()

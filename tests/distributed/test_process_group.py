@@ -107,13 +107,10 @@ def values() -> list[Any]:
     distributed, place, _ = begin()
     mine = place.rank
     seen = [
-        distributed.gather("telling", lambda: ("rank", mine)),
-        distributed.on_main("choosing", lambda: f"by {mine}"),
-        distributed.any_rank(mine == 1),
-        distributed.any_rank(False),
-        distributed.largest([mine, -mine]),
+        distributed.gather("telling", lambda: ("rank", mine)), distributed.on_main("choosing", lambda: f"by {mine}"),
+        distributed.any_rank(mine == 1), distributed.any_rank(False), distributed.largest([mine, -mine]),
         list(distributed.exchange(b"" if mine == 1 else b"abc"[: mine + 1])),
-    ]
+    ]  # fmt: skip
     with distributed.alone():
         seen += [distributed.gather("telling", lambda: mine), distributed.any_rank(mine == 1), distributed.rank()]
     return [*seen, distributed.rank()]
@@ -328,18 +325,6 @@ def world_of_one() -> str:
 
     assert place.launcher == "python"
     return str(dist.get_backend())
-
-
-@pytest.mark.slow
-def test_under_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run([*command, str(script), "together"], env=environ, text=True, capture_output=True, timeout=400)
-    assert done.returncode == 1  # torchrun's own, whatever its workers' is
-    assert done.stderr.count("smp-train: [rank") == 2
-    assert "exitcode  : 3" in done.stderr
 
 
 def past_the_mesh() -> bool:

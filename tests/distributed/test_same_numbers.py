@@ -34,15 +34,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {"model_type": "falcon", "num_key_value_heads": 1, "resid_pdrop": 0},
 }
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "fsdp2": (2, {}),
-    "fsdp4": (4, {}),
-    "hsdp2x2": (4, {"hybrid_shard_degree": 2}),
-    "tp2": (2, {"tensor_parallel_degree": 2}),
-    "tp2-fsdp2": (4, {"tensor_parallel_degree": 2}),
+    "one": (1, {}), "fsdp2": (2, {}), "fsdp4": (4, {}), "hsdp2x2": (4, {"hybrid_shard_degree": 2}),
+    "tp2": (2, {"tensor_parallel_degree": 2}), "tp2-fsdp2": (4, {"tensor_parallel_degree": 2}),
     "tp2-hsdp2x2": (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}),
     "cp2": (2, {"context_parallel_degree": 2}),
-}
+}  # fmt: skip
 CHECKPOINTING = ("none", "full", "selective:op", "selective:2")
 MODES = list(itertools.product(CHECKPOINTING, (0, 1), (1, 0)))
 """(activation checkpointing, activation offloading, chunked loss)"""

@@ -20,20 +20,18 @@ MISTRAL: dict[str, Any] = {"model_type": "mistral"}
 TREES = ("sharded", "tp{tp}_ep{ep}")
 LOCAL = ("local" if NATIVE else "sharded", TREES[1])  # torch 2.5 refuses to write those of the stand-in
 MOVED: dict[str, tuple[int, dict[str, Any], tuple[str, str], int, dict[str, Any]]] = {
-    "tp2 to tp1": (2, TENSOR, TREES, 2, OWN),
-    "tp1 to tp2": (2, OWN, TREES, 4, TENSOR),
+    "tp2 to tp1": (2, TENSOR, TREES, 2, OWN), "tp1 to tp2": (2, OWN, TREES, 4, TENSOR),
     "tp2 to tp1, mistral, local": (4, MISTRAL | TENSOR, LOCAL, 1, MISTRAL | OWN),
     "tp2 shard2 to shard4": (4, TENSOR | {"hybrid_shard_degree": 2}, TREES, 4, OWN | {"hybrid_shard_degree": 4}),
     "tp1 to tp2 without shards, gpt-neox": (2, NEOX | OWN, TREES, 2, NEOX | TENSOR | {"hybrid_shard_degree": 1}),
     "tp2 to tp1, gpt-neox": (4, NEOX | TENSOR, TREES, 2, NEOX | OWN),
-    "ep2 to ep1": (2, MIXTRAL | EXPERT, TREES, 2, MIXTRAL),
-    "ep1 to ep2": (1, MIXTRAL, TREES, 4, MIXTRAL | EXPERT),
+    "ep2 to ep1": (2, MIXTRAL | EXPERT, TREES, 2, MIXTRAL), "ep1 to ep2": (1, MIXTRAL, TREES, 4, MIXTRAL | EXPERT),
     "tp2 to ep2": (4, MIXTRAL | TENSOR, TREES, 2, MIXTRAL | EXPERT),
     "hugging face to tp2": (2, {}, ("sharded", ""), 4, TENSOR),
     "hugging face to tp2, rank files": (2, {}, ("files", ""), 2, TENSOR),
     "hugging face to own, tied": (2, {"tie_word_embeddings": 1}, TREES, 2, OWN | {"tie_word_embeddings": 1}),
     "tp2 to hugging face": (2, TENSOR, TREES, 2, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -14,20 +14,16 @@ from tests.training import built, flags, group, train
 LAYERS, TOKENS, VOCAB = 4, 2 * 96, 512
 FREE = {"activation_checkpointing": "none"}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "none": FREE,
-    "full": {"activation_checkpointing": "full"},
+    "none": FREE, "full": {"activation_checkpointing": "full"},
     "selective:op": {"activation_checkpointing": "selective:op"},
     "selective:2": {"activation_checkpointing": "selective:2"},
-    "selective:9": {"activation_checkpointing": "selective:9"},
-    "unknown head": FREE,
-    "all logits": {**FREE, "chunked_loss": 0},
-    "no prefetch": {**FREE, "forward_prefetch": 0},
-    "bf16": {**FREE, "bf16": 1},
-    "zero2": {**FREE, "sharding_strategy": "shard_grad_op"},
+    "selective:9": {"activation_checkpointing": "selective:9"}, "unknown head": FREE,
+    "all logits": {**FREE, "chunked_loss": 0}, "no prefetch": {**FREE, "forward_prefetch": 0},
+    "bf16": {**FREE, "bf16": 1}, "zero2": {**FREE, "sharding_strategy": "shard_grad_op"},
     "offloading": {**FREE, "sm_activation_offloading": 1, "activation_loading_horizon": 3},
     "parameters on the host": FREE,
     "replicas": {**FREE, "sharding_strategy": "no_shard", "gradient_accumulation_steps": 2},
-}
+}  # fmt: skip
 
 
 def look_at_all() -> dict[str, dict[str, Any]]:
@@ -101,18 +97,13 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
         reduced.append(len(count))
     state = model.model.layers[1]._get_fsdp_state()
     return {
-        "products": backward.counts["aten::mm"],
-        "activations": backward.counts.get("aten::silu", 0),
-        "largest": max(forward.largest, backward.largest),
-        "gathered": gathered,
-        "reduce": str(state._mp_policy.reduce_dtype),
-        "compute": str(state._mp_policy.param_dtype),
+        "products": backward.counts["aten::mm"], "activations": backward.counts.get("aten::silu", 0),
+        "largest": max(forward.largest, backward.largest), "gathered": gathered,
+        "reduce": str(state._mp_policy.reduce_dtype), "compute": str(state._mp_policy.param_dtype),
         "prefetched": len(state._states_to_forward_prefetch),
         "parameters": type(state._fsdp_param_group.offload_policy).__name__,
-        "horizon": backend.offload.horizon if backend.offload else None,
-        "reduced": reduced,
-        "said": said,
-    }
+        "horizon": backend.offload.horizon if backend.offload else None, "reduced": reduced, "said": said,
+    }  # fmt: skip
 
 
 @cache

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint_files import tree
-from tests.harness import as_torchrun
-from tests.system.command import Command, Ranks, cold, warm, write_shard
+from tests.system.command import Command, warm, write_shard
 from tests.training import flags
 
 pytestmark = pytest.mark.system
@@ -40,24 +39,8 @@ def refused(folder: Path, changes: dict[str, Any], code: int) -> str:
     return line_of(warm(folder, "train", *flags(folder, **changes)), code)
 
 
-# --- refused before anything is imported -----------------------------------------------------------
-
-ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {  # the others: test_arguments, test_arguments_validation
-    "unknown flag": ({"max_step": 3}, r"--max_step; .*--max_steps\?"),
-    "degree": ({"hybrid_shard_degree": 3}, r"--hybrid_shard_degree 3 .* the 1 process.*; 1 would"),
-}
-
-
 LARGE = {"vocab_size": None, "hidden_width": None, "num_layers": None, "num_heads": None, "num_key_value_heads": None,
          "intermediate_size": None, "model_size": "70b"}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments(case: str, tmp_path: Path) -> None:
-    changes, message = ARGUMENTS[case]
-    line = line_of(cold(tmp_path, "train", *flags(tmp_path, **changes)), CONFIG)
-    assert re.search(message, line), line
-    assert not (tmp_path / "run").exists()
 
 
 # --- refused once it is looked at ------------------------------------------------------------------
@@ -165,12 +148,6 @@ def test_looked_at(mistake: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("checkpoints/*steps"))
 
 
-@pytest.mark.slow
-def test_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    line = line_of(cold(tmp_path, "train", *flags(tmp_path, **broken_line(tmp_path))), DATA)
-    assert f"{tmp_path}/data/part-1.jsonl:9: broken JSON" in line
-
-
 # --- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -248,10 +225,3 @@ def test_a_changed_seed(resuming: tuple[Path, dict[str, Any]]) -> None:
     folder, changes = resuming
     line = refused(folder, {**changes, "seed": 1}, DATA)
     assert "--seed changed: 12345 in the checkpoint, 1 now; resume with the same, or start a new run" in line
-
-
-@pytest.mark.slow
-def test_a_model_larger_than_the_memory_of_a_node_of_two(tmp_path: Path) -> None:
-    with Ranks(tmp_path, 2, "train", *flags(tmp_path, **LARGE), launcher=as_torchrun) as ranks:
-        assert ranks.codes(SECONDS) == [CONFIG, CONFIG], ranks.err
-        assert "take 1104 GB for the 2 processes" in ranks.err

@@ -111,7 +111,10 @@ def test_a_bad_shard_that_only_one_rank_converts(tmp_path: Path) -> None:
         file.write('{"input_ids": [1, 2]\n')
     with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
         first, second = sorted(ended(command, r"\[rank 1 on ", codes={0: DATA, 1: DATA}))
+        rank, code, message = root_cause(command)
     where = f"{tmp_path}/data/part-1.jsonl:5: broken JSON"
+    assert (rank, code) == (1, DATA)
+    assert where in message
     assert re.match(rf"smp-train: \[rank 0 on \S+\] error: rank 1 on \S+: {re.escape(where)}", first)
     assert re.match(rf"smp-train: \[rank 1 on \S+\] error: {re.escape(where)}", second)
 
@@ -164,18 +167,6 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
         (line,) = ended(command, r"\[rank 0 on ", codes={0: 1, 1: -signal.SIGKILL})
         assert root_cause(command)[:2] == (1, -signal.SIGKILL)
     assert re.search(r"error: lost touch with another rank; no word from rank 1 on \S+, .*\(", line)
-
-
-def test_torchrun_names_the_rank_whose_data_fails_and_its_reason(tmp_path: Path) -> None:
-    changes = data(tmp_path)
-    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **changes)) as command:
-        running(command, tmp_path)
-        cache = tokens_of(tmp_path / "data", "part-1.jsonl")
-        cache.write_bytes(b"")
-        ended(command, r"\[rank 1 on ", codes={0: DATA, 1: DATA})
-        rank, code, message = root_cause(command)
-    assert (rank, code) == (1, DATA)
-    assert str(cache) in message
 
 
 def test_torchrun_says_why_settings_are_refused(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def run_to(last: int, folder: Path) -> str:
     return ranks[0].out
 
 
-@pytest.mark.timeout(2400)  # it starts nine times
+@pytest.mark.timeout(2400)  # it starts eleven times
 def test_stopped_in_every_way_it_ends_where_it_would_have(tmp_path: Path) -> None:
     chain, straight = Chain(tmp_path / "stopped"), tmp_path / "straight"
     run_folder = chain.folder / "run"
@@ -104,8 +104,8 @@ def test_stopped_in_every_way_it_ends_where_it_would_have(tmp_path: Path) -> Non
 
     chain.stop_ranks(before_the_first_step, reach=False)
     chain.stop_ranks(lambda ranks: ranks[0].signal(signal.SIGTERM))
-    chain.stop_ranks(lambda ranks: ranks[1].signal(signal.SIGUSR1))
-    chain.stop_ranks(lambda ranks: ranks[1].signal(signal.SIGUSR2))
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        chain.stop_ranks(lambda ranks, number=number: ranks[1].signal(number))  # type: ignore[misc]
     chain.stop_ranks(lambda ranks: (run_folder / "STOP").touch())
 
     with torchrun(chain.folder, 2, *chain.words) as command:
@@ -116,12 +116,14 @@ def test_stopped_in_every_way_it_ends_where_it_would_have(tmp_path: Path) -> Non
         chain.check_stopped(command.err)
 
     # To torchrun itself: it passes the signal on and waits, then ends with a traceback and an exit code of its own.
-    with torchrun(chain.folder, 2, *chain.words) as command:
-        chain.reach(command)
-        command.signal(signal.SIGTERM)
-        assert command.code() == 1
-        assert "SignalException" in command.err
-        chain.check_stopped(command.err)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with torchrun(chain.folder, 2, *chain.words) as command:
+            chain.reach(command)
+            command.signal(number)
+            assert command.code() == 1
+            assert "SignalException" in command.err
+            assert f"{number.name}: asked to stop" in command.out
+            chain.check_stopped(command.err)
 
     last = chain.stops[-1] + 5
     run_to(last, chain.folder)
@@ -239,18 +241,6 @@ def test_interrupted_until_the_process_has_ended_it_still_ends_well(tmp_path: Pa
         run.kill()
     assert run.returncode == 0
     assert (tmp_path / f"checkpoints/llama_v2-{stopped_step(tmp_path)}steps/COMMITTED").exists()
-
-
-def test_interrupted_under_torchrun_it_saves(tmp_path: Path) -> None:
-    """^C reaches torchrun, which passes it on to ranks in sessions of their own; a rank may also get it directly."""
-    chain = Chain(tmp_path)
-    with torchrun(tmp_path, 2, *chain.words) as command:
-        chain.reach(command)
-        command.signal(signal.SIGINT)
-        assert command.code() == 1  # torchrun's own
-        assert "SIGINT: asked to stop" in command.out
-        chain.check_stopped(command.err)
-    chain.stop_ranks(lambda ranks: ranks[1].signal(signal.SIGINT))
 
 
 @pytest.mark.core

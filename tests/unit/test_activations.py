@@ -7,7 +7,6 @@ import itertools
 import sys
 import types
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_train.arguments import checkpointing, parse, validate
 from smp_train.arguments.validation import ineffective
@@ -36,18 +34,12 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("count", "setting", "layers"),
     [
-        (4, "none", []),
-        (4, "full", [0, 1, 2, 3]),
-        (4, "selective:op", [0, 1, 2, 3]),
-        (6, "selective:1", [0, 1, 2, 3, 4, 5]),
-        (6, "selective:2", [0, 2, 4]),
-        (6, "selective:0.5", [0, 2, 4]),
-        (9, "selective:3", [1, 4, 7]),
-        (9, "selective:1/3", [1, 4, 7]),
-        (6, "selective:2/3", [0, 2, 3, 5]),
+        (4, "none", []), (4, "full", [0, 1, 2, 3]), (4, "selective:op", [0, 1, 2, 3]),
+        (6, "selective:1", [0, 1, 2, 3, 4, 5]), (6, "selective:2", [0, 2, 4]), (6, "selective:0.5", [0, 2, 4]),
+        (9, "selective:3", [1, 4, 7]), (9, "selective:1/3", [1, 4, 7]), (6, "selective:2/3", [0, 2, 3, 5]),
         (2, "selective:8", []),
     ],
-)
+)  # fmt: skip
 def test_the_chosen_layers(count: int, setting: str, layers: list[int]) -> None:
     assert activations.chosen(count, checkpointing.read(setting)[0]) == layers
 
@@ -68,21 +60,14 @@ def test_a_share_is_kept_and_evenly_spread(count: int, share: Fraction) -> None:
 
 
 SETTINGS = {
-    "": "full",
-    "--activation_checkpointing 1": "full",
-    "--activation_checkpointing": "full",
-    "--activation_checkpointing True": "full",
-    "--activation_checkpointing 0": "none",
-    "--no-activation-checkpointing": "none",
-    "--activation_checkpoints": "full",
-    "--activation_checkpointing none": "none",
-    "--activation_checkpointing selective:op": "selective:op",
-    "--selective_checkpointing 1/3": "selective:1/3",
-    "--selective_checkpointing 0.5": "selective:1/2",
-    "--selective_checkpointing 3": "selective:3",
-    "--selective_checkpointing 0": "none",
+    "": "full", "--activation_checkpointing 1": "full", "--activation_checkpointing": "full",
+    "--activation_checkpointing True": "full", "--activation_checkpointing 0": "none",
+    "--no-activation-checkpointing": "none", "--activation_checkpoints": "full",
+    "--activation_checkpointing none": "none", "--activation_checkpointing selective:op": "selective:op",
+    "--selective_checkpointing 1/3": "selective:1/3", "--selective_checkpointing 0.5": "selective:1/2",
+    "--selective_checkpointing 3": "selective:3", "--selective_checkpointing 0": "none",
     "--fsdp_activation_checkpointing=False --selective_checkpointing=1/2": "none",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("line", SETTINGS)
@@ -146,33 +131,6 @@ def step(model: Stack, **kwargs: Any) -> list[Tensor]:
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("setting", "again"),
-    [("none", (0, 0)), ("full", (4, 4)), ("selective:2", (2, 2)), ("selective:op", (0, 4))],
-)
-def test_what_the_backward_pass_computes_again(setting: str, again: tuple[int, int]) -> None:
-    reference, model = Stack(4), Stack(4)
-    expected = step(reference)
-    activations.apply(list(model.layers), setting)
-    assert_same(step(model), expected)  # bit for bit, dropout included
-    torch.manual_seed(1)
-    output = model(torch.randn(2, 16, WIDTH, requires_grad=True))
-    with Calls() as calls:
-        output.sum().backward()
-    # The last product of a layer is never needed again: recomputation stops before it.
-    assert (calls.count["addmm"], calls.count["_softmax"]) == again
 
 
 def test_names_stay_as_they_are() -> None:

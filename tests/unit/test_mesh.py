@@ -105,39 +105,31 @@ LLAMA = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({}, r"4 does not divide the 2 key-value heads of this model; use one of \[1, 2\]"),
-        ({"num_key_value_heads": 8, "vocab_size": 510}, r"510 tokens of vocabulary of this model; use one of \[1, 2\]"),
-        ({"num_key_value_heads": 8, "intermediate_size": 90}, r"90 columns of the feed-forward layer"),
-        ({"num_key_value_heads": 8, "seq": 30}, r"30 tokens .* of each sequence; change --max_context_width"),
-    ],
-)
-def test_models_that_do_not_split_are_refused(changes: dict, says: str) -> None:
-    seq_len = changes.pop("seq", 32)
-    config = LlamaConfig(**{**LLAMA.to_dict(), **changes})
-    with pytest.raises(ConfigError, match=says):
-        tensor_parallel.check(config, 4, seq_len)
-    tensor_parallel.check(config, 1, seq_len)
+LLAMA_OF_8 = {**LLAMA.to_dict(), "num_key_value_heads": 8}
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "degree", "says"),
+    ("family", "changes", "degree", "seq_len", "says"),
     [
-        ("gpt2", {}, 2, r"gpt2.*--hybrid_shard_degree"),
-        ("falcon", {}, 2, r"falcon.*--hybrid_shard_degree"),
-        ("mixtral", {"router_jitter_noise": 0.1}, 2, r"router_jitter_noise 0\.1 .*mixtral"),
+        ("llama", LLAMA.to_dict(), 4, 32, r"4 does not divide the 2 key-value heads .*; use one of \[1, 2\]"),
+        ("llama", LLAMA_OF_8 | {"vocab_size": 510}, 4, 32, r"510 tokens of vocabulary .*; use one of \[1, 2\]"),
+        ("llama", LLAMA_OF_8 | {"intermediate_size": 90}, 4, 32, r"90 columns of the feed-forward layer"),
+        ("llama", LLAMA_OF_8, 4, 30, r"30 tokens .* of each sequence; change --max_context_width"),
+        ("gpt2", {}, 2, 32, r"gpt2.*--hybrid_shard_degree"),
+        ("falcon", {}, 2, 32, r"falcon.*--hybrid_shard_degree"),
+        ("mixtral", {"router_jitter_noise": 0.1}, 2, 32, r"router_jitter_noise 0\.1 .*mixtral"),
         # The experts by whatever name the family has for their number.
         (
-            "qwen3_moe", {"num_experts": 6, "num_attention_heads": 8, "num_key_value_heads": 8}, 4,
+            "qwen3_moe", {"num_experts": 6, "num_attention_heads": 8, "num_key_value_heads": 8}, 4, 32,
             r"4 .* 6 experts .*\[1, 2\]",
         ),
     ],
 )  # fmt: skip
-def test_families_that_do_not_split_are_refused_by_name(family: str, changes: dict, degree: int, says: str) -> None:
+def test_models_that_do_not_split_are_refused(family: str, changes: dict, degree: int, seq_len: int, says: str) -> None:
+    config = AutoConfig.for_model(family, **{name: value for name, value in changes.items() if name != "model_type"})
     with pytest.raises(ConfigError, match=says):
-        tensor_parallel.check(AutoConfig.for_model(family, **changes), degree, 32)
+        tensor_parallel.check(config, degree, seq_len)
+    tensor_parallel.check(config, 1, seq_len)
 
 
 def test_context_needs_pieces_and_sdpa() -> None:

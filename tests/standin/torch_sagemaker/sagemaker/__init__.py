@@ -14,16 +14,11 @@ from tests import standin
 from .state_handler import state
 
 KEYS: dict[str, tuple[type, Any]] = {
-    "hybrid_shard_degree": (int, 0),
-    "sm_activation_offloading": (bool, True),
-    "activation_loading_horizon": (int, 2),
-    "fsdp_cache_flush_warnings": (bool, True),
-    "allow_empty_shards": (bool, False),
-    "tensor_parallel_degree": (int, 1),
-    "context_parallel_degree": (int, 1),
-    "expert_parallel_degree": (int, 1),
+    "hybrid_shard_degree": (int, 0), "sm_activation_offloading": (bool, True), "activation_loading_horizon": (int, 2),
+    "fsdp_cache_flush_warnings": (bool, True), "allow_empty_shards": (bool, False),
+    "tensor_parallel_degree": (int, 1), "context_parallel_degree": (int, 1), "expert_parallel_degree": (int, 1),
     "random_seed": (int, 0),
-}
+}  # fmt: skip
 SINCE = {"context_parallel_degree": (2, 5), "expert_parallel_degree": (2, 3)}
 
 

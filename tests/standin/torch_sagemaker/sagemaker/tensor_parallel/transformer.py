@@ -124,13 +124,9 @@ class TransformerLMHead(nn.Module):
 
 
 def transform(
-    model: nn.Module,
-    device: Any = None,
-    dtype: Any = None,
-    config: Any = None,
-    load_state_dict_from_rank0: bool = False,
-    cp_comm_type: Any = None,
-) -> nn.Module:
+    model: nn.Module, device: Any = None, dtype: Any = None, config: Any = None,
+    load_state_dict_from_rank0: bool = False, cp_comm_type: Any = None,
+) -> nn.Module:  # fmt: skip
     """Return SMP's own implementation of the model; see the contract, section 2."""
     if not state.ready:
         raise RuntimeError("torch.sagemaker.init has not been called")
