@@ -1,4 +1,4 @@
-"""Blends and windows: every source in its own order, everything computed from the position."""
+"""Blends: every source in its own order, everything computed from the position."""
 
 import os
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_train.data.blend import BLOCK, BlendOrder, Joined, apportion, read_weights
-from smp_train.data.order import Order, read_shuffle
+from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import Row, Source, TrainingData
 from smp_train.errors import ConfigError, DataError
 
@@ -59,13 +59,6 @@ def test_the_longest_row_of_any_source_is_refused():
     assert Joined([Known(40), Numbers(7)], ["a", "b"]).report() is None
 
 
-def test_sizes_are_those_of_the_sources():
-    joined, order = blend([0.7, 0.3])
-    share = {"seq_len": 3, "micro_batch": 1, "accumulation": 1, "dp_rank": 0, "dp_size": 1}
-    assert TrainingData(joined, order, **share).sizes() == {"s0": 40, "s1": 7}
-    assert TrainingData(joined, Order(47), **share).sizes() == {"": 47}
-
-
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [7, 3], [1, 1, 1], [0.001, 0.999]])
 def test_shares_are_the_weights(weights):
     _, order = blend(weights, sizes=[50] * len(weights))
@@ -104,29 +97,18 @@ def test_any_history_of_a_blend_is_one_sequence(runs, start, shuffle):
     assert seen == [joined.name(row) for row in rows.tolist()]
 
 
+def one_rank(source, order):
+    return TrainingData(source, order, seq_len=3, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1)
+
+
 def test_other_weights_or_sources_are_refused_on_resume():
-    def data(weights, sizes=(40, 7)):
-        joined, order = blend(weights, sizes)
-        return TrainingData(joined, order, seq_len=3, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1)
-
-    state = data([0.7, 0.3]).state(9)
-    assert data([7, 3]).check_state(state) == 9
-    for other in (data([0.6, 0.4]), data([0.7, 0.3], (40, 8))):
+    data = one_rank(*blend([0.7, 0.3]))
+    assert data.sizes() == {"s0": 40, "s1": 7}
+    assert one_rank(data.source, Order(47)).sizes() == {"": 47}
+    assert one_rank(*blend([7, 3])).check_state(data.state(9)) == 9
+    for other in (blend([0.6, 0.4]), blend([0.7, 0.3], (40, 8))):
         with pytest.raises(DataError, match="blend"):
-            other.check_state(state)
-
-
-def test_allow_data_change_goes_on_and_says_so(caplog):
-    def data(size):
-        return TrainingData(Numbers(size), Order(size), seq_len=3, micro_batch=1, accumulation=1, dp_rank=0, dp_size=1)
-
-    state = data(40).state(25)
-    with pytest.raises(DataError, match="--allow_data_change 1"):
-        data(41).check_state(state)
-    assert data(41).check_state(state, allow_data_change=True) == 25
-    assert "samples 40 in the checkpoint, 41 now" in caplog.text
-    with pytest.raises(DataError, match="--seed"):
-        data(40).check_state({**state, "seed": 9}, allow_data_change=True)
+            one_rank(*other).check_state(data.state(9))
 
 
 def test_weights_are_read(tmp_path):
@@ -151,42 +133,3 @@ def test_weights_are_read(tmp_path):
     with pytest.raises(ConfigError, match="below one in"):
         blend([1, 1e-6])
     assert apportion([1, 1, 1], 10) == [4, 3, 3]
-
-
-@settings(max_examples=60, deadline=None)
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=9), window=st.integers(1, 10), seed=st.integers(0, 99))
-def test_windows(sizes, window, seed):
-    ends = np.cumsum(sizes).tolist()
-    shards = [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    total = ends[-1]
-    order = Order(total, seed, f"window:{window}", shards)
-    epochs, rows = order.rows(np.arange(3 * total))
-    orders = set()
-    for epoch in range(3):
-        here = rows[epoch * total : (epoch + 1) * total].tolist()
-        assert sorted(here) == list(range(total))
-        orders.add(tuple(here))
-        position = epoch * total
-        while position < (epoch + 1) * total:
-            after, of = order.window(position)
-            assert len(of) <= window
-            within = {row for shard in of for row in shards[shard]}
-            assert set(rows[position:after].tolist()) == within, "a window needs its own shards alone"
-            position = after
-    assert (epochs == np.repeat([0, 1, 2], total)).all()
-    assert len(orders) > 1 or total < 5 or (len(sizes) < 3 and total < 9)
-    # The same from the middle, one by one.
-    assert [int(order.rows(p)[1]) for p in range(total, 2 * total)] == rows[total : 2 * total].tolist()
-
-
-def test_windows_of_one_size_are_not_permuted_alike():
-    shards = [range(100 * n, 100 * n + 100) for n in range(4)]
-    rows = Order(400, 1, "window:1", shards).rows(np.arange(400))[1].reshape(4, 100) % 100
-    assert len({tuple(row) for row in rows.tolist()}) == 4
-
-
-def test_shuffles_are_read():
-    assert [read_shuffle(text) for text in ("none", "global", "window:12")] == [0, -1, 12]
-    for text in ("window", "window:0", "window:x", "local"):
-        with pytest.raises(ConfigError, match=r"none, global, window:K"):
-            read_shuffle(text)
