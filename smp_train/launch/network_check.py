@@ -54,18 +54,8 @@ def compare(
     """Exchange what nodes count, through a shared folder; return (nodes at fault, message), the same on all of them.
 
     Ranks follow from the number of processes on each node: with one GPU less on a node, all would wait for a rank that
-    nobody starts.
-
-    Args:
-        folder: Of this start, the same on all nodes.
-        hosts: Names of all nodes, in order.
-        number: This node's index in ``hosts``.
-        processes: How many this node starts.
-        efa: Its Elastic Fabric Adapters; 0 where they do not matter.
-        seconds: How long to wait for the others.
-
-    Raises:
-        OSError: when the folder cannot be written.
+    nobody starts. ``hosts`` names the nodes in order, of which this is ``number``; ``efa`` counts its Elastic Fabric
+    Adapters, 0 where they do not matter. Raises OSError when the folder cannot be written.
     """
     scratch = folder / f".node-{number}.json"
     scratch.write_text(json.dumps([processes, efa]), encoding="utf-8")
@@ -151,11 +141,8 @@ def judge(
 ) -> Verdict:
     """Return which nodes are at fault.
 
-    Args:
-        names: Names of all nodes.
-        absent: Nodes with ranks that never reported.
-        alone: Nodes whose own ranks did not finish an all-reduce.
-        broken: Pairs of nodes that did not finish one.
+    ``absent``: with ranks that never reported; ``alone``: whose own ranks did not finish an all-reduce; ``broken``:
+    pairs of nodes that did not finish one.
     """
     failing = [node for pair in broken for node in pair]
     often = sorted({node for node in failing if failing.count(node) > 1})
@@ -272,27 +259,27 @@ class NetworkCheck:
         import torch.distributed as dist
 
         # A client of its own: a thread that hangs in one must not keep the others from it.
-        place, limit = self.place, timedelta(seconds=seconds)
+        place, limit, gpu = self.place, timedelta(seconds=seconds), self.device.type == "cuda"
         client = dist.TCPStore(place.master_addr, place.master_port, None, False, limit, wait_for_workers=False)
         store = dist.PrefixStore(f"group/{name}/{ranks[0]}", client)
+        if gpu:
+            torch.cuda.set_device(self.device)
         # Not through init_process_group, which has one default group at a time: here a group that hangs is abandoned.
         kind: Any = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
-        wait = (lambda: None) if self.device.type == "cpu" else (lambda: torch.cuda.synchronize(self.device))
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         group = kind(store, ranks.index(place.rank), len(ranks), limit)
-        size = CPU_BYTES if self.device.type == "cpu" else GPU_BYTES
-        data = torch.ones(size // 4, device=self.device)
-        began = 0.0
+        size = GPU_BYTES if gpu else CPU_BYTES
+        data = torch.empty(size // 4, device=self.device)
         for _ in range(2):  # the first one makes the connections
             data.fill_(1)
-            wait()
+            data[-1].item()  # waits for a GPU
             began = time.monotonic()
             group.allreduce([data]).wait()
-            wait()
+            if gpu:
+                torch.cuda.synchronize(self.device)
+            seconds = time.monotonic() - began
         if float(data[0]) != len(ranks) or float(data[-1]) != len(ranks):
             raise RuntimeError(f"the sum of {len(ranks)} ones came out as {float(data[0]):g}")
-        return size * 2 * (len(ranks) - 1) / len(ranks) / max(time.monotonic() - began, 1e-9) / 1e9
+        return size * 2 * (len(ranks) - 1) / len(ranks) / max(seconds, 1e-9) / 1e9
 
     def missing(self, keys: list[str], seconds: float) -> list[int]:
         """Wait for keys of the store; return the numbers of those that were not set in time."""
@@ -335,24 +322,23 @@ def describe(verdict: Verdict, place: Runtime, device: str, log: str, efa: int) 
         return [f"error: preflight: {verdict.message}"]
     size = (CPU_BYTES if device == "cpu" else GPU_BYTES) >> 20
     through = network(log)
-    fine = (
+    lines = [
         f"preflight: {place.world_size} ranks on {place.num_nodes} nodes reach each other: all-reduce of {size} MiB at "
         f"{verdict.rate:.2f} GB/s" + (f" through {through}" if through else "")
-    )
-    if not efa or place.num_nodes == 1 or through != "sockets":
-        return [fine]
-    return [
-        fine,
-        f"warning: preflight: NCCL goes through sockets, and each node has {efa} EFA adapters: the image has no EFA "
-        "plugin (aws-ofi-nccl), or it cannot be used",
     ]
+    if efa and place.num_nodes > 1 and through == "sockets":
+        lines.append(
+            f"warning: preflight: NCCL goes through sockets, and each node has {efa} EFA adapters: the image has no "
+            "EFA plugin (aws-ofi-nccl), or it cannot be used"
+        )
+    return lines
 
 
 def main(argv: Sequence[str] | None = None, make: Callable[..., NetworkCheck] = NetworkCheck) -> int:
     """Run this rank's part; 0: all reach each other, 75: rank 0 named a fault, 74: rank 0 was not reached."""
     options = argparse.ArgumentParser(prog="python -m smp_train.launch.network_check", allow_abbrev=False)
     options.add_argument("--seconds", type=float, required=True, help="how long all of it may take")
-    options.add_argument("--verdict", type=Path, help="file that rank 0 writes what it found to")
+    options.add_argument("--verdict", type=Path, help="file that rank 0 writes its verdict to")
     options.add_argument("--backend", default="auto", help="gloo: on the CPU; else NCCL where there are GPUs")
     options.add_argument("--efa", type=int, default=0, help="EFA adapters that a node of this type has")
     given = options.parse_args(argv)
