@@ -101,26 +101,29 @@ def training_flags(words: Sequence[str], values: Variables) -> list[str]:
     """Return the script's choices as flags, then ``words``, which win."""
     given = parse(words, {}).given
     own: list[str] = []
+
+    def choose(flag: str, value: str, unless: Sequence[str] = ()) -> None:
+        if value and not any(map(given, (flag, *unless))):
+            own.extend((f"--{flag}", value))
+
     if "BATCH_SIZE" in values.table:
-        own += [] if given("train_batch_size") else ["--batch-size", values["BATCH_SIZE"]]
-        own += [] if given("gradient_accumulation_steps") else ["--grad-accum-steps", values["GRAD_ACCUM_STEPS"]]
-        if not any(map(given, MODEL)) and values.on("USE_HF_MODEL"):
-            own += ["--hf-model", values["HF_MODEL"]]
-        elif not any(map(given, MODEL)):
-            own += ["--from-scratch", *([] if given("model_size") else ["--model-size", values["MODEL_SIZE"]])]
-    elif not any(map(given, MODEL)):
-        own += ["--model_type", values["model_type"]]
-        own += [] if given("model_size") else ["--model_size", values["model_size"]]
-    if not any(map(given, DATA)):
-        folder = values["TRAINING_DIR"]
-        synthetic = values["use_synthetic_data"] or ("" if folder else "1")
-        own += ["--use_synthetic_data", synthetic] if synthetic else []
-        own += ["--training_dir", folder] if folder else []
-    for name, flag in (
-        ("TEST_DIR", "test_dir"), ("RUN_DIR", "run_dir"), ("CHECKPOINT_DIR", "checkpoint_dir"),
-        ("shard_degree", "hybrid_shard_degree"),
-    ):  # fmt: skip
-        own += [f"--{flag}", values[name]] if values[name] and not given(flag) else []
+        choose("train_batch_size", values["BATCH_SIZE"])
+        choose("gradient_accumulation_steps", values["GRAD_ACCUM_STEPS"])
+        if values.on("USE_HF_MODEL"):
+            choose("hf_pretrained_model_name_or_dir", values["HF_MODEL"], MODEL)
+        else:
+            choose("from_scratch", "1", MODEL)
+            choose("model_size", values["MODEL_SIZE"], MODEL)
+    else:
+        choose("model_type", values["model_type"], MODEL)
+        choose("model_size", values["model_size"], MODEL)
+    folder = values["TRAINING_DIR"]
+    choose("use_synthetic_data", values["use_synthetic_data"] or ("" if folder else "1"), DATA)
+    choose("training_dir", folder, DATA)
+    choose("test_dir", values["TEST_DIR"])
+    choose("run_dir", values["RUN_DIR"])
+    choose("checkpoint_dir", values["CHECKPOINT_DIR"])
+    choose("hybrid_shard_degree", values["shard_degree"])
     return [*own, *words]
 
 

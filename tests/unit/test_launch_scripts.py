@@ -91,8 +91,8 @@ def test_flags_win_over_what_scripts_choose(kind: str, shown: Shown) -> None:
     cases: list[tuple[list[str], list[str], list[str]]] = [
         (["--training_dir", str(SAMPLE / "train")], [], ["synthetic"]),
         (["--dataset", "org/name", "--tokenizer", "gpt2"], [], ["synthetic", "training_dir"]),
-        (["--hf_model", "gpt2", "--use_synthetic_data"], ["runs/gpt2"], ["from-scratch", "model-size", "70b", "7b"]),
-        (["--train_batch_size", "3", "--use_synthetic_data"], [], ["--batch-size"]),
+        (["--hf_model", "gpt2", "--use_synthetic_data"], ["runs/gpt2"], ["from_scratch", "model_size", "70b", "7b"]),
+        (["--train_batch_size", "3", "--use_synthetic_data"], [], ["--train_batch_size 4"]),
     ]
     for words, there, gone in cases:
         training = str(SAMPLE / "train") if "training_dir" in gone else ""
