@@ -6,8 +6,8 @@ import argparse
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,7 +21,7 @@ from smp_train.data.prepare.packing import Place, entropy, held_out, numbered
 from smp_train.data.prepare.pipeline import PROGRESS, SPLITS, Preparation, is_whole, saved_progress
 from smp_train.data.progress import Progress
 from smp_train.data.text.files import TextFile, find_files
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import ConfigError, DataError, install
 from smp_train.models.hugging_face import trust_code
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
     for flag in ("special_tokens", "min_frequency"):
         if getattr(args, flag) and not args.train_tokenizer:
             raise ConfigError(f"--{flag} needs --train_tokenizer")
-    if args.output_type == "arrow":
-        writing.check_arrow()
+    if args.output_type == "arrow" and not find_spec("pyarrow"):
+        raise ConfigError(f"--output_type arrow needs the package pyarrow: {install('hf')}")
     files = find_files(
         args.input, args.pattern, args.exclude, config=args.dataset_config_name, split=args.split,
         column=args.text_column,
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         )
     _begin(output, before, request)
     manifest = prepare(args, files, output)
-    _write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
+    writing.write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
     (output / PROGRESS).unlink(missing_ok=True)
     _print_summary(output, manifest)
     return 0
@@ -139,9 +139,7 @@ def prepare(args: argparse.Namespace, files: list[TextFile], output: Path) -> di
             ) from None
     train, test = (made.packers[split] for split in SPLITS)
     if train.rows == 0:
-        raise DataError(
-            f"{', '.join(args.input)}: too little text for a row of {args.seq_len}; lower --seq_len"
-        )
+        raise DataError(f"{', '.join(args.input)}: too little text for a row of {args.seq_len}; lower --seq_len")
     if args.validation_fraction and test.rows == 0:
         raise DataError(
             f"{', '.join(args.input)}: too little text for one validation row of {args.seq_len} tokens; "
@@ -152,18 +150,12 @@ def prepare(args: argparse.Namespace, files: list[TextFile], output: Path) -> di
             if shards:
                 writing.finish_arrow(output / split, split, shards)
     return {
-        "format": FORMAT,
-        "seq_len": args.seq_len,
-        "vocab_size": vocab_size,
-        "eos_token": end,
+        "format": FORMAT, "seq_len": args.seq_len, "vocab_size": vocab_size, "eos_token": end,
         "tokenizer_sha256": hashlib.sha256(text).hexdigest(),
         "splits": {
             split: {
-                "documents": packer.documents,
-                "rows": packer.rows,
-                "tokens": packer.rows * args.seq_len,
-                "tokens_dropped": packer.left,
-                "shards": made.shards[split],
+                "documents": packer.documents, "rows": packer.rows, "tokens": packer.rows * args.seq_len,
+                "tokens_dropped": packer.left, "shards": made.shards[split],
             }
             for split, packer in made.packers.items()
         },
@@ -172,7 +164,7 @@ def prepare(args: argparse.Namespace, files: list[TextFile], output: Path) -> di
             "test": entropy(test.counts) if test.rows else None,
             "test_under_train": entropy(test.counts, train.counts) if test.rows else None,
         },
-    }
+    }  # fmt: skip
 
 
 def _tokenizer(
@@ -191,8 +183,9 @@ def _tokenizer(
         )
     end, end_id = tokenizers.end_token(tokenizer, args.eos_token, args.tokenizer)
     text = tokenizer.to_str(pretty=True).encode() + b"\n"
-    with atomic_file(str(output / "tokenizer_config.json")) as file:
-        file.write(tokenizers.configuration(end).encode())
+    # With it transformers loads the folder, end token and all.
+    loading = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
+    writing.write_json(output / "tokenizer_config.json", loading)
     with atomic_file(str(made)) as file:
         file.write(text)
     return tokenizer, text, (end, end_id)
@@ -251,7 +244,7 @@ def _begin(output: Path, before: dict[str, Any], request: dict[str, Any]) -> Non
         if not goes_on:
             for name in (PROGRESS, "tokenizer.json"):
                 (output / name).unlink(missing_ok=True)
-        _write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
+        writing.write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
     except OSError as error:
         raise ConfigError(f"--output {output}: cannot be written ({error.strerror})") from None
     saved = saved_progress(output)
@@ -261,11 +254,6 @@ def _begin(output: Path, before: dict[str, Any], request: dict[str, Any]) -> Non
             half_written = path.name.startswith(f".{split}-") and path.suffix == ".tmp"
             if half_written or (OURS.fullmatch(path.name) and path.stem not in kept):
                 path.unlink()
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with atomic_file(str(path)) as file:
-        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def _print_summary(output: Path, manifest: dict[str, Any]) -> None:
@@ -279,7 +267,3 @@ def _print_summary(output: Path, manifest: dict[str, Any]) -> None:
         f"{output / 'tokenizer.json'}: {manifest['vocab_size']} tokens, "
         f"unigram entropy {nats['train']:.3f} nats per token"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

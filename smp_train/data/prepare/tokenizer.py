@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,18 +31,16 @@ def train(
 
     special = list(dict.fromkeys([END, *special_tokens]))
     if vocab_size < 256 + len(special):
-        what = "the end mark" if len(special) == 1 else f"{len(special)} special tokens"
-        raise ConfigError(f"--train_tokenizer {vocab_size}: 256 bytes and {what} need at least {256 + len(special)}")
+        raise ConfigError(
+            f"--train_tokenizer {vocab_size}: 256 bytes, {END} and --special_tokens need {256 + len(special)}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special,
-        min_frequency=min_frequency,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=vocab_size, special_tokens=special, min_frequency=min_frequency,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     tokenizer.train_from_iterator(documents, trainer)
     return tokenizer
 
@@ -51,14 +49,16 @@ def load(name: str) -> Tokenizer:
     """Load a ``tokenizer.json``, a folder with one, or a tokenizer of the Hugging Face hub by name."""
     from tokenizers import Tokenizer
 
-    path = Path(name)
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    path = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
+    tokenizer: Any
     try:
         if path.exists():
             tokenizer = Tokenizer.from_file(str(path))
         elif Path(name).is_dir():
-            tokenizer = _converted(name)
+            # Of a SentencePiece or older tokenizer transformers makes a fast one.
+            tokenizer = getattr(load_tokenizer(name), "backend_tokenizer", None)
+            if tokenizer is None:
+                raise ConfigError(f"--tokenizer {name}: has no fast form; convert it to a tokenizer.json")
         else:
             tokenizer = Tokenizer.from_pretrained(name)
     except ConfigError:
@@ -67,7 +67,8 @@ def load(name: str) -> Tokenizer:
         raise ConfigError(f"--tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]})") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return tokenizer
+    loaded: Tokenizer = tokenizer
+    return loaded
 
 
 def encode(tokenizer: Tokenizer, texts: list[str], end: int) -> list[np.ndarray]:
@@ -79,15 +80,6 @@ def encode(tokenizer: Tokenizer, texts: list[str], end: int) -> list[np.ndarray]
         np.array([*encoding.ids, end] if text else [], dtype=np.uint32)
         for text, encoding in zip(texts, encoded, strict=True)
     ]
-
-
-def _converted(folder: str) -> Tokenizer:
-    """Load a folder of a SentencePiece or older tokenizer, which transformers knows how to turn into a fast one."""
-    tokenizer = getattr(load_tokenizer(folder), "backend_tokenizer", None)
-    if tokenizer is None:
-        raise ConfigError(f"--tokenizer {folder}: has no fast form; convert it to a tokenizer.json")
-    found: Tokenizer = tokenizer
-    return found
 
 
 def end_token(tokenizer: Tokenizer, given: str | None, folder: str | None = None) -> tuple[str, int]:
@@ -104,16 +96,4 @@ def end_token(tokenizer: Tokenizer, given: str | None, folder: str | None = None
             return str(token), number
     if given is not None:
         raise ConfigError(f"--eos_token {given}: the tokenizer has no such token")
-    raise ConfigError(
-        f"the tokenizer has none of {' '.join(KNOWN_ENDS)}; name its end token with --eos_token"
-    )
-
-
-def configuration(end: str) -> str:
-    """Return the ``tokenizer_config.json`` with which transformers loads the folder, end token and all."""
-    fields = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end,
-        "clean_up_tokenization_spaces": False,
-    }
-    return json.dumps(fields, indent=1) + "\n"
+    raise ConfigError(f"the tokenizer has none of {' '.join(KNOWN_ENDS)}; name its end token with --eos_token")

@@ -13,8 +13,8 @@ import numpy as np
 
 from smp_train.data import token_writer
 from smp_train.data.atomic_file import atomic_file
+from smp_train.data.hf_dataset import INFO, STATE
 from smp_train.data.lines import open_gzip_writer
-from smp_train.errors import ConfigError, install
 
 try:
     import orjson
@@ -22,7 +22,6 @@ except ImportError:
     orjson = None  # type: ignore[assignment]
 
 KINDS = ("shards", "cache", "arrow")
-STATE, INFO = "state.json", "dataset_info.json"
 
 
 def encode_rows(rows: np.ndarray) -> bytes:
@@ -40,39 +39,24 @@ def _numbers(row: np.ndarray) -> bytes:
 def write_block(kind: str, folder: str, name: str, block: np.ndarray, vocab_size: int, zipped: bool) -> dict[str, Any]:
     """Write one shard; return its name, rows, bytes and checksum. The same rows give the same bytes."""
     if kind == "cache":
-        base = os.path.join(folder, name)
-        token_writer.write_rows(name, base, vocab_size, block)
-        return _entry(name + ".tok", block, Path(base + ".tok").read_bytes())
-    if kind == "arrow":
-        name, content = name + ".arrow", _arrow(block)
+        token_writer.write_rows(name, os.path.join(folder, name), vocab_size, block)
+        name += ".tok"
+        content = Path(folder, name).read_bytes()
     else:
-        name, content = f"{name}.json{'.gz' if zipped else ''}", encode_rows(block)
-        if zipped:
+        name, content = (name + ".arrow", _arrow(block)) if kind == "arrow" else (name + ".json", encode_rows(block))
+        if kind == "shards" and zipped:
             buffer = io.BytesIO()
             with open_gzip_writer(buffer) as stream:
                 stream.write(content)
-            content = buffer.getvalue()
-    with atomic_file(os.path.join(folder, name)) as file:
-        file.write(content)
-    entry = _entry(name, block, content)
+            name, content = name + ".gz", buffer.getvalue()
+        with atomic_file(os.path.join(folder, name)) as file:
+            file.write(content)
+    digest = hashlib.sha256(content).hexdigest()
+    entry: dict[str, Any] = {"name": name, "rows": len(block), "bytes": len(content), "sha256": digest}
     if kind == "shards":
         # With these a run knows the shard without having read it (--shuffle window:K).
         entry["digests"] = token_writer.digests_of_block(block, vocab_size)
     return entry
-
-
-def _entry(name: str, block: np.ndarray, content: bytes) -> dict[str, Any]:
-    return {
-        "name": name, "rows": len(block), "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(),
-    }  # fmt: skip
-
-
-def check_arrow() -> None:
-    """Raise ConfigError when Arrow cannot be written here."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise ConfigError(f"--output_type arrow needs the package pyarrow: {install('hf')}") from None
 
 
 def _arrow(block: np.ndarray) -> bytes:
@@ -97,6 +81,11 @@ def finish_arrow(folder: Path, split: str, shards: list[dict[str, Any]]) -> None
         "_output_all_columns": False, "_split": split,
     }  # fmt: skip
     info = {"features": {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}}}
-    for name, content in ((INFO, info), (STATE, state)):
-        with atomic_file(str(folder / name)) as file:
-            file.write((json.dumps(content, indent=1) + "\n").encode())
+    write_json(folder / INFO, info)
+    write_json(folder / STATE, state)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file of one object, complete or not at all."""
+    with atomic_file(str(path)) as file:
+        file.write((json.dumps(content, indent=1) + "\n").encode())
