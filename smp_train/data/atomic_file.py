@@ -6,7 +6,10 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
+
+from smp_train.storage.folder import sync_folder
 
 # The umask can only be read by setting it, for all threads: so once, before there are any.
 _UMASK = os.umask(0o077)
@@ -35,7 +38,7 @@ def temporary_file(path: str) -> Iterator[tuple[IO[bytes], str]]:
                 os.unlink(scratch)
 
 
-def settle(scratch: str, path: str, *, sync_folder: bool = True) -> None:
+def settle(scratch: str, path: str, *, and_folder: bool = True) -> None:
     """Sync a temporary file, then give it its name, and the access that the umask leaves (to others never to write)."""
     file = os.open(scratch, os.O_RDONLY)
     try:
@@ -44,9 +47,5 @@ def settle(scratch: str, path: str, *, sync_folder: bool = True) -> None:
     finally:
         os.close(file)
     os.replace(scratch, path)
-    if sync_folder:
-        directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    if and_folder:
+        sync_folder(Path(path).parent)

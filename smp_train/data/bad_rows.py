@@ -1,4 +1,4 @@
-"""What becomes of rows that are none: the verdict on all that were left out when data was converted or checked."""
+"""Malformed rows that were left out (--bad_rows skip): how many may be."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ class LeftOut:
 
 
 def judge(
-    found: Iterable[tuple[str, int, str]],
-    rows: int,
-    max_bad: float | None,
-    then: str = "",
-    *,
+    found: Iterable[tuple[str, int, str]], rows: int, max_bad: float | None, then: str = "", *,
     what: tuple[str, str] = ("lines", "are no rows"),
 ) -> None:
-    """Hold what was left out against what may be; the same verdict on every rank and every start.
+    """Raise DataError, with the first of them, where more was left out than may be; else warn of what was.
+
+    The verdict is the same on every rank and at every start.
 
     Args:
         found: (path, rows left out of it, the first of them as ``NUMBER: reason; what to do``) of each file.
@@ -40,23 +38,15 @@ def judge(
         max_bad: the fraction of all that may be left out (--bad_rows skip); None tolerates none.
         then: what to do where reading the data again is not possible.
         what: what is left out, and why.
-
-    Raises:
-        DataError: with the first of them.
     """
-    bad = [(path, number, first) for path, number, first in found if number]
+    bad = [(path, number, reason) for path, number, reason in found if number]
     if not bad:
         return
     skipped = sum(number for _, number, _ in bad)
     first = f"{bad[0][0]}:{bad[0][2]}"
     if max_bad is None:
         raise DataError(f"{first}{then}")
-    noun, why = what
+    of = f"{skipped} of {rows + skipped} {what[0]}"
     if skipped > max_bad * (rows + skipped):
-        raise DataError(
-            f"{skipped} of {rows + skipped} {noun} {why}, more than --max_bad {max_bad:.4%}; the first is {first}"
-        )
-    logger.warning(
-        "left out %d of %d %s that %s (--bad_rows skip); the first is %s",
-        skipped, rows + skipped, noun, why, first, extra=ALL_RANKS,
-    )  # fmt: skip
+        raise DataError(f"{of} {what[1]}, more than --max_bad {max_bad:.4%}; the first is {first}")
+    logger.warning("left out %s that %s (--bad_rows skip); the first is %s", of, what[1], first, extra=ALL_RANKS)

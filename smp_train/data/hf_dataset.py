@@ -22,7 +22,7 @@ from smp_train.data.arrow_file import Checked, Part, check, parts_of
 from smp_train.data.atomic_file import atomic_file
 from smp_train.data.progress import Progress
 from smp_train.data.source import Row, Source
-from smp_train.data.targets import NO_GAPS, of_rows_from
+from smp_train.data.targets import NO_GAPS
 from smp_train.data.token_cache import TokenCache, share
 from smp_train.data.token_dataset import refuse_mixed, totals
 from smp_train.data.utils import Shard
@@ -140,9 +140,8 @@ class HfRows(Source):
             return NO_GAPS
         numbers = range(*self._first_parts[shard : shard + 2])
         first = self.shards[shard].start
-        return np.concatenate(
-            [NO_GAPS, *(of_rows_from(self._starts[number] - first, self._parts[number].gaps()) for number in numbers)]
-        )
+        parts = [self._parts[n].gaps() + np.array([self._starts[n] - first, 0, 0]) for n in numbers]
+        return np.concatenate([NO_GAPS, *parts])
 
     def _locate(self, index: int) -> tuple[int, int]:
         """Return (number of the part, row within it)."""

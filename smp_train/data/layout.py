@@ -13,7 +13,7 @@ import hashlib
 import numpy as np
 
 from smp_train.data.source import Row, Source, lengths, refuse_uncounted, shards, trimmed
-from smp_train.data.targets import NO_GAPS, empty_pieces, of_rows_from
+from smp_train.data.targets import NO_GAPS, empty_pieces
 from smp_train.errors import ConfigError, DataError
 
 LONG = ("truncate", "split", "crop", "error")
@@ -71,10 +71,14 @@ class Layout(Source):
         self.layout = f"--short {short} --long {long} --max_context_width {seq_len}"
         self.fingerprint = hashlib.blake2b(f"{source.fingerprint} {self.layout}".encode(), digest_size=16).hexdigest()
         self._whole = lengths(source)
-        if long == "error":
-            _refuse_long(source, self._whole, seq_len)
+        longest = int(self._whole.argmax())
+        if long == "error" and self._whole[longest] > seq_len:
+            raise DataError(
+                f"{source.name(longest)}: row of {self._whole[longest]} tokens is longer than the {seq_len} of "
+                "--max_context_width; use --long split or truncate, or prepare shorter rows"
+            )
         if short == "pack":
-            _refuse_holes(source, self._whole)
+            _refuse_holes(source, int(self._whole.sum()))
         self._sizes = np.minimum(self._whole, seq_len) if long == "truncate" else self._whole
         # Pieces of a row of n tokens: ceil((n - 1) / seq_len), as one token alone predicts nothing.
         counts = self._sizes if short == "concat" else np.maximum(1, (self._sizes - 2) // seq_len + 1)
@@ -125,7 +129,8 @@ class Layout(Source):
 
     def unlearnable(self) -> np.ndarray:
         """Return the samples without target, rising, where the source knows where its rows have none."""
-        parts = [of_rows_from(rows.start, self.source.gaps(shard)) for shard, rows in enumerate(shards(self.source))]
+        stored = enumerate(shards(self.source))
+        parts = [self.source.gaps(shard) + np.array([rows.start, 0, 0]) for shard, rows in stored]
         gaps = np.concatenate([NO_GAPS, *parts])
         if self._short == "concat":
             return empty_pieces(self._joined(gaps), self._starts[-1:], self.seq_len)[1]
@@ -203,26 +208,16 @@ class Layout(Source):
         )
 
 
-def _refuse_long(source: Source, sizes: np.ndarray, seq_len: int) -> None:
-    longest = int(sizes.argmax())
-    if sizes[longest] > seq_len:
-        raise DataError(
-            f"{source.name(longest)}: row of {sizes[longest]} tokens is longer than the {seq_len} of "
-            "--max_context_width; use --long split or truncate, or prepare shorter rows"
-        )
-
-
-def _refuse_holes(source: Source, sizes: np.ndarray) -> None:
-    """Refuse before the first step, where the source knows how many tokens count, rows that cannot be packed."""
+def _refuse_holes(source: Source, tokens: int) -> None:
+    """Refuse rows that cannot be packed, where the source knows how many of its tokens are attended."""
     report = source.report()
-    if report is None or report.get("attended_tokens", report["counted_tokens"]) == sizes.sum():
+    if report is None or report.get("attended_tokens", report["counted_tokens"]) == tokens:
         return
-    name = "some row"
-    # Where rows come and go with the order, none of them can be asked for here.
-    if not source.staged:
-        name = next(source.name(i) for i in range(len(source)) if trimmed(source.row(i)).counted is not None)
+    # A staged row cannot be read before its window.
+    holed = (source.name(i) for i in range(len(source)) if trimmed(source.row(i)).counted is not None)
     raise DataError(
-        f"{name}: attention_mask leaves out tokens inside the row, which cannot be packed with others; use --short pad"
+        f"{'some row' if source.staged else next(holed)}: attention_mask leaves out tokens inside the row, which "
+        "cannot be packed with others; use --short pad"
     )
 
 

@@ -44,11 +44,6 @@ def row_gaps(targets: np.ndarray, attended: np.ndarray | None, starts: np.ndarra
     return gaps[np.argsort(gaps[:, 0], kind="stable")]
 
 
-def of_rows_from(first: int, gaps: np.ndarray) -> np.ndarray:
-    """Return the gaps with their rows counted from another first one."""
-    return gaps + np.array([first, 0, 0])
-
-
 def attended_spans(attended: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return of each row where its first attended token is, and the tokens from there to its last; 0 without one."""
     places = np.flatnonzero(attended)

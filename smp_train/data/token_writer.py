@@ -189,7 +189,7 @@ def writing(base: str, *, index_alone: bool = False) -> Iterator[Writer]:
         yield writer
         tok.close()
         if not index_alone:
-            settle(scratch, base + ".tok", sync_folder=False)
+            settle(scratch, base + ".tok", and_folder=False)
     body = b"".join(writer.arrays)
     header = {"version": VERSION, "crc": crc32(body), "shards": [asdict(header) for header in writer.headers]}
     text = json.dumps(header).encode()
