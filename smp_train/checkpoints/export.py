@@ -16,7 +16,7 @@ from smp_train.checkpoints.discovery import Checkpoint
 from smp_train.checkpoints.model_folder import put, put_made, stream, writing
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
-from smp_train.models.hub_names import hub_names, note, to_hub
+from smp_train.models.hub_names import hub_names, named_once, note, to_hub
 from smp_train.models.hugging_face import load_tokenizer, model_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
@@ -87,10 +87,10 @@ def export_weights(
 ) -> None:
     """Write a whole model that is in host memory, under Hugging Face names, as `export` does. No collective."""
     config, plain = _plain_model(config)
-    missing = [name for name in _needed(plain) if name not in weights]
+    missing = [name for name in named_once(plain) if name not in weights]
     if missing:
         raise CheckpointError(f"what was exported is not the whole model: it lacks {', '.join(missing[:3])}")
-    found = (to_hub(plain, {name: weights[name]}) for name in _needed(plain))
+    found = (to_hub(plain, {name: weights[name]}) for name in named_once(plain))
     items = [Item(tensors, partial(dict, tensors)) for tensors in found]
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes)
@@ -100,7 +100,7 @@ def export_weights(
 def _describe(
     out: Storage, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None, like: str | None
 ) -> None:
-    """Write what stands beside the weights, config.json last."""
+    """Write the files beside the weights, config.json last."""
     from transformers import GenerationConfig
 
     config.architectures = [type(plain).__name__]
@@ -141,21 +141,13 @@ def _items_of_model(plain: Any, reader: Reader, dtype: torch.dtype | None, label
         items.append(Item(converted({name: torch.empty(entry.size, dtype=to, device="meta")}), read))
         saved.add(name)
     found = {name for item in items for name in item.tensors}
-    needed = {name: torch.empty(value.shape, device="meta") for name, value in _needed(plain).items()}
+    needed = {name: torch.empty(value.shape, device="meta") for name, value in named_once(plain).items()}
     missing = [name for name in to_hub(plain, needed) if name not in found]
     if missing and saved >= needed.keys():
         raise CheckpointError(f"{label}: transformers stores several parameters of this model as one; not exported")
     if missing:
         raise CheckpointError(f"{label} does not hold the whole model: it lacks {', '.join(missing[:3])}")
     return items
-
-
-def _needed(plain: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their names in memory, tied ones once."""
-    first: dict[int, tuple[str, Tensor]] = {}
-    for name, value in plain.state_dict(keep_vars=True).items():
-        first.setdefault(id(value), (name, value))
-    return dict(first.values())
 
 
 def stored_item(files: WeightFiles, name: str, dtype: torch.dtype | None) -> Item:

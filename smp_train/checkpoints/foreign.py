@@ -1,6 +1,6 @@
-"""Checkpoints that the SMP v2 sample scripts wrote: found, told apart from ours, and read. Never written to.
+"""Discovery and reading of checkpoints that the SMP v2 sample scripts wrote. They are never written to.
 
-What lies in a folder ``<model type>-<step>steps`` (facts: the sample's scripts and SMP's documentation):
+Contents of a folder ``<model type>-<step>steps`` (facts: the sample's scripts and SMP's documentation):
 
 - sharded: a DCP tree, or one for each tensor and expert rank, in ``tp<rank>_ep<rank>/``, earlier
   ``tp<degree>-<rank>/`` and ``ep<degree>-<rank>/``, with ``model``, ``optimizer``, ``scheduler`` and counters;
@@ -52,7 +52,7 @@ _RANK_FILE = re.compile(r"(\d+)\.pt")
 class Foreign(Checkpoint):
     """A checkpoint that the SMP v2 sample wrote, as one of ours: under the hub's names, on any mesh.
 
-    ``meta["imported"]`` is what it says of itself: counters, schedule, the sample's own settings.
+    ``meta["imported"]`` is what it records of itself: counters, schedule, the sample's own settings.
     """
 
     folders: tuple[str, ...]
@@ -203,7 +203,7 @@ def _shard(folder: str) -> int:
 
 
 def _look(storage: CheckpointFolder, name: str, config: Any) -> dict[str, Any] | str:
-    """Return the fields of a `Foreign`, or what is missing of the checkpoint."""
+    """Return the fields of a `Foreign`, or the reason why the checkpoint is not whole."""
     match = _NAME.fullmatch(name)
     files = storage.sizes(name)
     recorded: dict[str, Any] = {}

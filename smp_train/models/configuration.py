@@ -114,7 +114,7 @@ def changes(saved: dict[str, Any], config: PretrainedConfig) -> list[str]:
 
 
 def changes_from(meta: dict[str, Any], config: PretrainedConfig) -> list[str]:
-    """Return the `changes` from the model that a checkpoint's ``meta`` tells of; none where it does not.
+    """Return the `changes` from the model that a checkpoint's ``meta`` describes; none where it describes none.
 
     Raises `CheckpointError` where transformers refuses the configuration there.
     """

@@ -114,7 +114,7 @@ _SQRT_HALF = math.sqrt(0.5)
 
 
 def log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of positive float64 numbers, by operations that round alike on every device."""
+    """Return the natural logarithm of positive float64 numbers, with the same rounding on every device."""
     mantissa, exponent = torch.frexp(x)
     low = mantissa < _SQRT_HALF  # moves the mantissa from [1/2, 1) to [sqrt(1/2), sqrt(2))
     mantissa = torch.where(low, mantissa * 2.0, mantissa)

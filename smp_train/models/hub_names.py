@@ -30,19 +30,14 @@ def canonical_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor on the hub, which is a block of a parameter in memory.
-
-    Attributes:
-        name: its name on the hub.
-        shape: its shape there.
-        expert: index along the parameter's first dimension where the hub has one tensor per expert, else None.
-        row: index in the parameter at which its first dimension starts.
-    """
+    """A tensor on the hub, by its name and shape there, which is a block of a parameter in memory."""
 
     name: str
     shape: tuple[int, ...]
     expert: int | None = None
+    """Index along the parameter's first dimension where the hub has one tensor per expert."""
     row: int = 0
+    """Index in the parameter at which its first dimension starts."""
 
     def within(self, part: Part) -> tuple[Any, Part] | None:
         """Return the intersection of this block with a rank's ``part`` of the parameter, None where it is empty.
@@ -68,15 +63,12 @@ class HubTensor:
 
 @dataclass(frozen=True)
 class HubNames:
-    """The table of one model.
-
-    Attributes:
-        tensors: the hub's tensors by canonical parameter name, for parameters whose name or layout differs.
-        renamings: transformers' rules for reading files with other names.
-    """
+    """The table of one model."""
 
     tensors: Mapping[str, tuple[HubTensor, ...]] = field(default_factory=dict)
+    """The hub's tensors by canonical parameter name, for parameters whose name or layout differs."""
     renamings: Sequence[Any] = ()
+    """transformers' rules for reading files with other names."""
 
     def of(self, name: str, shape: Sequence[int]) -> tuple[HubTensor, ...]:
         """Return the hub's tensors that make up a parameter."""
@@ -106,10 +98,8 @@ def note(model: Any) -> None:
     except ImportError:  # transformers 4 uses the hub's names in memory
         return
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    first: dict[int, tuple[str, Tensor]] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        first.setdefault(id(value), (name, value))  # a tied weight under its first name
-    meta = {name: torch.empty(value.shape, device="meta").as_subclass(_View) for name, value in first.values()}
+    named = named_once(model).items()
+    meta = {name: torch.empty(value.shape, device="meta").as_subclass(_View) for name, value in named}
     owners = {value.untyped_storage()._cdata: name for name, value in meta.items()}
     found: dict[str, list[HubTensor | None]] = {}
     for hub_name, value in to_hub(model, meta).items():
@@ -122,6 +112,14 @@ def note(model: Any) -> None:
         if None not in blocks and blocks != [HubTensor(name, tuple(meta[name].shape))]
     }
     model.__dict__[HUB_NAMES] = HubNames(tensors, renamings)
+
+
+def named_once(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by their names in memory, tied ones under their first name."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        first.setdefault(id(value), (name, value))
+    return dict(first.values())
 
 
 def hub_names(model: nn.Module) -> HubNames:

@@ -22,19 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on a parameter, or on a view of it.
-
-    Attributes:
-        op: name of the in-place operation ("normal_", "fill_", "mul_", ...) or "constant" for given values.
-        args: its arguments after the tensor, by position.
-        kwargs: its named arguments.
-        view: (offset, sizes, strides) within the parameter, None for the whole of it.
-    """
+    """One operation on a parameter, or on a view of it."""
 
     op: str
+    """Name of the in-place operation ("normal_", "fill_", "mul_", ...) or "constant" for given values."""
     args: tuple[Any, ...] = ()
+    """After the tensor, by position."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     view: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
+    """(offset, sizes, strides) within the parameter, None for the whole of it."""
 
 
 Program = list[Step]

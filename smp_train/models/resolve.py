@@ -28,19 +28,15 @@ DEFAULT_WIDTHS = {"hidden_width": 768, "num_layers": 12, "num_heads": 12, "max_c
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The model to build and its initial weights.
-
-    Attributes:
-        name: "llama_v2-7b", "llama_v2" when built from widths, or the Hugging Face name.
-        model_type: family name, used in the names of checkpoint folders.
-        config: transformers configuration.
-        pretrained: folder or file of the weights to start from, None for random initial weights.
-    """
+    """The model to build and its initial weights."""
 
     name: str
+    """``llama_v2-7b``, ``llama_v2`` when built from widths, or the Hugging Face name."""
     model_type: str
+    """Family name, used in the names of checkpoint folders."""
     config: PretrainedConfig
     pretrained: str | None = None
+    """Folder or file of the weights to start from, None for random initial weights."""
 
 
 @dataclass(frozen=True)

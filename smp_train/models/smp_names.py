@@ -91,19 +91,15 @@ class HubModel:
 
 @dataclass(frozen=True)
 class Block:
-    """A block that a saved tensor and a tensor of the hub have in common.
-
-    Attributes:
-        name: the hub's tensor.
-        at: offset of the block in the hub's tensor.
-        start: offset in the saved tensor, preceded by indices of its leading dimensions that the hub's does not have.
-        size: its size, in the hub's dimensions.
-    """
+    """A block that a saved tensor and the tensor ``name`` of the hub have in common."""
 
     name: str
     at: tuple[int, ...]
+    """Offset in the hub's tensor."""
     start: tuple[int, ...]
+    """Offset in the saved tensor, preceded by indices of its leading dimensions that the hub's does not have."""
     size: tuple[int, ...]
+    """In the hub's dimensions."""
 
 
 def plain(name: str) -> str:

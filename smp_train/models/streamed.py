@@ -33,7 +33,7 @@ ZIP = b"PK\x03\x04"
 
 @dataclass(frozen=True)
 class Request:
-    """A range of a file, and what is to be done with its bytes."""
+    """A range of a file, and the function that takes its bytes."""
 
     range: Range
     put: Callable[[Tensor], None]
@@ -104,10 +104,10 @@ class Streamed:
 
 
 def fetch(copies: Iterable[tuple[Tensor, Any, Any]], folder: S3Path) -> None:
-    """Fill each target with what its block, of a file in ``folder``, has at the index.
+    """Fill each target with the elements of its block, of a file in ``folder``, at the index.
 
-    ``copies`` are (target, block, index), taken as they are needed: requests for the next ones are under way while one
-    is put in its place, `AT_ONCE` of them at most. Blocks that cannot be fetched in parts are read at once.
+    ``copies`` are (target, block, index), consumed as needed: up to `AT_ONCE` requests are under way while one is
+    copied. Blocks that cannot be fetched in parts are read at once.
     """
     waiting: deque[Request] = deque()
 
@@ -126,7 +126,7 @@ def fetch(copies: Iterable[tuple[Tensor, Any, Any]], folder: S3Path) -> None:
 
 
 def open_safetensors(path: S3Path) -> tuple[list[str], Callable[[str], Streamed]]:
-    """Read the header of a safetensors file; return its names and what gives a tensor by its name.
+    """Read the header of a safetensors file; return its names and a function that returns a tensor by its name.
 
     The format: https://github.com/huggingface/safetensors#format.
     """

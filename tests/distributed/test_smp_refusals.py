@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,11 +48,13 @@ def test_a_launcher_that_says_otherwise_is_refused(tmp_path: Path) -> None:
         assert "make it 1" in said
 
 
-def test_a_library_that_settles_on_other_degrees_is_refused() -> None:
+def test_a_library_that_settles_on_other_degrees_or_does_not_know_one_is_refused() -> None:
     library = SimpleNamespace(state=SimpleNamespace(tensor_parallel_degree=1, hybrid_shard_degree=4))
-    smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 0})
-    with pytest.raises(ConfigError, match=r"hybrid_shard_degree 2 .*4"):
-        smp_library.check_state(library, {"tensor_parallel_degree": 1, "hybrid_shard_degree": 2})
+    known = {"tensor_parallel_degree": 1, "hybrid_shard_degree": 0, "context_parallel_degree": 1}
+    smp_library.check_state(library, known)
+    for name, message in (("hybrid_shard_degree", "2 .*4"), ("context_parallel_degree", "2")):
+        with pytest.raises(ConfigError, match=f"{name} {message}"):
+            smp_library.check_state(library, known | {name: 2})
 
 
 def test_what_fsdp_cuts_is_asked_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +81,6 @@ def train_where_smp_refuses(
     command_line: list[str], torch_needed: tuple[int, int] | None = None, failure: type[Exception] = RuntimeError
 ) -> tuple[int, str]:
     """Train with a `torch.sagemaker` whose init fails; return the exit code and what was logged."""
-    import io
-    import os
-    from contextlib import redirect_stdout
-
     from smp_train import backends
 
     if torch_needed is not None:
@@ -85,12 +88,11 @@ def train_where_smp_refuses(
     for name in [name for name in os.environ if name.startswith("SM_")]:
         del os.environ[name]  # not in a SageMaker job
 
+    def refuse(config: Any) -> None:
+        raise failure("this platform is not supported")
 
     install()
     import torch.sagemaker as tsm
-
-    def refuse(config: Any) -> None:
-        raise failure("this platform is not supported")
 
     tsm.init = refuse
     with redirect_stdout(io.StringIO()) as out:
@@ -102,9 +104,6 @@ def train_where_smp_refuses(
 
 def refusal_where_ranks_differ(command_line: list[str], broken: bool) -> str:
     """Train with a `torch.sagemaker` on rank 0 that rank 1 lacks, or cannot import, and return why it stopped."""
-    import os
-    import sys
-
     if os.environ["RANK"] == "0" or broken:
         install()
     if os.environ["RANK"] == "1":
@@ -131,13 +130,10 @@ def test_an_unusable_library_is_named_and_done_without(tmp_path: Path) -> None:
     assert "Backend: native (SMP cannot be used here)" in said
 
 
-def test_an_unusable_library_stops_who_asks_for_it(tmp_path: Path) -> None:
+def test_an_unusable_library_stops_who_asks_for_it_or_has_no_other_backend(tmp_path: Path) -> None:
     for code, said in harness.run(train_where_smp_refuses, 2, smp(tmp_path)):
         assert code == 2
         assert "torch.sagemaker.init refuses: this platform is not supported" in said
-
-
-def test_where_neither_backend_can_run_both_causes_are_named(tmp_path: Path) -> None:
     asked = flags(tmp_path, backend="auto")
     ((code, said),) = harness.run(train_where_smp_refuses, 1, asked, (9, 9), ValueError)
     assert code == 2
@@ -145,23 +141,42 @@ def test_where_neither_backend_can_run_both_causes_are_named(tmp_path: Path) -> 
     assert "the native backend needs torch 9.9 or newer" in said
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no library": ({}, r"this torch has no torch\.sagemaker"),
-    "FP8 of a plain model": ({"fp8": 1, "bf16": 1}, r"--fp8 1 .* give --use_smp_implementation 1"),
-    "FP8 offloaded": (
-        {"fp8": 1, "bf16": 1, "use_smp_implementation": 1, "sm_activation_offloading": 1}, r"do not go together on SMP",
-    ),
-    "a model that SMP has not": (
-        {"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None, "use_smp_implementation": 1},
-        r"transform refuses gpt2 with --use_smp_implementation 1.*own implementation is there for Llama",
-    ),
-    "experts of a dense model": ({"moe": 1}, r"transform refuses llama with --moe 1: (?!.*is there for Llama)"),
-    "compile": ({"use_torch_compile": 1}, r"--use_torch_compile 1 with --backend smp"),
-    "per operation": ({"activation_checkpointing": "selective:op"}, r"SMP checkpoints whole layers"),
-    "offload": (
-        {"sm_activation_offloading": 1, "activation_checkpointing": "none"}, r"needs checkpointing",
-    ),
+GPT2 = {"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None}
+OWN_FP8 = {"fp8": 1, "bf16": 1, "use_smp_implementation": 1}
+REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    # name: release, ranks, flags, what the refusal says
+    "no library": ("", 1, {}, r"this torch has no torch\.sagemaker"),
+    "FP8 of a plain model": ("2.8", 1, {"fp8": 1, "bf16": 1}, r"--fp8 1 .* give --use_smp_implementation 1"),
+    "FP8 offloaded": ("2.8", 1, {**OWN_FP8, "sm_activation_offloading": 1}, r"do not go together on SMP"),
+    "a model that SMP has not": ("2.8", 1, {**GPT2, "use_smp_implementation": 1},
+        r"transform refuses gpt2 with --use_smp_implementation 1.*own implementation is there for Llama"),
+    "experts of a dense model": ("2.8", 1, {"moe": 1},
+        r"transform refuses llama with --moe 1: (?!.*is there for Llama)"),
+    "compile": ("2.8", 1, {"use_torch_compile": 1}, r"--use_torch_compile 1 with --backend smp"),
+    "per operation": ("2.8", 1, {"activation_checkpointing": "selective:op"}, r"SMP checkpoints whole layers"),
+    "offload": ("2.8", 1, {"sm_activation_offloading": 1, "activation_checkpointing": "none"}, r"needs checkpointing"),
+    "saving tensor ranks of 2.4": ("2.4", 4, {"tensor_parallel_degree": 2},
+        r"needs torch\.sagemaker\.distributed\..* came with SMP 2\.5"),
+    "context parallelism of 2.4": ("2.4", 2, {"context_parallel_degree": 2}, r"context_parallel_degree needs SMP 2\.5"),
+    "experts of 2.2": ("2.2", 2, MIXTRAL, r"--moe 1 needs torch\.sagemaker\.moe\.moe_config, .* came with SMP 2\.3"),
+    "tensor parallelism of Mistral by 2.5": ("2.5", 2, {"model_type": "mistral", "tensor_parallel_degree": 2},
+        r"transform refuses .* came with SMP 2\.6"),
+    "communication of 2.5": ("2.5", 2, {"context_parallel_degree": 2, "cp_comm_type": "all_gather"},
+        r"came with SMP 2\.6, and this release"),
 }  # fmt: skip
+
+
+def refusal_by(command_line: list[str], release: str) -> str:
+    if release:
+        install(release)
+    return refusal_of(command_line, installed=False)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, tmp_path: Path) -> None:
+    release, world, changes, message = REFUSED[case]
+    for said in harness.run(refusal_by, world, smp(tmp_path, **changes), release):
+        assert re.search(message, said), said
 
 
 def resolved(folder: Path, **changes: Any) -> Any:
@@ -193,15 +208,6 @@ def test_logits_of_a_part_of_the_vocabulary_are_refused() -> None:
         smp_model.check_logits(torch.zeros(2, 3, 4), torch.zeros(2, 3), 8)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str, tmp_path: Path) -> None:
-    changes, message = REFUSED[case]
-    import re
-
-    (said,) = harness.run(refusal_of, 1, smp(tmp_path, **changes), case != "no library")
-    assert re.search(message, said), said
-
-
 # --- what a release has, and what is done without it ------------------------------------------------
 
 RELEASES: dict[str, tuple[str, int, dict[str, Any], str]] = {
@@ -228,8 +234,6 @@ def test_older_releases(case: str, tmp_path: Path) -> None:
 
 def before_context_parallelism(command_line: list[str]) -> Journal:
     """Train by a release that has neither context parallelism nor its key."""
-    import sys
-
     sys.modules["torch.sagemaker.context_parallel"] = None  # type: ignore[assignment]
     return train_on_smp(command_line, "2.4")
 
@@ -242,8 +246,6 @@ def test_a_release_is_not_given_keys_that_came_later(tmp_path: Path) -> None:
 
 def before_experts(command_line: list[str]) -> str:
     """Return why a run stops by a release that has no experts."""
-    import sys
-
     install("2.2")
     sys.modules["torch.sagemaker.moe"] = None  # type: ignore[assignment]
     return refusal_of(command_line, installed=False)
@@ -253,13 +255,6 @@ def test_broken_offloading_of_2_2_is_refused(tmp_path: Path) -> None:
     asked = smp(tmp_path, sm_activation_offloading=1, activation_checkpointing="full")
     for said in harness.run(before_experts, 2, asked):
         assert "--sm_activation_offloading 1: " in said
-
-
-def test_a_degree_that_a_release_does_not_know_is_refused() -> None:
-    library = SimpleNamespace(state=SimpleNamespace(tensor_parallel_degree=1, hybrid_shard_degree=2))
-    smp_library.check_state(library, {"context_parallel_degree": 1, "hybrid_shard_degree": 2})
-    with pytest.raises(ConfigError, match="--context_parallel_degree 2"):
-        smp_library.check_state(library, {"context_parallel_degree": 2, "hybrid_shard_degree": 2})
 
 
 def test_how_context_ranks_communicate_is_said_to_what_takes_it() -> None:
@@ -274,32 +269,3 @@ def test_how_context_ranks_communicate_is_said_to_what_takes_it() -> None:
     assert told(named, "p2p") == {"cp_comm_type": "p2p"}
     assert told(anything, "all_gather") == {"cp_comm_type": "all_gather"}
     assert told(anything, "p2p") == {}
-
-
-TOO_OLD = {
-    "saving tensor ranks": (
-        "2.4", 4, {"tensor_parallel_degree": 2}, r"needs torch\.sagemaker\.distributed\..* came with SMP 2\.5",
-    ),
-    "context parallelism": ("2.4", 2, {"context_parallel_degree": 2}, r"context_parallel_degree needs SMP 2\.5"),
-    "experts": ("2.2", 2, {**MIXTRAL}, r"--moe 1 needs torch\.sagemaker\.moe\.moe_config, which came with SMP 2\.3"),
-    "tensor parallelism of Mistral": (
-        "2.5", 2, {"model_type": "mistral", "tensor_parallel_degree": 2}, r"transform refuses .* came with SMP 2\.6",
-    ),
-    "communication": (
-        "2.5", 2, {"context_parallel_degree": 2, "cp_comm_type": "all_gather"}, r"came with SMP 2\.6, and this release",
-    ),
-}  # fmt: skip
-
-
-def refusal_by(command_line: list[str], release: str) -> str:
-    install(release)
-    return refusal_of(command_line, installed=False)
-
-
-@pytest.mark.parametrize("case", TOO_OLD)
-def test_what_a_release_lacks_is_named(case: str, tmp_path: Path) -> None:
-    import re
-
-    release, world, changes, message = TOO_OLD[case]
-    for said in harness.run(refusal_by, world, smp(tmp_path, **changes), release):
-        assert re.search(message, said), said
