@@ -19,6 +19,7 @@ from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.owner import OWNER, Owner, Token
 from smp_train.errors import CheckpointError
 
+STATE = {"model": {"w": torch.ones(3)}}
 ELSEWHERE = {"host": "node-7", "job": "Slurm job 4711", "pid": 99}
 
 
@@ -52,11 +53,6 @@ def waits(folder: CheckpointFolder, on_wait=lambda number: None):
 
     wait.asked = asked
     return wait
-
-
-def waited(wait, began: float, seconds: float) -> bool:
-    """Return whether ``seconds`` were waited for, of which the test itself has taken some since ``began``."""
-    return seconds - 2 - (time.monotonic() - began) <= sum(wait.asked) <= seconds + 2
 
 
 def at_once(seconds: float) -> None:
@@ -112,50 +108,33 @@ def test_a_process_of_this_machine_owns_it_as_long_as_it_lives(folder, caplog):
         process.communicate()
 
 
-def test_an_owner_elsewhere_that_beats_is_alive(folder, monkeypatch):
+@pytest.mark.parametrize("wrong", [0, -1e6, 1e6])
+def test_an_owner_elsewhere_that_beats_is_alive_whatever_this_machines_clock_says(folder, monkeypatch, wrong):
+    """By our clock the beat may be of next week, or of last year: its age is by the storage's own."""
     monkeypatch.setattr(owner, "STALE_SECONDS", 3600.0)  # of which the test itself may take some
-    token = owned_elsewhere(folder)
-    beat = f"{OWNER}-{token.token}"
+    beat = f"{OWNER}-{owned_elsewhere(folder).token}"
+    now = time.time() + wrong
+    monkeypatch.setattr(time, "time", lambda: now)
     wait = waits(folder, lambda number: folder.storage.put(beat, b"") if number == 40 else None)
     with pytest.raises(CheckpointError, match=r"in use by Slurm job 4711 on node-7 \(process 99"):
         Owner(folder).acquire(wait=wait)
     assert len(wait.asked) == 40
 
 
-def test_an_owner_elsewhere_that_is_silent_is_dead(folder, caplog):
+@pytest.mark.parametrize("ahead", [0, 20])
+def test_an_owner_elsewhere_that_is_silent_is_dead(folder, caplog, ahead):
+    """Also where the storage's clock was put back after it died: it takes longer, and nothing else."""
     began = time.monotonic()
     token = owned_elsewhere(folder)
-    folder.storage.put(f"{OWNER}-{token.token}", b"")
-    wait = waits(folder)
-    taken = Owner(folder)
-    taken.acquire(wait=wait)
-    assert waited(wait, began, owner.STALE_SECONDS)
-    assert "waiting up to" in caplog.text
-    assert names(folder) == [OWNER], "its last beat is gone"
-    taken.release()
-
-
-@pytest.mark.parametrize("wrong", [-1e6, 1e6])
-def test_this_machines_clock_does_not_matter(folder, monkeypatch, wrong):
-    """By our clock the beat may be of next week, or of last year: its age is told by the storage's own."""
-    monkeypatch.setattr(owner, "STALE_SECONDS", 3600.0)
-    owned_elsewhere(folder)
-    path = Path(folder.location, OWNER)
-    now = time.time() + wrong
-    monkeypatch.setattr(time, "time", lambda: now)
-    wait = waits(folder, lambda number: path.touch() if number == 40 else None)
-    with pytest.raises(CheckpointError, match="in use by Slurm job 4711"):
-        Owner(folder).acquire(wait=wait)
-
-
-def test_a_beat_of_the_future_ages_as_any_other(folder):
-    """The storage's clock was put back after the owner died: it takes longer, and nothing else."""
-    began = time.monotonic()
-    owned_elsewhere(folder)
-    os.utime(Path(folder.location, OWNER), (time.time() + 20, time.time() + 20))
+    beat = f"{OWNER}-{token.token}"
+    folder.storage.put(beat, b"")
+    os.utime(Path(folder.location, beat), (time.time() + ahead, time.time() + ahead))
     taken, wait = Owner(folder), waits(folder)
     taken.acquire(wait=wait)
-    assert waited(wait, began, owner.STALE_SECONDS + 20)
+    needed = owner.STALE_SECONDS + ahead  # of which the test itself has taken some
+    assert needed - 2 - (time.monotonic() - began) <= sum(wait.asked) <= needed + 2
+    assert "waiting up to" in caplog.text
+    assert names(folder) == [OWNER], "its last beat is gone"
     taken.release()
 
 
@@ -221,43 +200,49 @@ def test_it_beats_until_it_is_released(folder, monkeypatch):
     assert names(folder) == [], "a beat that was on its way when it was released is gone too"
 
 
-def manager(folder: Path) -> CheckpointManager:
-    return CheckpointManager([Policy(str(folder), 1, 2)], model_type="m")
+def manager(folder: Path, **more) -> CheckpointManager:
+    return CheckpointManager([Policy(str(folder), 1, 2)], model_type="m", **more)
+
+
+def save_locked(folder: Path) -> None:
+    saver = manager(folder)
+    saver.lock()
+    saver.save(3, STATE, {})
+    saver.close()
 
 
 def test_who_was_forced_out_commits_nothing_more(tmp_path):
     first, second = manager(tmp_path), manager(tmp_path)
-    state = {"model": {"w": torch.ones(3)}}
     first.lock()
-    first.save(1, state, {})
+    first.save(1, STATE, {})
     with pytest.raises(CheckpointError, match=r"cannot start: .*in use.*--break_checkpoint_lock 1"):
         second.lock()
     second.lock(force=True)
     with pytest.raises(CheckpointError, match=r"cannot save .*m-2steps: .* was taken over by a job on .*process"):
-        first.save(2, state, {})
-    second.save(3, state, {})
+        first.save(2, STATE, {})
+    second.save(3, STATE, {})
     first.close()
     assert (tmp_path / OWNER).exists(), "the first one's end does not unlock the second one's folder"
     second.close()
     with pytest.raises(CheckpointError, match="has been let go"):  # as a save that outlived a failing run
-        second.save(4, state, {})
+        second.save(4, STATE, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m-1steps", "m-3steps"]
     assert find(tmp_path).step == 3
 
 
 def test_who_was_forced_out_leaves_the_save_of_the_other_alone(tmp_path):
     """Its first save would sweep what it takes for a dead job's."""
-    first, state = manager(tmp_path), {"model": {"w": torch.ones(3)}}
+    first = manager(tmp_path)
     first.lock()
 
     def meanwhile(stage: str) -> None:
         if stage == "publish":
             with pytest.raises(CheckpointError, match="was taken over"):
-                first.save(2, state, {})
+                first.save(2, STATE, {})
 
-    second = CheckpointManager([Policy(str(tmp_path), 1, 2)], model_type="m", on_stage=meanwhile)
+    second = manager(tmp_path, on_stage=meanwhile)
     second.lock(force=True)
-    second.save(3, state, {})
+    second.save(3, STATE, {})
     first.close()
     second.close()
     assert (find(tmp_path).step, find(tmp_path).verify()) == (3, [])
@@ -288,10 +273,7 @@ def test_what_is_left_goes_whatever_the_clock_says(tmp_path):
     (tmp_path / "m-1steps" / "0123abcd" / "tp0_ep0").mkdir(parents=True)
     left.touch()
     os.utime(left, (time.time() + 9e5, time.time() + 9e5))
-    saver = manager(tmp_path)
-    saver.lock()
-    saver.save(3, {"model": {"w": torch.ones(3)}}, {})
-    saver.close()
+    save_locked(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["m-3steps"]
 
 
@@ -299,10 +281,7 @@ def test_what_another_job_tries_its_folder_with_stays_for_a_moment(tmp_path):
     """It does so before it asks for the lock, or will not ask for it: an evaluation only reads."""
     probe = open_folder(tmp_path).put_probe()
     for there in (True, False):
-        saver = manager(tmp_path)
-        saver.lock()
-        saver.save(3, {"model": {"w": torch.ones(3)}}, {})
-        saver.close()
+        save_locked(tmp_path)
         assert (tmp_path / probe).exists() == there
         if there:
             long_ago = time.time() - 3600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -259,35 +260,26 @@ def test_no_more_requests_are_made_than_are_held(monkeypatch):
     assert sorted(asked) == list(range(100))
 
 
-def test_an_upload_holds_few_parts_while_the_server_is_slow(in_s3, server, monkeypatch):
+def test_an_upload_holds_few_parts_while_the_server_is_slow(in_s3, monkeypatch):
     in_small_parts(monkeypatch)
-    sent, taken = [], []
-    monkeypatch.setattr(upload.Upload, "_put", lambda self, number, data: sent.append(number) or {})
-    pool = []
-    monkeypatch.setattr(upload, "ThreadPoolExecutor", lambda *_, **__: _Held(pool))
+    go, waits, sent = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(upload.Upload, "_put", lambda self, number, data: (sent.append(number), go.wait(60), {})[-1])
+
+    def more() -> None:
+        stream.write(bytes(client.AT_ONCE << 16))
+        waits.set()
+        stream.write(bytes(1 << 16))
+
     stream = upload.Upload(in_s3, "f", s3.PART_BYTES)
-    for _ in range(client.AT_ONCE):
-        taken.append(stream.write(bytes(1 << 16)))
-    assert len(pool) == client.AT_ONCE
-    assert not sent
-    stream.write(bytes(1 << 16))
-    assert sent == [1]
-
-
-class _Held:
-    """A pool whose work is done when its result is asked for."""
-
-    def __init__(self, pool: list) -> None:
-        self.pool = pool
-
-    def submit(self, work, *given):
-        self.pool.append(work)
-
-        class Result:
-            def result(self):
-                return work(*given)
-
-        return Result()
+    writes = threading.Thread(target=more)
+    writes.start()
+    assert waits.wait(60), "so many are taken in"
+    writes.join(0.2)
+    assert writes.is_alive()
+    assert max(sent) <= client.AT_ONCE
+    go.set()
+    writes.join()
+    stream.abort()
 
 
 def test_parts_grow_with_the_object():
