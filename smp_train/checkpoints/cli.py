@@ -96,11 +96,9 @@ def main(argv: Sequence[str]) -> int:
 
 def ls(options: argparse.Namespace) -> int:
     """Print one line per checkpoint, finished or not, oldest step first; or a list of objects as JSON."""
-    place = normal(options.source)
-    folder, only = parent_of(place) if is_one_checkpoint(place, other_programs=False) else (place, "")
-    storage = _folder(folder)
+    storage, only = _folder_and_name(options.source)
     others = {name: kind for kind in (ABANDONED, DAMAGED) for name in storage.aside(kind)}
-    others |= dict.fromkeys(foreign.names_in(folder), "SMP sample")
+    others |= dict.fromkeys(foreign.names_in(storage.location), "SMP sample")
     rows: list[dict[str, Any]] = []
     for name in [only] if only else storage.names():
         sizes = storage.sizes(name)
@@ -160,7 +158,8 @@ def show(options: argparse.Namespace) -> int:
     else:
         found = newest(options.source)
         readers = [found.reader(part) for part in found.parts]
-        run, saved = run_of(open_folder(parent_of(found.path)[0]), parent_of(found.path)[1])
+        folder, name = parent_of(found.path)
+        run, saved = run_of(open_folder(folder), name)
         facts = {
             "path": found.path, "model": _of_model(found), "run": f"{run} ({run.id})" if run.id else f"{run}",
             "saved": _at(saved) or "unknown", "step": found.step,
@@ -183,15 +182,10 @@ def show(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Recompute all checksums; `CheckpointError` names what is damaged."""
-    place = normal(options.source)
-    if is_one_checkpoint(place, other_programs=False):
-        folder, name = parent_of(place)
-        storage, names = open_folder(folder), [name]
-    else:
-        storage = _folder(place)
-        names = committed_names(storage)
+    storage, only = _folder_and_name(options.source)
+    names = [only] if only else committed_names(storage)
     if not names:
-        raise CheckpointError(f"{place} holds no committed checkpoint")
+        raise CheckpointError(f"{storage.location} holds no committed checkpoint")
     damaged = []
     for name in names:
         try:
@@ -358,9 +352,9 @@ def newest(location: str) -> Checkpoint:
     Raises `CheckpointError` where there is none.
     """
     place = normal(location)
-    if is_one_checkpoint(place, other_programs=False):
+    storage, only = _folder_and_name(location)
+    if only:
         return open_checkpoint(place)
-    storage = _folder(place)
     entries = committed(storage)
     if not entries and (samples := foreign.names_in(place)):
         one = os.path.join(parent_of(place)[0] if foreign.is_one(place) else place, samples[0])
@@ -377,6 +371,14 @@ def _weights(location: str) -> Place:
     if not source.exists():
         raise CheckpointError(f"{source} does not exist; give a folder or a file with weights")
     return source
+
+
+def _folder_and_name(location: str) -> tuple[CheckpointFolder, str]:
+    """Return a folder, and the name of the checkpoint in it that ``location`` is; empty where it is the folder."""
+    place = normal(location)
+    if is_one_checkpoint(place, other_programs=False):
+        return open_folder(parent_of(place)[0]), parent_of(place)[1]
+    return _folder(location), ""
 
 
 def _folder(location: str) -> CheckpointFolder:

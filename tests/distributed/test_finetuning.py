@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from smp_train import arguments, backends, distributed
 from smp_train.backends.smp_model import give_weights
-from smp_train.checkpoints import CheckpointManager, Policy, canonical_name, open_checkpoint
+from smp_train.checkpoints import CheckpointManager, Policy, open_checkpoint
 from smp_train.errors import CheckpointError, ConfigError, SmpTrainError
 from smp_train.models.build import build_meta
+from smp_train.models.hub_names import canonical_name
 from smp_train.models.resolve import resolve
 from tests import harness
 from tests.checkpoint_files import tree

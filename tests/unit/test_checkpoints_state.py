@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
-from smp_train.checkpoints import CheckpointManager, Policy, create_optimizer_state, find, gather_state
-from smp_train.checkpoints.state import canonical_name
-
-
-def saver(folder: Path) -> CheckpointManager:
-    return CheckpointManager([Policy(str(folder), 1, 2)], model_type="m")
+from smp_train.checkpoints import find, gather_state
+from smp_train.checkpoints.state import create_optimizer_state
+from smp_train.models.hub_names import canonical_name
+from tests.checkpoint_files import manager
 
 
 def test_wrapper_prefixes_are_not_part_of_names():
@@ -61,7 +57,7 @@ def test_a_parameter_that_never_had_a_gradient_is_saved_and_loaded(tmp_path):
     model, optimizer = build()
     model["used"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    saver(tmp_path).save(1, gather_state(model, optimizer), {})
+    manager(tmp_path).save(1, gather_state(model, optimizer), {})
     other, fresh = build()
     found = gather_state(other, fresh)
     find(tmp_path).load(found)
@@ -73,7 +69,7 @@ def test_a_parameter_that_never_had_a_gradient_is_saved_and_loaded(tmp_path):
 def test_hyper_parameters_stay_those_of_the_run(tmp_path):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.5)
-    saver(tmp_path).save(1, gather_state(model, optimizer), {})
+    manager(tmp_path).save(1, gather_state(model, optimizer), {})
     fresh = torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.25)
     find(tmp_path).load(gather_state(model, fresh))
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["weight_decay"]) == (0.25, 0.25)
@@ -87,7 +83,7 @@ def test_torchs_own_state_dicts_can_be_loaded(tmp_path):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     weights, moments = get_state_dict(model, optimizer)
-    saver(tmp_path).save(1, {"model": weights, "optim": moments}, {})
+    manager(tmp_path).save(1, {"model": weights, "optim": moments}, {})
     other = nn.Linear(2, 2)
     fresh = torch.optim.AdamW(other.parameters())
     find(tmp_path).load(gather_state(other, fresh))
