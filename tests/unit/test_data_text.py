@@ -15,14 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smp_train.arguments import parse
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.cli import main as prepare
-from smp_train.data.text.files import TextFile, find_files
-from smp_train.data.text.opening import holds_text
+from smp_train.data.text.files import find_files
+from smp_train.data.text.opening import _reading, holds_text
 from smp_train.data.text.read import documents
 from smp_train.data.text.stream import Reading, assign_pieces, stream_count
+from smp_train.data.text.text_file import TextFile
 from smp_train.errors import ConfigError, DataError
 
 LENGTH = 24
@@ -30,6 +32,10 @@ LENGTH = 24
 
 def document(number: int) -> str:
     return f"<{number}>" + "".join(f" w{number}x{k}" for k in range(number * 7 % 23))
+
+
+def lines(numbers) -> bytes:
+    return b"".join(json.dumps({"text": document(n)}).encode() + b"\n" for n in numbers)
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +52,10 @@ def corpus(tmp_path_factory) -> Path:
     import pyarrow.parquet as pq
 
     folder = tmp_path_factory.mktemp("corpus")
-    lines = [json.dumps({"text": document(n)}) for n in range(400)]
-    (folder / "a.jsonl").write_text("\n".join(lines[:130]))
     (folder / "sub").mkdir()
-    (folder / "sub" / "b.jsonl.gz").write_bytes(gzip.compress(("\n\n".join(lines[130:260]) + "\n").encode()))
-    (folder / "c.json.gz").write_bytes(gzip.compress("\n".join(lines[260:300]).encode()))
+    (folder / "a.jsonl").write_bytes(lines(range(130)).rstrip())
+    (folder / "sub" / "b.jsonl.gz").write_bytes(gzip.compress(lines(range(130, 260)).replace(b"\n", b"\n\n")))
+    (folder / "c.json.gz").write_bytes(gzip.compress(lines(range(260, 300))))
     table = pa.table({"id": list(range(90)), "text": [document(n) for n in range(300, 390)]})
     pq.write_table(table, folder / "d.parquet", row_group_size=37)
     for n in range(390, 400):
@@ -58,6 +63,11 @@ def corpus(tmp_path_factory) -> Path:
     (folder / "blank.txt").write_text(" \n")
     (folder / "left.bin").write_bytes(b"\0")
     return folder
+
+
+@pytest.fixture(scope="module")
+def files(corpus):
+    return find_files([str(corpus)])
 
 
 def reading(tokenizer, **changes) -> Reading:
@@ -101,8 +111,7 @@ def run(files, how, history, *, streams=4, prefetch=0):
     for size, mb, acc, steps, lost in history:
         # V is what the first start chose; later ones are told another and must not care.
         ranks = world(files, how, size, mb=mb, acc=acc, streams=streams if saved is None else 2, prefetch=prefetch)
-        consumed = {rank.check_state(saved) for rank in ranks} if saved else {0}
-        (at,) = consumed
+        (at,) = {rank.check_state(saved) for rank in ranks} if saved else {0}
         open_streams = [rank.batches(at) for rank in ranks]
         for _ in range(steps):
             seen += step(open_streams)
@@ -116,9 +125,9 @@ def run(files, how, history, *, streams=4, prefetch=0):
 
 
 @pytest.fixture(scope="module")
-def alone(corpus, tokenizer):
+def alone(files, tokenizer):
     """Return the first 2,400 samples of one process that nothing interrupts."""
-    return run(find_files([str(corpus)]), reading(tokenizer), [(1, 4, 1, 600, 0)])
+    return run(files, reading(tokenizer), [(1, 4, 1, 600, 0)])
 
 
 history = st.lists(
@@ -130,14 +139,13 @@ history = st.lists(
 
 @settings(max_examples=8, deadline=None)
 @given(history=history, prefetch=st.sampled_from([0, 0, 3]))
-def test_any_history_is_that_of_one_process(corpus, tokenizer, alone, history, prefetch):
-    seen = run(find_files([str(corpus)]), reading(tokenizer), history, prefetch=prefetch)
+def test_any_history_is_that_of_one_process(files, tokenizer, alone, history, prefetch):
+    seen = run(files, reading(tokenizer), history, prefetch=prefetch)
     assert seen == alone[: len(seen)]
 
 
-def test_ranks_come_and_go(corpus, tokenizer, alone):
-    history = [(4, 1, 1, 3, 2), (2, 1, 1, 5, 0), (8, 1, 1, 2, 1), (1, 1, 1, 9, 0)]
-    seen = run(find_files([str(corpus)]), reading(tokenizer), history, streams=4)
+def test_ranks_come_and_go(files, tokenizer, alone):
+    seen = run(files, reading(tokenizer), [(4, 1, 1, 3, 2), (2, 1, 1, 5, 0), (8, 1, 1, 2, 1), (1, 1, 1, 9, 0)])
     assert seen == alone[: 12 + 10 + 16 + 9]
 
 
@@ -150,16 +158,11 @@ def spans(samples):
             yield document, int(begin), int(end)
 
 
-def test_every_document_once_and_whole(corpus, tokenizer, alone):
+def test_every_document_once_and_whole(files, tokenizer, alone):
     """Of each stream: its documents come one after the other, whole, and none again before its epoch is over."""
-    files = find_files([str(corpus)])
-    length = {
-        f"{file.name}:{number}": len(tokenizer.encode(text).ids) + 1
-        for file in files
-        for number, text in documents(file)
-        if text
-    }
-    assert len(length) == 400
+    texts = {f"{file.name}:{number}": text for file in files for number, text in documents(file) if text}
+    tokens = {name: [*tokenizer.encode(text).ids, 0] for name, text in texts.items()}
+    assert len(tokens) == 400
     firsts: Counter[str] = Counter()
     for stream in range(4):
         times: Counter[str] = Counter()
@@ -170,27 +173,18 @@ def test_every_document_once_and_whole(corpus, tokenizer, alone):
                 times[document] += 1
             else:
                 assert (document, begin) == at, "goes on where it was cut"
-            assert end <= length[document]
-            at = None if end == length[document] else (document, end)
+            assert end <= len(tokens[document])
+            at = None if end == len(tokens[document]) else (document, end)
         assert set(times.values()) <= {max(times.values()), max(times.values()) - 1}
         firsts.update(times.keys())
     assert set(firsts.values()) == {1}, "no document is in two streams"
     assert len(firsts) == 400
+    for sample in alone[:40]:
+        assert sample[1] == [token for name, begin, end in spans([sample]) for token in tokens[name][begin:end]]
+        assert len(sample[1]) == LENGTH
 
 
-def test_tokens_are_those_of_the_documents(corpus, tokenizer, alone):
-    files = {file.name: dict(documents(file)) for file in find_files([str(corpus)])}
-    for name, ids in alone[:40]:
-        wanted = []
-        for document, begin, end in spans([(name, ids)]):
-            file, _, number = document.rpartition(":")
-            wanted += [*tokenizer.encode(files[file][int(number)]).ids, 0][begin:end]
-        assert ids == wanted
-        assert len(ids) == LENGTH
-
-
-def test_order_depends_on_the_seed(corpus, tokenizer, alone):
-    files = find_files([str(corpus)])
+def test_order_depends_on_the_seed(files, tokenizer, alone):
     other = run(files, reading(tokenizer, seed=2), [(1, 4, 1, 20, 0)])
     stored = run(files, reading(tokenizer, shuffled=False), [(1, 4, 1, 20, 0)])
     assert other != alone[:80] != stored
@@ -199,16 +193,20 @@ def test_order_depends_on_the_seed(corpus, tokenizer, alone):
     assert per_file == sorted(per_file)
 
 
-def test_ranks_read_no_more_streams_than_they_must(corpus, tokenizer):
-    files = find_files([str(corpus)])
-    assert [rank.touched() for rank in world(files, reading(tokenizer), 2, mb=2, streams=8)] == [
-        [0, 1, 4, 5], [2, 3, 6, 7],
-    ]  # fmt: skip
+def test_what_a_batch_is(files, tokenizer):
+    """Labels are the ids, all counted, no mask; ranks read no more streams than they must."""
+    (rank,) = world(files, reading(tokenizer, named=False), 1, mb=3, streams=2)
+    (batch,) = next(rank.batches())
+    assert batch.labels.equal(batch.input_ids)
+    assert batch.attention_mask is None
+    assert batch.counted_tokens() == 3 * (LENGTH - 1)
+    assert batch.samples == [""] * 3
+    touched = [rank.touched() for rank in world(files, reading(tokenizer), 2, mb=2, streams=8)]
+    assert touched == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert len(world(files, reading(tokenizer), 3, streams=8)[0].touched()) == 8
 
 
-def test_state_refuses_what_it_is_not_of(corpus, tokenizer, caplog):
-    files = find_files([str(corpus)])
+def test_state_refuses_what_it_is_not_of(files, tokenizer, caplog):
     ranks = world(files, reading(tokenizer), 1)
     stream = ranks[0].batches()
     next(stream)
@@ -240,100 +238,70 @@ def test_streams_follow_the_data_alone():
     def files(count, size, name="x.jsonl"):
         return [TextFile(f"/{n}/{name}", f"{n}/{name}", size) for n in range(count)]
 
-    assert stream_count(files(1, 100)) == 1
-    assert stream_count(files(1, 5 << 20)) == 4
-    assert stream_count(files(1, 1 << 30)) == 16
-    assert stream_count(files(1, 4 << 20, "x.jsonl.gz")) == 16, "packed, text is four times as much"
-    assert stream_count(files(1024, 300 << 20)) == 256
-    assert stream_count(files(9000, 1 << 20)) == 256
-    assert stream_count(files(3, 1 << 30, "x.txt")) == 2
+    for count, size, name, streams in [
+        (1, 100, "x.jsonl", 1),
+        (1, 5 << 20, "x.jsonl", 4),
+        (1, 1 << 30, "x.jsonl", 16),
+        (1, 4 << 20, "x.jsonl.gz", 16),  # unpacked, text is four times as much
+        (1024, 300 << 20, "x.jsonl", 256),
+        (9000, 1 << 20, "x.jsonl", 256),
+        (3, 1 << 30, "x.txt", 2),
+    ]:
+        assert stream_count(files(count, size, name)) == streams
     for count, streams in [(1, 16), (5, 4), (5, 16), (40, 16)]:
-        hands = assign_pieces(files(count, 1000), streams)
-        assert len(hands) == streams
-        assert all(hands)
-        for name in {piece.file.name for hand in hands for piece in hand}:
-            pieces = [piece for hand in hands for piece in hand if piece.file.name == name]
-            assert sorted(piece.part for piece in pieces) == list(range(pieces[0].parts))
-
-
-def test_too_few_documents_for_the_streams(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
-    (rank,) = world(find_files([str(tmp_path)]), reading(tokenizer), 1, mb=4, streams=4)
-    with pytest.raises(DataError, match=r"a\.jsonl: "):
-        next(rank.batches())
-
-
-def test_empty_files_are_left_out_and_said(tmp_path, caplog):
-    for number in range(3):
-        (tmp_path / f"{number}.txt").write_text("some text\n")
-    files = find_files([str(tmp_path)])
-    (tmp_path / "nothing.txt").touch()
-    with caplog.at_level(logging.WARNING):
-        assert find_files([str(tmp_path)]) == files
-    assert f"left out 1 empty files of 4; the first is {tmp_path}/nothing.txt" in caplog.text
-    with pytest.raises(DataError, match=r"nothing\.txt: .*--dataset"):
-        find_files([str(tmp_path / "nothing.txt")], flag="--dataset")
+        assigned = assign_pieces(files(count, 1000), streams)
+        assert len(assigned) == streams
+        assert all(assigned)
+        parts: dict[tuple[str, int], list[int]] = {}
+        for piece in (piece for pieces in assigned for piece in pieces):
+            parts.setdefault((piece.file.name, piece.parts), []).append(piece.part)
+        assert len(parts) == count
+        assert all(sorted(found) == list(range(number)) for (_, number), found in parts.items())
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_stream_without_a_document_stops_the_run_before_its_first_step(tmp_path, tokenizer, prefetch):
+    (tmp_path / "blank.txt").write_text(" \n" * 400)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text("word " * 200)
-    (tmp_path / "blank.txt").write_text(" \n" * 400)
-    (rank,) = world(find_files([str(tmp_path)]), reading(tokenizer), 1, mb=1, streams=5, prefetch=prefetch)
+    (rank,) = world(find_files([str(tmp_path)]), reading(tokenizer), 1, streams=5, prefetch=prefetch)
     with pytest.raises(DataError, match=r"blank\.txt: "):
+        next(rank.batches())
+    (tmp_path / "a.jsonl").write_bytes(lines([1]))
+    (rank,) = world(find_files([str(tmp_path / "a.jsonl")]), reading(tokenizer), 1, mb=4, prefetch=prefetch)
+    with pytest.raises(DataError, match=r"a\.jsonl: "):
         next(rank.batches())
 
 
-BROKEN = {
-    '{"text": "good"}\n{"text": "cut': r":2: broken JSON",
-    '{"text": "good"}\n{"text": 5}': r':2: no "text" string in this line; set --text_column',
-    '{"text": "good"}\n\n["text"]': r":3: no \"text\" string in this line; one object per line",
-    '{"input_ids": [1, 2]}': r":1: no \"text\" string in this line; these are tokens already: .* --training_dir",
-}
+BAD_FILES = [
+    ("a.jsonl", b'{"text": "good"}\n{"text": "cut', ":2: broken JSON"),
+    ("a.jsonl", b'{"text": "good"}\n{"text": 5}', ':2: no "text" string in this line; set --text_column'),
+    ("a.jsonl", b'{"text": "good"}\n\n["text"]', ':3: no "text" string in this line; one object per line'),
+    ("a.jsonl", b'{"input_ids": [1, 2]}', ":1: .*these are tokens already: .* --training_dir"),
+    ("a.parquet", b"PAR1 not parquet", ": "),
+    ("a.jsonl.gz", gzip.compress(lines(range(5000)))[:-100], r":\d+: "),
+    ("a.txt.gz", gzip.compress(b"a text")[:-3], ": "),
+]
 
 
-@pytest.mark.parametrize("content", BROKEN)
-def test_bad_lines_are_named(content, tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text(content)
+@pytest.mark.parametrize(("name", "content", "reason"), BAD_FILES)
+def test_bad_files_are_named(tmp_path, tokenizer, name, content, reason):
+    (tmp_path / name).write_bytes(content)
     (rank,) = world(find_files([str(tmp_path)]), reading(tokenizer), 1, streams=1)
-    with pytest.raises(DataError, match=r"a\.jsonl" + BROKEN[content]) as refused:
+    with pytest.raises(DataError, match=re.escape(name) + reason) as refused:
         next(rank.batches())
     assert "\n" not in str(refused.value)
 
 
-def test_bad_files_are_named(tmp_path):
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-
-    def read(name, column="text"):
-        return list(documents(find_files([str(tmp_path / name)])[0], column))
-
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 not parquet")
-    with pytest.raises(DataError, match=r"a\.parquet: "):
-        read("a.parquet")
-    pq.write_table(pa.table({"words": ["x", None]}), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=r"b\.parquet: .*text.*words.*--text_column"):
-        read("b.parquet")
-    with pytest.raises(DataError, match=r"b\.parquet: row 2: .*words"):
-        read("b.parquet", "words")
-    whole = gzip.compress(b"".join(json.dumps({"text": str(n)}).encode() + b"\n" for n in range(5000)))
-    (tmp_path / "c.jsonl.gz").write_bytes(whole[:-100])
-    with pytest.raises(DataError, match=r"c\.jsonl\.gz:\d+: "):
-        read("c.jsonl.gz")
-    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"a text")[:-3])
-    with pytest.raises(DataError, match=r"d\.txt\.gz: "):
-        read("d.txt.gz")
-
-
-def write_malformed(folder: Path, malformed: bool) -> Path:
+def write_malformed(folder: Path, malformed: bool):
     """Write 60 good documents, and in five kinds of files malformed ones, or blank ones in their places."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder.mkdir()
-    good = [json.dumps({"text": document(n)}) for n in range(40)]
-    bad = ['{"text": "cut', '{"text": 5}', "[1]", json.dumps({"text": "a\0b"})]
+    good = lines(range(40)).splitlines()
+    bad = [b'{"text": "cut', b'{"text": 5}', b"[1]", b'{"text": "a\\u0000b"}']
     for place, line in enumerate(bad):
-        good.insert(9 * place, line if malformed else '{"text": " "}')
-    (folder / "a.jsonl").write_text("\n".join(good))
+        good.insert(9 * place, line if malformed else b'{"text": " "}')
+    (folder / "a.jsonl").write_bytes(b"\n".join(good))
     (folder / "b.txt").write_bytes(b"latin \xe9" if malformed else b" ")
     (folder / "c.txt").write_bytes("utf-16".encode("utf-16") if malformed else b" ")
     texts = [document(n).encode() for n in range(40, 60)]
@@ -343,7 +311,7 @@ def write_malformed(folder: Path, malformed: bool) -> Path:
     pq.write_table(pa.table({"text": column}), folder / "d.parquet")
     with pa.ipc.new_stream(str(folder / "e.arrow"), pa.schema([("text", pa.string())])) as stream:
         stream.write_batch(pa.record_batch([column], ["text"]))
-    return folder
+    return find_files([str(folder)])
 
 
 MALFORMED = {
@@ -355,30 +323,31 @@ MALFORMED = {
 
 
 def test_malformed_documents_stop_the_run_or_are_left_out(tmp_path, tokenizer, caplog):
-    files = find_files([str(write_malformed(tmp_path / "bad", True))])
-    blank = find_files([str(write_malformed(tmp_path / "blank", False))])
-    for file in files:
+    files, blank = write_malformed(tmp_path / "bad", True), write_malformed(tmp_path / "blank", False)
+    for file, twin in zip(files, blank, strict=True):
         with pytest.raises(DataError, match=MALFORMED[file.name][0]):
             list(documents(file))
         found: list[str] = []
-        texts = list(documents(file, left_out=found.append))
+        assert list(documents(file, left_out=found.append)) == list(documents(twin)), "the others keep their places"
         assert all(re.search(wanted, why) for why, wanted in zip(found, MALFORMED[file.name], strict=True)), found
-        (twin,) = [one for one in blank if one.name == file.name]
-        assert texts == list(documents(twin)), "the others keep their places"
-
-    skip = {"left_out": LeftOut(), "shuffled": True}
-    alone = run(files, reading(tokenizer, **skip), [(1, 4, 1, 30, 0)], streams=2)
-    assert alone == run(blank, reading(tokenizer), [(1, 4, 1, 30, 0)], streams=2)
-    history = [(2, 1, 2, 7, 1), (4, 1, 1, 10, 0), (1, 2, 1, 26, 0)]
-    assert alone == run(files, reading(tokenizer, **skip), history, streams=2)
-    assert skip["left_out"].number >= 10
+    how = reading(tokenizer, left_out=LeftOut())
+    wanted = run(blank, reading(tokenizer), [(1, 4, 1, 30, 0)], streams=2)
+    assert run(files, how, [(1, 4, 1, 30, 0)], streams=2) == wanted
+    assert run(files, how, [(2, 1, 2, 7, 1), (4, 1, 1, 10, 0), (1, 2, 1, 26, 0)], streams=2) == wanted
+    assert how.left_out.number >= 10
     assert "--bad_rows skip" in caplog.text
-
-
-def test_tokens_are_no_text_whatever_the_policy(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}')
+    (tmp_path / "tokens.jsonl").write_text('{"input_ids": [1, 2]}')
     with pytest.raises(DataError, match="--training_dir"):
-        list(documents(find_files([str(tmp_path)])[0], left_out=LeftOut()))
+        list(documents(find_files([str(tmp_path / "tokens.jsonl")])[0], left_out=LeftOut()))
+
+
+def test_parts_and_starts_of_a_file(files):
+    for file in files:
+        whole = list(documents(file))
+        for part, parts in ((0, 1), (0, 3), (1, 3), (2, 3)):
+            for start in (0, 1, 20, 1000):
+                found = list(documents(file, start=start, part=part, parts=parts))
+                assert found == whole[part::parts][start:], file.name
 
 
 def test_a_folder_of_text_that_save_to_disk_wrote(tmp_path, tokenizer):
@@ -390,8 +359,9 @@ def test_a_folder_of_text_that_save_to_disk_wrote(tmp_path, tokenizer):
     assert sorted(text for file in files for _, text in documents(file)) == sorted(texts)
     assert holds_text(str(tmp_path / "d"))
     for file in files:
-        whole = list(documents(file))
-        assert list(documents(file, start=2, part=1, parts=3)) == whole[1::3][2:]
+        assert list(documents(file, start=2, part=1, parts=3)) == list(documents(file))[1::3][2:]
+        with pytest.raises(DataError, match=r"\.arrow: .*words.*--text_column"):
+            list(documents(file, "words"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     words = ["--input", str(tmp_path / "d"), "--output", str(tmp_path / "out"), "--seq_len", "16"]
     assert prepare([*words, "--tokenizer", str(tmp_path / "tokenizer.json"), "--eos_token", "<|endoftext|>"]) == 0
@@ -405,27 +375,16 @@ def test_a_folder_of_text_that_save_to_disk_wrote(tmp_path, tokenizer):
         find_files([str(tmp_path / "splits")])
 
 
-def test_parts_and_starts_of_a_file(corpus):
-    for file in find_files([str(corpus)]):
-        whole = list(documents(file))
-        for parts in (1, 3):
-            for part in range(parts):
-                mine = whole[part::parts]
-                for start in (0, 1, 20, 1000):
-                    assert list(documents(file, start=start, part=part, parts=parts)) == mine[start:], file.name
-
-
-def test_validation_is_the_beginning_in_stored_order(corpus, tokenizer):
-    files = [file for file in find_files([str(corpus)]) if file.name in ("a.jsonl", "c.json.gz")]
-    rows = TextRows(files, reading(tokenizer, shuffled=False), 5)
-    ids = [token for n in range(130) for token in [*tokenizer.encode(document(n)).ids, 0]]
-    assert len(rows) == 5
-    assert np.concatenate([rows.row(n).input_ids for n in range(5)]).tolist() == ids[: 5 * LENGTH]
-    everything = TextRows(files, reading(tokenizer, shuffled=False), 10**6)
-    total = sum(row.input_ids.size for row in map(everything.row, range(len(everything))))
-    wanted = sum(len(tokenizer.encode(text).ids) + 1 for file in files for _, text in documents(file))
-    assert wanted - 1 <= total <= wanted
-    assert everything.name(0).startswith("a.jsonl:1[0:")
+def test_validation_is_the_beginning_in_stored_order(files, tokenizer):
+    files = [file for file in files if file.name in ("a.jsonl", "c.json.gz")]
+    ids = [token for n in (*range(130), *range(260, 300)) for token in [*tokenizer.encode(document(n)).ids, 0]]
+    for most, count in ((5, 5), (10**6, (len(ids) + LENGTH - 2) // LENGTH)):
+        rows = TextRows(files, reading(tokenizer, shuffled=False), most)
+        assert len(rows) == count
+        found = np.concatenate([rows.row(n).input_ids for n in range(count)]).tolist()
+        assert found == ids[: len(found)]
+        assert len(found) >= min(most * LENGTH, len(ids) - 1)
+        assert rows.name(0).startswith("a.jsonl:1[0:")
 
 
 def test_a_data_set_of_the_hub(tmp_path, tokenizer, monkeypatch):
@@ -434,8 +393,7 @@ def test_a_data_set_of_the_hub(tmp_path, tokenizer, monkeypatch):
     hub = tmp_path / "hub"
     hub.mkdir()
     for n in range(3):
-        lines = "".join(json.dumps({"text": document(40 * n + k)}) + "\n" for k in range(40))
-        (hub / f"train-{n}.jsonl").write_text(lines)
+        (hub / f"train-{n}.jsonl").write_bytes(lines(range(40 * n, 40 * n + 40)))
     (hub / "validation.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
     load = datasets.load_dataset_builder
 
@@ -448,19 +406,17 @@ def test_a_data_set_of_the_hub(tmp_path, tokenizer, monkeypatch):
         return load(str(hub), config, **options)
 
     from_folder.__signature__ = inspect.signature(load)
-
     monkeypatch.setattr(datasets, "load_dataset_builder", from_folder)
     files = find_files(["acme/words"])
     assert sorted(file.name for file in files) == ["train-0", "train-1", "train-2"]
     assert sorted(text for file in files for _, text in documents(file)) == sorted(map(document, range(120)))
     first = next(file for file in files if file.name == "train-1")
     assert list(documents(first, start=3, part=1, parts=3)) == list(documents(first))[10::3]
-    history = [(1, 2, 1, 4, 1), (2, 1, 2, 3, 0), (3, 1, 1, 2, 0)]
-    seen = run(files, reading(tokenizer), history)
+    seen = run(files, reading(tokenizer), [(1, 2, 1, 4, 1), (2, 1, 2, 3, 0), (3, 1, 1, 2, 0)])
     assert seen == run(files, reading(tokenizer), [(1, 1, 1, len(seen), 0)])
     assert [text for _, text in documents(find_files(["acme/words"], split="validation")[0])] == ["held out"]
-    assert prepare(["--input", "acme/words", "--output", str(tmp_path / "out"), "--train_tokenizer", "300",
-                    "--seq_len", "32", "--validation_fraction", "0"]) == 0  # fmt: skip
+    words = f"--input acme/words --output {tmp_path}/out --train_tokenizer 300 --seq_len 32 --validation_fraction 0"
+    assert prepare(words.split()) == 0
     assert json.loads((tmp_path / "out" / "_manifest.json").read_text())["splits"]["train"]["documents"] == 120
     for name, options, reason in [
         ("acme/words", {"split": "dev"}, "has no split dev; it has train, validation"),
@@ -473,66 +429,63 @@ def test_a_data_set_of_the_hub(tmp_path, tokenizer, monkeypatch):
         list(documents(files[0], "body"))
 
 
-def test_finding_files(tmp_path):
+def names_in(folder, *given):
+    return sorted(file.name for file in find_files([str(folder)], *given))
+
+
+def test_finding_files(tmp_path, caplog):
     with pytest.raises(DataError, match=r"/no/where: .*--dataset"):
         find_files(["/no/where"], flag="--dataset")
     with pytest.raises(DataError, match=r"no file that matches \*\.txt"):
         find_files([str(tmp_path)])
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "_notes.txt").write_text("x")
-    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
-    with pytest.raises(DataError, match=r"is given twice, so its documents would count twice"):
-        find_files([str(tmp_path)])
-    (tmp_path / "link.txt").unlink()
-    assert [file.name for file in find_files([str(tmp_path)])] == ["a.txt"]
-    for name in ("sub0/1.py", "sub0/10.py", "sub0/2.py", "sub1/11.py", "sub2/12.py"):
+    for name in ("a.txt", "_notes.txt", "sub0/1.py", "sub0/10.py", "sub0/2.py", "sub1/11.py", "sub2/12.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    found = find_files([str(tmp_path)], ["1*.py"], ["sub2", "10.*"])
-    assert sorted(file.name for file in found) == ["sub0/1.py", "sub1/11.py"]
-
-
-def test_a_text_beside_its_zipped_copy_would_count_twice(tmp_path):
-    for name in ("a.jsonl", "b.jsonl.gz", "c.txt"):
-        (tmp_path / name).write_bytes(b'{"text": "x"}\n')
-    assert len(find_files([str(tmp_path)])) == 3
-    (tmp_path / "a.jsonl.gz").write_bytes(b'{"text": "x"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz: a\.jsonl "):
+    assert names_in(tmp_path, ["1*.py"], ["sub2", "10.*"]) == ["sub0/1.py", "sub1/11.py"]
+    found = find_files([str(tmp_path)])
+    assert len(found) == 6
+    (tmp_path / "nothing.txt").touch()
+    assert find_files([str(tmp_path)]) == found
+    assert f"left out 1 empty files of 7; the first is {tmp_path}/nothing.txt" in caplog.text
+    with pytest.raises(DataError, match=r"nothing\.txt: .*--dataset"):
+        find_files([str(tmp_path / "nothing.txt")], flag="--dataset")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=r"is given twice"):
+        find_files([str(tmp_path)])
+    (tmp_path / "link.txt").unlink()
+    (tmp_path / "a.txt.gz").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"a\.txt\.gz: a\.txt "):
         find_files([str(tmp_path)])
 
 
 def test_what_is_called_json_is_looked_into(tmp_path, caplog):
-    lines = b'\n{"text": "one"}\n{"text": "two"}\n'
-    (tmp_path / "a.jsonl").write_bytes(lines)
-    (tmp_path / "b.json").write_bytes(lines)
-    (tmp_path / "zipped.json").write_bytes(gzip.compress(lines))
-    (tmp_path / "long.json").write_bytes(b'{"text": "' + b"x" * (1 << 20) + b'"}\n')
-    assert {file.name for file in find_files([str(tmp_path)])} == {"a.jsonl", "b.json", "zipped.json", "long.json"}
+    content = b'\n{"text": "one"}\n{"text": "two"}\n'
+    for name, written in {
+        "a.jsonl": content, "b.json": content, "zipped.json": gzip.compress(content),
+        "long.json": b'{"text": "' + b"x" * (1 << 20) + b'"}\n',
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(written)
+    assert names_in(tmp_path) == ["a.jsonl", "b.json", "long.json", "zipped.json"]
     assert not caplog.text
     (tmp_path / "info.json").write_bytes(b'{"text_column": "text"}\n')
     (tmp_path / "pretty.json").write_bytes(b'{\n "text": "one"\n}\n')
     (tmp_path / "blank.json").write_bytes(b"\n")
-    files = find_files([str(tmp_path)])
-    assert len(files) == 4
+    assert len(names_in(tmp_path)) == 4
     assert "left out 3 files called *.json whose first line is no object with the field text" in caplog.text
     assert "blank.json" in caplog.text
-    (of_b,) = [file for file in files if file.name == "b.json"]
-    assert list(documents(of_b)) == [(2, "one"), (3, "two")]
-    assert find_files([str(tmp_path / "pretty.json")]), "given itself"
+    assert list(documents(find_files([str(tmp_path / "b.json")])[0])) == [(2, "one"), (3, "two")]
+    assert names_in(tmp_path / "pretty.json"), "given itself"
     # Tokens are not passed over either: their reader says what they are.
     (tmp_path / "tokens").mkdir()
-    (tmp_path / "tokens/a.json").write_bytes(b'{"input_ids": [1, 2]}\n')
-    (tokens,) = find_files([str(tmp_path / "tokens")])
-    with pytest.raises(DataError, match="these are tokens already"):
-        list(documents(tokens))
-    assert not holds_text(str(tmp_path / "tokens"))
+    for tokens in (b"[1, 2]", b"[" + b"1, " * (1 << 19) + b"2]"):
+        (tmp_path / "tokens/a.json").write_bytes(b'{"input_ids": ' + tokens + b"}\n")
+        with pytest.raises(DataError, match="these are tokens already"):
+            list(documents(find_files([str(tmp_path / "tokens")])[0]))
+        assert not holds_text(str(tmp_path / "tokens"))
     assert holds_text(str(tmp_path / "b.json"))
 
 
 def test_a_tokenizer_of_another_model(tmp_path, tokenizer):
-    from smp_train.arguments import parse
-    from smp_train.data.text.opening import _reading
-
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     args = parse(["--dataset", "x", "--tokenizer", str(tmp_path)], {}).args
     with pytest.raises(ConfigError, match=r"297.*256"):
@@ -547,18 +500,7 @@ def test_tokenizers_of_older_versions(tokenizer):
         def encode_batch(self, texts, add_special_tokens):
             return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
 
-    texts = [document(5), "", "x"]
-    old, new = tokenizers.encode(Old(), texts, 7), tokenizers.encode(tokenizer, texts, 7)
+    old, new = (tokenizers.encode(made, [document(5), "", "x"], 7) for made in (Old(), tokenizer))
     assert [ids.tolist() for ids in old] == [ids.tolist() for ids in new]
     assert new[1].size == 0
     assert new[2][-1] == 7
-
-
-def test_what_a_batch_is(corpus, tokenizer):
-    """Labels are the ids, all counted, no mask."""
-    (rank,) = world(find_files([str(corpus)]), reading(tokenizer, named=False), 1, mb=3, streams=2)
-    (batch,) = next(rank.batches())
-    assert batch.labels.equal(batch.input_ids)
-    assert batch.attention_mask is None
-    assert batch.counted_tokens() == 3 * (LENGTH - 1)
-    assert batch.samples == [""] * 3
