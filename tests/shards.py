@@ -11,18 +11,17 @@ from typing import Any
 from smp_train.data import token_dataset
 from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import Source, TrainingData
+from smp_train.data.rows import FIELDS, IDS
 from smp_train.data.token_cache import TokenCache
 from smp_train.data.utils import list_shards
 
 
 def write_shard(path: Path, rows: Iterable[Any], blanks: bool = False) -> Path:
-    """Write rows (an object, ids, or a pair of ids and mask) as JSON lines, gzipped where the name says so."""
+    """Write rows (an object, ids, or a tuple of ids, mask and labels) as JSON lines, gzipped where the name says so."""
     text = ""
     for row in rows:
-        if isinstance(row, tuple):
-            row = {"input_ids": row[0], "attention_mask": row[1]}
-        record = row if isinstance(row, dict) else {"input_ids": row}
-        text += json.dumps(record) + ("\n\n" if blanks else "\n")
+        record = dict(zip(FIELDS, row, strict=False)) if isinstance(row, tuple) else row
+        text += json.dumps(record if isinstance(record, dict) else {IDS: record}) + ("\n\n" if blanks else "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
     return path

@@ -31,34 +31,37 @@ def plain_rows(n, length=6, base=0):
     return [([(base + i * length + k) % 97 for k in range(length)], [1] * length) for i in range(n)]
 
 
+KINDS = ["same length", "same length, padded", "ragged", "ragged, padded", "holes", "labels"]
+
+
 def random_rows(kind, n, seed=0):
+    """Return (ids, mask), and labels where the kind has them."""
     rng = random.Random(seed)
     rows = []
     for _ in range(n):
         length = 9 if kind.startswith("same length") else rng.randrange(2, 40)
-        mask = [1] * length
+        ids, mask = [rng.randrange(97) for _ in range(length)], [1] * length
         if "padded" in kind:
             valid = rng.randrange(2, length + 1)
             mask = [1] * valid + [0] * (length - valid)
         elif kind == "holes":
             mask = [rng.randrange(2) for _ in range(length - 1)] + [1]
-        rows.append(([rng.randrange(97) for _ in range(length)], mask))
+        labels = [rng.choice((-100, one)) for one in ids[:-1]] + [1]
+        rows.append((ids, mask, labels) if kind == "labels" else (ids, mask))
     return rows
 
 
 def check_rows(source, rows):
     assert len(source) == len(rows)
     for i in random.Random(1).sample(range(len(rows)), len(rows)):
-        row, (ids, mask) = source.row(i), rows[i]
+        row, (ids, mask, *labels) = source.row(i), rows[i]
         assert row.input_ids.tolist() == ids
         assert (None if row.counted is None else row.counted.tolist()) == (None if all(mask) else list(map(bool, mask)))
+        assert ([] if row.labels is None else [row.labels.tolist()]) == labels
 
 
 def opened(folder, vocab_size=97, **options):
     return open_place(str(folder), vocab_size=vocab_size, **options)
-
-
-KINDS = ["same length", "same length, padded", "ragged", "ragged, padded", "holes"]
 
 
 @pytest.mark.parametrize("vocab_size", [97, 65_536, 65_537])
