@@ -143,8 +143,7 @@ def check_model(sizes: Mapping[str, int], *, seq_len: int, tensor: int = 1, cont
 
 def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _would(number: int) -> str:

@@ -65,15 +65,8 @@ def apply(layers: list[nn.Module], setting: str) -> int:
         forward = layers[index].forward
         if per_operation:
             forward = _watched_once(forward)
-        layers[index].forward = _checkpointed(forward, options)
+        layers[index].forward = functools.partial(checkpoint, forward, **options)
     return len(indices)
-
-
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    return recomputed
 
 
 def _keeps(operation: Any) -> bool:

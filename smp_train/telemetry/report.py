@@ -76,13 +76,12 @@ def unigram_entropy(run: dict[str, Any]) -> float | None:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Return the centred moving mean over ``window`` values, over fewer towards both ends."""
-    half = window // 2
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    ends = [(max(0, at - half), min(len(values), at + half + 1)) for at in range(len(values))]
-    return [(sums[stop] - sums[start]) / (stop - start) for start, stop in ends]
+    """Return the centred moving mean over ``window`` values (odd, at most all), over fewer towards both ends."""
+    import numpy
+
+    ones = numpy.ones(window)
+    means = numpy.convolve(values, ones, "same") / numpy.convolve(numpy.ones(len(values)), ones, "same")
+    return [float(mean) for mean in means]
 
 
 def _draw_losses(axes: Axes, records: list[dict[str, Any]], entropy: float | None) -> None:
