@@ -66,15 +66,6 @@ def test_what_nccl_goes_through() -> None:
     assert "warning: preflight: NCCL goes through sockets" in net.describe(fine, place, "cuda", sockets, 32)[1]
 
 
-class Broken(net.NetworkCheck):
-    """A check in which one node's network carries nothing, as both ends notice at once."""
-
-    def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
-        if name != "all" and 1 in ranks:
-            raise RuntimeError("no route to host")
-        return super().reduce(name, ranks, seconds)
-
-
 class Impatient(net.NetworkCheck):
     """A check that does not wait for ranks that do not come."""
 
@@ -82,8 +73,16 @@ class Impatient(net.NetworkCheck):
         return super().missing(keys, 0.3)
 
 
-class Late(Broken):
-    """A check whose last rank reads the verdict late, while a launcher already ends the ranks of rank 0's node."""
+class Late(net.NetworkCheck):
+    """A check in which one node's network carries nothing, as both ends notice at once.
+
+    The last rank reads the verdict late, while a launcher already ends the ranks of rank 0's node.
+    """
+
+    def reduce(self, name: str, ranks: list[int], seconds: float) -> float:
+        if name != "all" and 1 in ranks:
+            raise RuntimeError("no route to host")
+        return super().reduce(name, ranks, seconds)
 
     def run(self, report: Callable[[net.Verdict], None]) -> net.Verdict:
         folder = Path(os.environ["FOLDER"])
@@ -150,29 +149,25 @@ def test_all_reach_each_other(tmp_path: Path) -> None:
     assert verdict(tmp_path).rate > 0
 
 
-def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), free_port(), 1, 240.0, Impatient, 1) == [net.BAD_NODE, None]
-    assert verdict(tmp_path).nodes == ["host1"]
-
-
-def test_a_node_that_reaches_nobody_is_named(tmp_path: Path) -> None:
-    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Broken, None) == [net.BAD_NODE] * 3
+@pytest.mark.parametrize(
+    ("kind", "world", "absent", "named", "said"),
+    [
+        (Impatient, 2, 1, 1, "no word from host1"),
+        (Late, 3, None, 1, "does not finish an all-reduce with either of its neighbours"),
+        (Silent, 2, None, 2, "do not finish an all-reduce with each other"),
+    ],
+)
+def test_the_node_at_fault_is_named_to_all(
+    kind: type[net.NetworkCheck], world: int, absent: int | None, named: int, said: str, tmp_path: Path
+) -> None:
+    codes = run(body, world, str(tmp_path), free_port(), 1, 240.0, kind, absent)
+    assert codes == [None if rank == absent else net.BAD_NODE for rank in range(world)]
     found = verdict(tmp_path)
-    assert len(found.nodes) == 1, found
-    assert "does not finish an all-reduce with either of its neighbours" in found.message
+    assert (len(found.nodes), said in found.message) == (named, True), found
     assert (tmp_path / "said-0").read_text().splitlines()[-1] == f"smp-train: error: preflight: {found.message}"
-
-
-def test_all_hear_the_verdict_whoever_leaves_first(tmp_path: Path) -> None:
-    assert run(body, 3, str(tmp_path), free_port(), 1, 240.0, Late, None) == [net.BAD_NODE] * 3
-    assert len(verdict(tmp_path).nodes) == 1
-    assert (tmp_path / "waits").read_text() == "59.0"
-    assert net.FAULT_SECONDS <= supervisor.GRACE_SECONDS, "else a launcher ends it before, in the middle"
-
-
-def test_a_silent_network_is_not_waited_for(tmp_path: Path) -> None:
-    assert run(body, 2, str(tmp_path), free_port(), 1, 240.0, Silent, None) == [net.BAD_NODE] * 2
-    assert "do not finish an all-reduce with each other" in verdict(tmp_path).message
+    if kind is Late:
+        assert (tmp_path / "waits").read_text() == "59.0"
+        assert net.FAULT_SECONDS <= supervisor.GRACE_SECONDS, "else a launcher ends it before, in the middle"
 
 
 def test_the_doctor_asks_all_ranks_of_a_launcher(tmp_path: Path) -> None:

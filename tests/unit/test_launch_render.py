@@ -174,75 +174,53 @@ def test_sagemaker_refuses(options_: dict[str, object], flags: dict[str, object]
 
 
 MANY = {"instance_count": 2, "output": "s3://bucket/out"}
+OUT = {"output": "s3://bucket/out"}
+OWN = "/opt/ml/checkpoints"
+BELOW = "s3://bucket/out/checkpoints/llama_v2"
+FSX = {"fsx": "fs-0123456789abcdef0:/m", "subnets": ["subnet-1"], "security_groups": ["sg-1"]}
+KEEP = {"keep_in": "s3://own/x"}
+TWO = {"checkpoint_freq": [10, 10], "num_kept_checkpoints": [2, 2]}
 
 
 @pytest.mark.parametrize(
     ("options_", "flags", "written", "copied"),
     [
-        ({"output": "s3://bucket/out"}, {}, "/opt/ml/checkpoints", "s3://bucket/out/checkpoints/llama_v2"),
-        ({"checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
-        ({}, {}, "/opt/ml/checkpoints", None),
-        *(
-            ({"output": "s3://bucket/out"}, {name: "/opt/ml/checkpoints"}, "/opt/ml/checkpoints",
-             "s3://bucket/out/checkpoints/llama_v2")
-            for name in ("checkpoint_dir", "ckpt_save_path")
-        ),
-        (
-            {"checkpoints": "s3://bucket/c"}, {"checkpoint_dir": "/opt/ml/checkpoints/"}, "/opt/ml/checkpoints/",
-            "s3://bucket/c",
-        ),
-        (
-            {"keep_in": "s3://own/x"}, {"checkpoint_dir": "/opt/ml/checkpoints/mine"}, "/opt/ml/checkpoints/mine",
-            "s3://own/x/checkpoints/llama_v2",
-        ),
-        ({"keep_in": "s3://own/x"}, {}, "/opt/ml/checkpoints", "s3://own/x/checkpoints/llama_v2"),
-        ({"keep_in": "s3://own/x", "checkpoints": "s3://bucket/c"}, {}, "/opt/ml/checkpoints", "s3://bucket/c"),
-        ({"keep_in": "s3://own/x", "instance_count": 2}, {}, "s3://own/x/checkpoints/llama_v2", None),
-        (MANY, {}, "s3://bucket/out/checkpoints/llama_v2", None),
-        ({**MANY, "checkpoints": "s3://bucket/c"}, {}, "s3://bucket/c", None),
-        (MANY, {"checkpoint_dir": "s3://bucket/x"}, "s3://bucket/x", None),
-        (
-            {**MANY, "fsx": "fs-0123456789abcdef0:/m", "subnets": ["subnet-1"], "security_groups": ["sg-1"]}, {},
-            "/opt/ml/input/data/fsx/checkpoints/llama_v2", None,
-        ),
+        (OUT, {}, [OWN], BELOW),
+        ({"checkpoints": "s3://bucket/c"}, {}, [OWN], "s3://bucket/c"),
+        ({}, {}, [OWN], None),
+        (OUT, {"checkpoint_dir": OWN}, [OWN], BELOW),
+        (OUT, {"ckpt_save_path": OWN}, [OWN], BELOW),
+        (OUT, {"checkpoint_dir": [OWN, "s3://bucket/rare"], **TWO}, [OWN, "s3://bucket/rare"], BELOW),
+        (OUT, {"checkpoint_dir": "s3://bucket/often"}, ["s3://bucket/often"], None),
+        ({"checkpoints": "s3://bucket/c"}, {"checkpoint_dir": f"{OWN}/"}, [f"{OWN}/"], "s3://bucket/c"),
+        (KEEP, {"checkpoint_dir": f"{OWN}/mine"}, [f"{OWN}/mine"], f"{KEEP['keep_in']}/checkpoints/llama_v2"),
+        (KEEP, {}, [OWN], f"{KEEP['keep_in']}/checkpoints/llama_v2"),
+        ({**KEEP, "checkpoints": "s3://bucket/c"}, {}, [OWN], "s3://bucket/c"),
+        ({**KEEP, "instance_count": 2}, {}, [f"{KEEP['keep_in']}/checkpoints/llama_v2"], None),
+        (MANY, {}, [BELOW], None),
+        ({**MANY, "checkpoints": "s3://bucket/c"}, {}, ["s3://bucket/c"], None),
+        (MANY, {"checkpoint_dir": "s3://bucket/x"}, ["s3://bucket/x"], None),
+        ({**MANY, **FSX}, {}, ["/opt/ml/input/data/fsx/checkpoints/llama_v2"], None),
     ],
 )  # fmt: skip
 def test_sagemaker_keeps_checkpoints_where_all_instances_write(
-    options_: dict[str, object], flags: dict[str, object], written: str, copied: str | None
+    options_: dict[str, object], flags: dict[str, object], written: list[str], copied: str | None
 ) -> None:
     made = sagemaker.build({"model_type": "llama_v2", **flags}, **{**SAGEMAKER, **options_})
-    assert (made.resolved.args.checkpoint_dir, made.checkpoints) == ([written], copied)
-    if "/opt/ml/checkpoints" not in written:
-        assert [made.hyperparameters["checkpoint_dir"]] in ([written], [[written]])
+    assert (made.resolved.args.checkpoint_dir, made.checkpoints) == (written, copied)
+    if OWN not in written[0]:
+        assert made.hyperparameters["checkpoint_dir"] in (written, written[0])
 
 
-@pytest.mark.parametrize(
-    ("folders", "copied", "warned"),
-    [
-        ([], True, False),
-        (["/opt/ml/checkpoints"], True, False),
-        (["/opt/ml/checkpoints", "s3://bucket/rare"], True, False),
-        (["s3://bucket/often"], False, False),
-        (["/tmp/trial"], False, True),
-    ],
-    ids=str,
-)
-def test_sagemaker_keeps_what_one_instance_writes(
-    folders: list[str], copied: bool, warned: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("folder", "warned"), [("", False), ("/tmp/trial", True)])
+def test_sagemaker_copies_or_warns(folder: str, warned: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a CheckpointConfig all that is in /opt/ml/checkpoints is lost as the job ends."""
-    often = ["--checkpoint_freq", *["10"] * len(folders), "--num_kept_checkpoints", *["2"] * len(folders)]
-    words = ["--checkpoint_dir", *folders, *often] if folders else []
-    code = cli.main(
-        [
-            "launch", "sagemaker", "--dry_run", "--role", ROLE, "--instance_type", "ml.p5.48xlarge", "--train",
-            "s3://bucket/train", "--output", "s3://bucket/out", "--run_name", "mine", *words,
-        ]
-    )  # fmt: skip
+    words = ["--role", ROLE, "--instance_type", "ml.p5.48xlarge", "--train", "s3://bucket/train", "--run_name", "mine"]
+    words += ["--output", "s3://bucket/out", *(["--checkpoint_dir", folder] if folder else [])]
+    assert cli.main(["launch", "sagemaker", "--dry_run", *words]) == 0
     said = capsys.readouterr()
-    assert code == 0, said.err
-    wanted = {"S3Uri": "s3://bucket/out/checkpoints/mine", "LocalPath": "/opt/ml/checkpoints"}
-    assert json.loads(said.out).get("CheckpointConfig") == (wanted if copied else None)
+    wanted = {"S3Uri": "s3://bucket/out/checkpoints/mine", "LocalPath": OWN}
+    assert json.loads(said.out).get("CheckpointConfig") == (None if folder else wanted)
     assert ("/tmp/trial" in said.err) is warned
 
 
