@@ -83,21 +83,17 @@ KINDS: dict[str, Table] = {
 MODEL = ("hf_pretrained_model_name_or_dir", "pretrained_model_name", "from_scratch", "model_type")
 DATA = ("training_dir", "dataset", "use_synthetic_data")
 
-class Variables:
-    """The variables of one kind of script; an empty one has its default."""
-
-    def __init__(self, kind: str, environ: Mapping[str, str]) -> None:
-        self.table, self.environ = KINDS[kind], environ
-
-    def __getitem__(self, name: str) -> str:
-        return self.environ.get(name) or self.table[name][0]
-
-    def on(self, name: str) -> bool:
-        """Return whether a switch is on."""
-        return self[name].lower() not in ("", "0", "false")
+def variables(kind: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of one kind of script; an empty one has its default."""
+    return {name: environ.get(name) or default for name, (default, _) in KINDS[kind].items()}
 
 
-def training_flags(words: Sequence[str], values: Variables) -> list[str]:
+def on(value: str) -> bool:
+    """Return whether a variable switches something on."""
+    return value.lower() not in ("", "0", "false")
+
+
+def training_flags(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Return the script's choices as flags, then ``words``, which win."""
     given = parse(words, {}).given
     own: list[str] = []
@@ -106,10 +102,10 @@ def training_flags(words: Sequence[str], values: Variables) -> list[str]:
         if value and not any(map(given, (flag, *unless))):
             own.extend((f"--{flag}", value))
 
-    if "BATCH_SIZE" in values.table:
+    if "BATCH_SIZE" in values:
         choose("train_batch_size", values["BATCH_SIZE"])
         choose("gradient_accumulation_steps", values["GRAD_ACCUM_STEPS"])
-        if values.on("USE_HF_MODEL"):
+        if on(values["USE_HF_MODEL"]):
             choose("hf_pretrained_model_name_or_dir", values["HF_MODEL"], MODEL)
         else:
             choose("from_scratch", "1", MODEL)
@@ -129,9 +125,9 @@ def training_flags(words: Sequence[str], values: Variables) -> list[str]:
 
 def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, str], asked: str = "") -> int:
     """Check variables and flags, then submit the script, run the job that it is already, or print the job's command."""
-    values = Variables(kind, environ)
+    values = variables(kind, environ)
     options, training = split(words, COMMON[:1])
-    dry_run = options["dry_run"] or values.on("DRY_RUN")
+    dry_run = options["dry_run"] or on(values["DRY_RUN"])
     flags = training_flags(training, values)
     launch_flags.check(flags)
     flags = launch_flags.named(flags)
@@ -174,7 +170,7 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
 
 def launch(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
     """Launch on this machine, or on Kubernetes."""
-    values = Variables(kind, environ)
+    values = variables(kind, environ)
     place = k8s if kind == "k8s" else local
     _, training = split(words, place.OPTIONS)
     flags = training_flags(training, values)
@@ -193,7 +189,7 @@ def launch(kind: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
     else:
         options["preflight"] = values["PREFLIGHT"]
     chosen = [word for name, value in options.items() if value for word in (f"--{name}", value)]
-    return place.main([*chosen, *(["--dry_run"] if values.on("DRY_RUN") else []), *own, *words])
+    return place.main([*chosen, *(["--dry_run"] if on(values["DRY_RUN"]) else []), *own, *words])
 
 
 def help_text(kind: str, script: str) -> str:
