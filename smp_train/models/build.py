@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smp_train.errors import ConfigError
 from smp_train.models import hub_names
-from smp_train.models.hugging_face import model_of
+from smp_train.models.hugging_face import model_of, transformers_major
 from smp_train.models.recording import construct_on_meta
 from smp_train.models.resolve import ModelSpec
 
@@ -29,9 +29,7 @@ def build_meta(
     Raises:
         ConfigError: transformers refuses the configuration or the attention implementation.
     """
-    from transformers import __version__
-
-    kind = "dtype" if int(__version__.split(".")[0]) >= 5 else "torch_dtype"
+    kind = "dtype" if transformers_major() >= 5 else "torch_dtype"
     spec.config.use_cache = False
     attn_implementation = _available_attention(spec, attn_implementation)
     try:

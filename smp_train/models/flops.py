@@ -37,14 +37,6 @@ def flops_per_token(config: PretrainedConfig, seq_len: int, *, causal: bool = Fa
     return float(6 * _counts(config)[1] + (attention // 2 if causal else attention))
 
 
-def _active_share(config: PretrainedConfig) -> float:
-    """Return the fraction of the experts that a token is routed to (1 without experts)."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((count for name in names if (count := getattr(config, name, None))), None)
-    used = getattr(config, "num_experts_per_tok", None)
-    return used / experts if experts and used else 1.0
-
-
 def _counts(config: PretrainedConfig) -> tuple[int, int]:
     kind: Any = type(config)
     return _count_built(kind, json.dumps(config.to_dict(), sort_keys=True, default=str))
@@ -59,6 +51,8 @@ def _count_built(kind: Any, config_json: str) -> tuple[int, int]:
     import torch
     from torch import nn
 
+    from smp_train.models.traits import number_of_experts
+
     config = kind.from_dict(json.loads(config_json))
     with torch.device("meta"):
         model = model_of(config)
@@ -66,7 +60,8 @@ def _count_built(kind: Any, config_json: str) -> tuple[int, int]:
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if head is not None:
         looked_up.discard(id(head.weight))
-    share = _active_share(config)
+    experts, used = number_of_experts(config), getattr(config, "num_experts_per_tok", None)
+    share = used / experts if experts and used else 1.0  # of the experts, those that a token is routed to
     matmul = sum(
         param.numel() * (share if EXPERT.search(name) else 1.0)
         for name, param in model.named_parameters()

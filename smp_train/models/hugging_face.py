@@ -30,6 +30,13 @@ logger = logging.getLogger("smp_train.models")
 _trusted = False
 
 
+def transformers_major() -> int:
+    """Return the major version of the installed transformers."""
+    from transformers import __version__
+
+    return int(__version__.split(".")[0])
+
+
 def trust_code(trusted: bool) -> None:
     """Set whether this process runs code that comes with models and tokenizers."""
     global _trusted
@@ -176,9 +183,9 @@ def readable(fields: dict[str, Any]) -> dict[str, Any]:
 
     Version 4 ignores ``rope_parameters`` and would use its default rotary base; nor can it serialize ``dtype``.
     """
-    from transformers import PretrainedConfig, __version__
+    from transformers import PretrainedConfig
 
-    if int(__version__.split(".")[0]) >= 5:
+    if transformers_major() >= 5:
         return fields
     fields = transformers4_names(fields, fields.get("model_type", ""))
     if "dtype" in fields and not hasattr(PretrainedConfig(), "dtype"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.errors import ConfigError
+from smp_train.models.hugging_face import transformers_major
 
 PLAIN_HEADS = frozenset(
     {"falcon", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt", "phi", "qwen2", "qwen3", "stablelm"}
@@ -70,12 +71,10 @@ def number_of_experts(config: Any) -> int:
 
 def check_experts(config: Any) -> None:
     """Raise `ConfigError` for a mixture of experts where the installed transformers cannot train it sharded."""
-    from transformers import __version__
-
-    if number_of_experts(config) and int(__version__.split(".")[0]) < OLDEST_TRANSFORMERS_OF_EXPERTS:
+    if number_of_experts(config) and transformers_major() < OLDEST_TRANSFORMERS_OF_EXPERTS:
         raise ConfigError(
             f"a mixture of experts ({config.model_type}) needs transformers {OLDEST_TRANSFORMERS_OF_EXPERTS} or newer "
-            f"on the native backend, this is {__version__}; upgrade transformers, or use --backend smp"
+            f"on the native backend, this is {transformers_major()}; upgrade transformers, or use --backend smp"
         )
 
 
