@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from smp_train import arguments, backends, distributed
-from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state, open_checkpoint
-from smp_train.checkpoints.export import export
-from smp_train.checkpoints.state import State
+from smp_train.checkpoints import CheckpointManager, Policy, find, gather_state
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.initialization import initialise
 from smp_train.models.resolve import resolve
@@ -66,43 +62,25 @@ def hand_on(folder: str, source: str) -> None:
     distributed.stop()
 
 
-def alone(family: str, seed: int) -> tuple[Any, State]:
-    """Return a model on one process, its weights drawn, and its state."""
-    model: Any = build_meta(resolve(command(family)))
-    materialise(model, "cpu")
-    initialise(model, seed)
-    return model.eval(), gather_state(model, torch.optim.AdamW(model.parameters()))
-
-
 @pytest.mark.slow
 def test_every_family_goes_through_every_mesh_and_back(tmp_path: Path) -> None:
     first: dict[str, dict[str, torch.Tensor]] = {}
-    logits: dict[str, torch.Tensor] = {}
-    ids = torch.arange(30).view(2, 15)
     for family in FAMILIES:
-        model, state = alone(family, seed=1)
+        model = build_meta(resolve(command(family)))
+        materialise(model, "cpu")
+        initialise(model, seed=1)
+        state = gather_state(model, torch.optim.AdamW(model.parameters()))
         for number, values in enumerate(state["optim"]["state"].values()):
             for value in values.values():
                 value.copy_(torch.rand(value.shape, generator=torch.Generator().manual_seed(number)))
         manager = CheckpointManager([Policy(str(tmp_path / "first"), 1, 0)], model_type=family)
         # As older versions saved it: under the names and layouts in memory.
-        manager.save(1, state.in_memory, {"model_config": model.config.to_dict()})
+        config: Any = model.config
+        manager.save(1, state.in_memory, {"model_config": config.to_dict()})
         first[family] = flatten(state)
-        with torch.no_grad():
-            logits[family] = model(input_ids=ids).logits
     run(hand_on, 4, str(tmp_path), "first", timeout=600)
     for family, expected in first.items():
         for mesh in MESHES:  # bytes that went through one mesh and every one before it
             found = read_checkpoint(tmp_path / mesh / f"{family}-1steps")
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], value) for name, value in expected.items()), (mesh, family)
-        _, state = alone(family, seed=2)
-        saved = open_checkpoint(tmp_path / mesh / f"{family}-1steps")
-        saved.load(state)
-        assert all(torch.equal(value, expected[name]) for name, value in flatten(state).items()), family
-        export(saved, tmp_path / "hf" / family)
-        with torch.no_grad():
-            theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / family, dtype=torch.float32)
-            assert torch.equal(theirs.eval()(input_ids=ids).logits, logits[family]), family
-        published = load_file(tmp_path / "hf" / family / "model.safetensors")
-        assert {f"model.{name}" for name in published} == {name for name in expected if name.startswith("model.")}

@@ -18,14 +18,14 @@ pytest.importorskip("moto.server")
 from safetensors.torch import save as as_safetensors
 
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.models.build import build_meta, materialise
+from smp_train.models.build import materialise
 from smp_train.models.hf_weights import load_pretrained
 from smp_train.models.resolve import resolve
 from smp_train.models.weight_files import WeightFiles
 from smp_train.storage import s3
 from smp_train.storage.paths import S3Path, on_this_machine, place
 from tests.s3_server import bucket, serving, upload
-from tests.unit.test_models_hf_weights import FAMILIES, expected_logits, pickled, save
+from tests.unit.test_models_hf_weights import FAMILIES, IDS, built, expected_logits, loaded, pickled, save
 
 TENSORS = {
     "matrix": torch.randn(37, 20), "scalar": torch.tensor(3.0), "experts": torch.randn(5, 6, 7).bfloat16(),
@@ -86,33 +86,17 @@ def test_no_more_is_fetched_than_is_asked_for(there: str, server) -> None:
 def test_a_model_in_s3_is_the_model(family: str, there: str, tmp_path: Path) -> None:
     save(FAMILIES[family], tmp_path, max_shard_size="60KB")
     expected = expected_logits(tmp_path)
-    upload(f"{there}/models/m", tmp_path)
-    upload(f"{there}/models/b", {"config.json": (tmp_path / "config.json").read_bytes()})
-    ways = (("hf", f"{there}/models/m/"), ("finetune", "m"), ("file", f"{there}/models/m"))
-    for name, location in ways if family == "llama_v3" else ways[:1]:
-        flags = dict.fromkeys(("pretrained_model_name", "finetune_checkpoint_load_dir", "pretrained_checkpoint_file"))
-        flags |= dict.fromkeys(("model_type", "model_size"))
-        if name == "hf":
-            flags["hf_pretrained_model_name_or_dir"] = location
-        else:
-            flags |= {"finetune": True, "pretrained_checkpoint_file": location if name == "file" else None}
-        if name == "finetune":
-            flags |= {"pretrained_model_name": location, "finetune_checkpoint_load_dir": f"{there}/models"}
-        spec = resolve(SimpleNamespace(**flags))
-        assert spec.pretrained == f"{there}/models/m"
-        model: Any = build_meta(spec)
-        materialise(model, "cpu")
-        load_pretrained(model, spec.pretrained)
-        with torch.no_grad():
-            assert torch.equal(model.eval()(input_ids=torch.arange(48).view(2, 24)).logits, expected)
-    assert resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=f"{there}/models/b")).pretrained is None
+    upload(f"{there}/m", tmp_path)
+    upload(f"{there}/without", {"config.json": (tmp_path / "config.json").read_bytes()})
+    with torch.no_grad():
+        assert torch.equal(loaded(f"{there}/m")(input_ids=IDS).logits, expected)
+    assert resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=f"{there}/without")).pretrained is None
 
 
 def test_what_s3_does_not_give_is_named(there: str, server, tmp_path: Path) -> None:
     save(FAMILIES["llama_v2"], tmp_path)
     upload(f"{there}/m", tmp_path)
-    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir=f"{there}/m"))
-    model = build_meta(spec)
+    model = built(f"{there}/m")
     materialise(model, "cpu")
     name = there.removeprefix("s3://")
     weights = "m/model.safetensors"
