@@ -14,10 +14,10 @@ from smp_train.launch.spec import Spec
 
 PROBE_SECONDS = 60
 # Marks the probe's own lines; the shell of a compute node may print a greeting.
-LACKING = "smp-train-lacks "
+MISSING = "smp-train-missing "
 PROBE = (
-    f'for place in "$@"; do [ -e "$place" ] || echo "{LACKING}$place"; done; '
-    f'[ -z "$IMAGE" ] || srun --help 2>&1 | grep -q -- --container-image || echo "{LACKING}pyxis"'
+    f'for path in "$@"; do [ -e "$path" ] || echo "{MISSING}$path"; done; '
+    f'[ -z "$IMAGE" ] || srun --help 2>&1 | grep -q -- --container-image || echo "{MISSING}pyxis"'
 )
 
 
@@ -110,14 +110,14 @@ def probe(options: Mapping[str, Any], needed: Sequence[str]) -> list[str]:
     lines = output.splitlines()
     if code or not lines:
         return [f"--probe: no compute node could be asked: {' '.join(output.split())[:200] or 'no answer'}"]
-    lacking = [line.removeprefix(LACKING) for line in lines if line.startswith(LACKING)]
-    if "pyxis" in lacking:
+    missing = [line.removeprefix(MISSING) for line in lines if line.startswith(MISSING)]
+    if "pyxis" in missing:
         raise ConfigError(
             f"{lines[0]}: its srun knows no --container-image, though the head node's does: commands would run on the "
             "bare host; install pyxis on the compute nodes, or use --python instead of --image"
         )
-    if lacking:
+    if missing:
         raise ConfigError(
-            f"{lines[0]}: has no {', '.join(lacking)}; all nodes must mount what the run reads and writes"
+            f"{lines[0]}: has no {', '.join(missing)}; all nodes must mount what the run reads and writes"
         )
     return []

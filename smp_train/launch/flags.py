@@ -110,9 +110,9 @@ def complete(
 ) -> tuple[list[str], Resolved]:
     """Return ``words`` with what makes the run survive being started again, and how they then read.
 
-    The run has a name, and its checkpoints go below the run folder, unless told otherwise. It resumes from its own
-    newest checkpoint as soon as there is one, also where the user named another one to start from: that has been used
-    by then. ``in_s3`` is for where the run starts: who only submits it may have no access.
+    The run has a name, and its checkpoints go below the run folder, unless the flags say otherwise. It resumes from
+    its own newest checkpoint as soon as there is one, also where the user named another one to start from: that has
+    been used by then. ``in_s3`` is for where the run starts: a machine that only submits it may have no access.
 
     Raises `ConfigError` as `smp_train.arguments.parse` does.
     """

@@ -99,6 +99,18 @@ def check_request(sent: dict[str, Any], kind: str) -> None:
         assert json.loads(sent["HyperParameters"]["mp_parameters"]) == {"hybrid_shard_degree": 8}
 
 
+def configure_container(base: Path, request: dict[str, Any], **resources: Any) -> None:
+    """Write what SageMaker puts below /opt/ml/input/config."""
+    config = base / "input/config"
+    config.mkdir(parents=True)
+    hosts = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "lo"}
+    kind = {"current_instance_type": request["ResourceConfig"]["InstanceType"]}
+    channels = {channel["ChannelName"]: {"TrainingInputMode": "File"} for channel in request["InputDataConfig"]}
+    (config / "hyperparameters.json").write_text(json.dumps(request["HyperParameters"]))
+    (config / "resourceconfig.json").write_text(json.dumps({**hosts, **kind, **resources}))
+    (config / "inputdataconfig.json").write_text(json.dumps(channels))
+
+
 TRAINING = {
     **TINY, "vocab_size": 1024, "use_synthetic_data": 0, "validation_freq": 2, "max_steps": 4, "checkpoint_freq": [2],
 }  # fmt: skip

@@ -108,19 +108,10 @@ print(json.dumps([place.to_cmd_args(), place.to_env_vars()]))
 
 def container(request: dict[str, Any], base: Path) -> tuple[list[str], dict[str, str]]:
     """Return the command line and environment that SageMaker's toolkit makes of a request."""
-    config = base / "input/config"
-    config.mkdir(parents=True)
-    (config / "hyperparameters.json").write_text(json.dumps(request["HyperParameters"]))
-    hosts = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "lo"}
     group = {"instance_group_name": "homogeneousCluster", "instance_type": "ml.p5.48xlarge", "hosts": ["algo-1"]}
-    (config / "resourceconfig.json").write_text(
-        json.dumps({
-            **hosts, "current_instance_type": "ml.p5.48xlarge", "current_group_name": group["instance_group_name"],
-            "instance_groups": [group],
-        })
-    )  # fmt: skip
-    channels = {channel["ChannelName"]: {"TrainingInputMode": "File"} for channel in request["InputDataConfig"]}
-    (config / "inputdataconfig.json").write_text(json.dumps(channels))
+    jobs.configure_container(
+        base, request, current_group_name=group["instance_group_name"], instance_groups=[group]
+    )
     done = subprocess.run(
         [sys.executable, "-c", TOOLKIT], capture_output=True, text=True, check=True,
         env={**os.environ, "SAGEMAKER_BASE_DIR": str(base), "TRAINING_JOB_NAME": request["TrainingJobName"]},

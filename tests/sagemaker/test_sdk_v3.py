@@ -163,19 +163,8 @@ def download(uri: str, folder: Path) -> Path:
 
 def container(request: dict[str, Any], base: Path) -> tuple[list[str], dict[str, str]]:
     """Return the command line and environment that the SDK's own programs make of a request, channels in place."""
-    config = base / "input/config"
-    config.mkdir(parents=True)
-    resources = {
-        "current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "lo",
-        "current_instance_type": request["ResourceConfig"]["InstanceType"],
-    }  # fmt: skip
+    jobs.configure_container(base, request)
     channels = {channel["ChannelName"]: channel for channel in request["InputDataConfig"]}
-    for name, content in (
-        ("hyperparameters", request["HyperParameters"]),
-        ("resourceconfig", resources),
-        ("inputdataconfig", {key: {} for key in channels}),
-    ):
-        (config / f"{name}.json").write_text(json.dumps(content))
     for name in ("code", "sm_drivers"):
         download(channels[name]["DataSource"]["S3DataSource"]["S3Uri"], base / "input/data" / name)
     done = subprocess.run(

@@ -96,11 +96,10 @@ WITHOUT_EFFECT = {
     "fp16": "False", "optim": "adamw_torch_fused", "do_train": "True", "do_eval": "True",
     "overwrite_output_dir": "True", "save_strategy": "steps", "logging_strategy": "steps",
     "load_best_model_at_end": "False", "dataloader_num_workers": "8", "low_cpu_mem_usage": "True",
-    "ddp_find_unused_parameters": "False",
-    "torch_dtype": "auto", "push_to_hub": "False", "preprocessing_num_workers": "4", "overwrite_cache": "True",
-    "use_fast_tokenizer": "True", "streaming": "True", "remove_unused_columns": "False",
-    "dataloader_pin_memory": "True",
-    "dataloader_persistent_workers": "True", "dataloader_prefetch_factor": "2", "ddp_bucket_cap_mb": "25",
+    "ddp_find_unused_parameters": "False", "torch_dtype": "auto", "push_to_hub": "False",
+    "preprocessing_num_workers": "4", "overwrite_cache": "True", "use_fast_tokenizer": "True", "streaming": "True",
+    "remove_unused_columns": "False", "dataloader_pin_memory": "True", "dataloader_persistent_workers": "True",
+    "dataloader_prefetch_factor": "2", "ddp_bucket_cap_mb": "25",
     "disable_tqdm": "True", "logging_first_step": "True", "save_safetensors": "True", "prediction_loss_only": "True",
     "keep_linebreaks": "True",
 }  # fmt: skip
@@ -488,22 +487,6 @@ def test_validation_that_is_never_due_asks_for_no_data() -> None:
     idle = parse(shlex.split("--validation_freq 500 --max_steps 4 --training_dir d"), {})
     assert idle.args.validation_freq is None
     assert "no validation" in idle.notes[0]
-
-
-def test_data_that_nobody_reads_is_said_not_to_be_read() -> None:
-    (line,) = ineffective(parse(["--use_synthetic_data", "1", "--training_dir", "/a", "/b"], {}))
-    assert line == "--training_dir /a /b has no effect: --use_synthetic_data 1 trains on random tokens"
-    channel = {"SM_CHANNEL_TRAIN": "/opt/ml/input/data/train"}
-    assert ineffective(parse(["--use_synthetic_data", "1"], channel)) == [], "the platform gave it"
-
-
-def test_ineffective_flags_are_answered_only_when_given() -> None:
-    assert ineffective(parse([], {})) == []
-    lines = ineffective(parse(shlex.split("--delayed_param 0 --framework=fsdp --lr 1"), {}))
-    assert lines == [
-        "--delayed_param 0 has no effect: parameters are always created after sharding",
-        "--framework fsdp has no effect: there is one",
-    ]
 
 
 @given(st.lists(st.text(max_size=12), max_size=5))

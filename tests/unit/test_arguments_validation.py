@@ -194,24 +194,32 @@ def test_data_that_is_allowed() -> None:
     check("--dataset s3://b/text --hf_model folder --test_dir t --validation_freq 5 --short concat --shuffle none")
 
 
-def test_flags_of_shards_say_that_they_do_nothing_for_text() -> None:
-    def said(line: str) -> list[str]:
-        return ineffective(parse(shlex.split(line), {}))
+SYNTHETIC = "--use_synthetic_data 1 trains on random tokens"
+INEFFECTIVE = {
+    "": [],
+    "--delayed_param 0 --framework=fsdp --lr 1": [
+        "--delayed_param 0 has no effect: parameters are always created after sharding",
+        "--framework fsdp has no effect: there is one",
+    ],
+    "--use_synthetic_data 1 --training_dir /a /b": [f"--training_dir /a /b has no effect: {SYNTHETIC}"],
+    "--use_synthetic_data 1 --training_dir d --short pack": [
+        f"--{flag} has no effect: {SYNTHETIC}" for flag in ("training_dir d", "short pack")
+    ],
+    "--dataset d --tokenizer t --data_cache_dir x": ["--data_cache_dir x has no effect: streamed text is not cached"],
+    "--training_dir d --text_column body": ["--text_column body has no effect: it needs --dataset"],
+    "--training_dir d --data_cache_dir x": [],
+    "--training_dir d --max_bad 1%": ["--max_bad 0.01 has no effect: it needs --bad_rows skip"],
+    "--training_dir d --max_bad 1% --bad_rows skip --test_dir t --validation_freq 9": [],
+    "--training_dir d --test_dir t": ["--test_dir t has no effect: nothing is validated without --validation_freq"],
+}
 
-    assert said("--dataset d --tokenizer t --data_cache_dir x") == [
-        "--data_cache_dir x has no effect: streamed text is not cached"
-    ]
-    assert said("--training_dir d --text_column body") == ["--text_column body has no effect: it needs --dataset"]
-    assert said("--training_dir d --data_cache_dir x") == []
-    assert said("--use_synthetic_data 1 --training_dir d --short pack") == [
-        f"--{flag} has no effect: --use_synthetic_data 1 trains on random tokens"
-        for flag in ("training_dir d", "short pack")
-    ]
-    assert said("--training_dir d --max_bad 1%") == ["--max_bad 0.01 has no effect: it needs --bad_rows skip"]
-    assert said("--training_dir d --max_bad 1% --bad_rows skip --test_dir t --validation_freq 9") == []
-    assert said("--training_dir d --test_dir t") == [
-        "--test_dir t has no effect: nothing is validated without --validation_freq"
-    ]
+
+@pytest.mark.parametrize("line", INEFFECTIVE)
+def test_what_has_no_effect_is_answered_when_given(line: str) -> None:
+    assert ineffective(parse(shlex.split(line), {})) == INEFFECTIVE[line]
+    if "synthetic" in line:
+        channel = {"SM_CHANNEL_TRAIN": "/opt/ml/input/data/train"}
+        assert ineffective(parse(["--use_synthetic_data", "1"], channel)) == [], "the platform gave it"
 
 
 def test_divisors() -> None:

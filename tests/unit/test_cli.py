@@ -24,11 +24,21 @@ def verb(monkeypatch: pytest.MonkeyPatch, name: str, main: Callable[..., Any]) -
     monkeypatch.setitem(cli.VERBS, name, cli.Verb("stand-in", module.__name__))
 
 
-def raising(error: BaseException) -> Callable[..., int]:
-    def main(*_: Any) -> int:
-        raise error
+Run = Callable[..., tuple[int, str]]
 
-    return main
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line whose verb `prepare` raises an error; return the exit code and stderr."""
+
+    def run(error: BaseException, *words: str) -> tuple[int, str]:
+        def main(*_: Any) -> int:
+            raise error
+
+        verb(monkeypatch, "prepare", main)
+        return cli.main(words or ("prepare",)), capsys.readouterr().err
+
+    return run
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,12 +68,8 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
         (KeyError("x"), 1, "internal error: KeyError: 'x' (run again with --debug 1 for the traceback)"),
     ],
 )
-def test_failures_are_one_line_and_a_code(
-    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verb(monkeypatch, "prepare", raising(error))
-    assert cli.main(["prepare"]) == code
-    assert capsys.readouterr().err == f"smp-train: {line}\n"
+def test_failures_are_one_line_and_a_code(error: BaseException, code: int, line: str, run: Run) -> None:
+    assert run(error) == (code, f"smp-train: {line}\n")
 
 
 LIBRARY = "libcudnn.so.9: cannot open shared object file: No such file or directory"
@@ -85,37 +91,23 @@ def wrapped(error: Exception, cause: Exception) -> Exception:
         (wrapped(ModuleNotFoundError("Could not import module 'X'"), OSError(LIBRARY)), LIBRARY),
     ],
 )
-def test_a_broken_installation_is_a_configuration_that_would_fail_again(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verb(monkeypatch, "prepare", raising(error))
-    assert cli.main(["prepare"]) == 2
-    err = capsys.readouterr().err
+def test_a_broken_installation_is_a_configuration_that_would_fail_again(error: Exception, said: str, run: Run) -> None:
+    code, err = run(error)
+    assert code == 2
     assert (err.count("\n"), said in err, "transformers.x" in err, "module 'X'" in err) == (1, True, False, False)
 
 
-def test_other_failures_beside_a_missing_package_stay_what_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def main(*_: Any) -> int:
-        try:
-            raise ImportError("an optional package")
-        except ImportError:
-            raise ValueError("ours")  # noqa: B904
-
-    verb(monkeypatch, "prepare", main)
-    assert cli.main(["prepare"]) == 1
-    assert "ValueError: ours" in capsys.readouterr().err
+def test_other_failures_beside_a_missing_package_stay_what_they_are(run: Run) -> None:
+    error = ValueError("ours")
+    error.__context__ = ImportError("an optional package")
+    code, err = run(error)
+    assert (code, "ValueError: ours" in err) == (1, True)
 
 
 @pytest.mark.parametrize("words", [["prepare", "--debug"], ["prepare", "--debug=1"], ["--debug", "prepare"]])
-def test_debug_adds_the_traceback(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verb(monkeypatch, "prepare", raising(ConfigError("broken")))
-    assert cli.main(words) == 2
-    err = capsys.readouterr().err
-    assert "Traceback" in err
+def test_debug_adds_the_traceback(words: list[str], run: Run) -> None:
+    code, err = run(ConfigError("broken"), *words)
+    assert (code, "Traceback" in err) == (2, True)
     assert err.endswith("smp-train: error: broken\n")
 
 

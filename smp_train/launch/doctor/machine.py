@@ -26,13 +26,11 @@ def gpus() -> Iterator[Finding]:
     known = instances.here()
     code, output = ask("nvidia-smi", "--query-gpu=name,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader")
     if code == 127:
-        if known:
-            yield fail("GPUs", f"no nvidia-smi on this {known.name}, which has {known.gpus} GPUs", "install the driver")
-        else:
-            yield ok("GPUs", "none: runs here use the CPU")
+        missing = f"no nvidia-smi on this {known.name}, which has {known.gpus} GPUs" if known else ""
+        yield fail("GPUs", missing, "install the driver") if known else ok("GPUs", "none: runs here use the CPU")
         return
     if code:
-        yield fail("GPUs", f"nvidia-smi: {output.splitlines()[-1] if output else code}", "replace or reboot this node")
+        yield fail("GPUs", f"nvidia-smi: {(output.splitlines() or [str(code)])[-1]}", "replace or reboot this node")
         return
     rows = [line.rpartition(",") for line in output.splitlines() if "," in line]
     bad = [number for number, (_, _, errors) in enumerate(rows) if errors.strip().isdigit() and int(errors) > 0]
@@ -49,11 +47,9 @@ def adapters() -> Iterator[Finding]:
     """Look at the EFA adapters, and at the plugin that NCCL uses them through."""
     known, count = instances.here(), count_efa()
     if known and count < known.efa:
-        seen = f"{count} of the {known.efa} adapters of a {known.name}"
-        if count:
-            yield fail("EFA", seen, "replace this node")
-        else:
-            yield warn("EFA", seen, "let the container see /dev/infiniband, or launch nodes with EFA")
+        seen, fix = f"{count} of the {known.efa} adapters of a {known.name}", "replace this node"
+        hidden = warn("EFA", seen, "let the container see /dev/infiniband, or launch nodes with EFA")
+        yield fail("EFA", seen, fix) if count else hidden
         return
     if not count:
         yield ok("EFA", "this type has none" if known else "no adapters: nodes reach each other through TCP")
@@ -83,10 +79,8 @@ def folder(path: Path) -> Iterator[Finding]:
         return
     kind, free = file_system(path), shutil.disk_usage(path).free / 1e9
     seen = f"written to; {kind or 'unknown file system'}, {free:.0f} GB free"
-    if kind in LOCAL_DISKS:
-        yield warn(name, seen, "several nodes need a file system that all of them mount, such as FSx for Lustre")
-    else:
-        yield ok(name, seen)
+    fix = "several nodes need a file system that all of them mount, such as FSx for Lustre"
+    yield warn(name, seen, fix) if kind in LOCAL_DISKS else ok(name, seen)
 
 
 def shared_memory() -> Iterator[Finding]:

@@ -39,11 +39,9 @@ def slurm() -> Iterator[Finding]:
     _, nodes = ask("sinfo", "-h", "-o", "%P %a %D %T")
     yield ok("Slurm", f"answers{' (HyperPod)' if HYPERPOD.is_dir() else ''}; {'; '.join(nodes.splitlines()[:6])}")
     config, usage = cluster.configuration(), ask("srun", "--help")[1]
-    if "--container-image" in usage:
-        yield ok("pyxis", "srun knows --container-image; `launch slurm --probe` asks a compute node")
-    else:
-        fix = "install pyxis for launch_training_enroot.sh, or use launch_training_conda.sh"
-        yield warn("pyxis", "srun knows no --container-image", fix)
+    fix = "install pyxis for launch_training_enroot.sh, or use launch_training_conda.sh"
+    pyxis = ok("pyxis", "srun knows --container-image; `launch slurm --probe` asks a compute node")
+    yield pyxis if "--container-image" in usage else warn("pyxis", "srun knows no --container-image", fix)
     if config.get("JobRequeue") == "0":
         yield warn("requeue", "JobRequeue=0: a lost node ends a run", "set JobRequeue=1 in slurm.conf")
     if "--auto-resume" in usage:
@@ -56,11 +54,9 @@ def containers() -> Iterator[Finding]:
     engines = [name for name in ("docker", "podman") if shutil.which(name)]
     for name in engines:
         code, output = ask(name, "info")
-        if code:
-            fix = "start its daemon, or join its group; docker_build.sh needs one of docker and podman"
-            yield warn(name, f"does not answer: {(output.splitlines() or ['?'])[-1][:160]}", fix)
-        else:
-            yield ok(name, "answers")
+        fix = "start its daemon, or join its group; docker_build.sh needs one of docker and podman"
+        failed = warn(name, f"does not answer: {(output.splitlines() or ['?'])[-1][:160]}", fix)
+        yield failed if code else ok(name, "answers")
     if not engines:
         yield ok("images", "neither docker nor podman here", "run docker_build.sh where one of them is")
     code, output = ask("enroot", "version")
@@ -76,10 +72,8 @@ def kubernetes() -> Iterator[Finding]:
         yield ok("kubectl", "is not here", "`launch k8s --dry_run` needs none")
         return
     code, output = ask("kubectl", "config", "current-context")
-    if code:
-        yield warn("kubectl", "is connected to no cluster", "`aws eks update-kubeconfig --name CLUSTER` connects it")
-    else:
-        yield ok("kubectl", f"connected to {output}")
+    fix = "`aws eks update-kubeconfig --name CLUSTER` connects it"
+    yield warn("kubectl", "is connected to no cluster", fix) if code else ok("kubectl", f"connected to {output}")
 
 
 def aws() -> Iterator[Finding]:
@@ -98,11 +92,9 @@ def aws() -> Iterator[Finding]:
     except BotoCoreError as problem:
         yield fail("AWS", " ".join(str(problem).split()), "mend ~/.aws/config, or AWS_PROFILE")
         return
-    if credentials is None:
-        fix = "`aws configure`, `aws sso login`, or run where a role is attached"
-        yield warn("AWS credentials", "none: s3:// and SageMaker cannot be used", fix)
-    else:
-        yield ok("AWS credentials", f"from {credentials.method}")
+    fix = "`aws configure`, `aws sso login`, or run where a role is attached"
+    none = warn("AWS credentials", "none: s3:// and SageMaker cannot be used", fix)
+    yield ok("AWS credentials", f"from {credentials.method}") if credentials else none
     no_region = warn("AWS region", "none", "set AWS_DEFAULT_REGION, or give --region")
     yield ok("AWS region", region) if region else no_region
 
@@ -110,7 +102,6 @@ def aws() -> Iterator[Finding]:
 def hugging_face() -> Iterator[Finding]:
     """Look for a token, which gated models are asked for with."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
-    if os.environ.get("HF_TOKEN") or (home / "token").exists():
-        yield ok("Hugging Face", f"a token is here; files go to {home}")
-    else:
-        yield ok("Hugging Face", "no token", "gated models (Llama, Gemma) need one: `hf auth login`, or HF_TOKEN")
+    has_token = os.environ.get("HF_TOKEN") or (home / "token").exists()
+    none = ok("Hugging Face", "no token", "gated models (Llama, Gemma) need one: `hf auth login`, or HF_TOKEN")
+    yield ok("Hugging Face", f"a token is here; files go to {home}") if has_token else none

@@ -66,36 +66,19 @@ def estimator(
     job, wanted, folder = _review(words, options, session, source_dir)
     modelparallel = {"modelparallel": {"enabled": True, "parameters": job.mp_parameters}}
     ready = PyTorch(
-        entry_point=ENTRY,
-        source_dir=str(folder),
-        sagemaker_session=session,
-        role=job.role,
-        base_job_name=job.base_name,
-        image_uri=job.image,
-        **({} if job.image else SMP if job.smp else TORCH),
+        entry_point=ENTRY, source_dir=str(folder), sagemaker_session=session, role=job.role,
+        base_job_name=job.base_name, image_uri=job.image, **({} if job.image else SMP if job.smp else TORCH),
         distribution={"torch_distributed": {"enabled": True}, **({"smdistributed": modelparallel} if job.smp else {})},
-        instance_type=job.instance_type,
-        instance_count=job.instance_count,
-        volume_size=job.volume_gb,
-        keep_alive_period_in_seconds=job.keep_alive,
-        max_run=job.max_run,
-        max_wait=job.max_wait,
-        use_spot_instances=job.spot,
-        max_retry_attempts=job.retries,
-        hyperparameters=dict(job.hyperparameters),
-        environment=job.environment or None,
-        checkpoint_s3_uri=job.checkpoints,
-        checkpoint_local_path=CHECKPOINTS if job.checkpoints else None,
-        output_path=job.output,
-        code_location=job.output.rstrip("/") if job.output else None,
-        subnets=list(job.subnets) or None,
-        security_group_ids=list(job.security_groups) or None,
-        tags=wanted.get("Tags"),
-        metric_definitions=wanted["AlgorithmSpecification"]["MetricDefinitions"],
-        enable_sagemaker_metrics=True,
-        debugger_hook_config=False,
-        disable_profiler=True,
-    )
+        hyperparameters=dict(job.hyperparameters), environment=job.environment or None, tags=wanted.get("Tags"),
+        instance_type=job.instance_type, instance_count=job.instance_count, volume_size=job.volume_gb,
+        keep_alive_period_in_seconds=job.keep_alive, max_run=job.max_run, max_wait=job.max_wait,
+        use_spot_instances=job.spot, max_retry_attempts=job.retries,
+        checkpoint_s3_uri=job.checkpoints, checkpoint_local_path=CHECKPOINTS if job.checkpoints else None,
+        output_path=job.output, code_location=job.output.rstrip("/") if job.output else None,
+        subnets=list(job.subnets) or None, security_group_ids=list(job.security_groups) or None,
+        metric_definitions=wanted["AlgorithmSpecification"]["MetricDefinitions"], enable_sagemaker_metrics=True,
+        debugger_hook_config=False, disable_profiler=True,
+    )  # fmt: skip
     ready.smp_train_job = job
     ready.fit = functools.partial(_fit, ready)
     return ready
