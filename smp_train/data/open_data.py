@@ -140,13 +140,6 @@ def open_place(
     remote = s3.is_s3(location)
     if window > 0 and remote and kind == ARROW:
         logger.warning("%s: a Hugging Face data set is copied whole, whatever --shuffle", location, extra=ALL_RANKS)
-    if window > 0 and ranks is not None and (kind == SHARDS or (kind == PREPARED and remote)):
-        source = open_windowed(
-            location, prepared=kind == PREPARED, window=window, vocab_size=vocab_size, cache_dir=cache_dir,
-            zipped=zipped, max_bad=max_bad, processes=processes, ranks=ranks,
-        )
-        if source is not None:
-            return source
     with distributed.together(reading):
         cache = TokenCache(location, vocab_size, cache_dir, max_bad is not None)
         files = list_shards(location, zipped) if kind == SHARDS else []
@@ -154,6 +147,10 @@ def open_place(
             logger.info("%s: %s", location, kind)
         if kind == PREPARED and not remote and cache_dir is not None:
             logger.info("--data_cache_dir %s has no effect on %s: it is prepared already", cache_dir, location)
+    if window > 0 and ranks is not None and (kind == SHARDS or (kind == PREPARED and remote)):
+        source = open_windowed(location, window, cache, files, ranks, max_bad=max_bad, processes=processes)
+        if source is not None:
+            return source
 
     def steps(rank: int, world: int) -> Generator[int, None, None]:
         if kind == SHARDS:

@@ -20,7 +20,6 @@ from smp_train.data.atomic_file import atomic_file, settle
 from smp_train.data.shard import Shard
 from smp_train.data.token_cache import Destination, Index, TokenCache, share
 from smp_train.data.token_file import Header, TokenFile, header_of_block, read_index
-from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
@@ -32,25 +31,22 @@ class WindowIndex:
     A unit is what is staged at a time: a shard of JSON lines, or a ``.tok`` object. No method is collective.
 
     Args:
-        location, vocab_size, cache_dir, zipped, max_bad: as of `open_data`'s flags.
-        prepared: the place holds prepared tokens in S3, not shards.
+        location: the place.
         window: shards of a window.
+        cache: of the place.
+        shards: what it holds; none: prepared tokens in S3.
     """
 
-    def __init__(
-        self, location: str, *, prepared: bool, window: int, vocab_size: int, cache_dir: str | None = None,
-        zipped: bool | None = None, max_bad: float | None = None,
-    ) -> None:
-        self.location, self.prepared = location, prepared
-        self.cache = TokenCache(location, vocab_size, cache_dir, max_bad is not None)
-        self._index_objects = paired(s3.list_folder(location)[0]) if prepared else {}
-        self.units = list(self._index_objects) if prepared else list_shards(location, zipped)
+    def __init__(self, location: str, window: int, cache: TokenCache, shards: list[Shard]) -> None:
+        self.location, self.window, self.cache, self.prepared = location, window, cache, not shards
+        self._index_objects = paired(s3.list_folder(location)[0]) if self.prepared else {}
+        self.units = shards or list(self._index_objects)
         self.is_large = len(self.units) > 2 * window
         """False where two windows hold all of it."""
         self._listed: dict[str, Header] = {}
         """What the manifest says of each shard."""
-        if self.is_large and not prepared:
-            self._listed = listed_headers(location, self.units, vocab_size)
+        if self.is_large and not self.prepared:
+            self._listed = listed_headers(location, self.units, cache.vocab_size)
         self._index = Index()
 
     @cached_property
@@ -71,14 +67,15 @@ class WindowIndex:
             return [] if file is None else [(file, number) for number in range(len(file.headers))]
         if unit.name in self._listed:
             return [(TokenFile("", [self._listed[unit.name]], 0, 0), 0)]
-        found = self._index.find(unit) or self.cache.find(unit)
+        found = self._index.find(unit)
         return [] if found is None else [found]
 
     def unknown(self, units: list[Shard]) -> list[Shard]:
         """Return the units of which the rows are not known on this node."""
         if not self.prepared:
-            self.cache.scan()
             self._index.scan(self.destination, index_alone=True)
+            for place in self.cache.places:
+                self._index.scan(place)
         return [unit for unit in units if not self.known(unit)]
 
     def count(self, slot: str, rank: int, world: int, at_once: int, processes: int) -> Generator[int, None, None]:

@@ -17,7 +17,7 @@ from smp_train.data.folder_lock import FolderLock
 from smp_train.data.rounds import in_rounds
 from smp_train.data.shard import Shard
 from smp_train.data.staging import Slot, Stager, claim_slot, digest_of
-from smp_train.data.token_cache import share
+from smp_train.data.token_cache import TokenCache, share
 from smp_train.data.token_dataset import LEFT_OUT, TokenShards, in_order, judge, open_converted
 from smp_train.data.token_file import ShardRows, TokenFile
 from smp_train.data.window_index import WindowIndex
@@ -118,14 +118,12 @@ class Windowed(TokenShards):
 
 
 def assemble(
-    place: WindowIndex, window: int, folder: str, stager_of: Callable[[Slot], Stager | None],
-    max_bad: float | None = None,
+    place: WindowIndex, folder: str, stager_of: Callable[[Slot], Stager | None], max_bad: float | None = None
 ) -> Windowed:
     """Return the rows of a place of which the indexes are known. Raises DataError.
 
     Args:
         place: the place.
-        window: shards of a window.
         folder: the slot.
         stager_of: makes the stager of the slot, in the process that stages for its node.
         max_bad: fraction of malformed lines that may have been left out; None tolerates none.
@@ -149,12 +147,12 @@ def assemble(
     source = Windowed([place.units[unit] for unit, _ in units], found, slot, units, stager)
     judge(source, max_bad, LEFT_OUT if place.prepared else "")
     if stager is not None and stager.node == 0:
-        _say_room(place, source, window)
+        _say_room(place, source)
     return source
 
 
-def _say_room(place: WindowIndex, source: Windowed, window: int) -> None:
-    slot = source.slot.folder
+def _say_room(place: WindowIndex, source: Windowed) -> None:
+    slot, window = source.slot.folder, place.window
     needed = sum(sorted((header.tok_bytes for header in source.headers), reverse=True)[: 2 * window])
     free = shutil.disk_usage(slot).free + sum(path.stat().st_size for path in Path(slot).glob("*.tok"))
     logger.info(
@@ -169,15 +167,15 @@ def _say_room(place: WindowIndex, source: Windowed, window: int) -> None:
 
 
 def open_windowed(
-    location: str, *, prepared: bool, window: int, vocab_size: int, cache_dir: str | None, zipped: bool | None,
-    max_bad: float | None, processes: int, ranks: Runtime,
+    location: str, window: int, cache: TokenCache, shards: list[Shard], ranks: Runtime, *, max_bad: float | None,
+    processes: int,
 ) -> TokenShards | None:
-    """Open a place of which two windows are kept on disk; None where they hold all of it. Collective."""
+    """Open a place, as of `WindowIndex`, of which two windows are kept on disk; None where they hold all of it.
+
+    Collective.
+    """
     with distributed.together(f"reading {location}"):
-        place = WindowIndex(
-            location, prepared=prepared, window=window, vocab_size=vocab_size, cache_dir=cache_dir, zipped=zipped,
-            max_bad=max_bad,
-        )
+        place = WindowIndex(location, window, cache, shards)
         # Made by the first look: a node that cannot write there stops all.
         folder = place.destination.folder if place.is_large else ""
     refuse_different(location, [(unit.name, unit.size, unit.etag) for unit in place.units])
@@ -208,18 +206,18 @@ def open_windowed(
     # Copies of a file on two nodes may have different times, by which an index names its shard.
     in_rounds(counting, place.count(slot, ranks.local_rank, ranks.local_world_size, at_once, processes))
     with distributed.together(counting):
-        converted = not prepared and not place.cache.missing(place.units)
+        converted = not place.prepared and not cache.missing(place.units)
     # Nodes may keep caches of their own: an unbounded run has converted all of it only where every rank sees that.
     if not distributed.any_rank(not converted):
         with distributed.together(f"opening {location}"):
-            return open_converted(place.cache, place.units, max_bad)
+            return open_converted(cache, place.units, max_bad)
 
     def stager_of(of_job: Slot) -> Stager | None:
         at_once = max(1, min(s3.AT_ONCE, window) // nodes)
         return Stager(of_job, node, nodes, at_once, ranks.local_world_size, lock) if ranks.local_rank == 0 else None
 
     with distributed.together(f"opening {location}"):
-        return assemble(place, window, slot, stager_of, max_bad)
+        return assemble(place, slot, stager_of, max_bad)
 
 
 def refuse_different(place: str, seen: object) -> None:

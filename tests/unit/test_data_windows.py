@@ -24,7 +24,9 @@ from smp_train.data.order import Order
 from smp_train.data.pipelines.data_pipeline import TrainingData
 from smp_train.data.prepare.writing import write_block
 from smp_train.data.source import shards
+from smp_train.data.token_cache import TokenCache
 from smp_train.data.token_writer import write_rows
+from smp_train.data.utils import list_shards
 from smp_train.data.window_index import WindowIndex
 from smp_train.data.windowed import Windowed, assemble
 from smp_train.errors import DataError
@@ -147,7 +149,11 @@ def as_ranks(place, cache, world, consumed, until):
     """Train with the ranks of one node as threads, which vote at every step; return what each has read, or raised."""
     barrier = threading.Barrier(world, timeout=300)
     results, failures, votes = ([None] * world for _ in range(3))
-    first = WindowIndex(place, prepared=False, window=WINDOW, vocab_size=300, cache_dir=str(cache))
+
+    def index():
+        return WindowIndex(place, WINDOW, TokenCache(place, 300, str(cache)), list_shards(place))
+
+    first = index()
     slot, lock = staging.claim_slot(first.destination.folder)
     list(first.count(slot, 0, 1, 1, 1))
 
@@ -166,8 +172,7 @@ def as_ranks(place, cache, world, consumed, until):
             raise failure
 
     def run(rank):
-        place_of = WindowIndex(place, prepared=False, window=WINDOW, vocab_size=300, cache_dir=str(cache))
-        source = assemble(place_of, WINDOW, slot, lambda of: staging.Stager(of, lock=lock) if rank == 0 else None)
+        source = assemble(index(), slot, lambda of: staging.Stager(of, lock=lock) if rank == 0 else None)
         data, names = training(source, dp_rank=rank, dp_size=world), []
         barrier.wait()
         with contextlib.closing(data.batches(consumed)) as batches:

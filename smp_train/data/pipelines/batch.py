@@ -85,32 +85,40 @@ def collate(
     row has nothing counted.
     """
     shape = len(rows), seq_len
-    options: dict[str, Any] = {"dtype": torch.int64, "pin_memory": pin_memory}
+
+    def to_tensor(values: np.ndarray) -> Tensor:
+        return torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory).copy_(torch.from_numpy(values))
+
+    tensor = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
+    ids = tensor.numpy()
     if all(row.input_ids.size == seq_len and row.counted is row.documents is row.labels is None for row in rows):
-        tensor = torch.empty(shape, **options)
         for place, row in enumerate(rows):
-            tensor.numpy()[place] = row.input_ids
+            ids[place] = row.input_ids
         return Batch(tensor, tensor, None, names)
-    tensor, labels, mask = (torch.zeros(shape, **options) for _ in range(3))
+    mask = np.ones(shape, dtype=bool)
     truncated = 0
     for place, (row, name) in enumerate(zip(rows, names, strict=True)):
         if row.input_ids.size > seq_len:
             truncated += trimmed(row).input_ids.size > seq_len
             rows[place] = row = _cut(row, name, seq_len, long)
         n = row.input_ids.size
-        tensor.numpy()[place, :n] = row.input_ids
-        labels.numpy()[place, :n] = row.input_ids if row.labels is None else row.labels
-        mask.numpy()[place, :n] = 1 if row.counted is None else row.counted
-    labels.numpy()[mask.numpy() == 0] = IGNORED
+        ids[place, :n] = row.input_ids
+        ids[place, n:] = 0
+        mask[place, n:] = False
+        if row.counted is not None:
+            mask[place, :n] = row.counted
+    targets = ids.copy()
+    for place, row in enumerate(rows):
+        if row.labels is not None:
+            targets[place, : row.labels.size] = row.labels
+    targets[~mask] = IGNORED
     if any(row.documents is not None for row in rows):
         positions = _positions(rows, names, seq_len)
-        labels.numpy()[positions == 0] = IGNORED
-        pinned = torch.empty(shape, **options).copy_(torch.from_numpy(positions))
-        return Batch(tensor, labels, None, names, truncated, pinned)
+        targets[positions == 0] = IGNORED
+        return Batch(tensor, to_tensor(targets), None, names, truncated, to_tensor(positions))
     whole = bool(mask.all())
-    if whole and all(row.labels is None for row in rows):
-        labels = tensor
-    return Batch(tensor, labels, None if whole else mask, names, truncated)
+    labels = tensor if whole and all(row.labels is None for row in rows) else to_tensor(targets)
+    return Batch(tensor, labels, None if whole else to_tensor(mask), names, truncated)
 
 
 def collate_filled(rows: list[Row], names: list[str], size: int, seq_len: int, **options: Any) -> Batch:
