@@ -131,7 +131,7 @@ def parts_of(path: str, *, full: bool = False) -> Iterator[Part]:
             opened = pa.ipc.open_file(mapped)
             batches = map(opened.get_batch, range(opened.num_record_batches))
         else:
-            # A stream that was cut between two batches reads like a whole one, except that its end mark is missing.
+            # Of a stream that was truncated between two batches only the end mark is missing.
             if mapped[-len(END_MARK) :].to_pybytes() != END_MARK:
                 raise DataError(f"{path}: not a whole Arrow file (it has no end mark); copy it again")
             opened = batches = pa.ipc.open_stream(mapped)
@@ -146,7 +146,7 @@ def parts_of(path: str, *, full: bool = False) -> Iterator[Part]:
                         raise DataError(f"{path}: is compressed; save it again with save_to_disk")
                 column.validate(full=full)
                 if full and column.values.null_count:
-                    raise DataError(f"{path}: column {name} has empty places (null) in its lists; leave those rows out")
+                    raise DataError(f"{path}: column {name} has nulls in its lists; leave those rows out")
             if batch.num_rows:
                 yield Part(batch, first)
             first += batch.num_rows

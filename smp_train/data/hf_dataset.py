@@ -157,11 +157,11 @@ class HfRows(Source):
 
     def fill(self, indices: list[int], into: np.ndarray) -> bool:
         """Read rows into int64 [rows, tokens]; False when one is not just ``tokens`` long and all counted."""
-        for place, index in enumerate(indices):
+        for slot, index in enumerate(indices):
             row = self.row(index)
             if row.counted is not None or row.labels is not None or row.input_ids.size != into.shape[1]:
                 return False
-            into[place] = row.input_ids
+            into[slot] = row.input_ids
         return True
 
     def name(self, index: int) -> str:

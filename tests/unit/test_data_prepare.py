@@ -18,9 +18,9 @@ from smp_train.data.open_data import open_place
 from smp_train.data.prepare import pipeline
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.cli import MANIFEST, main
-from smp_train.data.prepare.packing import Packer, entropy, held_out
+from smp_train.data.prepare.packing import entropy, held_out
 from smp_train.data.prepare.pipeline import PROGRESS, SPLITS
-from smp_train.data.prepare.writing import encode_rows, write_block
+from smp_train.data.prepare.writing import write_block
 from smp_train.data.rows import RowParser
 from smp_train.data.survey import look
 from smp_train.errors import ConfigError, DataError
@@ -230,16 +230,6 @@ def test_bad_input(tmp_path, content, reason):
         (tmp_path / "in" / "a.jsonl").write_text(content)
     with pytest.raises(DataError, match=reason):
         main(["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--train_tokenizer", "400"])
-
-
-def test_rows_are_carried_from_shard_to_shard():
-    packer = Packer(4, 2, sys.maxsize, np.zeros(99, dtype=np.int64))
-    blocks = [block for n in range(10) for block in packer.add(np.arange(3 * n, 3 * n + 3, dtype=np.uint32))]
-    blocks += packer.blocks()
-    assert np.concatenate([block.ravel() for block in blocks]).tolist() == list(range(28))
-    assert [len(block) for block in blocks] == [2, 2, 2, 1]
-    assert (packer.rows, packer.left, packer.documents, packer.counts.sum()) == (7, 2, 10, 28)
-    assert encode_rows(np.array([[1, 2]])) == b'{"input_ids":[1,2],"attention_mask":[1,1]}\n'
 
 
 class Killed(Exception):

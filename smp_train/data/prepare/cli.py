@@ -17,7 +17,7 @@ from smp_train.data.bad_rows import LeftOut
 from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare import pipeline, writing
 from smp_train.data.prepare import tokenizer as tokenizers
-from smp_train.data.prepare.packing import Place, entropy, held_out, numbered
+from smp_train.data.prepare.packing import Position, entropy, held_out, numbered
 from smp_train.data.prepare.pipeline import PROGRESS, SPLITS, Preparation, is_whole, saved_progress
 from smp_train.data.progress import Progress
 from smp_train.data.text.files import TextFile, find_files
@@ -57,8 +57,8 @@ def parser() -> argparse.ArgumentParser:
     which = found.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", help="tokenizer.json, a folder with one, or a name on the hub")
     which.add_argument("--train_tokenizer", type=int, metavar="SIZE", help="train a byte-level BPE here")
-    add("--special_tokens", nargs="+", default=[], help="for --train_tokenizer: entries that are never cut")
-    add("--min_frequency", type=int, default=0, help="for --train_tokenizer: of a pair that is joined (default: 0)")
+    add("--special_tokens", nargs="+", default=[], help="for --train_tokenizer: entries that are never split")
+    add("--min_frequency", type=int, default=0, help="for --train_tokenizer: of a pair that is merged (default: 0)")
     add("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the tokenizer's own code")
     add(
         "--bad_rows", choices=("stop", "skip"), default="stop",
@@ -199,7 +199,7 @@ def _training_sample(args: argparse.Namespace, files: list[TextFile]) -> Iterato
     """Yield as many training documents, spread over all files, as a vocabulary of the wanted size needs."""
     wanted = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
     every = max(1, sum(file.size for file in files) // wanted)
-    for (_, _, number), text in numbered(files, args.text_column, Place(), _left_out(args)):
+    for (_, _, number), text in numbered(files, args.text_column, Position(), _left_out(args)):
         if number % every == 0 and not held_out(number, args.validation_fraction):
             yield text
             wanted -= len(text)

@@ -14,7 +14,7 @@ from smp_train.data.text.files import TextFile
 from smp_train.data.text.read import documents
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The position of a document: the ``number``-th that is not blank, after ``before`` others of file ``file``."""
 
     file: int = 0
@@ -23,8 +23,8 @@ class Place(NamedTuple):
 
 
 def numbered(
-    files: Sequence[TextFile], column: str, start: Place, left_out: LeftOut | None
-) -> Iterator[tuple[Place, str]]:
+    files: Sequence[TextFile], column: str, start: Position, left_out: LeftOut | None
+) -> Iterator[tuple[Position, str]]:
     """Yield the documents that are not blank, nor malformed where ``left_out`` counts those, from ``start`` on.
 
     Raises DataError.
@@ -34,7 +34,7 @@ def numbered(
         first = start.before if index == start.file else 0
         for before, (_, text) in enumerate(documents(files[index], column, start=first, left_out=left_out), first):
             if text:
-                yield Place(index, before, number), text
+                yield Position(index, before, number), text
                 number += 1
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from smp_train.data.atomic_file import atomic_file
 from smp_train.data.bad_rows import LeftOut
-from smp_train.data.prepare.packing import Packer, Place, held_out, numbered
+from smp_train.data.prepare.packing import Packer, Position, held_out, numbered
 from smp_train.data.prepare.tokenizer import encode, load
 from smp_train.data.prepare.writing import write_block
 from smp_train.data.text.files import TextFile
@@ -81,7 +81,7 @@ class _Written:
 
     split: str
     entry: Future[dict[str, Any]]
-    place: Place
+    position: Position
     packers: dict[str, Packer]
 
 
@@ -104,7 +104,7 @@ class Preparation:
         self.args, self.output, self.end, self.left_out, self.advance = args, output, end, left_out, advance
         self.vocab_size = vocab_size
         saved = saved_progress(output)
-        self.place = Place(*saved["place"])
+        self.position = Position(*saved["position"])
         """Of the next document."""
         test_rows = None if args.validation_shards is None else args.validation_shards * args.rows_per_shard
         self.packers: dict[str, Packer] = {}
@@ -131,13 +131,14 @@ class Preparation:
         window = 2 * processes
         train, test = (self.packers[split] for split in SPLITS)
         try:
-            for place, ids in self._tokenised(files, pool, window):
+            for position, ids in self._tokenised(files, pool, window):
                 if self._enough():
                     break
-                self.place = place._replace(before=place.before + 1, number=place.number + 1)
+                self.position = position._replace(before=position.before + 1, number=position.number + 1)
                 # A document goes to one split whole. Once validation is full, the rest is for training.
-                split = "test" if held_out(place.number, self.args.validation_fraction) and not test.full else "train"
-                if split == "test" or not train.full:
+                to_test = held_out(position.number, self.args.validation_fraction) and not test.full
+                if to_test or not train.full:
+                    split = "test" if to_test else "train"
                     for block in self.packers[split].add(ids):
                         self._write(split, block, pool, window)
             for split in SPLITS:
@@ -162,28 +163,25 @@ class Preparation:
 
     def _tokenised(
         self, files: Sequence[TextFile], pool: Executor, window: int
-    ) -> Iterator[tuple[Place, np.ndarray]]:
-        """Yield the documents from `place` on, of which ``window`` batches are tokenised ahead."""
-        waiting: deque[tuple[list[Place], Future[list[np.ndarray]]]] = deque()
-        for batch in self._batches(files):
-            texts = [text for _, text in batch]
-            waiting.append(([place for place, _ in batch], pool.submit(_tokenise, texts, self.end)))
-            if len(waiting) >= window:
-                places, tokens = waiting.popleft()
-                yield from zip(places, tokens.result(), strict=True)
-        for places, tokens in waiting:
-            yield from zip(places, tokens.result(), strict=True)
-
-    def _batches(self, files: Sequence[TextFile]) -> Iterator[list[tuple[Place, str]]]:
-        batch: list[tuple[Place, str]] = []
+    ) -> Iterator[tuple[Position, np.ndarray]]:
+        """Yield the documents from `position` on, of which ``window`` batches are tokenised ahead."""
+        waiting: deque[tuple[list[Position], Future[list[np.ndarray]]]] = deque()
+        positions: list[Position] = []
+        texts: list[str] = []
         size = 0
-        for place, text in numbered(files, self.args.text_column, self.place, self.left_out):
-            batch.append((place, text))
+        for position, text in numbered(files, self.args.text_column, self.position, self.left_out):
+            positions.append(position)
+            texts.append(text)
             size += len(text)
             if size >= BATCH_CHARACTERS:
-                yield batch
-                batch, size = [], 0
-        yield batch
+                waiting.append((positions, pool.submit(_tokenise, texts, self.end)))
+                positions, texts, size = [], [], 0
+                if len(waiting) >= window:
+                    done, tokens = waiting.popleft()
+                    yield from zip(done, tokens.result(), strict=True)
+        waiting.append((positions, pool.submit(_tokenise, texts, self.end)))
+        for done, tokens in waiting:
+            yield from zip(done, tokens.result(), strict=True)
 
     def _write(self, split: str, block: np.ndarray, pool: Executor, window: int) -> None:
         name = f"{split}-{self._numbers[split]:05d}"
@@ -191,7 +189,7 @@ class Preparation:
         args, folder = self.args, str(self.output / split)
         entry = pool.submit(write_block, args.output_type, folder, name, block, self.vocab_size, bool(args.zip))
         packers = {split: replace(packer, rest=[*packer.rest]) for split, packer in self.packers.items()}
-        self._written.append(_Written(split, entry, self.place, packers))
+        self._written.append(_Written(split, entry, self.position, packers))
         self._settle(window)
 
     def _settle(self, most: int) -> None:
@@ -207,7 +205,7 @@ class Preparation:
 
     def _save(self, behind: _Written) -> None:
         """Save the state behind a finished shard, for the run after an interruption."""
-        meta: dict[str, Any] = {"place": behind.place}
+        meta: dict[str, Any] = {"position": behind.position}
         arrays: dict[str, Any] = {}
         for split, packer in behind.packers.items():
             meta[split] = {
@@ -230,7 +228,7 @@ def saved_progress(output: Path) -> dict[str, Any]:
             return saved
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         pass
-    return {"place": Place(), **{split: {"shards": []} for split in SPLITS}}
+    return {"position": Position(), **{split: {"shards": []} for split in SPLITS}}
 
 
 def is_whole(folder: Path, shards: list[dict[str, Any]]) -> bool:

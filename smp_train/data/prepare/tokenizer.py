@@ -24,8 +24,7 @@ def train(
 ) -> Tokenizer:
     """Train a byte-level BPE of at most ``vocab_size`` entries: GPT-2's scheme, which can write any text.
 
-    ``special_tokens`` are entries that are never cut, besides the end token; a pair is joined that was met at least
-    ``min_frequency`` times.
+    ``special_tokens`` and the end token are never split; pairs that occur ``min_frequency`` times are merged.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

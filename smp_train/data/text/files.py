@@ -41,7 +41,7 @@ def find_files(
     column: str = "text",
     flag: str = "--input",
 ) -> list[TextFile]:
-    """List the files below ``inputs``: files, folders, ``s3://`` places, and names of data sets of the hub.
+    """List the files below ``inputs``: files, folders, ``s3://`` prefixes, and names of data sets of the hub.
 
     They are ordered by a hash of their names: always the same, and the first of them are a fair sample of all.
 
@@ -143,7 +143,7 @@ def _local(path: Path, name: str) -> TextFile:
 
 
 def _below(given: str, patterns: Sequence[str], exclude: Sequence[str]) -> list[TextFile]:
-    """List the wanted files below a folder or an ``s3://`` place, or the one object given whatever its name."""
+    """List the wanted files below a folder or an ``s3://`` prefix, or the one object given whatever its name."""
     if s3.is_s3(given):
         objects = {shard.name: shard for shard in s3.list_folder(given, deep=True)[0] if shard.size}
         names = [name for name in objects if not any(_left_out(part, exclude) for part in name.split("/"))]

@@ -121,7 +121,7 @@ def _split_of_hub(name: str, config: str | None) -> list[TextFile]:
 
 
 def holds_text(location: str, column: str = "text") -> bool:
-    """True when a place holds text, and not token shards, by its first record. Raises DataError."""
+    """True when a folder or prefix holds text, and not token shards, by its first record. Raises DataError."""
     try:
         kind = formats.kind_of(location)
         if kind == formats.PREPARED or (kind == formats.ARROW and "input_ids" in hf_dataset.columns(location)):

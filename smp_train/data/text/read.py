@@ -37,12 +37,12 @@ def documents(
 
     Part p of n is every n-th document from the p-th on; ``start`` of the part's own are left out, unparsed. A text
     file is one document, with number 1. Documents without a visible character come as empty texts, and so do malformed
-    ones where there is a ``left_out`` to count them: so the others keep their places. Raises DataError with file and
+    ones where there is a ``left_out`` to count them: so the others keep their index. Raises DataError with file and
     line; always where a file is damaged, as it is not known what is missing.
     """
     first, kind = start * parts + part, file.kind
-    for place, number, value in _records(file, column, first):
-        if place < first or (place - part) % parts:
+    for index, number, value in _records(file, column, first):
+        if index < first or (index - part) % parts:
             continue
         text: Any = _text_of(file, number, value, column) if kind == "lines" else value
         problem = _problem(text, column)
@@ -57,16 +57,16 @@ def documents(
 
 
 def _records(file: TextFile, column: str, first: int) -> Iterator[tuple[int, int, Any]]:
-    """Yield (place from 0, number from 1, content) of documents; those before place ``first`` may be missing."""
+    """Yield (index from 0, number from 1, content) of documents; those before index ``first`` may be missing."""
     if file.kind in ("hub", "table"):
         columns = _table(file, column, first) if file.split is None else file.split.columns(file.shard, column, first)
         for before, values in columns:
-            for place, text in enumerate(_texts(values), before):
-                yield place, place + 1, text
+            for index, text in enumerate(_texts(values), before):
+                yield index, index + 1, text
     elif file.kind == "lines":
         with file.open() as raw:
-            for place, (number, line) in enumerate(lines_of(raw, file.path)):
-                yield place, number, line
+            for index, (number, line) in enumerate(lines_of(raw, file.path)):
+                yield index, number, line
     elif first == 0:
         yield 0, 1, _whole(file)
 
@@ -122,7 +122,7 @@ def _whole(file: TextFile) -> str | ValueError:
 def _table(file: TextFile, column: str, first: int) -> Iterator[tuple[int, Any]]:
     """Yield (rows before, values) of a column of parquet, or of a file of Arrow batches that ``datasets`` saved.
 
-    Groups of rows that end before place ``first`` are not read.
+    Groups of rows that end before index ``first`` are not read.
     """
     try:
         import pyarrow as pa
@@ -142,7 +142,7 @@ def _table(file: TextFile, column: str, first: int) -> Iterator[tuple[int, Any]]
                 groups = range(opened.num_row_groups - len(sizes), opened.num_row_groups)
                 batches = opened.iter_batches(1024, row_groups=groups, columns=[column]) if groups else ()
             else:
-                # A file that was cut between two batches reads like a whole one, except that its end mark is missing.
+                # Of a file that was truncated between two batches only the end mark is missing.
                 raw.seek(-len(END_MARK), os.SEEK_END)
                 if raw.read() != END_MARK:
                     raise DataError(f"{file.path}: not a whole Arrow file (it has no end mark); copy it again")

@@ -44,8 +44,8 @@ class Cursor(NamedTuple):
     piece: int = 0
     """Of the pieces in the order of this epoch."""
     block: int = 0
-    place: int = 0
-    """Of the document, in the permuted block."""
+    document: int = 0
+    """In the permuted block."""
     token: int = 0
 
 
@@ -196,9 +196,9 @@ class Stream:
     def _documents(self) -> Iterator[tuple[Cursor, str, str]]:
         """Yield (position, name, text) of documents that are not blank, without end."""
         reading = self.reading
-        epoch, first_turn, block, first_place, token = self.cursor
+        epoch, first_turn, block, first_document, token = self.cursor
         while True:
-            found = (first_turn, block, first_place) != (0, 0, 0)
+            found = (first_turn, block, first_document) != (0, 0, 0)
             order = self._order(len(self.pieces), f"epoch {epoch}")
             for turn in range(first_turn, len(order)):
                 file, part, parts = self.pieces[order[turn]]
@@ -207,14 +207,14 @@ class Stream:
                 )
                 while texts := list(islice(coming, BLOCK)):
                     permuted = self._order(len(texts), f"epoch {epoch} piece {order[turn]} block {block}")
-                    for place in range(first_place, len(texts)):
-                        number, text = texts[permuted[place]]
+                    for document in range(first_document, len(texts)):
+                        number, text = texts[permuted[document]]
                         if text:
                             found = True
-                            yield Cursor(epoch, turn, block, place, token), f"{file.name}:{number}", text
+                            yield Cursor(epoch, turn, block, document, token), f"{file.name}:{number}", text
                             token = 0
-                    block, first_place = block + 1, 0
-                block = first_place = 0
+                    block, first_document = block + 1, 0
+                block = first_document = 0
             if not found:
                 raise DataError(
                     f"{self.pieces[0].file.path if self.pieces else 'the data'}: too few documents to stream; "
