@@ -18,23 +18,18 @@ class LoggingArguments:
 
     run_name: str = flag(
         "", "Name of the run: a start of the same name goes on with it",
-        shown="a fresh one, such as llama_v2-7b-20261122-1; that of the run resumed",
-    )
+        shown="a fresh one, such as llama_v2-7b-20261122-1; that of the run resumed")
     run_dir: str = flag(
         "", "Folder for run.json, metrics.jsonl, logs and report", shown="runs/<run_name>; SM_OUTPUT_DATA_DIR",
-        must="folder", variable="SM_OUTPUT_DATA_DIR",
-    )
+        must="folder", variable="SM_OUTPUT_DATA_DIR")
     logging_freq: int = flag(
         1, "Steps between log lines", must=">=1",
-        profiling="report_interval", fsdp2="log_interval", trainer="logging_steps",
-    )
+        profiling="report_interval", fsdp2="log_interval", trainer="logging_steps")
     logging_freq_for_avg: int = flag(
         50, "Steps that speeds are averaged over", must=">=1",
-        no_effect="speeds are averaged from one log line to the next",
-    )
+        no_effect="speeds are averaged from one log line to the next")
     tensorboard_dir: list[str] | None = flag(
-        None, "Folders for TensorBoard; {run_dir} in them is the run folder", must="folder", trainer="logging_dir",
-    )
+        None, "Folders for TensorBoard; {run_dir} in them is the run folder", must="folder", trainer="logging_dir")
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
     use_profiler: bool = flag(False, "Record the PyTorch profiler")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
@@ -52,8 +47,7 @@ class RuntimeArguments:
     debug: bool = flag(False, "Print tracebacks")
     distributed_backend: str = flag(
         "auto", "Communication; auto: nccl on GPUs, else gloo. gloo trains on the CPU",
-        choices=("auto", "nccl", "smddp", "gloo"), trainer="ddp_backend",
-    )
+        choices=("auto", "nccl", "smddp", "gloo"), trainer="ddp_backend")
     distributed_timeout_minutes: float = flag(30.0, "Longest wait inside a collective", must=">0")
     prompt: str | None = flag(None, "Text to continue", only=NO_GENERATION)
     num_tokens: int | None = flag(None, "Tokens to generate", must=">=1", only=NO_GENERATION)
@@ -65,45 +59,33 @@ class LegacyArguments:
 
     delayed_param: bool = flag(
         True, "Create parameters only once sharded", no_effect_natively="parameters are always created after sharding",
-        profiling="low_cpu_fsdp", minimal="meta_init",
-    )
+        profiling="low_cpu_fsdp", minimal="meta_init")
     use_orig_params: bool = flag(
-        False, "FSDP1: keep original parameters", no_effect="FSDP2 always keeps the original parameters"
-    )
+        False, "FSDP1: keep original parameters", no_effect="FSDP2 always keeps the original parameters")
     auto_wrap_policy: str = flag(
         "transformer_auto_wrap_policy", "FSDP1: which modules are wrapped",
-        no_effect="every decoder layer is sharded by itself",
-    )
-    patch_neox_rope: bool = flag(
-        True, "Patch an old transformers", no_effect="current transformers needs no patch"
-    )
+        no_effect="every decoder layer is sharded by itself")
+    patch_neox_rope: bool = flag(True, "Patch an old transformers", no_effect="current transformers needs no patch")
     framework: str = flag("fsdp", "Training framework", no_effect="there is one")
     use_smp_flash_attn: bool = flag(
-        True, "SMP's flash attention", no_effect="the attention kernel is chosen by --attn_implementation"
-    )
+        True, "SMP's flash attention", no_effect="the attention kernel is chosen by --attn_implementation")
     use_smp_implementation: bool = flag(False, "SMP's own model", no_effect_natively="the model is transformers' own")
     log_reduced_training_loss: bool = flag(
-        False, "Log the loss averaged over ranks", no_effect="the logged loss is always that of the global batch"
-    )
+        False, "Log the loss averaged over ranks", no_effect="the logged loss is always that of the global batch")
     preserve_np_state: bool = flag(
-        False, "Restore numpy's random state after validation", no_effect="numpy's random state is not used"
-    )
+        False, "Restore numpy's random state after validation", no_effect="numpy's random state is not used")
     clean_cache: bool = flag(False, "Empty the CUDA cache every step", no_effect="the allocator needs no emptying")
     summary_first_pdrop: float = flag(
         0.1, "Dropout of GPT-2's classification head", must=">=0 <1",
-        no_effect="a language model has no classification head",
-    )
+        no_effect="a language model has no classification head")
     nccl_test_log: str = flag("", "Output of an NCCL test", shown="none", no_effect="it is not read")
     environment: str | None = flag(
-        None, "Kind of machine", choices=("pbs", "local"), no_effect="the launcher is found out"
-    )
+        None, "Kind of machine", choices=("pbs", "local"), no_effect="the launcher is found out")
     fsdp_cache_flush_warnings: bool = flag(
-        True, "SMP: warn when the CUDA cache is flushed", no_effect_natively="it is SMP's", smp_key=True
-    )
+        True, "SMP: warn when the CUDA cache is flushed", no_effect_natively="it is SMP's", smp_key=True)
     allow_empty_shards: bool = flag(
         False, "SMP: allow shards without elements", no_effect_natively="uneven shards are always allowed", smp_key=True
     )
     random_seed: int | None = flag(
         None, "SMP: seed of tensor-parallel modules", no_effect_natively="initial weights depend on --seed alone",
-        smp_key=True,
-    )
+        smp_key=True)
