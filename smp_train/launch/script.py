@@ -21,7 +21,7 @@ from smp_train.launch import k8s, local, preflight
 from smp_train.launch.batch_job import run
 from smp_train.launch.options import COMMON, split
 from smp_train.launch.slurm import places
-from smp_train.launch.spec import CODE_DIR
+from smp_train.launch.spec import CODE_DIR, profile_flags
 from smp_train.launch.srun_step import Job, mounts
 from smp_train.models.resolve import settled_flags
 
@@ -83,6 +83,7 @@ KINDS: dict[str, Table] = {
 MODEL = ("hf_pretrained_model_name_or_dir", "pretrained_model_name", "from_scratch", "model_type")
 DATA = ("training_dir", "dataset", "use_synthetic_data")
 
+
 def variables(kind: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of one kind of script; an empty one has its default."""
     return {name: environ.get(name) or default for name, (default, _) in KINDS[kind].items()}
@@ -128,7 +129,8 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
     values = variables(kind, environ)
     options, training = split(words, COMMON[:1])
     dry_run = options["dry_run"] or on(values["DRY_RUN"])
-    flags = training_flags(training, values)
+    profile = values["PROFILE"] if values["PROFILE"] not in ("", "0", "none") else None
+    flags = [*training_flags(training, values), *profile_flags(profile)]
     launch_flags.check(flags)
     flags = launch_flags.named(flags)
     resolved = parse(flags, {})
@@ -158,7 +160,7 @@ def slurm(kind: str, script: str, words: Sequence[str], environ: Mapping[str, st
         instance_type=values["INSTANCE_TYPE"],
         nproc=values["NPROC"],
         preflight=values["PREFLIGHT"],
-        profile=values["PROFILE"],
+        nsys=values["PROFILE"] == "nsys",
         **places(resolved, run_dir),
     )
     if not dry_run and not environ.get("SLURM_JOB_ID"):

@@ -103,7 +103,7 @@ def render(spec: Spec, options: dict[str, Any]) -> str:
         nproc=str(spec.processes),
         instance_type=spec.instance.name if spec.instance else "",
         preflight=str(options["preflight"] or ""),
-        profile=options["profile"] or "",
+        nsys=options["profile"] == "nsys",
         max_attempts=options["max_attempts"],
         **places(spec.resolved, spec.run_dir),
     )
@@ -131,7 +131,7 @@ def _header(key: str, value: str) -> str:
 def _export(spec: Spec, name: str) -> str:
     """Return the line that sets a variable; only the user's own overrides that of the submitting shell."""
     value = shlex.quote(spec.environment[name])
-    return f"export {name}={value}" if name in spec.added else f"[ -n \"${{{name}+set}}\" ] || export {name}={value}"
+    return f"export {name}={value}" if name in spec.added else f'[ -n "${{{name}+set}}" ] || export {name}={value}'
 
 
 def places(resolved: Resolved, run_dir: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Job:
     nproc: str = "auto"
     instance_type: str = ""
     preflight: str = ""
-    profile: str = ""
+    nsys: bool = False
     max_attempts: int = 3
 
 
@@ -82,7 +82,7 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
     Raises:
         ConfigError: for what is missing on this host; a dry run looks at no file.
     """
-    here, flags, nodes = socket.gethostname(), list(job.flags), os.environ.get("SLURM_JOB_NUM_NODES")
+    here, nodes = socket.gethostname(), os.environ.get("SLURM_JOB_NUM_NODES")
     srun = ["srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--label"]
     srun += [f"--nodes={nodes}", f"--ntasks={nodes}"] if nodes else []  # an allocation of salloc may be for more tasks
     options = output("srun", "--help", stderr=subprocess.STDOUT)
@@ -95,13 +95,7 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
         ("time_left", left.strip()),
     ):  # fmt: skip
         agent += [f"--{option}", value] if value else []
-    if job.profile == "torch":
-        flags += ["--use_profiler", "1"]
-    elif job.profile == "nsys":
-        flags += ["--profile_nsys", "1"]
-        agent.append("--nsys")
-    elif job.profile not in ("", "0", "none"):
-        raise ConfigError(f"PROFILE={job.profile}: is not torch or nsys")
+    agent += ["--nsys"] if job.nsys else []
     # The image has a Python of its own, for which the packages on this shell's PYTHONPATH are not made.
     further = [] if job.image else os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([job.code_dir, *filter(None, further)]))
@@ -126,7 +120,7 @@ def step(job: Job, *, dry_run: bool = False) -> list[str]:
         command = ["/bin/bash", "-c", 'exec "$@"', "task", *command]
     elif not dry_run and not shutil.which(job.python):
         raise ConfigError(f"no interpreter {job.python} on {here}; run setup_conda_env.sh, or set PYTHON")
-    return [*srun, *command, *agent, "--", *flags]
+    return [*srun, *command, *agent, "--", *job.flags]
 
 
 def mounts(job: Job, *, dry_run: bool = False) -> list[str]:
@@ -140,7 +134,7 @@ def mounts(job: Job, *, dry_run: bool = False) -> list[str]:
         source = mount.partition(":")[0]
         if not dry_run and not os.path.exists(source):
             raise ConfigError(f"no {source} to mount on {socket.gethostname()}; make it, or take it out of MOUNTS")
-    nsys = os.environ.get("NSYS_DIR", "") if job.profile == "nsys" else ""
+    nsys = os.environ.get("NSYS_DIR", "") if job.nsys else ""
     own = [place for place in (SMP_CLUSTER_LOGS, nsys) if os.path.isdir(place)]
     folders = [*job.folders, os.getcwd(), job.code_dir, job.run_dir, *job.written, *own]
     for folder in folders:

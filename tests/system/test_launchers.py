@@ -42,8 +42,7 @@ def srun(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "name"),
-    [(openmpi, "openmpi"), (mpich, "mpich"), pytest.param(srun, "srun", marks=pytest.mark.core)]
+    ("launcher", "name"), [(openmpi, "openmpi"), (mpich, "mpich"), pytest.param(srun, "srun", marks=pytest.mark.core)]
 )
 def test_two_ranks_train(launcher: Callable[[int, int, int], dict[str, str]], name: str, tmp_path: Path) -> None:
     with Ranks(tmp_path, 2, "train", *flags(tmp_path, max_steps=2), launcher=launcher) as ranks:

@@ -266,9 +266,7 @@ def test_node_is_compared_with_its_type(
     assert isinstance(refused.value, ConfigError if "processors" in result else agent.BadNodeError)
 
 
-def test_what_a_node_says_of_itself_does_not_overrule_the_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_node_says_of_itself_does_not_overrule_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     p5 = find("p5.48xlarge")
     monkeypatch.setattr(agent, "ADAPTERS", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -10,6 +10,7 @@ from smp_train.telemetry.run_folder import RunFolder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launchers" / "local" / "demo.py"
 
+
 @pytest.fixture(scope="module")
 def demo():
     spec = importlib.util.spec_from_file_location("demo", SCRIPT)

@@ -84,9 +84,7 @@ class Rig:
         if self.gpus:
             self._make_gpus()
             lines.append("GresTypes=gpu")
-        lines.append(
-            f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES PriorityTier=1 GraceTime=3600"
-        )
+        lines.append(f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES PriorityTier=1 GraceTime=3600")
         lines.append(
             f"PartitionName=prio Nodes=n[1-{self.nodes}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF"
         )

@@ -29,7 +29,7 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   --python <python> \
   --written /runs/gpt_neox/checkpoints \
   --nproc 2 \
-  --profile nsys \
+  --nsys \
   --max_attempts 3 \
   -- \
   --use_synthetic_data \
