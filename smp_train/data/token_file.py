@@ -305,10 +305,9 @@ class ShardRows:
             return NO_GAPS
         return np.stack([self._arrays[name].astype(np.int64) for name in GAPS], axis=1)
 
-    def _bytes(self, size: int, offset: int) -> np.ndarray:
-        data = np.empty(size, dtype=np.uint8)
+    def _read(self, into: np.ndarray, offset: int) -> int:
         try:
-            return data[: self.file.read(data, self._begin + offset)]
+            return self.file.read(into, self._begin + offset)
         except FileNotFoundError:
             raise DataError(f"{self.file.path}: was removed; {self._cure}") from None
         except OSError as error:
@@ -316,6 +315,12 @@ class ShardRows:
                 f"{self.file.path}: cannot be read ({error.strerror}); is the file system of --data_cache_dir still "
                 "there?"
             ) from None
+
+    def _damaged(self, row: int) -> DataError:
+        return DataError(
+            f"{self.file.path}: row {row} ({self.header.source}:{self.line(row)}) does not match its checksum; "
+            f"remove this file, {self._cure}"
+        )
 
     def fill(self, row: int, into: np.ndarray, scratch: np.ndarray) -> bool:
         """Read row ``row`` into int64 [tokens] of its own length; False, with nothing read, when it is no such row.
@@ -325,13 +330,8 @@ class ShardRows:
         size = self._plain_bytes
         if scratch.nbytes != size:
             return False
-        try:
-            read = self.file.read(scratch, self._begin + row * size)
-        except OSError:
-            read = 0
-        if read != size or crc32(self._plain_tail, crc32(scratch)) != self._crc[row]:
-            self.row(row)  # raises, with the message
-            return False
+        if self._read(scratch, row * size) != size or crc32(self._plain_tail, crc32(scratch)) != self._crc[row]:
+            raise self._damaged(row)
         into[:] = scratch
         return True
 
@@ -342,22 +342,19 @@ class ShardRows:
             start, end = map(int, self._arrays["starts"][row : row + 2])
             n = end - start
         size = self.header.token_bytes
-        data = self._bytes(n * size, start * size)
-        valid, mask, bits = n, None, b""
-        if self.header.mask != "none":
-            valid = int(self._arrays["valid"][row])
+        data = np.empty(n * size, dtype=np.uint8)
+        data = data[: self._read(data, start * size)]
+        valid = n if self.header.mask == "none" else int(self._arrays["valid"][row])
+        mask = np.arange(n) < valid if valid < n else None
+        tail = valid.to_bytes(8, "little")
         if self.header.mask == "bits":
-            bits = self._bytes((n + 7) // 8, self.header.tokens * size + start // 8 + row).tobytes()
-            mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=n).view(bool)
-            if mask[:valid].all():
-                bits, mask = b"", None
-        if crc32(bits or valid.to_bytes(8, "little"), crc32(data)) != self._crc[row]:
-            raise DataError(
-                f"{self.file.path}: row {row} ({self.header.source}:{self.line(row)}) does not match its checksum; "
-                f"remove this file, {self._cure}"
-            )
+            bits = np.zeros((n + 7) // 8, dtype=np.uint8)
+            self._read(bits, self.header.tokens * size + start // 8 + row)
+            attended = np.unpackbits(bits, count=n).view(bool)
+            if not attended[:valid].all():
+                tail, mask = bits.tobytes(), attended
+        if crc32(tail, crc32(data)) != self._crc[row]:
+            raise self._damaged(row)
         ids = data[: n * self.dtype.itemsize].view(self.dtype)
         labels = data[ids.nbytes :].view(LABELS) if self.header.labelled else None
-        if mask is None and valid < n:
-            mask = np.arange(n) < valid
         return Row(ids, mask, labels=labels)
