@@ -39,16 +39,11 @@ LINES: dict[str, Line] = {
     "000, 7B": Line(
         llama_of_000(32, 11008, 4096, 32, 32, 1000),
         {
-            "num_key_value_heads": 32, "intermediate_size": 11008, "max_context_width": 4096, "hidden_width": 4096,
-            "num_layers": 32, "num_heads": 32, "model_type": "llama_v2", "checkpoint_freq": [1000],
-            "validation_freq": 500, "checkpoint_dir": ["./checkpoints"], "resume_from_checkpoint": "./checkpoints",
-            "sharding_strategy": "full_shard",
+            "num_key_value_heads": 32, "intermediate_size": 11008, "max_context_width": 4096, "checkpoint_freq": [1000],
+            "hidden_width": 4096, "checkpoint_dir": ["./checkpoints"], "sharding_strategy": "full_shard",
         },
     ),
-    "000, 13B": Line(
-        llama_of_000(40, 13824, 5120, 40, 40, 1000),
-        {"num_layers": 40, "hidden_width": 5120, "intermediate_size": 13824},
-    ),
+    "000, 13B": Line(llama_of_000(40, 13824, 5120, 40, 40, 1000), {"num_layers": 40, "num_heads": 40}),
     "000, 70B": Line(llama_of_000(8, 28672, 8192, 80, 64, 50), {"num_layers": 80, "num_key_value_heads": 8}),
     "000, Mixtral": Line(
         "--train_batch_size=4 --val_batch_size=4 --max_steps=5000 --seed=42 --bf16=1 --grad_clip=1.0 "
@@ -61,8 +56,7 @@ LINES: dict[str, Line] = {
         "--resume_from_checkpoint=./checkpoints/mixtral-8x7B --max_training_steps=5000 --validation_batches=10 "
         "--sliding_window=4096 --num_experts_per_tok=2 --num_local_experts=8",
         {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096, "max_steps": 5000, "epochs": 3},
-        refused="--dataset",
-        off="--dataset None --tokenizer None",
+        refused="--dataset", off="--dataset None --tokenizer None",
     ),
     "000, today": Line(
         "--max_context_width=8192 --num_key_value_heads=8 --intermediate_size=14336 --hidden_width=4096 "
@@ -74,8 +68,7 @@ LINES: dict[str, Line] = {
             "dataset": "allenai/c4", "dataset_config_name": "en", "tokenizer": "hf-internal-testing/llama-tokenizer",
             "sharding_strategy": "full_shard", "sm_activation_offloading": True,
         },
-        refused="--dataset",
-        off="--dataset None --dataset_config_name None --tokenizer None",
+        refused="--dataset", off="--dataset None --dataset_config_name None --tokenizer None",
     ),
     "001": Line(
         "--model_name=llama2_7b --ckpt_load_path=/fsx/llama2/pretrain/ckpt --ckpt_save_path=/fsx/llama2/pretrain/ckpt "
@@ -122,14 +115,12 @@ LINES: dict[str, Line] = {
             "finetune": True, "pretrained_model_name": "meta-llama/Llama-2-7b-hf",
             "finetune_checkpoint_load_dir": "/fsx/pretrained",
         },
-        refused="finetune",
-        off="--finetune 0 --pretrained_model_name None --finetune_checkpoint_load_dir None",
+        refused="finetune", off="--finetune 0 --pretrained_model_name None --finetune_checkpoint_load_dir None",
     ),
     "003, fine-tuned from a file": Line(
         SMP.format(nsys="", hf="") + " --finetune 1 --pretrained_checkpoint_file /fsx/llama/consolidated.pt",
         {"pretrained_checkpoint_file": "/fsx/llama/consolidated.pt"},
-        refused="--pretrained_checkpoint_file",
-        off="--finetune 0 --pretrained_checkpoint_file None",
+        refused="--pretrained_checkpoint_file", off="--finetune 0 --pretrained_checkpoint_file None",
     ),
     "004, 1": Line(
         "--hf-model meta-llama/Llama-2-7b-hf --batch-size 4 --grad-accum-steps 2 --max-lr 2e-5 --warmup-steps 100 "
@@ -143,7 +134,6 @@ LINES: dict[str, Line] = {
     ),
     "004, 2": Line(
         "--hf-model mistralai/Mistral-7B-v0.1 --seq-len 4096 --batch-size 2 --grad-accum-steps 4 --mixed-precision",
-        {"max_context_width": 4096},
         **HUB,
     ),
     "004, 3": Line(
@@ -151,10 +141,7 @@ LINES: dict[str, Line] = {
         "--max-lr 3e-4 --mixed-precision",
         {"model_type": "scratch", "model_size": "13b", "vocab_size": 32000, "lr": 3e-4},
     ),
-    "004, 4": Line(
-        "--hf-model meta-llama/Llama-2-70b-hf --batch-size 2 --grad-accum-steps 8", {"gradient_accumulation_steps": 8},
-        **HUB,
-    ),
+    "004, 4": Line("--hf-model meta-llama/Llama-2-70b-hf --batch-size 2 --grad-accum-steps 8", **HUB),
     "004, quick start": Line(
         "--from-scratch --model-size 7B --batch-size 4 --grad-accum-steps 2 --mixed-precision",
         {"model_type": "scratch", "model_size": "7b", "label": "scratch-7b"},
@@ -170,7 +157,6 @@ LINES: dict[str, Line] = {
             "model_size": "350m", "epochs": 2, "steps_per_epoch": 1000, "min_lr": 3e-5, "weight_decay": 0.1,
             "attn_implementation": "flash_attention_2", "checkpoint_freq": [1000], "logging_freq": 10,
         },
-        refused="--attn_implementation",
-        off="--use-flash-attn 0",
+        refused="--attn_implementation", off="--use-flash-attn 0",
     ),
 }  # fmt: skip
