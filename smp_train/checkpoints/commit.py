@@ -23,8 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from smp_train import storage
-from smp_train.checkpoints.dcp import LocalReader, Reader
-from smp_train.checkpoints.dcp_storage import S3Reader, TreeWriter
+from smp_train.checkpoints.dcp import Reader
+from smp_train.checkpoints.dcp_storage import TreeReader, TreeWriter
 from smp_train.checkpoints.manifest import (
     COMMITTED,
     DAMAGED,
@@ -118,9 +118,7 @@ class CheckpointFolder:
     def reader(self, name: str, files: Mapping[str, int] | None = None) -> Reader:
         """Return the DCP reader of the tree ``name``, of its ``files`` (name: size) or of all that are there."""
         files = self.sizes(name) if files is None else files
-        if is_s3(self.location):
-            return S3Reader(self.storage, posixpath.normpath(name), files)
-        return LocalReader(Path(self.location, name), files)
+        return TreeReader(self.storage, posixpath.normpath(name), files)
 
     def aside(self, kind: str = DAMAGED) -> list[str]:
         """Return the names of checkpoints that were set aside."""

@@ -10,11 +10,10 @@ import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -37,8 +36,6 @@ from smp_train.checkpoints.manifest import METADATA
 from smp_train.checkpoints.state import State, present
 from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless
 from smp_train.errors import CheckpointError
-from smp_train.models.weight_files import refuse_compressed
-from smp_train.storage.ranges import RangeFile
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp_storage import TreeWriter
@@ -62,46 +59,13 @@ class Reader(StorageReader):
         raise NotImplementedError
 
 
-class LocalReader(FileSystemReader, Reader):
-    """Reads one checkpoint folder, and there no other files than ``files`` (name: size in bytes)."""
-
-    _metadata: Metadata | None = None
-
-    def __init__(self, path: Path, files: Mapping[str, int]) -> None:
-        super().__init__(path)
-        self.files = files
-
-    def preload(self) -> None:
-        """Read the metadata. Raises `CheckpointError`."""
-        try:
-            if DCP_METADATA not in self.files:
-                raise ValueError("it is missing, a link, or not a file of this checkpoint")
-            metadata = _MetadataUnpickler(io.BytesIO(self.metadata_bytes())).load()
-            _check(metadata, self.files)
-        except Exception as error:
-            raise CheckpointError(f"{self.path}/{DCP_METADATA} cannot be read: {one_line(error)}") from error
-        self._metadata = metadata
-
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        def read(start: int, length: int) -> Any:
-            file.seek(sinfo.offset + start)
-            return file.read(length)
-
-        refuse_compressed(io.BufferedReader(RangeFile(sinfo.length, read)))
-        return super()._slice_file(file, sinfo)
-
-    def metadata_bytes(self) -> bytes:
-        """Return the index as it is stored."""
-        return (Path(self.path) / DCP_METADATA).read_bytes()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata read ahead."""
-        if self._metadata is None:
-            self.preload()
-        assert self._metadata is not None
-        if self._metadata.storage_meta is None:
-            self._metadata.storage_meta = StorageMeta()
-        return self._metadata
+def parsed_index(data: bytes, files: Mapping[str, int]) -> Metadata:
+    """Return the index of a tree that consists of ``files`` (name: size in bytes). Raises whatever is wrong with it."""
+    metadata: Metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    _check(metadata, files)
+    if metadata.storage_meta is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
 
 
 class _MetadataUnpickler(pickle._Unpickler):

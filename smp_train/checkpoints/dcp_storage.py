@@ -14,13 +14,13 @@ from typing import IO, Any, BinaryIO
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from smp_train.checkpoints.collective import one_line
-from smp_train.checkpoints.dcp import DCP_METADATA, LocalReader
+from smp_train.checkpoints.dcp import DCP_METADATA, Reader, parsed_index
 from smp_train.checkpoints.manifest import Checksum, FileRecord, checksum_of
 from smp_train.distributed.agree import here
 from smp_train.errors import CheckpointError
@@ -61,7 +61,7 @@ class _Files:
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:
-        """Yield a stream into a file, or of nothing: `S3Reader` fetches what it needs itself."""
+        """Yield a stream into a file, or of nothing: `TreeReader` reads what it needs itself."""
         name = str(path)
         if mode == "rb":
             yield io.BytesIO()
@@ -167,23 +167,38 @@ def _size(item: Any) -> int:
     return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize) + 4096
 
 
-class S3Reader(LocalReader):
-    """Reads one tree, each entry by a request of its own, several at once."""
+class TreeReader(FileSystemReader, Reader):
+    """Reads one tree, and of it no other files than ``files`` (name: size in bytes); in S3 several entries at once."""
 
     def __init__(self, storage: Storage, place: str, files: Mapping[str, int]) -> None:
-        FileSystemReader.__init__(self, place)
+        super().__init__(place)
         self.files = files
         self._storage = storage
         self.fs = _Files(storage)  # type: ignore[assignment]
         self.path = place
+        self._metadata: Metadata | None = None
         self._coming: Iterator[bytes] = iter(())
 
-    def metadata_bytes(self) -> bytes:
-        """Return the index as it is stored."""
-        return self._storage.read(f"{self.path}/{DCP_METADATA}")
+    def preload(self) -> None:
+        """Read the metadata. Raises `CheckpointError`."""
+        index = posixpath.join(str(self.path), DCP_METADATA)
+        try:
+            if DCP_METADATA not in self.files:
+                raise ValueError("it is missing, a link, or not a file of this checkpoint")
+            data = next(self._whole([(DCP_METADATA, 0, self.files[DCP_METADATA])]))
+            self._metadata = parsed_index(data, self.files)
+        except Exception as error:
+            raise CheckpointError(f"{self._storage.location}/{index} cannot be read: {one_line(error)}") from error
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata read ahead."""
+        if self._metadata is None:
+            self.preload()
+        assert self._metadata is not None
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetch and load this rank's share, in the order in which `FileSystemReader` asks for it."""
+        """Read and load this rank's share, in the order in which `FileSystemReader` asks for it."""
         wanted: dict[str, list[Any]] = {}
         for item in plan.items:
             stored = self.storage_data[item.storage_index]
@@ -205,6 +220,7 @@ class S3Reader(LocalReader):
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
         data = io.BytesIO(next(self._coming))
-        assert data.getbuffer().nbytes == sinfo.length
+        if data.getbuffer().nbytes != sinfo.length:
+            raise EOFError(f"{sinfo.relative_path} is shorter than its index says")
         refuse_compressed(data)
         return data

@@ -78,8 +78,12 @@ class FolderStorage:
         return path.read_bytes()
 
     def ranges(self, wanted: Iterable[Range]) -> Iterator[bytes]:
-        for name, start, length, _ in wanted:
-            with (self.root / name).open("rb") as file:
+        with contextlib.ExitStack() as opened:
+            file, current = None, None
+            for name, start, length, _ in wanted:
+                if file is None or name != current:
+                    opened.close()
+                    file, current = opened.enter_context((self.root / name).open("rb")), name
                 file.seek(start)
                 yield file.read(length)
 
