@@ -178,7 +178,7 @@ def _repeats(place: str, seen: list[tuple[int, str]], rows: int | None) -> list[
 
 
 def _shares(drawn: dict[str, int], weights: list[float], seed: int | None) -> list[str]:
-    """Return which places of a blend were drawn from less or more often than its order says.
+    """Return which sources of a blend were drawn from less or more often than its order requires.
 
     Every block of positions has equally many of each place. With the ``seed`` of a run that is audited from its
     beginning, the rest is known too; without, not even where in a block the audit begins.

@@ -1,7 +1,7 @@
 """Several data sets as one: joined, or blended by weight, with every position still computed and not stored.
 
 Positions come in blocks of `BLOCK`. Every block gives each source the same number of its slots, in proportion
-to the weights, and a permutation keyed by (seed, block) says which slots. So how often a source has been drawn
+to the weights, and a permutation keyed by (seed, block) decides which slots. So how often a source has been drawn
 before any position is known at once, and that many rows of its own order have been used.
 """
 
@@ -28,7 +28,7 @@ BLOCK = 10_000
 
 
 def read_weights(given: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Take ``a:0.7 b:0.3`` apart into places and weights; weights are None when no place has one."""
+    """Take ``a:0.7 b:0.3`` apart into locations and weights; weights are None when no location has one."""
     places, weights = [], []
     for word in given:
         place, colon, number = word.rpartition(":")

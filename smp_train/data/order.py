@@ -131,7 +131,7 @@ class Order:
             here = first == window
             last = min(window + self._window, len(turns))
             start, size = begins[window], int(begins[last] - begins[window])
-            # A key of its own for each window: two of one size must not be permuted alike.
+            # A key of its own for each window: two of one size must not share a permutation.
             key = np.full(int(here.sum()), f"{epoch} window {window}")
             place = permute(within[here] - start, size, self.seed, key).astype(np.int64) + start
             shard = np.searchsorted(begins, place, side="right") - 1

@@ -1,7 +1,7 @@
-"""Folders of S3 that are read as they are, copied to this machine: one folder for each version of a place.
+"""Prefixes of S3 that are read as they are, copied to this machine: one folder for each version of their objects.
 
-A copy is locked by every process that reads it. One of an earlier version of a place is removed by the next run of that
-place when no process reads it.
+A copy is locked by every process that reads it. One of an earlier version is removed by the next run of that prefix,
+when no process reads it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = logging.getLogger("smp_train.data")
 
 PREFIX = "s3-"
 _locks: dict[str, tuple[str, FolderLock | None]] = {}
-"""Of each place the copy that this process reads, until it ends or takes another version."""
+"""Of each prefix the copy that this process reads, until it ends or takes another version."""
 
 
 def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -> tuple[str, list[str]]:
     """Copy this rank's share of a folder in S3 that is read as it is; return (local folder, what was fetched).
 
-    The local folder is named by the place and the versions of all objects, so versions never mix. Raises DataError.
+    The local folder is named by the prefix and the versions of all objects, so versions never mix. Raises DataError.
     """
     objects = s3.list_folder(location)[0]
     versions = "".join(f"{shard.path} {shard.size} {shard.etag}\n" for shard in objects)
@@ -77,13 +77,12 @@ def _missing(objects: list[Shard], folder: str) -> list[Shard]:
 
 
 def _remove_earlier(place: str, folder: str, location: str) -> None:
-    """Remove copies of other versions of a place that no process reads; where files cannot be locked, they stay."""
+    """Remove copies of other versions that no process reads; where files cannot be locked, they stay."""
     for other in Path(place).parent.glob(f"{Path(place).name}-*"):
         if str(other) == folder or not other.is_dir():
             continue
         with contextlib.suppress(NotImplementedError, OSError):
             lock = take(str(other))
             if lock is not None and other.exists():
-                # The rank that comes first says so; a console shows warnings only for most ranks.
                 logger.warning("%s: removed, as %s has changed since", other, location)
                 shutil.rmtree(other, ignore_errors=True)

@@ -24,7 +24,7 @@ class Row(NamedTuple):
     documents: np.ndarray | None = None
     """Lengths of the documents packed into this row, which must not see each other; None when it is one."""
     labels: np.ndarray | None = None
-    """Target at each place, any integer type, shape [length], not shifted, `IGNORED` where a token carries no loss;
+    """Target at each position, any integer type, shape [length], not shifted, `IGNORED` where a token carries no loss;
     None when the targets are the ids."""
 
     def cut(self, begin: int, end: int) -> Row:

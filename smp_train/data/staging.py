@@ -43,11 +43,8 @@ def claim_slot(folder: str) -> tuple[str, FolderLock | None]:
     """
     os.makedirs(folder, exist_ok=True)
     try:
-        for number in itertools.count():
-            slot = os.path.join(folder, f"{SLOT}-{number}")
-            lock = take(slot)
-            if lock is not None:
-                break
+        numbered = (os.path.join(folder, f"{SLOT}-{number}") for number in itertools.count())
+        slot, lock = next((slot, lock) for slot in numbered if (lock := take(slot)) is not None)
     except NotImplementedError as problem:
         slot = os.path.join(folder, f"{SLOT}-{uuid.uuid4().hex[:8]}")
         logger.warning("%s; remove %s-* of ended runs yourself", problem, SLOT)

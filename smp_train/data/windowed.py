@@ -81,7 +81,7 @@ class Windowed(TokenShards):
             return
         units = [list(dict.fromkeys(self._units[shard][0] for shard in group)) for group in (needed, following)]
         in_rounds("staging the next window", self._advance(*units))
-        # Collective too: where one rank cannot open its files, no other may come to the next place of a blend alone.
+        # Collective too: where one rank cannot open its files, no other may come to the next source of a blend alone.
         in_rounds("opening the next window", self._enter(needed, following))
 
     def _advance(self, needed: list[int], following: list[int]) -> Generator[None, None, None]:

