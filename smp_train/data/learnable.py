@@ -62,7 +62,7 @@ class Kept(Source):
 
 
 def leave_out_unlearnable(source: Source, seq_len: int, *, long: str, max_bad: float | None, place: str = "") -> Source:
-    """Return the source without the samples of which a cut to ``seq_len`` tokens leaves no target.
+    """Return the source without the samples that have no target within ``seq_len`` tokens.
 
     Masks, labels and lengths decide, which the source knows without reading rows; a source that does not know them is
     returned as it is. ``max_bad`` is the fraction of samples that may be left out (--bad_rows skip), never all; None

@@ -66,7 +66,7 @@ class Survey:
         return 0
 
     def text(self, tokenizer: str | None) -> str:
-        """Return the survey in words."""
+        """Return the report that ``data inspect`` prints."""
         lines = [f"{self.kind}: {self.rows} rows, {self.tokens} tokens in {self.shards} files"]
         if self.rows:
             lines += [

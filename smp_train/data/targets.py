@@ -1,6 +1,6 @@
-"""Where in its rows a data set carries no loss: kept with the index, so that no tokens are read to know it.
+"""Gaps: where rows carry no loss. They are kept in the index, so that samples without loss are found unread.
 
-A gap is a stretch of tokens of which none is a target, between the first and the last attended token of its row, as
+A gap is a run of tokens of which none is a target, between the first and the last attended token of its row, as
 (row, begin, end), counted from that first token. Gaps do not depend on the context length.
 """
 
@@ -14,8 +14,8 @@ NO_GAPS = np.empty((0, 3), dtype=np.int64)
 def row_gaps(targets: np.ndarray, attended: np.ndarray | None, starts: np.ndarray) -> np.ndarray:
     """Return the gaps of rows that lie end to end, int64 [gaps, 3], in order.
 
-    A row whose only target is its first attended token has it behind padding; it loses it with that padding when it is
-    cut. Its gap is (row, 0, size - 1): longer than the row without padding, and than any context that cuts the row.
+    A row whose only target is its first attended token, after padding, has no target left when the padding is removed.
+    Its gap is (row, 0, size - 1): longer than the row without padding, and than any context that truncates the row.
 
     Args:
         targets: bool [tokens].
@@ -45,7 +45,7 @@ def row_gaps(targets: np.ndarray, attended: np.ndarray | None, starts: np.ndarra
 
 
 def attended_spans(attended: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return of each row where its first attended token is, and the tokens from there to its last; 0 without one."""
+    """Return, for each row, the index of its first attended token and the number of tokens to its last; 0 if none."""
     places = np.flatnonzero(attended)
     low, high = np.searchsorted(places, starts[:-1]), np.searchsorted(places, starts[1:])
     some = high > low
@@ -56,7 +56,7 @@ def attended_spans(attended: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray
 
 
 def without_target(gaps: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the rows of which no token behind the first is a target, given all rows' lengths without padding."""
+    """Return the rows without a target after their first token, given all rows' lengths without padding."""
     rows, begin, end = gaps.T
     return np.unique(rows[(begin <= 1) & (end >= lengths[rows])])
 
@@ -72,7 +72,7 @@ def empty_pieces(gaps: np.ndarray, sizes: np.ndarray, seq_len: int) -> tuple[np.
 
     Args:
         gaps: of rows without padding.
-        sizes: tokens of each row that are cut into pieces; a last piece of one token is none.
+        sizes: tokens of each row that are split into pieces; a last piece of one token is dropped.
         seq_len: tokens of a piece. Its first token is no target, as none is before it.
     """
     rows, begin, end = gaps.T

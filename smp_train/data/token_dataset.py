@@ -129,7 +129,7 @@ def convert(
     cache: TokenCache, shards: list[Shard], *, rank: int = 0, world: int = 1, processes: int = 1
 ) -> Generator[int, None, None]:
     """Convert this rank's share of the shards that have no token file, as `conversion.convert`. No collectives."""
-    # Dealt before looking: what is there changes while ranks look, and they must agree on the deal.
+    # Shared out before looking for token files: those appear while ranks look, and all ranks must share out one list.
     missing = cache.missing(share(shards, rank, world))
     if missing:
         yield from convert_shards(cache.destination, missing, processes=processes, shown=rank == 0)

@@ -206,7 +206,7 @@ _opened: deque[weakref.ref[TokenFile]] = deque()
 def read_index(base: str, *, index_alone: bool = False) -> TokenFile | None:
     """Return a pair of token files, or None when there is no whole one at ``base``.
 
-    ``index_alone`` asks for the ``.idx`` only, whatever has become of the ``.tok``.
+    ``index_alone`` asks for the ``.idx`` only, with or without its ``.tok``.
     """
     try:
         with open(base + ".idx", "rb", buffering=0) as file:
