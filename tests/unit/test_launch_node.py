@@ -315,26 +315,50 @@ def test_the_node_that_is_not_as_the_others_is_named_by_all(
 
 def beside(logs: Path, processes: int) -> None:
     """Leave what the first node of the step leaves."""
+    logs.mkdir(parents=True)
     network_check.compare(logs, ["n1", "n3"], 0, processes, 0, seconds=0)
 
 
-def test_a_task_starts_nothing_where_nodes_differ_or_checkpoints_would_be_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+P5 = ["--instance_type", "p5.48xlarge", "--"]
+REFUSED: dict[str, tuple[list[str], dict[str, str], int, str, str]] = {
+    "nodes differ": (["--nproc=1", "--"], STEP, 75, "node", "n3: 1 GPUs"),
+    "no container": (["--inside", "--"], {}, 75, "node", "pyxis is not installed on this compute node"),
+    "lost with it": (["--inside", "--", "--checkpoint_dir", "/lost"], {}, 2, "configuration", "--checkpoint_dir /lost"),
+    "too large": ([*P5, "--model_type=llama_v2", "--model_size=70b"], {}, 2, "configuration", "weights, gradients and"),
+    "a flag": (["--", "--max_stepz", "1"], {}, 2, "configuration", "--max_stepz"),
+    # What the first node can write, this one cannot.
+    "no folder, node 1": (["--"], STEP, 75, "node", "/file/run/logs/12.0.3"),
+    "no folder, node 0": (["--"], STEP | {"SLURM_NODEID": "0"}, 2, "configuration", "/file/run/logs/12.0.3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_task_names_what_it_refuses(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(agent, "supervise", lambda *_, **__: pytest.fail("started"))
-    for name, value in {**STEP, "SLURMD_NODENAME": "n3"}.items():
-        monkeypatch.setenv(name, value)
-    run = ["--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
-    logs = tmp_path / "run/logs/12.0.3"
-    logs.mkdir(parents=True)
-    beside(logs, 2)
-    assert agent.main(["--nproc", "1", "--", *run]) == 75
-    assert "LAUNCH-FAIL node=n3 rank=-1 rc=75 cause=node" in capsys.readouterr().err
-    monkeypatch.setattr(agent, "INSIDE", str(tmp_path))
-    monkeypatch.setattr(container, "MOUNTS", tmp_path / "mountinfo")
+    words, environ, code, cause, said = REFUSED[case]
+    run = tmp_path / ("file/run" if "folder" in case else "run")
+    (tmp_path / "file").write_text("no folder")
     (tmp_path / "mountinfo").write_text("1 0 0:1 / / rw - overlay overlay rw\n")
-    assert agent.main(["--nproc", "1", "--inside", "--", *run, "--checkpoint_dir", "/lost"]) == 2
-    assert "--checkpoint_dir /lost is in the container alone" in capsys.readouterr().err
+    for name, value in {"SLURMD_NODENAME": "n3", **environ}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(agent, "INSIDE", str(tmp_path / ("none" if case == "no container" else "")))
+    monkeypatch.setattr(container, "MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(agent, "count_gpus", lambda: 8)
+    monkeypatch.setattr(agent, "count_efa", lambda: 32)
+    monkeypatch.setattr(agent, "supervise", lambda *_, **__: pytest.fail("started"))
+    if case == "nodes differ":
+        beside(run / "logs/12.0.3", 2)
+    failures = tmp_path / "failures"
+    words = ["--failures", str(failures), *words, "--use_synthetic_data=1", f"--run_dir={run}"]
+    assert agent.main(words) == code
+    error, line = capsys.readouterr().err.splitlines()[-2:]
+    assert said in error
+    assert line == f"smp-train: LAUNCH-FAIL node=n3 rank=-1 rc={code} cause={cause}"
+    (left,) = failures.glob(f"*/failed-*-node-{environ.get('SLURM_NODEID', 0)}")
+    assert f"smp-train: {left.read_text()}" == f"{line}\n"
+    if case == "no container":
+        assert (run / "launches.jsonl").exists(), "a start that counts: pyxis will be missing the next time too"
 
 
 def test_a_task_gives_its_processes_what_the_instance_needs(
@@ -360,17 +384,6 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
     (tmp_path / ".cache/huggingface").mkdir(parents=True)
     assert "HF_HOME" not in environment.places(str(run), "logs", os.environ, inside=True), "the image has its own"
     assert "smp-train: warning: FI_PROVIDER=efa is set: the NCCL plugin finds EFA by itself" in capsys.readouterr().err
-
-
-def test_a_task_refuses_a_model_that_its_gpus_cannot_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(agent, "count_gpus", lambda: 8)
-    monkeypatch.setattr(agent, "count_efa", lambda: 32)
-    monkeypatch.setattr(agent, "supervise", lambda *_, **__: (0, None))
-    words = ["--instance_type", "p5.48xlarge", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path)]
-    assert agent.main([*words, "--model_type", "llama_v2", "--model_size", "70b"]) == 2
-    assert "weights, gradients and optimizer of this model" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_as_the_job_sees_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -493,32 +506,6 @@ def test_launch_local_passes_on_where_this_machine_stands(tmp_path: Path, monkey
     assert {**place, "GREETING": "hello"}.items() <= seen.items()
 
 
-def test_task_names_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    code = agent.main(["--inside", "--failures", str(run), "--", "--use_synthetic_data", "1", "--run_dir", str(run)])
-    assert code == 75
-    err = capsys.readouterr().err
-    assert "this is not a container; pyxis is not installed on this compute node" in err
-    (left,) = run.glob("*/failed-*-node-0")
-    assert left.read_text().strip() == err.splitlines()[1].removeprefix("smp-train: ")
-    assert (run / "launches.jsonl").exists(), "a start that counts: pyxis will be missing the next time too"
-    assert agent.main(["--failures", str(run), "--", "--max_stepz", "1"]) == 2
-    assert "cause=configuration" in capsys.readouterr().err
-
-
-def test_a_node_that_cannot_write_what_the_first_can_is_bad(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "fsx").write_text("no folder")
-    run = ["--", "--use_synthetic_data", "1", "--run_dir", f"{tmp_path}/fsx/run"]
-    for name, value in {**STEP, "SLURMD_NODENAME": "n3"}.items():
-        monkeypatch.setenv(name, value)
-    for node, code, cause in (("1", 75, "node"), ("0", 2, "configuration")):
-        monkeypatch.setenv("SLURM_NODEID", node)
-        assert agent.main(["--failures", str(tmp_path / "fsx"), *run]) == code
-        assert f"LAUNCH-FAIL node=n3 rank=-1 rc={code} cause={cause}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("node", "ended", "verdict", "failure"),
     [
@@ -597,7 +584,6 @@ def test_report_is_named_by_start_node_and_host(tmp_path: Path, monkeypatch: pyt
     nsys.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\n')
     nsys.chmod(0o755)
     words = ["--nproc", "1", "--nsys", "--", "--use_synthetic_data", "1", "--run_dir", str(tmp_path / "run")]
-    (tmp_path / "run/logs/12.2.3").mkdir(parents=True)
     beside(tmp_path / "run/logs/12.2.3", 1)
     environ = {**os.environ, **STEP, "SLURM_RESTART_COUNT": "2", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
