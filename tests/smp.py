@@ -10,14 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from smp_train.errors import SmpTrainError
 from tests import harness
-from tests.training import SAMPLE, flags, steps, train
+from tests.training import SAMPLE, alike, flags, numbers, train  # noqa: F401
 
-TOLERANCE = 1e-5
 NEEDS_NATIVE = "the native backend needs torch 2.6"
 NATIVE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6)
 Journal = list[tuple[str, dict[str, str]]]
@@ -47,17 +45,6 @@ def train_on_smp(command_line: list[str], release: str = "2.8", **environ: str) 
 def smp(folder: Path, **changes: Any) -> list[str]:
     """Return the command line of a tiny run on SMP."""
     return flags(folder, backend="smp", **{**DATA, **changes})
-
-
-def numbers(folder: Path) -> list[tuple[float, float]]:
-    """Return the loss and the gradient norm of each step."""
-    return [(record["loss"], record["grad_norm"]) for record in steps(folder)]
-
-
-def alike(ours: list[tuple[float, float]], theirs: list[tuple[float, float]], tolerance: float = TOLERANCE) -> None:
-    """Assert that two runs have the same numbers."""
-    for one, other in zip(ours, theirs, strict=True):
-        assert one == pytest.approx(other, rel=tolerance)
 
 
 def train_alone(command_line: list[str]) -> None:

@@ -8,8 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.checkpoint_files import tree
 
+TOLERANCE = 1e-5  # relative, fp32: sums are taken in another order
 SAMPLE = Path(__file__).parent.parent / "data" / "sample"
 
 TINY: dict[str, Any] = {
@@ -64,6 +67,26 @@ def built(ranks: Any, device: Any, command_line: Sequence[str] = (), **changes: 
 def steps(folder: Path) -> list[dict[str, Any]]:
     """Return the step records that a run below ``folder`` wrote."""
     return [record for record in records(folder) if "event" not in record]
+
+
+def numbers(folder: Path) -> list[tuple[float, float]]:
+    """Return the loss and the gradient norm of each step of a run below ``folder``."""
+    return [(record["loss"], record["grad_norm"]) for record in steps(folder)]
+
+
+def alike(ours: list[tuple[float, float]], theirs: list[tuple[float, float]], what: Any = "") -> None:
+    """Assert that two runs have the same numbers, but for the order of sums."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=TOLERANCE), what
+
+
+def same(one: dict[str, Any], two: dict[str, Any]) -> None:
+    """Assert that two checkpoints hold the same entries, bit for bit."""
+    import torch
+
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.equal(value, two[name]) if isinstance(value, torch.Tensor) else value == two[name], name
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import harness
-from tests.training import flags, steps, train
+from tests.training import alike, flags, numbers, train
 
 SHARED = {"vocab_size": 256, "tie_word_embeddings": True, "initializer_range": 0.02}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,5 @@ def test_trains_from_its_configuration(family: str, tmp_path: Path) -> None:
     }  # fmt: skip
     for world in (1, 2):
         harness.run(train, world, flags(tmp_path / str(world), **changes, train_batch_size=2 // world))
-    one, two = steps(tmp_path / "1"), steps(tmp_path / "2")
-    assert [record["step"] for record in one] == [1, 2, 3]
-    for ours, theirs in zip(two, one, strict=True):
-        assert (ours["loss"], ours["grad_norm"]) == pytest.approx((theirs["loss"], theirs["grad_norm"]), rel=1e-5)
+    assert len(numbers(tmp_path / "1")) == 3
+    alike(numbers(tmp_path / "2"), numbers(tmp_path / "1"))

@@ -20,7 +20,7 @@ from tests import harness
 from tests.sample_run import STEPS, options
 from tests.smp import NATIVE
 from tests.smp_trees import config_of
-from tests.training import flags, read_checkpoint, train
+from tests.training import flags, read_checkpoint, same, train
 from tests.versions import FAMILIES
 
 ROOT = Path(__file__).parents[2]
@@ -54,11 +54,6 @@ def call(interpreter: Path | str, program: str, steps: Any) -> None:
 
 def content(folder: Path, family: str) -> dict[str, torch.Tensor]:
     return read_checkpoint(folder / family / f"{family}-1steps")
-
-
-def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_a_run_goes_to_the_containers_versions_and_back(tmp_path: Path) -> None:

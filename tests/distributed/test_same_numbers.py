@@ -17,9 +17,8 @@ import pytest
 
 from tests import harness
 from tests.tiers import core
-from tests.training import built, flags, group
+from tests.training import alike, built, flags, group
 
-TOLERANCE = 1e-5  # relative, fp32: sums are taken in another order
 STEPS = 3
 ROWS = 4
 WIDTH = 32
@@ -159,8 +158,7 @@ def test_every_cell_equals_one_process(family: str, mesh: str) -> None:
             assert says in found, cell
             continue
         assert isinstance(found, list), cell
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=TOLERANCE), cell
+        alike(found, expected, cell)
 
 
 COMPILED: dict[str, list[tuple[str, tuple[str, int, int]]]] = {
@@ -192,5 +190,4 @@ def test_compiled_layers_of_split_models_equal_one_process(mesh: str) -> None:
         for family, (found, graphs, breaks) in of_rank.items():
             assert not breaks, family
             assert graphs == 2, family  # whole layers, with padding and without
-            for ours, theirs in zip(found, reference(family), strict=True):
-                assert ours == pytest.approx(theirs, rel=TOLERANCE), family
+            alike(found, reference(family), family)

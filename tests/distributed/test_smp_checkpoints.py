@@ -30,7 +30,7 @@ from tests.smp import (
     tuned,
 )  # fmt: skip
 from tests.tiers import core
-from tests.training import flags, read_checkpoint, train
+from tests.training import flags, read_checkpoint, same, train
 
 LATER = {"checkpoint_type": "async_sharded"}
 TENSOR: dict[str, Any] = {"train_batch_size": 4, "tensor_parallel_degree": 2}
@@ -42,13 +42,6 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Hugging Face folders: of a Llama and a Mixtral."""
     models: dict[str, dict[str, Any]] = {"llama": {}, "mixtral": {**MIXTRAL, "moe": None}}
     return {name: pretrained_folder(tmp_path_factory.mktemp(name), **model) for name, model in models.items()}
-
-
-def same(one: dict[str, Any], two: dict[str, Any]) -> None:
-    """Assert that two checkpoints hold the same, bit for bit."""
-    assert one.keys() == two.keys()
-    assert any(name.startswith("optim.") for name in one)
-    assert all(torch.equal(one[name], two[name]) for name in one if isinstance(one[name], torch.Tensor))
 
 
 # --- between backends -------------------------------------------------------------------------------

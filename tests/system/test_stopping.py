@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from smp_train.telemetry.metrics import history, read_metrics
 from tests import harness
 from tests.harness import as_torchrun
 from tests.system.command import Command, Ranks, torchrun, warm
-from tests.training import flags, read_checkpoint, train
+from tests.training import flags, read_checkpoint, same, train
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -130,7 +129,7 @@ def test_stopped_in_every_way_it_ends_where_it_would_have(tmp_path: Path) -> Non
     run_to(last, straight)
     assert not (run_folder / "STOPPED").exists()
     same_numbers(chain.folder, straight)
-    same_checkpoint(chain.folder, straight, last)
+    same(*(read_checkpoint(at / f"checkpoints/llama_v2-{last}steps") for at in (chain.folder, straight)))
     events = [(record["event"], record["step"]) for record in read_metrics(run_folder) if "event" in record]
     assert [step for event, step in events if event == "resume"] == chain.stops
     assert [step for event, step in events if event == "save"] == [*chain.stops, last]
@@ -143,15 +142,6 @@ def same_numbers(ours: Path, theirs: Path) -> None:
         return [[record[name] for name in EXACT] for record in steps]
 
     assert numbers(ours) == numbers(theirs)
-
-
-def same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
-    name = f"checkpoints/llama_v2-{step}steps"
-    mine, other = read_checkpoint(ours / name), read_checkpoint(theirs / name)
-    assert mine.keys() == other.keys()
-    for key, value in mine.items():
-        same = torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key]
-        assert same, key
 
 
 def train_asked_to_stop(command_line: list[str]) -> int:
