@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smp_train.arguments.parse import canonical, known_names
+from smp_train.arguments.aliases import NAMES
+from smp_train.arguments.parse import canonical
 from smp_train.arguments.values import is_bool, nearest, read_bool
 from smp_train.errors import ConfigError
 
@@ -66,9 +67,9 @@ def split(words: Sequence[str], options: Sequence[Option]) -> tuple[dict[str, An
 
 
 def _check_known(word: str, name: str, table: dict[str, Option]) -> None:
-    if not name or name in known_names() or name.removeprefix("no_") in known_names():
+    if not name or name in NAMES or name.removeprefix("no_") in NAMES:
         return
-    hint = nearest(name, [*table, *known_names()]).replace("mean ", "mean --")
+    hint = nearest(name, [*table, *NAMES]).replace("mean ", "mean --")
     raise ConfigError(f"unknown flag {word.partition('=')[0]}{hint or '; see --help'}")
 
 

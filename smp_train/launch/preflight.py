@@ -136,13 +136,9 @@ def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
 
 def data(args: Any) -> list[tuple[str, str]]:
     """Return (flag, folder) of the data that flags name on a file system, without the weights of a blend."""
-    named = [("training_dir", word) for word in args.training_dir or ()]
-    named += [("test_dir", args.test_dir)] if args.test_dir else []
-    return [
-        (flag, word if Path(word).exists() else re.sub(r":[0-9.eE+-]+$", "", word))
-        for flag, word in named
-        if "://" not in word
-    ]
+    folders = {"training_dir": args.training_dir or [], "test_dir": [args.test_dir] if args.test_dir else []}
+    local = [(flag, folder) for flag, named in folders.items() for folder in named if "://" not in folder]
+    return [(flag, one if Path(one).exists() else re.sub(r":[0-9.eE+-]+$", "", one)) for flag, one in local]
 
 
 def check_data(args: Any) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,7 @@ DAY = 24 * 3600
 
 @dataclass(frozen=True)
 class Job:
-    """A training job, checked. Times are in seconds, sizes in GB; locations are ``s3://`` URIs.
-
-    ``fsx`` is ``FILE-SYSTEM-ID:/mountname/folder``; it is mounted at ``/opt/ml/input/data/fsx`` on every instance.
-    """
+    """A training job, checked and complete. Most fields are options of the same name, described in `OPTIONS`."""
 
     base_name: str
     role: str
@@ -54,23 +51,23 @@ class Job:
     instance_count: int
     hyperparameters: dict[str, Any]
     resolved: Resolved
-    train: str | None = None
-    test: str | None = None
-    checkpoints: str | None = None
-    output: str | None = None
-    image: str | None = None
-    fsx: str | None = None
-    input_mode: str = "FastFile"
-    max_run: int = 5 * DAY
-    spot: bool = False
-    max_wait: int | None = None
-    keep_alive: int | None = None
-    volume_gb: int = 400
-    retries: int | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    tags: dict[str, str] = field(default_factory=dict)
-    subnets: Sequence[str] = ()
-    security_groups: Sequence[str] = ()
+    train: str | None
+    test: str | None
+    checkpoints: str | None
+    output: str | None
+    image: str | None
+    fsx: str | None
+    input_mode: str
+    max_run: int
+    spot: bool
+    max_wait: int | None
+    keep_alive: int | None
+    volume_gb: int
+    retries: int | None
+    environment: dict[str, str]
+    tags: dict[str, str]
+    subnets: Sequence[str]
+    security_groups: Sequence[str]
 
     @property
     def instance_type(self) -> str:
@@ -133,7 +130,7 @@ OPTIONS = (
     Option("test", "s3:// prefix of the validation shards: the channel test"),
     Option("checkpoints", "s3:// prefix that checkpoints are kept in, of this run alone; without it, below --output"),
     Option("output", "s3:// prefix for the code, the run folder and the model; without it, SageMaker's own bucket"),
-    Option("fsx", "FSx for Lustre: FILE-SYSTEM-ID:/mountname/folder; paths below /opt/ml/input/data/fsx"),
+    Option("fsx", f"FSx for Lustre: FILE-SYSTEM-ID:/mountname/folder; paths below {FSX}"),
     Option("image", "URI of the training image, where it is not SageMaker's PyTorch image"),
     Option("input_mode", "FastFile (streamed) or File (downloaded first)", default="FastFile"),
     Option("max_run", "longest time to train, in seconds", int, 5 * DAY),
