@@ -22,9 +22,8 @@ from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.cli import main as prepare
 from smp_train.data.text.files import find_files
 from smp_train.data.text.opening import _reading, holds_text
-from smp_train.data.text.read import documents
+from smp_train.data.text.read import TextFile, documents
 from smp_train.data.text.stream import Reading, assign_pieces, stream_count
-from smp_train.data.text.text_file import TextFile
 from smp_train.errors import ConfigError, DataError
 
 LENGTH = 24

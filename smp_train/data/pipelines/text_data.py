@@ -18,9 +18,8 @@ import numpy as np
 from smp_train.data.pipelines.batch import Batch, collate
 from smp_train.data.pipelines.loader import Loader, change_data, refuse_changed
 from smp_train.data.source import Row, Source
-from smp_train.data.text.read import documents
-from smp_train.data.text.stream import Cursor, Reading, Span, Stream, assign_pieces, stream_count
-from smp_train.data.text.text_file import TextFile
+from smp_train.data.text.read import TextFile, documents
+from smp_train.data.text.stream import Cursor, Reading, Stream, assign_pieces, span, stream_count
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
@@ -101,7 +100,7 @@ class TextData(Loader):
                             opening.pop(stream.number).result()
                         stream.skip_to(position // self.streams)
                         found.append(stream.take())
-                    rows, names = [Row(ids) for ids, _ in found], [name_of(spans) for _, spans in found]
+                    rows, names = [Row(ids) for ids, _ in found], [name for _, name in found]
                     batches.append(collate(rows, names, self.seq_len, pin_memory=self.pin_memory))
                 consumed += self.global_batch
                 yield _Step(batches, consumed, {v: (stream.taken, stream.cursor) for v, stream in read.items()})
@@ -170,14 +169,8 @@ def fingerprint(files: Sequence[TextFile], reading: Reading, identity: str) -> s
     """Return the identity of streamed data: names and sizes of files (of S3 and the hub, versions), and tokenizer."""
     digest = hashlib.blake2b(f"{identity} {reading.end} {reading.column}\n".encode(), digest_size=16)
     for file in files:
-        remote = file.split is not None or file.path.startswith("s3://")
-        digest.update(f"{file.name} {file.size} {file.version if remote else ''}\n".encode())
+        digest.update(f"{file.name} {file.size} {file.version if file.remote else ''}\n".encode())
     return digest.hexdigest()
-
-
-def name_of(spans: Sequence[Span]) -> str:
-    """Return ``file:line[begin:end]`` of each document in a sample, joined by ``+``; tokens include its end token."""
-    return "+".join(f"{span.document}[{span.begin}:{span.end}]" for span in spans)
 
 
 class TextRows(Source):
@@ -212,19 +205,20 @@ class TextRows(Source):
 def _in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[np.ndarray, str]]:
     """Yield samples of ``seq_len`` tokens, and a last one of fewer, each with its name."""
     parts: list[np.ndarray] = []
-    spans: list[Span] = []
+    names: list[str] = []
     room = reading.seq_len
     for name, ids in _documents(files, reading):
         begin = 0
         while begin < ids.size:
             parts.append(ids[begin : begin + room])
-            spans.append(Span(name, begin, begin + parts[-1].size))
-            begin, room = spans[-1].end, room - parts[-1].size
+            end = begin + parts[-1].size
+            names.append(span(name, begin, end))
+            begin, room = end, room - parts[-1].size
             if not room:
-                yield np.concatenate(parts), name_of(spans)
-                parts, spans, room = [], [], reading.seq_len
+                yield np.concatenate(parts), "+".join(names)
+                parts, names, room = [], [], reading.seq_len
     if parts:
-        yield np.concatenate(parts), name_of(spans)
+        yield np.concatenate(parts), "+".join(names)
 
 
 def _documents(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[str, np.ndarray]]:

@@ -16,7 +16,7 @@ from smp_train.data import s3
 from smp_train.data.hf_dataset import refuse_dict
 from smp_train.data.lines import GZIP_ERRORS, GZIP_MAGIC, GzipFile
 from smp_train.data.text.hub import open_split
-from smp_train.data.text.text_file import LINES_SUFFIXES, LOOKED_INTO, TABLE_SUFFIXES, TEXT_SUFFIXES, TextFile
+from smp_train.data.text.read import LINES_SUFFIXES, LOOKED_INTO, TABLE_SUFFIXES, TEXT_SUFFIXES, TextFile
 from smp_train.data.utils import say_left_out
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from smp_train.data.text.text_file import TextFile
+from smp_train.data.text.read import TextFile
 from smp_train.errors import ConfigError, DataError, install
 
 ROWS_AT_ONCE = 1000

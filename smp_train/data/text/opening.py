@@ -16,8 +16,8 @@ from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.source import Source
 from smp_train.data.text.files import begins_with, find_files
+from smp_train.data.text.read import TextFile
 from smp_train.data.text.stream import Reading, spread_tokenizing
-from smp_train.data.text.text_file import TextFile
 from smp_train.errors import ConfigError, DataError
 from smp_train.storage.paths import on_this_machine
 

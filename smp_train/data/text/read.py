@@ -1,4 +1,4 @@
-"""The documents of one file: a text file is one; so is a line of JSON, a row of parquet, a row of a hub's data set."""
+"""One file of documents: a text file is one document; so is a line of JSON, and a row of parquet, Arrow or the hub."""
 
 from __future__ import annotations
 
@@ -6,22 +6,72 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
 
+from smp_train.data import s3
 from smp_train.data.arrow_file import END_MARK
 from smp_train.data.bad_rows import LeftOut
-from smp_train.data.lines import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of
-from smp_train.data.text.text_file import PARQUET_SUFFIX, TextFile
+from smp_train.data.lines import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
 from smp_train.errors import ConfigError, DataError, install
+
+if TYPE_CHECKING:
+    from smp_train.data.text.hub import Split
 
 try:
     from orjson import loads
 except ImportError:
     loads: Callable[[bytes], Any] = json.loads  # type: ignore[no-redef]
 
-
 UNPACKED_BYTES = 256 << 20
 """Of a text file that is gzipped, which is one document."""
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".txt.gz")
+LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz", ".ndjson", ".ndjson.gz")
+LOOKED_INTO = ".json"
+"""A file of this suffix is taken when its first line is an object with the field of the text."""
+PARQUET_SUFFIX = ".parquet"
+TABLE_SUFFIXES = (PARQUET_SUFFIX, ".arrow")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of documents, as it was when it was listed."""
+
+    path: str
+    """A path, ``s3://bucket/key``, or the name of a data set of the hub."""
+    name: str
+    """Its name within its data set."""
+    size: int
+    """Bytes; 0 where they are not known."""
+    version: str = ""
+    """Differs between contents of the same name: the modification time, or S3's ETag."""
+    split: Split | None = None
+    """The data set of the hub that this is a shard of."""
+    shard: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The reader that it is for: ``hub``, ``table``, ``lines``, or ``whole``."""
+        name = self.name.lower()
+        if self.split is not None:
+            return "hub"
+        if name.endswith(TABLE_SUFFIXES):
+            return "table"
+        return "lines" if name.endswith((*LINES_SUFFIXES, LOOKED_INTO)) else "whole"
+
+    @property
+    def remote(self) -> bool:
+        """True of objects in S3 and shards of the hub, whose size of 0 means that it is not known."""
+        return self.split is not None or s3.is_s3(self.path)
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        return self.path if self.split is None else f"{self.path}/{self.name}"
+
+    def open(self) -> IO[bytes]:
+        """Open a local file or an object in S3, seekable. Raises DataError."""
+        return s3.open_ranges(self.path, self.size, self.version) if s3.is_s3(self.path) else open_file(self.path)
 
 
 def documents(

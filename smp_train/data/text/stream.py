@@ -20,8 +20,7 @@ import numpy as np
 from smp_train.data.bad_rows import LeftOut
 from smp_train.data.order import permute
 from smp_train.data.prepare.tokenizer import encode
-from smp_train.data.text.read import documents
-from smp_train.data.text.text_file import TextFile
+from smp_train.data.text.read import TextFile, documents
 from smp_train.errors import DataError
 
 if TYPE_CHECKING:
@@ -60,14 +59,6 @@ class Piece(NamedTuple):
     def size(self) -> float:
         """Bytes, or 1 where they are not known."""
         return (self.file.size or 1) / self.parts
-
-
-class Span(NamedTuple):
-    """A part of a document that a sample is made of."""
-
-    document: str
-    begin: int
-    end: int
 
 
 def stream_count(files: Sequence[TextFile]) -> int:
@@ -148,13 +139,13 @@ class Stream:
         """Read up to the first document. Raises DataError."""
         self._next = self._next or next(self._tokenised)
 
-    def take(self) -> tuple[np.ndarray, list[Span]]:
-        """Return the next sample, uint32 [seq_len], and its spans where they are wanted; move the cursor behind it.
+    def take(self) -> tuple[np.ndarray, str]:
+        """Return the next sample, uint32 [seq_len], and its name where that is wanted; move the cursor behind it.
 
         Raises DataError.
         """
         parts: list[np.ndarray] = []
-        spans: list[Span] = []
+        names: list[str] = []
         wanted = self.reading.seq_len
         while wanted:
             here, name, ids = self._next or next(self._tokenised)
@@ -163,12 +154,12 @@ class Stream:
             if part.size:
                 parts.append(part)
                 if self.reading.named:
-                    spans.append(Span(name, here.token, end))
+                    names.append(span(name, here.token, end))
             wanted -= part.size
             self.cursor = here._replace(token=end)
             self._next = (self.cursor, name, ids) if end < ids.size else None
         self.taken += 1
-        return np.concatenate(parts), spans
+        return np.concatenate(parts), "+".join(names)
 
     def skip_to(self, sample: int) -> None:
         """Take and drop samples until ``sample`` is next: they are other ranks'."""
@@ -221,6 +212,11 @@ class Stream:
                     "make shards of them with: smp-train prepare"
                 )
             epoch, first_turn, token = epoch + 1, 0, 0
+
+
+def span(document: str, begin: int, end: int) -> str:
+    """Return what names tokens of a document, its end token included; the name of a sample joins these by ``+``."""
+    return f"{document}[{begin}:{end}]"
 
 
 def spread_tokenizing(processes: int) -> None:
