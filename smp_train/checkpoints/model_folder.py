@@ -75,11 +75,11 @@ def _files_of_the_model(there: Place, names: set[str]) -> list[str]:
 
 
 @contextmanager
-def _explained(there: Place) -> Iterator[None]:
+def _explained(where: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"cannot write to {there}: {error.strerror}; give another folder") from None
+        raise CheckpointError(f"cannot write to {where}: {error.strerror or error}; give another folder") from None
 
 
 def check_writable(location: str | os.PathLike[str], flag: str) -> None:
@@ -96,12 +96,8 @@ def check_writable(location: str | os.PathLike[str], flag: str) -> None:
 @contextmanager
 def stream(folder: Storage, name: str, size: int) -> Iterator[BinaryIO]:
     """Yield a stream into a file of about ``size`` bytes, which is there when the context ends without an error."""
-    try:
-        with folder.writer(name, size) as file:
-            yield file
-    except OSError as error:
-        what = f"{folder.location}/{name}"
-        raise CheckpointError(f"cannot write {what}: {error.strerror or error}; give another folder") from None
+    with _explained(f"{folder.location}/{name}"), folder.writer(name, size) as file:
+        yield file
 
 
 def put(folder: Storage, name: str, data: bytes) -> None:
