@@ -50,8 +50,9 @@ def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -
         sweep(folder)
         # Shared out before looking: what is there changes while ranks look, and they must agree on the shares.
         missing = _missing(share(objects, rank, world), folder)
-        size, free = sum(shard.size for shard in _missing(objects, folder)), shutil.disk_usage(folder).free
-        if rank == 0 and size > free:
+        size = sum(shard.size for shard in _missing(objects, folder)) if rank == 0 else 0
+        free = shutil.disk_usage(folder).free
+        if size > free:
             logger.warning(
                 "%s: has room for %.2f GB, but %.2f GB of %s are to be copied there; remove copies of other places "
                 "that no run reads (%s* beside it), or give another --data_cache_dir",
