@@ -32,13 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp_train.data")
 
-KEEP_ALL = ("concat", "pack")
-
-
-def long_rows(args: Arguments) -> str:
-    """Return what becomes of long rows: --long, or by default what goes with --short."""
-    return args.long or ("split" if args.short in KEEP_ALL else "truncate")
-
 
 def open_data(
     args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime, dp_rank: int, dp_size: int,
@@ -55,7 +48,9 @@ def open_data(
         dp_size: data-parallel ranks.
         pin_memory: make batches in page-locked memory.
     """
-    max_bad, long = args.max_bad if args.bad_rows == "skip" else None, long_rows(args)
+    max_bad = args.max_bad if args.bad_rows == "skip" else None
+    # Samples joined or packed of rows are to keep every token.
+    long = args.long or ("truncate" if args.short == "pad" else "split")
 
     def opened(place: str, shuffle: str = "none") -> Source:
         with distributed.together(f"reading {place}"):
