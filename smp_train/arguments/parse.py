@@ -56,11 +56,6 @@ def canonical(name: str) -> str:
     return name.replace("-", "_")
 
 
-def known_names() -> list[str]:
-    """Return every name that may be given, aliases included."""
-    return list(NAMES)
-
-
 def _unknown(name: str, spelling: str) -> ConfigError:
     hint = nearest(canonical(name), NAMES).replace("mean ", "mean --" if spelling.startswith("-") else "mean ")
     return ConfigError(f"unknown flag {spelling}{hint or '; `smp-train train --help` lists all'}")

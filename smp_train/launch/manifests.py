@@ -77,15 +77,12 @@ def _kubeflow(spec: Spec, target: Target) -> dict[str, Any]:
             # Kubeflow adds the restarts of all pods up, and a failure restarts every one of them.
             "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": target.max_restarts * spec.nodes},
             "elasticPolicy": {
-                "rdzvBackend": "c10d",
-                "rdzvId": target.name,
-                "minReplicas": spec.nodes,
-                "maxReplicas": spec.nodes,
+                "rdzvBackend": "c10d", "rdzvId": target.name, "minReplicas": spec.nodes, "maxReplicas": spec.nodes,
                 "maxRestarts": target.max_restarts,
             },
             "pytorchReplicaSpecs": {"Worker": worker},
         },
-    }
+    }  # fmt: skip
 
 
 def _hyperpod(spec: Spec, target: Target) -> dict[str, Any]:
@@ -93,11 +90,9 @@ def _hyperpod(spec: Spec, target: Target) -> dict[str, Any]:
         "cleanPodPolicy": "None",
         "jobMaxRetryCount": target.max_restarts * 4,
         "restartPolicy": {
-            "numRestartBeforeFullJobRestart": target.max_restarts,
-            "evalPeriodSeconds": 21600,
-            "maxFullJobRestarts": 1,
+            "numRestartBeforeFullJobRestart": target.max_restarts, "evalPeriodSeconds": 21600, "maxFullJobRestarts": 1,
         },
-    }
+    }  # fmt: skip
     if target.hang_after:
         # Without a limit for the first match: only one pod of the job prints losses, the others never match.
         loss = {"name": "loss", "logPattern": r".*Batch \d+ Loss: .*"}

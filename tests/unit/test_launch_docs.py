@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from smp_train.arguments.parse import canonical, known_names
+from smp_train.arguments.aliases import NAMES
+from smp_train.arguments.parse import canonical
 from smp_train.launch import k8s, local, sagemaker, script, slurm
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def test_files_exist(page: Path) -> None:
 def test_options_exist(page: Path) -> None:
     options = {option.name for table in (slurm, sagemaker, k8s, local) for option in table.OPTIONS}
     named = {canonical(name) for name in re.findall(r"(?<![\w-])--([a-z][\w-]*)", words(page))}
-    assert named - options - set(known_names()) - OTHERS == set()
+    assert named - options - set(NAMES) - OTHERS == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from smp_train import cli
-from smp_train.arguments.parse import known_names
+from smp_train.arguments.aliases import NAMES
 from smp_train.errors import ConfigError
 from smp_train.launch import environment, instances, local, options, sagemaker, slurm
 from smp_train.launch.sagemaker import job
@@ -267,7 +267,7 @@ def test_staged_source_is_clean_and_the_same_twice(tmp_path: Path) -> None:
 
 def test_launch_options_are_not_training_flags() -> None:
     for table in (slurm.OPTIONS, sagemaker.OPTIONS, local.OPTIONS):
-        assert {option.name for option in table} & set(known_names()) == set()
+        assert {option.name for option in table} & set(NAMES) == set()
 
 
 def test_split_keeps_the_order_of_training_flags() -> None:
