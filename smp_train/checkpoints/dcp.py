@@ -6,9 +6,7 @@ import io
 import logging
 import math
 import pickle
-import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -126,9 +124,11 @@ def _check(metadata: Any, files: Mapping[str, int]) -> None:
         raise ValueError("it is not an index of torch.distributed.checkpoint")
     if any(getattr(info, "transform_descriptors", None) for info in metadata.storage_data.values()):
         raise ValueError("its entries are transformed, by compression or otherwise, which is not read here")
-    for file in {info.relative_path for info in metadata.storage_data.values()}:
-        if file not in files:
-            raise ValueError(f"it names {file!r}, which is not a file of this checkpoint")
+    for info in metadata.storage_data.values():
+        if info.relative_path not in files:
+            raise ValueError(f"it names {info.relative_path!r}, which is not a file of this checkpoint")
+        if min(info.offset, info.length) < 0 or info.offset + info.length > files[info.relative_path]:
+            raise ValueError(f"it names bytes that {info.relative_path} does not have")
     total = sum(files.values())
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
@@ -230,8 +230,7 @@ def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., No
     Raises `CheckpointError` on every rank that takes part when any of them failed.
     """
     try:
-        with _single_process_is_fine():
-            save(state, storage_writer=writer)
+        save(state, storage_writer=writer)
     except CheckpointException as error:
         raise CheckpointError(one_line(error)) from error
 
@@ -254,8 +253,7 @@ def load_state(
         state = state.named_as(saved_entries(reader))
     failure: Exception | None = None
     try:
-        with _single_process_is_fine():
-            load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
+        load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
         failure = CheckpointError(one_line(error))
     gather(f"cannot load {label}", partial(unless, failure, None))  # ranks that read another tree do not know of it
@@ -307,11 +305,3 @@ def read_tensor(reader: Reader, key: str) -> torch.Tensor:
     except Exception as error:
         raise CheckpointError(f"{key} cannot be read: {one_line(error)}") from error
     return value
-
-
-@contextmanager
-def _single_process_is_fine() -> Iterator[None]:
-    """Silence DCP's warning that there is no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -207,6 +207,12 @@ def enormous(folder: Path) -> None:
     index(folder, found)
 
 
+def endless(folder: Path) -> None:
+    found = indexed(folder)
+    next(iter(found.storage_data.values())).length = 1 << 60
+    index(folder, found)
+
+
 def foreign_tree(folder: Path) -> None:
     with_files_at(folder, "../elsewhere", folder / "elsewhere")
     shutil.copytree(of(folder), folder / "tree", ignore=lambda *_: ["COMMITTED", "meta.json"])
@@ -242,6 +248,7 @@ row(
     lambda at: with_files_at(at, "more.distcp", of(at) / "more.distcp")
 )
 row(CHECKPOINT, "index_says_a_tensor_is_enormous", export, enormous)
+row(CHECKPOINT, "index_says_an_entry_is_endless", export, endless)
 row(CHECKPOINT, "anothers_tree_names_a_file_above_its_folder", finetune, foreign_tree)
 
 
