@@ -125,7 +125,7 @@ def _load_config(path: Place) -> PretrainedConfig:
             return config_of(fields["model_config"])
         if _trusted and "auto_map" in fields and not isinstance(path, S3Path):
             return _with_code(path, fields)
-        if fields["model_type"] not in CONFIG_MAPPING and "auto_map" in fields:
+        if not _trusted and "auto_map" in fields and fields["model_type"] not in CONFIG_MAPPING:
             raise _foreign_code(path)
         return config_of(fields, path)
     except (CheckpointError, ConfigError):
