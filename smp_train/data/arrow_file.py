@@ -222,7 +222,7 @@ def check(path: str, vocab_size: int, bad: Callable[[int, str], None] | None = N
     digest = hashlib.blake2b(digest_size=16)
     found = Checked()
     for part in parts_of(path, full=True):
-        malformed = {} if _all_good(part, vocab_size) else _malformed(part, vocab_size)
+        malformed = _malformed(part, vocab_size)
         for row, why in malformed.items():
             if bad is None:
                 raise DataError(f"{path}: row {row + 1}: {why}")
@@ -266,17 +266,20 @@ def _all_good(part: Part, vocab_size: int) -> bool:
 
 
 def _malformed(part: Part, vocab_size: int) -> dict[int, str]:
-    """Return why rows are malformed, by their number in the file; of a row with several faults the first."""
-    found: dict[int, str] = {}
-    columns = _columns(part.batch)
-    for row in range(len(part)):
-        try:
-            lists = {}
-            for name, column in columns.items():
-                if not column[row].is_valid:
-                    raise ValueError(f"{name} is null; remove the row")
-                lists[name] = column[row].values.to_numpy().astype(np.int64)
-            checked_row(lists[IDS], lists.get(MASK), lists.get(LABELS), vocab_size)
-        except ValueError as error:
-            found[part.first + row] = str(error)
-    return found
+    """Return why rows are malformed, by their number in the file: halves are searched until one row is left."""
+    if _all_good(part, vocab_size):
+        return {}
+    if len(part) > 1:
+        half = len(part) // 2
+        halves = (Part(part.batch.slice(0, half), part.first), Part(part.batch.slice(half), part.first + half))
+        return _malformed(halves[0], vocab_size) | _malformed(halves[1], vocab_size)
+    nulls = [name for name, column in _columns(part.batch).items() if column.null_count]
+    if nulls:
+        return {part.first: f"{nulls[0]} is null; remove the row"}
+    ids, *others = part.columns()
+    mask, labels = (None if lists is None else lists.values.astype(np.int64) for lists in others)
+    try:
+        checked_row(ids.values.astype(np.int64), mask, labels, vocab_size)
+    except ValueError as error:
+        return {part.first: str(error)}
+    return {}
