@@ -91,7 +91,8 @@ def _in_folder(location: str) -> Listing:
         raise DataError(f"{location}: no such data folder; check --training_dir and --test_dir")
     try:
         with os.scandir(folder) as entries:
-            is_folder = {entry.name: entry.is_dir() for entry in entries}
+            # Path.is_dir is False for a link to nothing or in a circle, DirEntry.is_dir raises for the latter.
+            is_folder = {e.name: (folder / e.name).is_dir() if e.is_symlink() else e.is_dir() for e in entries}
     except OSError as error:
         raise DataError(f"{location}: cannot be listed ({error.strerror})") from None
     files = sorted(name for name, is_dir in is_folder.items() if not is_dir)

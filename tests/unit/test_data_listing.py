@@ -31,6 +31,7 @@ def test_lists_by_name_and_leaves_out_what_is_no_shard(tmp_path):
     shards = ["10.json", "9.jsonl.gz", "a.jsonl", "b.json.gz", "é ü.json"]
     put(tmp_path, *reversed(shards), ".hidden.json", "_manifest.json", "_SUCCESS", "notes.txt", "c.json.tmp")
     put(tmp_path, "sub/d.json", "folder.json/x.json")
+    (tmp_path / "circle").symlink_to("circle")
     assert [shard.name for shard in list_shards(str(tmp_path))] == shards
     assert [shard.name for shard in list_shards(str(tmp_path / "a.jsonl"))] == ["a.jsonl"], "one file"
 
