@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -97,10 +98,6 @@ def test_bad_columns_are_named(tmp_path, rows, masks, message):
         opened(tmp_path)
 
 
-def cut(folder, path):
-    os.truncate(path, 300)
-
-
 def cut_between_batches(folder, path):
     whole = path.read_bytes()
     ends = [n for n in range(8, len(whole)) if whole[n : n + 4] == b"\xff\xff\xff\xff"]
@@ -114,41 +111,33 @@ def compress(folder, path):
         writer.write_table(table)
 
 
-def move_out(name):
-    def move(folder, path):
-        shutil.move(path, folder.parent)
-        change_state(folder, _data_files=[{"filename": name.format(folder=folder.parent, name=path.name)}])
-
-    return move
+def move_out(folder, path, relative):
+    path.rename(folder.parent / path.name)
+    name = f"../{path.name}" if relative else str(folder.parent / path.name)
+    change_state(folder, _data_files=[{"filename": name}])
 
 
-def forge_offsets(offsets):
-    def forge(folder, path):
-        content = path.read_bytes()
-        written, forged = (np.array(numbers, dtype="<i4").tobytes() for numbers in ([0, 3, 7], offsets))
-        assert written in content
-        path.write_bytes(content.replace(written, forged))
-
-    return forge
+def forge_offsets(folder, path, offsets):
+    written, forged = (np.array(numbers, dtype="<i4").tobytes() for numbers in ([0, 3, 7], offsets))
+    assert written in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(written, forged))
 
 
 DAMAGE = {
-    "cut": (cut, r"\.arrow: "),
+    "cut": (lambda folder, path: os.truncate(path, 300), r"\.arrow: "),
     "cut between batches": (cut_between_batches, "not a whole Arrow file"),
     "compressed": (compress, "is compressed; save it again"),
     "gone": (lambda folder, path: path.unlink(), "not a whole data set"),
-    "rows in the order of another file": (
-        # As an old `datasets` wrote it.
-        lambda folder, path: change_state(folder, _indices_data_files=[{"filename": "i.arrow"}]),
-        "save it again with save_to_disk",
+    "rows in the order of a file of an old `datasets`": (
+        lambda folder, path: change_state(folder, _indices_data_files=[{"filename": "i.arrow"}]), "save_to_disk",
     ),
-    "a file above": (move_out("../{name}"), "outside of the folder"),
-    "a file elsewhere": (move_out("{folder}/{name}"), "outside of the folder"),
-    **{
-        f"offsets {offsets}": (forge_offsets(offsets), r"\.arrow: ")
-        for offsets in ([0, 3, 1 << 30], [0, 30000, 4], [0, 7, 2], [-8, 3, 7])
-    },
-}
+    "a file above": (partial(move_out, relative=True), "outside of the folder"),
+    "a file elsewhere": (partial(move_out, relative=False), "outside of the folder"),
+    "offsets behind the end": (partial(forge_offsets, offsets=[0, 3, 1 << 30]), r"\.arrow: "),
+    "offsets far apart": (partial(forge_offsets, offsets=[0, 30000, 4]), r"\.arrow: "),
+    "offsets out of order": (partial(forge_offsets, offsets=[0, 7, 2]), r"\.arrow: "),
+    "negative offsets": (partial(forge_offsets, offsets=[-8, 3, 7]), r"\.arrow: "),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -240,11 +229,14 @@ def test_files_are_checked_once_unless_what_was_kept_is_damaged_or_of_another_ve
     assert kept.read_text() != found
 
 
+def write_lines(path, lines):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+
+
 def test_prepared_files_alone(tmp_path):
-    (tmp_path / "data").mkdir()
     for n in range(3):
-        lines = [json.dumps({"input_ids": row}) for row in ROWS[n * 10 : n * 10 + 10]]
-        (tmp_path / f"data/{n}.json").write_text("\n".join(lines) + "\n")
+        write_lines(tmp_path / f"data/{n}.json", [{"input_ids": row} for row in ROWS[n * 10 : n * 10 + 10]])
     first = open_place(str(tmp_path / "data"), vocab_size=100)
     shutil.move(tmp_path / "data" / BESIDE, tmp_path / "tokens")
     shutil.rmtree(tmp_path / "data")
@@ -269,10 +261,8 @@ def test_prepared_files_alone(tmp_path):
 
 
 def test_prepared_files_that_lack_lines(tmp_path, caplog, capsys):
-    (tmp_path / "data").mkdir()
-    lines = [json.dumps({"input_ids": row}) for row in ROWS]
-    lines[2] = "{"
-    (tmp_path / "data/a.json").write_text("\n".join(lines) + "\n")
+    lines = [{"input_ids": row} for row in ROWS]
+    write_lines(tmp_path / "data/a.json", [*lines[:2], "{", *lines[3:]])
     open_place(str(tmp_path / "data"), vocab_size=100, max_bad=0.1)
     shutil.move(tmp_path / "data" / BESIDE, tmp_path / "tokens")
     with pytest.raises(DataError, match=r"\.tok: a\.json:3: .*--bad_rows skip"):
@@ -295,9 +285,8 @@ def test_rows_with_holes_are_not_packed(tmp_path, caplog, holed):
     if holed:
         masks[30][1] = 0
     save(tmp_path / "arrow", masks=masks)
-    (tmp_path / "json").mkdir()
-    lines = [json.dumps({"input_ids": i, "attention_mask": m}) for i, m in zip(ROWS, masks, strict=True)]
-    (tmp_path / "json/a.json").write_text("\n".join(lines))
+    rows = [{"input_ids": ids, "attention_mask": mask} for ids, mask in zip(ROWS, masks, strict=True)]
+    write_lines(tmp_path / "json/a.json", rows)
     for kind, name in (("arrow", r"\.arrow:6"), ("json", r"a\.json:31")):
         source = opened(tmp_path / kind)
         if holed:
