@@ -11,7 +11,7 @@
 # Submit it as it is:  sbatch [--nodes=N] launch_slurm.sh [training flags]
 # `./launch_slurm.sh --dry_run [training flags]` prints what each node would be given. --help lists the variables.
 
-asked='' && trap 'asked=USR1' USR1 # a job may be preempted before it has started; start.py is told
+asked='' && trap 'asked=USR1' USR1 # a job may be preempted before start.py has its handler
 case "${HYPERPOD_PATH:-}" in *:*) HYPERPOD_PATH= ;; esac # a mount, as other scripts have it
 if [ -z "${HYPERPOD_PATH:-}" ]; then
   script=$(readlink -f -- "$0")

@@ -6,12 +6,12 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@300
 #
-# Train in the environment that setup_conda_env.sh makes: 70B Llama 2 on synthetic data and 8 nodes unless told otherwise.
+# Train in the environment that setup_conda_env.sh makes: 70B Llama 2 on synthetic data and 8 nodes by default.
 # PYTHON: the interpreter, where the environment is somewhere else.
 # Submit it as it is:  sbatch [--nodes=N] launch_training_conda.sh [training flags]
 # `./launch_training_conda.sh --dry_run [training flags]` prints what each node would be given. --help lists the variables.
 
-asked='' && trap 'asked=USR1' USR1 # a job may be preempted before it has started; start.py is told
+asked='' && trap 'asked=USR1' USR1 # a job may be preempted before start.py has its handler
 case "${HYPERPOD_PATH:-}" in *:*) HYPERPOD_PATH= ;; esac # a mount, as other scripts have it
 if [ -z "${HYPERPOD_PATH:-}" ]; then
   script=$(readlink -f -- "$0")

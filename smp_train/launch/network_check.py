@@ -344,7 +344,7 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., NetworkCheck] = 
     given = options.parse_args(argv)
     # Else NCCL's watchdog ends the process for a group that was abandoned.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a store that times out says so with a stack of C++
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a store that times out logs a stack of C++
     import torch
 
     place = detect()

@@ -33,9 +33,7 @@ class Rig:
     With ``gpus`` it has GRES, and each node so many GPUs, as far as Slurm knows.
     """
 
-    def __init__(
-        self, folder: Path, nodes: int = 3, *, pyxis: bool = True, auto_resume: bool = False, gpus: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, nodes: int = 3, *, auto_resume: bool = False, gpus: int = 0) -> None:
         self.folder, self.nodes, self.gpus = folder, nodes, gpus
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.hurried: set[tuple[str, str]] = set()
@@ -50,9 +48,9 @@ class Rig:
         if auto_resume:
             self.environ |= {"REAL_SRUN": str(shutil.which("srun")), "PATH": f"{folder}/bin:{os.environ['PATH']}"}
             shutil.copy(HERE / "srun_autoresume", folder / "bin/srun")
-        self._configure(pyxis=pyxis, auto_resume=auto_resume)
+        self._configure(["pyxis_double", *(["auto_resume_double"] if auto_resume else [])])
 
-    def _configure(self, *, pyxis: bool, auto_resume: bool) -> None:
+    def _configure(self, plugins: list[str]) -> None:
         etc, host = self.folder / "etc", socket.gethostname().partition(".")[0]
         (etc / "munge.key").write_bytes(os.urandom(1024))
         (etc / "munge.key").chmod(0o600)
@@ -84,23 +82,18 @@ class Rig:
         if self.gpus:
             self._make_gpus()
             lines.append("GresTypes=gpu")
-        lines.append(f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES PriorityTier=1 GraceTime=3600")
-        lines.append(
-            f"PartitionName=prio Nodes=n[1-{self.nodes}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF"
-        )
+        lines += [
+            f"PartitionName=dev Nodes=n[1-{self.nodes}] Default=YES PriorityTier=1 GraceTime=3600",
+            f"PartitionName=prio Nodes=n[1-{self.nodes}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF",
+        ]
         (etc / "slurm.conf").write_text("\n".join(lines) + "\n")
-        (etc / "hosts").write_text(
-            "\n".join([f"127.0.0.1 localhost {host}", *(f"127.0.0.1 {name}" for name in names)]) + "\n"
-        )
-        plugins = []
-        for wanted, name in ((pyxis, "pyxis_double"), (auto_resume, "auto_resume_double")):
-            if wanted:
-                library = self.folder / f"{name}.so"
-                subprocess.run(
-                    ["gcc", "-shared", "-fPIC", "-w", "-o", library, HERE / f"{name}.c"], check=True, timeout=300
-                )
-                plugins.append(f"required {library}")
-        (etc / "plugstack.conf").write_text("\n".join(plugins) + "\n")
+        hosts = [f"127.0.0.1 localhost {host}\n", *(f"127.0.0.1 {name}\n" for name in names)]
+        (etc / "hosts").write_text("".join(hosts))
+        for name in plugins:
+            build = ["gcc", "-shared", "-fPIC", "-w", "-o", self.folder / f"{name}.so", HERE / f"{name}.c"]
+            subprocess.run(build, check=True, timeout=300)
+        libraries = [f"required {self.folder}/{name}.so\n" for name in plugins]
+        (etc / "plugstack.conf").write_text("".join(libraries))
 
     def _make_gpus(self) -> None:
         """Make twins of /dev/null that Slurm takes for GPUs."""
