@@ -142,7 +142,8 @@ class BlendOrder:
 
     def __init__(self, source: Joined, weights: Sequence[float], seed: int = 0, shuffle: str = "global") -> None:
         self.size, self.seed, self.shuffle, self.places = len(source), seed, shuffle, source.places
-        self.slots = apportion(weights, BLOCK)
+        # Normalised first: another rounding could give other slots than those of a run that resumes.
+        self.slots = apportion([weight / sum(weights) for weight in weights], BLOCK)
         for place, slots in zip(source.places, self.slots, strict=True):
             if slots == 0:
                 raise ConfigError(f"--training_dir {place}: its weight is below one in {BLOCK}; leave it out")
