@@ -1,6 +1,7 @@
 """What every test gets: one thread, no network, no variables of the machine or chance that would change a result."""
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -48,6 +49,21 @@ def bucket(server, monkeypatch, request):
     place = s3_server.bucket(server, monkeypatch, request.node.nodeid)
     server.gets.clear()
     return place
+
+
+@pytest.fixture
+def s3_place(bucket, monkeypatch) -> str:
+    """Return a prefix of a bucket of this test's own; no request of a killed process is on its way."""
+    from smp_train.checkpoints import commit
+
+    monkeypatch.setattr(commit, "IN_FLIGHT_SECONDS", -math.inf)
+    return f"{bucket}/runs/one"
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request, tmp_path) -> str:
+    """Return a location of this test's own, of either kind, in which nothing is."""
+    return str(tmp_path / "runs" / "one") if request.param == "folder" else request.getfixturevalue("s3_place")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

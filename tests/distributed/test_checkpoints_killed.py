@@ -31,7 +31,7 @@ from smp_train.checkpoints.runs import committed_names
 from smp_train.checkpoints.target import Target
 from tests.distributed.test_checkpoints import digests, group, prepare, same_on_all, train
 from tests.harness import RankFailed, run
-from tests.s3_server import bucket, serving, there
+from tests.s3_server import bucket, there
 
 WORLD, KILLED_IN, LAST = 2, 3, 4
 ON_EVERY_RANK = ("copy", "write", "checksum")
@@ -154,12 +154,6 @@ def killed(place: str, cell: Cell, meeting: Path) -> None:
 def all_in_turn(places: list[tuple[str, bool]]) -> list[dict[int, dict[str, str]]]:
     with group():
         return [training(place, asynchronous) for place, asynchronous in places]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving() as proxy:
-        yield proxy
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,16 @@ from smp_train import storage
 from smp_train.checkpoints import open_checkpoint
 from smp_train.checkpoints.export import export
 from smp_train.errors import CheckpointError
-from smp_train.storage import client
 from tests.distributed.test_checkpoints import resume, same_on_all, write
 from tests.distributed.test_resume import MESHES
 from tests.harness import run
-from tests.s3_server import download, environment, serving, there
+from tests.s3_server import download, there
 from tests.training import flags, steps, train
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving() as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def place(server, monkeypatch, request):
-    """Return a prefix of a bucket of this test's own."""
-    for name, value in environment(server.url).items():
-        monkeypatch.setenv(name, value)
-    bucket = f"b{random.Random(request.node.nodeid).randrange(10**9)}"
-    client.client().create_bucket(Bucket=bucket)
-    return f"s3://{bucket}/run"
+def place(s3_place):
+    return s3_place
 
 
 @pytest.mark.slow

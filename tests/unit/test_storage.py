@@ -17,7 +17,6 @@ from smp_train import storage
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from smp_train.storage import Range, Storage, client, s3, upload
 from tests.harness import free_port
-from tests.s3_server import bucket
 
 FAILURES = (OSError, CheckpointError)
 
@@ -28,8 +27,8 @@ def there(place) -> Storage:
 
 
 @pytest.fixture
-def in_s3(server, monkeypatch, request) -> s3.S3Storage:
-    return s3.S3Storage(f"{bucket(server, monkeypatch, request.node.nodeid)}/p")
+def in_s3(bucket) -> s3.S3Storage:
+    return s3.S3Storage(f"{bucket}/p")
 
 
 def in_small_parts(monkeypatch) -> None:
