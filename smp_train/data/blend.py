@@ -142,8 +142,7 @@ class BlendOrder:
 
     def __init__(self, source: Joined, weights: Sequence[float], seed: int = 0, shuffle: str = "global") -> None:
         self.size, self.seed, self.shuffle, self.places = len(source), seed, shuffle, source.places
-        # Normalised first: another rounding could give other slots than those of a run that resumes.
-        self.slots = apportion([weight / sum(weights) for weight in weights], BLOCK)
+        self.slots = apportion(weights, BLOCK)
         for place, slots in zip(source.places, self.slots, strict=True):
             if slots == 0:
                 raise ConfigError(f"--training_dir {place}: its weight is below one in {BLOCK}; leave it out")
@@ -212,7 +211,9 @@ def sources_of(block: int, slots: Sequence[int], seed: int) -> np.ndarray:
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
     """Share ``total`` out in proportion to ``weights``, by largest remainder."""
-    exact = [weight / sum(weights) * total for weight in weights]
+    # In two divisions: rounded otherwise, slots could be other than those of a run that resumes.
+    parts = [weight / sum(weights) for weight in weights]
+    exact = [part / sum(parts) * total for part in parts]
     shares = [int(share) for share in exact]
     by_rest = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
     for number in by_rest[: total - sum(shares)]:

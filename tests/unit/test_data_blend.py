@@ -133,3 +133,5 @@ def test_weights_are_read(tmp_path):
     with pytest.raises(ConfigError, match="below one in"):
         blend([1, 1e-6])
     assert apportion([1, 1, 1], 10) == [4, 3, 3]
+    weights = [0.54, 0.17, 0.8, 0.365]
+    assert apportion(weights, BLOCK) == [2880, 907, 4267, 1946], "those of a run that resumes, and of its audit"
