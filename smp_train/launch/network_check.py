@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -369,9 +370,14 @@ def main(argv: Sequence[str] | None = None, make: Callable[..., NetworkCheck] = 
         verdict = check.run(report)
     except RuntimeError as problem:
         if place.local_rank == 0:
+            reason = one_line(problem)[:160]
+            try:  # torch's store reports only that the time is up
+                socket.create_connection((place.master_addr, place.master_port), timeout=1).close()
+            except OSError as refused:
+                reason = refused.strerror or str(refused)
             say(
                 f"error: preflight: {place.hostname} does not reach {place.master_addr}:{place.master_port} within "
-                f"{given.seconds:g} s ({one_line(problem)[:160]}): look whether the run starts there, and at the "
+                f"{given.seconds:g} s ({reason}): look whether the run starts there, and at the "
                 "security group"
             )
         return UNREACHABLE
