@@ -114,8 +114,8 @@ def test_other_encodings_and_compressions_are_named(tmp_path, beginning):
 
 
 ROWS = b"".join(b'{"input_ids": [%d, 2]}\n' % n for n in range(5000))
-ZIP = gzip.compress(ROWS)
-TWO = gzip.compress(ROWS[:5000]) + gzip.compress(ROWS[5000:])
+ZIP = gzip.compress(ROWS, mtime=0)
+TWO = gzip.compress(ROWS[:5000], mtime=0) + gzip.compress(ROWS[5000:], mtime=0)
 DAMAGE = {
     "whole": (ZIP, None),
     "two members": (TWO, None),

@@ -274,8 +274,8 @@ BAD_FILES = [
     ("a.jsonl", b'{"text": "good"}\n\n["text"]', ':3: no "text" string in this line; one object per line'),
     ("a.jsonl", b'{"input_ids": [1, 2]}', ":1: .*these are tokens already: .* --training_dir"),
     ("a.parquet", b"PAR1 not parquet", ": "),
-    ("a.jsonl.gz", gzip.compress(lines(range(5000)))[:-100], r":\d+: "),
-    ("a.txt.gz", gzip.compress(b"a text")[:-3], ": "),
+    ("a.jsonl.gz", gzip.compress(lines(range(5000)), mtime=0)[:-100], r":\d+: "),
+    ("a.txt.gz", gzip.compress(b"a text", mtime=0)[:-3], ": "),
 ]
 
 
