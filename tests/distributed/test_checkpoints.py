@@ -284,7 +284,8 @@ def small_disk(tmp_path):
 
 def test_a_disk_that_fills_up_stops_all_and_is_given_back(small_disk):
     message = same_on_all(run(failing, 2, str(small_disk), "mount"))
-    assert "MiB free there" in message
+    # The index, too, may be what finds no room: then without the number.
+    assert "MiB free there" in message or "No space left on device" in message
     assert committed(small_disk) == []
     assert run(failing, 2, str(small_disk), "small") == ["saved", "saved"]
 
