@@ -127,7 +127,7 @@ class Soak:
         last = self.newest + 4
         run(trained, WORLD, self.variables, self.words(last), timeout=600)
         straight = self.folder / "straight"
-        run(train, WORLD, flags(straight, **OPTIONS | {"max_steps": last, "checkpoint_freq": last}), timeout=600)
+        run(train, WORLD, flags(straight, **OPTIONS | {"max_steps": last, "checkpoint_freq": last}), timeout=600 + last)
         expected = {r["step"]: [r[key] for key in EXACT] for r in logged(straight)}
         ours = logged(self.folder)
         assert {record["step"] for record in ours} == set(expected) == set(range(1, last + 1))
