@@ -10,7 +10,7 @@ import pytest
 from smp_train.cli import main
 from smp_train.data import cli
 from smp_train.data.blend import BLOCK, apportion, sources_of
-from smp_train.data.open_data import open_place as open_source
+from smp_train.data.open_data import open_place
 from smp_train.data.order import Order
 from smp_train.data.token_cache import BESIDE
 from smp_train.errors import ConfigError
@@ -52,7 +52,7 @@ def test_verify_names_every_problem(tmp_path, capsys):
 
 def test_verify_prepared(tmp_path, capsys):
     (tmp_path / "a.json").write_text('{"input_ids": [1, 2, 3]}\n' * 5)
-    open_source(str(tmp_path), vocab_size=9)
+    open_place(str(tmp_path), vocab_size=9)
     here = tmp_path / BESIDE
     assert main(["data", "verify", str(here)]) == 0
     tok = next(here.glob("*.tok"))
