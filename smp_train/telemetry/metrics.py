@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -177,9 +178,11 @@ class MetricsWriter:
             return
         path = Path(run_dir) / FILE_NAME
         try:
-            self._file = path.open("a+", encoding="utf-8")
-            if path.stat().st_size and not path.read_bytes().endswith(b"\n"):  # the partial last line of a killed run
-                self._file.write("\n")
+            self._file = path.open("a", encoding="utf-8")
+            with path.open("rb") as before:
+                before.seek(max(0, before.seek(0, os.SEEK_END) - 1))
+                if before.read() not in (b"", b"\n"):  # the partial last line of a killed run
+                    self._file.write("\n")
         except OSError as failure:
             raise ConfigError(f"{path}: cannot write metrics ({failure.strerror}); set --run_dir") from None
         if tensorboard_dir:
