@@ -257,5 +257,5 @@ def _is_shared(folder: str) -> bool:
 
     probe = Path(folder, distributed.on_main(f"writing to {folder}", write))
     shared = all(distributed.gather(f"looking at {folder}", probe.exists))
-    probe.unlink(missing_ok=True)
+    distributed.on_main(f"looking at {folder}", lambda: probe.unlink(missing_ok=True))
     return shared
