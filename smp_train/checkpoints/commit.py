@@ -277,7 +277,8 @@ class CheckpointFolder:
         for folder in folders:
             if folder == root or self._is_attempt(folder) or not ATTEMPT.fullmatch(folder):
                 self.storage.delete_folder(f"{name}/{folder}")
-        for file in sorted(files, key=lambda file: file in last):
+        # COMMITTED is there where S3's copy to another name was not followed by its deletion.
+        for file in sorted(files, key=lambda file: (file != COMMITTED, file in last)):
             self.storage.delete(f"{name}/{file}")
 
     def set_aside(self, name: str, kind: str = DAMAGED) -> str:

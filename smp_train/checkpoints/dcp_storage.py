@@ -26,6 +26,7 @@ from smp_train.distributed.agree import here
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
 from smp_train.storage import Range, Storage, is_s3, s3, wait_for
+from smp_train.storage.ranges import RangeFile
 
 
 class _Checksummed(io.RawIOBase):
@@ -61,10 +62,12 @@ class _Files:
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[bytes]]:
-        """Yield a stream into a file, or of nothing: `TreeReader` reads what it needs itself."""
+        """Yield a stream into a file, or from one in a folder; from S3 `TreeReader` fetches what it needs itself."""
         name = str(path)
         if mode == "rb":
-            yield io.BytesIO()
+            folder = self._storage.location
+            with io.BytesIO() if is_s3(folder) else open(f"{folder}/{name}", "rb") as file:
+                yield file
         elif DCP_METADATA in name:  # DCP writes it under another name and renames it
             with io.BytesIO() as stream:
                 yield stream
@@ -204,7 +207,8 @@ class TreeReader(FileSystemReader, Reader):
             stored = self.storage_data[item.storage_index]
             wanted.setdefault(stored.relative_path, []).append(stored)
         spans = [(each.relative_path, each.offset, each.length) for file in wanted.values() for each in file]
-        self._coming = self._whole(spans)
+        if is_s3(self._storage.location):
+            self._coming = self._whole(spans)
         return super().read_data(plan, planner)
 
     def _whole(self, spans: list[tuple[str, int, int]]) -> Iterator[bytes]:
@@ -219,8 +223,18 @@ class TreeReader(FileSystemReader, Reader):
             yield b"".join(next(pieces) for _ in range(0, length, part))
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        data = io.BytesIO(next(self._coming))
-        if data.getbuffer().nbytes != sinfo.length:
-            raise EOFError(f"{sinfo.relative_path} is shorter than its index says")
-        refuse_compressed(data)
-        return data
+        if is_s3(self._storage.location):
+            data = io.BytesIO(next(self._coming))
+            if data.getbuffer().nbytes != sinfo.length:
+                raise EOFError(f"{sinfo.relative_path} is shorter than its index says")
+            refuse_compressed(data)
+            return data
+
+        def read(start: int, length: int) -> bytes:
+            file.seek(sinfo.offset + start)
+            found: bytes = file.read(length)
+            return found
+
+        refuse_compressed(io.BufferedReader(RangeFile(sinfo.length, read)))
+        found: IO[bytes] = super()._slice_file(file, sinfo)  # torch reads from the file into the tensor: no copy of it
+        return found

@@ -34,7 +34,7 @@ class Policy:
 
     def kept(self, steps: Sequence[int], newest: int) -> set[int]:
         """Return which of the committed ``steps`` stay; the one just written also where later ones are there."""
-        return {*steps} if self.keep <= 0 else {newest, *sorted(steps)[-self.keep :]}
+        return {*steps} if self.keep <= 0 else {newest, *sorted({*steps})[-self.keep :]}
 
 
 class Target:

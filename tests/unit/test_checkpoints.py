@@ -8,7 +8,9 @@ import math
 import os
 import pickle
 import re
+import shutil
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -305,6 +307,17 @@ def test_a_deletion_of_what_versions_before_wrote_that_is_cut_short_is_finished(
     assert names(tmp_path) == ["llama_v2-2steps"]
 
 
+def test_of_a_deletion_that_s3_cut_short_the_marker_goes_first(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    flat(tmp_path / "llama_v2-1steps")
+    shutil.copy(tmp_path / "llama_v2-1steps/COMMITTED", tmp_path / "llama_v2-1steps/.deleting")
+    gone, delete = [], FolderStorage.delete
+    monkeypatch.setattr(FolderStorage, "delete", lambda self, name: (gone.append(Path(name).name), delete(self, name)))
+    open_folder(tmp_path).sweep(0)
+    assert (gone[0], gone[-1]) == ("COMMITTED", ".deleting")
+    assert names(tmp_path) == []
+
+
 def test_a_checkpoint_that_cannot_have_its_name_back_is_not_swept(tmp_path):
     save(tmp_path, 1)
     flat(tmp_path / "llama_v2-1steps")
@@ -374,6 +387,7 @@ def test_each_folder_has_its_own_policy(tmp_path):
         (2, [1, 2, 3], 3, {2, 3}),
         (0, [1, 2, 3], 3, {1, 2, 3}),
         (-1, [1, 2, 3], 3, {1, 2, 3}),
+        (2, [1, 2, 2], 2, {1, 2}),  # two folders may be of one step: the name of one was taken
         # a run that went back to step 1 does not delete what it writes, nor the branch it left
         (2, [1, 2, 8, 9], 2, {2, 8, 9}),
     ],
@@ -466,6 +480,17 @@ def test_part_of_a_checkpoint_and_plain_values_are_loaded(place):
     target = {"extra": {"count": 0, "words": []}}
     find(place).load(target)
     assert target == {"extra": {"count": 3, "words": ["a", "b"]}}
+
+
+def test_a_tensor_in_a_folder_is_read_without_a_copy_of_it(tmp_path):
+    manager(tmp_path).save(1, {"model": {"w": torch.ones(4_000_000)}}, {})
+    target, found = {"model": {"w": torch.zeros(4_000_000)}}, find(tmp_path)
+    tracemalloc.start()
+    found.load(target)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert target["model"]["w"].all()
+    assert peak < 4_000_000  # of 16 MB
 
 
 def test_another_dtype_is_converted_with_a_warning(tmp_path, caplog):
