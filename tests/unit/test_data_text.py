@@ -477,6 +477,8 @@ def test_what_is_called_json_is_looked_into(tmp_path, caplog):
         with pytest.raises(DataError, match="these are tokens already"):
             list(documents(find_files([str(tmp_path / "tokens")])[0]))
         assert not holds_text(str(tmp_path / "tokens"))
+    (tmp_path / "c.jsonl").write_bytes(b'{"labels": [' + b"1, " * (1 << 19) + b'2], "input_ids": [1, 2]}\n')
+    assert not holds_text(str(tmp_path / "c.jsonl")), "a long row whose ids come last"
     assert holds_text(str(tmp_path / "b.json"))
 
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from smp_train.data import s3
@@ -99,21 +100,23 @@ def _of_documents(found: list[TextFile], given: str, column: str) -> list[TextFi
     return [file for file in found if file.path not in others]
 
 
-def begins_with(file: TextFile, *fields: str) -> bool:
-    """True when the first line of a file is an object with one of some fields, or damaged, as its reader then names."""
+def begins_with(file: TextFile, *fields: str, most: int = FIRST_LINE_BYTES) -> bool:
+    """True when the first line of a file is an object with one of some fields, or damaged, as its reader then names.
+
+    Of a line above ``most`` bytes only the beginning is searched.
+    """
     with file.open() as raw:
         zipped = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         raw.seek(0)
         try:
-            head = (GzipFile(fileobj=raw, mode="rb") if zipped else raw).read(FIRST_LINE_BYTES)
+            lines = partial((GzipFile(fileobj=raw, mode="rb") if zipped else raw).readline, most)
+            line = next((line for line in iter(lines, b"") if not line.isspace()), b"")
         except GZIP_ERRORS:
             return True
-    line, end, _ = head.lstrip().partition(b"\n")
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        # Of a long document only the beginning is here.
-        long = not end and len(head) == FIRST_LINE_BYTES
+        long = len(line) == most and not line.endswith(b"\n")
         return long and any(json.dumps(field).encode() in line for field in fields)
     return isinstance(record, dict) and not record.keys().isdisjoint(fields)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train import distributed
 from smp_train.data import formats, hf_dataset
 from smp_train.data.bad_rows import LeftOut
+from smp_train.data.lines import LINE_BYTES
 from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
@@ -130,4 +131,4 @@ def holds_text(location: str, column: str = "text") -> bool:
     except DataError:
         # It is then opened as shards, which names what is wrong with it.
         return False
-    return files[0].kind != "lines" or not begins_with(files[0], "input_ids")
+    return files[0].kind != "lines" or not begins_with(files[0], "input_ids", most=LINE_BYTES)
