@@ -174,15 +174,20 @@ class Stream:
 
     def _read(self) -> Iterator[tuple[Cursor, str, np.ndarray]]:
         """Yield (position, name, tokens) of documents without end, the first with the cursor's own token."""
-        group: list[tuple[Cursor, str, str]] = []
-        size = 0
-        for here, name, text in self._documents():
-            group.append((here, name, text))
-            size += len(text)
-            if size >= BATCH_CHARACTERS:
-                for (here, name, _), ids in zip(group, self.reading.tokenise([one[2] for one in group]), strict=True):
-                    yield here, name, ids
-                group, size = [], 0
+        coming = self._documents()
+        failure: DataError | None = None
+        while failure is None:
+            group: list[tuple[Cursor, str, str]] = []
+            size = 0
+            try:
+                while size < BATCH_CHARACTERS:
+                    group.append(next(coming))
+                    size += len(group[-1][2])
+            except DataError as error:  # the documents before it come first
+                failure = error
+            for (here, name, _), ids in zip(group, self.reading.tokenise([one[2] for one in group]), strict=True):
+                yield here, name, ids
+        raise failure
 
     def _documents(self) -> Iterator[tuple[Cursor, str, str]]:
         """Yield (position, name, text) of documents that are not blank, without end."""
