@@ -13,11 +13,12 @@ import smp_train
 from smp_train import arguments, backends, distributed, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.backends.base import Backend, Topology
-from smp_train.checkpoints import Checkpoint, CheckpointManager, Policy, RunId
-from smp_train.checkpoints.export import check_tokenizer, tokenizer_beside
+from smp_train.best import Best
+from smp_train.checkpoints import Checkpoint, CheckpointManager, Policy, RunId, tokenizer
 from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, is_node_local
+from smp_train.data.blend import read_weights
 from smp_train.data.open_data import open_data
 from smp_train.data.pipelines.data_pipeline import Loader, ValidationData
 from smp_train.distributed import Runtime
@@ -27,7 +28,7 @@ from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.naming import Start, described, how_to_resume, settle
-from smp_train.resume import check_model, imported_position, look_for_checkpoint
+from smp_train.resume import check_model, imported_position, look_for_checkpoint, model_to_resume
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
@@ -73,6 +74,9 @@ class Run:
     found: Checkpoint | None
     """The checkpoint to resume from; None for a fresh start."""
     progress: Progress = field(default_factory=Progress)
+    best: Best = field(default_factory=Best)
+    losses: dict[str, float] = field(default_factory=dict)
+    """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
     result: train_utils.StepResult | None = None
     """Result, on the device, of the last completed step of this start."""
     saved_step: int = 0
@@ -111,7 +115,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     backend = choose_backend(resolved, ranks, device)
     topology = backend.topology
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
-    spec, seq_len = choose_model(args, backend)
+    spec, seq_len = choose_model(args, backend, start)
     check_memory(args, backend, spec, ranks)
     checkpoints = open_checkpoints(args, ranks, backend, spec, start.run, opened)
     train_data, validation = open_data(
@@ -119,6 +123,11 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda",
     )  # fmt: skip
     found = look_for_checkpoint(args, spec, start, topology.mesh)
+    with distributed.together("reading the tokenizer"):
+        if ranks.is_main:
+            checkpoints.tokenizer = tokenizer_of(args, spec, found)
+            if args.prompt and not checkpoints.tokenizer:
+                raise ConfigError("--prompt: the run has no tokenizer; give --tokenizer")
     with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main:
             log.info(described(args, start, found))
@@ -177,10 +186,13 @@ def choose_backend(resolved: Resolved, ranks: Runtime, device: torch.device) -> 
     return backend
 
 
-def choose_model(args: Arguments, backend: Backend) -> tuple[ModelSpec, int]:
-    """Return the model, accepted by the backend, and the sequence length in tokens; collective."""
+def choose_model(args: Arguments, backend: Backend, start: Start) -> tuple[ModelSpec, int]:
+    """Return the model, accepted by the backend, and the sequence length in tokens; collective.
+
+    Where no flag says which model it is, it is that of the checkpoint to resume from.
+    """
     with distributed.together("choosing the model"):
-        spec = resolve(args)
+        spec = model_to_resume(args, start) or resolve(args)
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
@@ -228,8 +240,6 @@ def open_checkpoints(
         checkpoints.check_writable()
         if args.save_final_model and ranks.is_main and args.model_dir is not None:
             check_writable(args.model_dir, "model_dir")
-        if (args.save_final_model or args.checkpoint_type == "full") and ranks.is_main:
-            check_tokenizer(tokenizer_of(args, spec))
     checkpoints.check_shared()
     opened.callback(checkpoints.close)
     if not args.evaluate_only:
@@ -325,6 +335,22 @@ def layout(mesh: dict[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in mesh.items())
 
 
-def tokenizer_of(args: Arguments, spec: ModelSpec) -> str | None:
-    """Return the tokenizer (a folder or a name) to write beside the run's models, or None."""
-    return args.tokenizer or tokenizer_beside(spec.pretrained)
+def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
+    """Return the files of the run's tokenizer, for its checkpoints; empty where none is known. Not collective.
+
+    It is --tokenizer, that of the weights, of the prepared training data, or of the checkpoint that is resumed.
+    """
+    where = args.tokenizer or tokenizer.beside(spec.pretrained)
+    if where is None and args.training_dir:
+        where = tokenizer.beside_data(read_weights(args.training_dir)[0])
+    if where is not None:
+        try:
+            files = tokenizer.tokenizer_files(where)
+        except ConfigError as failure:
+            if args.tokenizer:
+                raise
+            log.warning("%s; checkpoints are written without a tokenizer", failure)
+        else:
+            log.info("Tokenizer: that of %s goes into the checkpoints", where)
+            return files
+    return {} if found is None else found.tokenizer()

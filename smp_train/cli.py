@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from smp_train import __version__
+from smp_train import __version__, distributed
 from smp_train.arguments.values import is_bool, nearest
 from smp_train.distributed import failures, start_attempted, world_size
 from smp_train.errors import (
@@ -49,6 +49,8 @@ VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
     "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
     "doctor": Verb("say what this machine has and lacks, and how to mend it", "smp_train.launch.doctor"),
+    "generate": Verb("continue a prompt with the model of a checkpoint", "smp_train.generate"),
+    "evaluate": Verb("loss and perplexity of a checkpoint on data sets", "smp_train.evaluate"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
     "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "checkpoint": Verb("list, verify, export, import and prune checkpoints", "smp_train.checkpoints.cli"),
@@ -56,6 +58,8 @@ VERBS: dict[str, Verb] = {
     "report": Verb("draw report.png from a run folder", "smp_train.telemetry.report"),
 }
 
+COLLECTIVE = {"generate", "evaluate"}
+"""Verbs besides `train` that run on every rank of a launcher."""
 HELP_FLAGS = {"-h", "--help"}
 OFF = {"0", "false", "no", "off"}
 GIVE_WAY_SECONDS = 5.0
@@ -123,11 +127,12 @@ def _run(words: list[str], failing: Failing) -> int:
         raise ConfigError(f"unknown verb {name!r}{hint}")
     if name == "train":
         return _train(rest, failing)
+    if name in COLLECTIVE and not HELP_FLAGS & set(rest):
+        failing.runtime = distributed.detect()
     return int(_import(name).main(_split_debug(rest)[0]))
 
 
 def _train(words: list[str], failing: Failing) -> int:
-    from smp_train import distributed
     from smp_train.arguments import help_text, parse, print_config, validate
     from smp_train.arguments.validation import ineffective
 

@@ -5,16 +5,27 @@ from __future__ import annotations
 from smp_train import distributed
 from smp_train.arguments import Arguments
 from smp_train.checkpoints import Checkpoint, foreign
+from smp_train.checkpoints.discovery import newest_readable
 from smp_train.checkpoints.node_local import find_newest, is_node_local
 from smp_train.data.pipelines.data_pipeline import Loader
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError
 from smp_train.models.configuration import changes_from
-from smp_train.models.resolve import ModelSpec
+from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
 from smp_train.naming import Start
 from smp_train.telemetry.logging_utils import get_logger
 
 log = get_logger()
+
+
+def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
+    """Return the model of the checkpoints that the run resumes from, where no flag says which it is; not collective."""
+    if start.origin is None or names_model(args):
+        return None
+    found = newest_readable(start.origin.place, start.origin.run)
+    if found is None:
+        return None
+    return resolve_saved(args, found.model_config(), found.committed.model_type, found.path)
 
 
 def look_for_checkpoint(args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]) -> Checkpoint | None:

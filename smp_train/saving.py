@@ -10,10 +10,11 @@ from dataclasses import asdict
 from functools import partial
 
 from smp_train import distributed, train_utils
-from smp_train.build_run import Run, tokenizer_of
+from smp_train.build_run import Run
 from smp_train.checkpoints import RunId, open_checkpoint
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
-from smp_train.checkpoints.export import export, export_weights
+from smp_train.checkpoints.export import CARD, export, export_weights
+from smp_train.checkpoints.model_card import model_card
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.runs import committed
 from smp_train.distributed import ALL_RANKS
@@ -35,6 +36,8 @@ def save(run: Run, *, force: bool) -> None:
         return
     meta = {
         "tokens": progress.tokens,
+        **run.losses,
+        "best": run.best.to_json(),
         "lr": run.schedule(progress.step - 1),
         "data": run.train_data.state(progress.consumed),
         "model_type": run.spec.model_type,
@@ -44,6 +47,7 @@ def save(run: Run, *, force: bool) -> None:
         "versions": versions(),
     }
     report_saves(run)
+    run.checkpoints.protect(run.best.step if run.args.keep_best else None)
     with run.throughput.pause():
         state = run.backend.state_dict(run.model, run.optimizer)
         run.checkpoints.save(progress.step, state, meta, force=force, saver=run.backend.saver)
@@ -117,11 +121,13 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     with distributed.together(f"writing the model to {folder}"):
         if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
-            tokenizer = tokenizer_of(run.args, run.spec)
+            like = run.spec.pretrained
             if weights is None:
-                export(open_checkpoint(checkpoint), folder, tokenizer=tokenizer, like=run.spec.pretrained, replace=True)
+                export(open_checkpoint(checkpoint), folder, like=like, replace=True)
             else:
-                export_weights(
-                    weights, run.spec.config, folder, tokenizer=tokenizer, like=run.spec.pretrained, replace=True
-                )
+                found = open_checkpoint(checkpoint)
+                name, files = os.path.basename(checkpoint), run.checkpoints.tokenizer
+                card = model_card(found.meta, name=name, step=found.step, tokenizer=bool(files))
+                files = {CARD: card.encode(), **files}
+                export_weights(weights, run.spec.config, folder, files=files, like=like, replace=True)
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

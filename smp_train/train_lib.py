@@ -7,19 +7,24 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from itertools import islice
+from typing import Any
 
-from smp_train import distributed, train_utils
+from smp_train import distributed, generate, train_utils
 from smp_train.arguments import Resolved
+from smp_train.arguments.validation import prompts_only
+from smp_train.best import Best
 from smp_train.build_run import Progress, Run, build_run, layout
 from smp_train.checkpoints import Checkpoint
+from smp_train.checkpoints.tokenizer import from_files
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
 from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.naming import how_to_resume
+from smp_train.parallel import compile
 from smp_train.resume import imported_position
 from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model, save_last
 from smp_train.storage import normal
-from smp_train.telemetry.logging_utils import batch_line, get_logger, validation_line
+from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.profiling import Profiler
 
@@ -31,11 +36,15 @@ READ_TOGETHER = 16
 
 def main(resolved: Resolved, ranks: Runtime) -> int:
     """Train as the arguments say and return the exit code; raises `SmpTrainError` for what the user can fix."""
-    device = distributed.start(
-        ranks,
-        distributed_backend=resolved.args.distributed_backend,
-        timeout_seconds=60 * resolved.args.distributed_timeout_minutes,
-    )
+    group: dict[str, Any] = {
+        "distributed_backend": resolved.args.distributed_backend,
+        "timeout_seconds": 60 * resolved.args.distributed_timeout_minutes,
+    }
+    if prompts_only(resolved.args):
+        with distributed.started(ranks, **group) as device:
+            generate.with_flags(resolved.args, device)
+        return 0
+    device = distributed.start(ranks, **group)
     with ExitStack() as opened:
         run = build_run(resolved, ranks, device, opened)
         opened.pop_all()
@@ -63,6 +72,7 @@ def resume(run: Run) -> None:
     run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     with distributed.together(f"resuming from {found.path}"):
         consumed = data_position(run, found)
+    run.best = Best.of_meta(found.meta)
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
@@ -99,6 +109,8 @@ def fit(run: Run) -> bool:
         log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
         save(run, force=True)  # it may be on the nodes' own disks only
         return False
+    if ended_early(run):
+        return False
     if run.runtime.is_main:
         run.folder.reopen()
     if progress.step == 0:
@@ -107,14 +119,17 @@ def fit(run: Run) -> bool:
         "Training from step %d to %d, %d samples per step; to stop and save: kill -TERM %d, or touch %s",
         progress.step, run.total_steps, run.train_data.global_batch, os.getpid(), run.folder.stop,
     )  # fmt: skip
+    if args.evaluate_first and progress.step == 0 and not validate(run):
+        return True
     batches = run.train_data.batches(progress.consumed)
-    stopped = False
+    stopped = ended = False
     profiler = Profiler(args, run.folder.path, run.runtime.rank)
-    while progress.step < run.total_steps and not stopped:
+    while progress.step < run.total_steps and not (stopped or ended):
         with profiler.step(progress.step + 1):
             # A request during the last step changes nothing: the run is finished.
             stopped = step(run, batches) and progress.step < run.total_steps
         last = stopped or progress.step == run.total_steps
+        better = False
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
             try:
                 given_up = not validate(run)
@@ -122,12 +137,26 @@ def fit(run: Run) -> bool:
                 save_last(run)
                 raise
             stopped = given_up and progress.step < run.total_steps
-            last = last or stopped
-        if last or run.checkpoints.due(progress.step):
-            save(run, force=last)
+            better = args.keep_best and run.best.step == progress.step
+            ended = ended_early(run)
+            last = last or stopped or ended
+        if last or better or run.checkpoints.due(progress.step):
+            save(run, force=last or better)
     batches.close()
     profiler.close()
     return stopped
+
+
+def ended_early(run: Run) -> bool:
+    """Return whether --early_stopping ends the run here, and log it."""
+    best, patience = run.best, run.args.early_stopping
+    if patience is None or best.since < patience:
+        return False
+    log.info(
+        "The validation loss has not fallen in %d validations since step %s: --early_stopping %d ends the run at step "
+        "%d", best.since, best.step, patience, run.progress.step,
+    )  # fmt: skip
+    return True
 
 
 def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
@@ -189,6 +218,7 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
     record = {
         "step": progress.step,
         "loss": loss,
+        "perplexity": perplexity(loss),
         "grad_norm": grad_norm,
         "lr": run.schedule(progress.step - 1),
         **run.throughput.window(),
@@ -198,6 +228,7 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
     }
     log.info(batch_line(record))
     run.metrics.step(record)
+    run.losses["loss"] = loss
     if run.checkpoints.poll():
         report_saves(run)
     if run.args.enable_memory_profiling:
@@ -223,12 +254,15 @@ def validate(run: Run) -> bool:
         raise ConfigError("there is no validation data; give --test_dir")
     try:
         with run.throughput.pause():
-            loss = train_utils.evaluate(run.backend, run.model, read_together(run, run.validation))
+            loss, _ = train_utils.evaluate(run.backend, run.model, read_together(run, run.validation))
     except AskedToStop:
         log.info("Asked to stop: the validation at step %d is given up", run.progress.step)
         return False
     log.info(validation_line(run.progress.step, loss))
-    run.metrics.event("evaluate", step=run.progress.step, loss=loss)
+    run.metrics.event("evaluate", step=run.progress.step, loss=loss, perplexity=perplexity(loss))
+    run.losses["validation_loss"] = loss
+    if run.progress.step > 0:
+        run.best.see(run.progress.step, loss)
     return True
 
 
@@ -245,11 +279,23 @@ def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
         yield from some
 
 
+def put_prompt(run: Run, prompt: str) -> None:
+    """Print what the trained model makes of a prompt; collective."""
+    sampling = generate.Sampling(run.args.num_tokens, seed=run.args.seed)
+    run.model.eval()
+    with from_files(run.checkpoints.tokenizer) as tokenizer, compile.disabled():
+        ids = generate.encode(tokenizer, prompt, run.spec.config)
+        log.info("The prompt and what follows it:")
+        generate.answer(run.model, tokenizer, prompt, ids, sampling)
+
+
 def finish(run: Run, *, stopped: bool) -> None:
     """Write the final model if asked for, and the marker that tells a launcher how the run ended."""
     at = run.progress.step
     if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)
+    if run.args.prompt and not stopped:
+        put_prompt(run, run.args.prompt)
     if run.runtime.is_main:
         (run.folder.mark_stopped if stopped else run.folder.mark_done)(at)
     run.metrics.event("stop" if stopped else "finish", step=at)
@@ -258,3 +304,5 @@ def finish(run: Run, *, stopped: bool) -> None:
         log.info("Stopped at step %d of %d on request; %s", at, run.total_steps, how)
     else:
         log.info("Finished: step %d of %d", at, run.total_steps)
+        if run.args.keep_best and run.best.step is not None:
+            log.info("Best checkpoint: that of step %d, validation loss %.5f", run.best.step, run.best.loss)

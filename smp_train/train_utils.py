@@ -141,8 +141,10 @@ def read(backend: Backend, result: StepResult) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> float:
-    """Return the mean loss, in nats per counted token, over the batches of all ranks; collective, synchronizes.
+def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> tuple[float, int]:
+    """Return the mean loss, in nats per counted token, and these tokens, over the batches of all ranks.
+
+    Collective, synchronizes.
 
     Every rank must pass the same number of batches; batches without counted tokens add nothing.
     """
@@ -159,7 +161,7 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> fl
     loss, tokens = backend.sum_over_data(sums).tolist()
     if tokens == 0:
         raise DataError("the validation data has no counted token; is --max_context_width too short?")
-    return float(loss / tokens)
+    return float(loss / tokens), int(tokens)
 
 
 def _counts_its_rows(backend: Backend, *, among_tensor_ranks: bool = True) -> bool:

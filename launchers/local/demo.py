@@ -36,6 +36,7 @@ MARGIN = 0.5  # nats by which the losses must end below the unigram entropy
 DATA_WAIT = 0.01  # of a step, at most, that may go by in waiting for its data
 
 TOKENIZER_SIZE = 2048
+PROMPT = "def main():\n    "
 SEQ_LEN = 512
 
 
@@ -65,6 +66,14 @@ def train_command() -> list[str]:
         "--checkpoint_dir", str(DEMO / "checkpoints"), "--checkpoint_freq", "100",
         "--resume_from_checkpoint", str(DEMO / "checkpoints"),
         "--run_dir", str(DEMO / "run"), "--logging_freq", str(LOGGING_FREQ),
+    ]  # fmt: skip
+
+
+def generate_command() -> list[str]:
+    """Let the trained model continue a line of Python; it takes no flag of the model."""
+    return [
+        str(BIN / "smp-train"), "generate", "--checkpoint", str(DEMO / "checkpoints"),
+        "--prompt", PROMPT, "--num_tokens", "60", "--stream", "1",
     ]  # fmt: skip
 
 
@@ -166,6 +175,9 @@ def demo() -> None:
     failed = [claim for claim, true in claims.items() if not true]
     if failed:
         sys.exit(f"The demo failed: not true: {'; '.join(failed)} ({numbers}, unigram entropy: {entropy:.3f})")
+
+    heading("Put a prompt through its checkpoint")
+    run(generate_command())
 
     heading("Draw the report")
     run([str(BIN / "smp-train"), "report", str(RUN.path)])

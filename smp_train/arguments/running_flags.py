@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smp_train.arguments.flag import Only, flag
-
-NO_GENERATION = Only((None,), "generating text is not available in this version; leave it out")
+from smp_train.arguments.flag import flag
 
 
 @dataclass
@@ -49,8 +47,8 @@ class RuntimeArguments:
         "auto", "Communication; auto: nccl on GPUs, else gloo. gloo trains on the CPU",
         choices=("auto", "nccl", "smddp", "gloo"), trainer="ddp_backend")
     distributed_timeout_minutes: float = flag(30.0, "Longest wait inside a collective", must=">0")
-    prompt: str | None = flag(None, "Text to continue", only=NO_GENERATION)
-    num_tokens: int | None = flag(None, "Tokens to generate", must=">=1", only=NO_GENERATION)
+    prompt: str | None = flag(None, "Text that the model continues when the run ends")
+    num_tokens: int = flag(64, "Tokens of the continuation, at most", must=">=1", idle_without="prompt")
 
 
 @dataclass

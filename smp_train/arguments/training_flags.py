@@ -94,6 +94,12 @@ class DataArguments:
     val_batch_size: int = flag(
         4, "Sequences per data-parallel rank and validation batch", must=">=1", trainer="per_device_eval_batch_size")
     fast_validation: bool = flag(True, "Validate on the last shard only")
+    evaluate_first: bool = flag(
+        False, "Validate before the first step, too", needs="validation_freq", trainer="eval_on_start"
+    )
+    early_stopping: int | None = flag(
+        None, "End the run after so many validations without a lower loss", must=">=1", needs="validation_freq"
+    )
     evaluate_only: bool = flag(False, "Validate once and train nothing")
 
 
@@ -118,6 +124,8 @@ class CheckpointArguments:
     resume_from_checkpoint: str | None = flag(
         None, "A checkpoint, or a folder or s3:// prefix of them: the run's newest complete one; without --run_name "
         "the run that saved last goes on", profiling="ckpt_load_path", minimal="restart_checkpoint_file")
+    keep_best: bool = flag(
+        False, "Save and keep the checkpoint of the lowest validation loss, too", needs="validation_freq")
     allow_model_change: bool = flag(False, "Resume although the checkpoint's model computes something else")
     strict_resume: bool = flag(False, "Stop at a damaged newest checkpoint; without it, the next older one is taken")
     break_checkpoint_lock: bool = flag(

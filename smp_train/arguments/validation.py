@@ -192,6 +192,11 @@ def _real(path: str) -> str:
     return path.rstrip("/") if path.startswith("s3://") else os.path.realpath(os.path.expanduser(path))
 
 
+def prompts_only(args: Arguments) -> bool:
+    """Return whether a checkpoint is only to continue a prompt: nothing is trained or validated."""
+    return bool(args.evaluate_only and args.prompt and not args.test_dir)
+
+
 def _data(args: Arguments) -> Iterator[str]:
     name, _, shards = args.shuffle.partition(":")
     if args.shuffle not in ("global", "none") and not (name == "window" and shards.isdigit() and int(shards)):
@@ -203,6 +208,8 @@ def _data(args: Arguments) -> Iterator[str]:
             f"--short pack does not go with --context_parallel_degree {args.context_parallel_degree}: packed documents "
             "are not split over ranks; use --short concat"
         )
+    if prompts_only(args):
+        return
     if args.dataset:
         yield from _text(args)
     on_hub = args.dataset and not args.dataset.startswith("s3://") and not os.path.exists(args.dataset)

@@ -18,6 +18,7 @@ from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.distributed.degrees import plan
+from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.initialization import initialise
 from smp_train.models.traits import can_chunk, check_experts, packed_inputs
@@ -54,6 +55,11 @@ class NativeBackend(Backend):
             float8.check(device)
         if args.use_torch_compile:
             compile.check(args.torch_compile_backend)
+        if args.prompt and max(args.tensor_parallel_degree, args.context_parallel_degree) > 1:
+            raise ConfigError(
+                "--prompt needs --tensor_parallel_degree 1 and --context_parallel_degree 1; put it through the "
+                "checkpoint, by smp-train generate"
+            )
         self.args = args
         self.cpu_offload = args.cpu_offload and device.type != "cpu"
         if args.cpu_offload != self.cpu_offload:

@@ -267,6 +267,10 @@ def refuse(args: Arguments) -> None:
             "--cpu_offload 1 with --backend smp: SMP has no offloading of parameters; use --backend native",
         ),
         (
+            args.prompt is not None,
+            "--prompt with --backend smp: put it through the checkpoint, by smp-train generate",
+        ),
+        (
             expert > 1 and not args.moe, f"--expert_parallel_degree {expert} needs --moe 1, SMP's own experts",
         ),
         (

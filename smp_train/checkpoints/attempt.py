@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,18 @@ class Saved:
 
 
 class Attempt:
-    """One try at saving ``meta``'s step to ``target``; ``began`` is when it was asked for. All of it is collective."""
+    """One try at saving ``meta``'s step to ``target``; ``began`` is when it was asked for. All of it is collective.
+
+    ``beside`` are small files that rank 0 stores with the state, by name; a node's own part has none.
+    """
 
     def __init__(
         self, target: Target, model_type: str, meta: dict[str, Any], began: float, *,
-        back_to: int | None, on_stage: Callable[[str], None],
+        back_to: int | None, on_stage: Callable[[str], None], beside: Mapping[str, bytes],
     ) -> None:  # fmt: skip
         self._target, self._folder, self._on_stage = target, target.folder, on_stage
         self._model_type, self._meta, self._began = model_type, meta, began
+        self._beside = {} if target.node_local else beside
         name = folder_name(model_type, meta["step"])
         self._what = f"cannot save {os.path.join(self._folder.location, name)}"
         self._staged = on_main(self._what, lambda: target.begin(name, back_to))
@@ -99,6 +103,7 @@ class Attempt:
 
         def commit() -> str:
             files = self._all_files(shares)
+            files |= {name: self._folder.put(self._staged, name, file) for name, file in self._beside.items()}
             files[META] = self._folder.put(self._staged, META, json.dumps(self._meta, indent=1).encode())
             now = self._target.commit_time()
             committed = Committed(step, self._model_type, files, run=self._folder.run, time=now)

@@ -218,7 +218,7 @@ def export_model(options: argparse.Namespace) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     """Write weights of any form as a Hugging Face folder of safetensors, under the names they have."""
-    from smp_train.checkpoints import export
+    from smp_train.checkpoints import export, tokenizer
     from smp_train.checkpoints.model_folder import put, writing
     from smp_train.models.hf_weights import NOT_WEIGHTS
     from smp_train.models.weight_files import WeightFiles
@@ -232,13 +232,15 @@ def convert(options: argparse.Namespace) -> int:
     if os.path.realpath(normal(options.target)) == os.path.realpath(normal(folder)):
         raise ConfigError(f"{options.target} is where the weights are that are read; give another folder to write")
     with ExitStack() as stack:
+        location = options.tokenizer or tokenizer.beside(str(source))
+        files_of_tokenizer = {} if location is None else tokenizer.tokenizer_files(location)
         # Opened first: what cannot be read is no reason to remove what is in the other folder.
         files = WeightFiles(source, stack)
         names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
         items = [export.stored_item(files, name, export.DTYPES.get(options.dtype)) for name in names]
         with writing(options.target, bool(options.overwrite)) as out:
             export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
-            export.write_tokenizer(options.tokenizer or export.tokenizer_beside(str(source)), out)
+            export.put_all(out, files_of_tokenizer)
             for name in ("generation_config.json", "config.json"):
                 if (folder / name).is_file():
                     put(out, name, (folder / name).read_bytes())

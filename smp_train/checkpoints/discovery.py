@@ -20,6 +20,7 @@ from smp_train.checkpoints.manifest import (
     COMMITTED,
     META,
     METADATA,
+    TOKENIZER,
     Committed,
     RunId,
     checksum_of,
@@ -99,6 +100,11 @@ class Checkpoint:
         except Exception as error:  # whatever a configuration of unknown origin may lead to
             what = f"lacks {error}" if isinstance(error, KeyError) else one_line(error)
             raise CheckpointError(f"{self.path} does not say which model it is: meta.json {what}") from None
+
+    def tokenizer(self) -> dict[str, bytes]:
+        """Return the files of the run's tokenizer by name; none where it was not known."""
+        names = [name for name in self.committed.files if name.startswith(TOKENIZER)]
+        return {name.removeprefix(TOKENIZER): self._storage.read(self._folder, name) for name in names}
 
     @property
     def parts(self) -> list[str]:
@@ -208,6 +214,22 @@ def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
     if not name or not storage.has(name, COMMITTED):
         raise CheckpointError(f"{place} is not a complete checkpoint: it has no {COMMITTED} file")
     return _checkpoint(storage, name, _open(storage, name))
+
+
+def newest_readable(location: str, run: RunId) -> Checkpoint | None:
+    """Return the newest committed checkpoint of ``run`` whose files have their sizes; None where there is none.
+
+    Nothing is verified or renamed. Not collective.
+    """
+    found = _candidates(normal(location), True, run)
+    if found is None:
+        return None
+    storage = open_folder(found[0])
+    for name in found[1]:
+        opened = _open(storage, name)
+        if not isinstance(opened, str):
+            return Checkpoint(os.path.join(storage.location, name), opened[0].step, opened[1], opened[0], storage, name)
+    return None
 
 
 def _candidates(place: str, missing_ok: bool, run: RunId | None) -> tuple[str, list[str], bool] | None:

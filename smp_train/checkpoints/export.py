@@ -13,18 +13,21 @@ from torch import Tensor, nn
 
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.discovery import Checkpoint
+from smp_train.checkpoints.model_card import model_card
 from smp_train.checkpoints.model_folder import put, put_made, stream, writing
 from smp_train.checkpoints.state import gather_state
+from smp_train.checkpoints.tokenizer import tokenizer_files
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import hub_names, named_once, note, to_hub
-from smp_train.models.hugging_face import load_tokenizer, model_of
+from smp_train.models.hugging_face import model_of
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
 from smp_train.storage import Storage
-from smp_train.storage.paths import Place, on_this_machine, place
+from smp_train.storage.paths import Place, place
 
 SHARD_BYTES = 5_000_000_000
 MODEL = "model."
+CARD = "README.md"
 GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
@@ -59,9 +62,9 @@ def export(
     """Write the model of ``checkpoint`` to ``folder``, also in S3, as Hugging Face has it. No collective.
 
     Names and layout are the hub's: safetensors in files of about ``shard_bytes``, with an index where there are
-    several; config.json, generation_config.json, and the files of ``tokenizer`` (a folder or a name) where given.
-    ``dtype`` is that of the checkpoint unless given. Host memory: one parameter and what it is converted to.
-    config.json is written last: without it the folder opens nowhere.
+    several; config.json, generation_config.json, a model card (README.md), and the files of ``tokenizer`` (a folder or
+    a name; by default the checkpoint's). ``dtype`` is that of the checkpoint unless given. Host memory: one parameter
+    and what it is converted to. config.json is written last: without it the folder opens nowhere.
 
     ``like`` is where the weights were once read: a generation_config.json beside them is copied. ``on_progress`` is
     called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model, which ``replace``
@@ -70,9 +73,12 @@ def export(
     config, plain = _plain_model(checkpoint.model_config())
     note(plain)
     items = _items_of_model(plain, checkpoint.reader_of(gather_state(plain)), dtype, checkpoint.path)
+    files = checkpoint.tokenizer() if tokenizer is None else tokenizer_files(tokenizer)
+    name = os.path.basename(checkpoint.path)
+    card = model_card(checkpoint.meta, name=name, step=checkpoint.step, tokenizer=bool(files))
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes, on_progress)
-        _describe(out, plain, config, items, tokenizer, like)
+        _describe(out, plain, config, items, {CARD: card.encode(), **files}, like)
 
 
 def export_weights(
@@ -80,12 +86,15 @@ def export_weights(
     config: Any,
     folder: str | os.PathLike[str],
     *,
-    tokenizer: str | None = None,
+    files: Mapping[str, bytes] | None = None,
     like: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
 ) -> None:
-    """Write a whole model that is in host memory, under Hugging Face names, as `export` does. No collective."""
+    """Write a whole model that is in host memory, under Hugging Face names, as `export` does. No collective.
+
+    ``files`` are those of the tokenizer and the model card, by name.
+    """
     config, plain = _plain_model(config)
     missing = [name for name in named_once(plain) if name not in weights]
     if missing:
@@ -94,11 +103,11 @@ def export_weights(
     items = [Item(tensors, partial(dict, tensors)) for tensors in found]
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes)
-        _describe(out, plain, config, items, tokenizer, like)
+        _describe(out, plain, config, items, files or {}, like)
 
 
 def _describe(
-    out: Storage, plain: nn.Module, config: Any, items: Iterable[Item], tokenizer: str | None, like: str | None
+    out: Storage, plain: nn.Module, config: Any, items: Iterable[Item], files: Mapping[str, bytes], like: str | None
 ) -> None:
     """Write the files beside the weights, config.json last."""
     from transformers import GenerationConfig
@@ -106,7 +115,7 @@ def _describe(
     config.architectures = [type(plain).__name__]
     dtypes = {value.dtype for item in items for value in item.tensors.values() if value.dtype.is_floating_point}
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", max(dtypes, key=lambda d: d.itemsize))
-    write_tokenizer(tokenizer, out)
+    put_all(out, files)
     generation = None if like is None else _folder_of(like) / GENERATION
     if generation is not None and generation.is_file():
         put(out, GENERATION, generation.read_bytes())
@@ -218,26 +227,10 @@ def _write_safetensors(file: BinaryIO, items: list[Item]) -> Iterator[int]:
         yield item.nbytes
 
 
-def write_tokenizer(tokenizer: str | None, out: Storage) -> None:
-    """Write a tokenizer's files, those of a folder or of a name. Raises `ConfigError` where it cannot be read."""
-    if tokenizer is not None:
-        with on_this_machine(tokenizer) as folder:  # until it is saved: some tokenizers copy their files
-            put_made(out, load_tokenizer(folder).save_pretrained)
-
-
-def check_tokenizer(tokenizer: str | None) -> None:
-    """Raise `ConfigError` where `write_tokenizer` would."""
-    if tokenizer is not None:
-        with on_this_machine(tokenizer) as folder:
-            load_tokenizer(folder)
-
-
-def tokenizer_beside(weights: str | None) -> str | None:
-    """Return the folder of ``weights`` where a tokenizer lies beside them, to go with what is made of them."""
-    if weights is None:
-        return None
-    folder = _folder_of(weights)
-    return str(folder) if (folder / "tokenizer_config.json").is_file() else None
+def put_all(out: Storage, files: Mapping[str, bytes]) -> None:
+    """Write small files."""
+    for name, content in files.items():
+        put(out, name, content)
 
 
 def _folder_of(weights: str) -> Place:

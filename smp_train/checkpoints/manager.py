@@ -14,7 +14,7 @@ from smp_train.checkpoints.attempt import Attempt, Elsewhere, Saved
 from smp_train.checkpoints.collective import gather, on_main
 from smp_train.checkpoints.commit import UNKNOWN
 from smp_train.checkpoints.discovery import TORCHS, Checkpoint
-from smp_train.checkpoints.manifest import RunId, folder_name, parse_folder_name
+from smp_train.checkpoints.manifest import TOKENIZER, RunId, folder_name, parse_folder_name
 from smp_train.checkpoints.node_local import META_KEY, layout, local_part
 from smp_train.checkpoints.owner import ADVICE, Owner
 from smp_train.checkpoints.saver import HUGGING_FACE, LibrarySaver, Saver
@@ -55,6 +55,8 @@ class CheckpointManager:
         self.run = run
         self.on_stage = on_stage
         self.asynchronous = asynchronous
+        self.tokenizer: dict[str, bytes] = {}
+        """Files of the tokenizer, by name, for every durable checkpoint; rank 0's are stored."""
         self._writer = BackgroundWriter()
         self._pending: Background | Elsewhere | None = None
         self._saved: list[Saved] = []
@@ -110,6 +112,11 @@ class CheckpointManager:
         if to.committed.run == self.run:
             self._back_to = to.step
 
+    def protect(self, step: int | None) -> None:
+        """Keep the run's checkpoint of ``step``, besides those that the policies keep; None: no other."""
+        for target in self._targets:
+            target.protected = step
+
     def save(
         self, step: int, state: dict[str, Any], meta: dict[str, Any], *, force: bool = False, saver: Saver = TORCHS
     ) -> list[str]:
@@ -132,8 +139,9 @@ class CheckpointManager:
         if saver.names != HUGGING_FACE:
             meta["names"] = saver.names
         attempt = partial(
-            Attempt, model_type=self.model_type, began=time.monotonic(), back_to=self._back_to, on_stage=self.on_stage
-        )
+            Attempt, model_type=self.model_type, began=time.monotonic(), back_to=self._back_to, on_stage=self.on_stage,
+            beside={TOKENIZER + name: file for name, file in self.tokenizer.items()},
+        )  # fmt: skip
 
         def write(state: dict[str, Any]) -> list[Saved]:
             return [self._save_to(target, state, meta, saver, attempt) for target in due]

@@ -27,6 +27,8 @@ COMMITTED = "COMMITTED"
 META = "meta.json"
 METADATA = ".metadata"
 """DCP's index of a tree."""
+TOKENIZER = "tokenizer/"
+"""Folder of the files of the tokenizer, below which transformers opens it."""
 FORMAT = 1
 
 DAMAGED, ABANDONED = "damaged", "abandoned"

@@ -45,6 +45,8 @@ class Target:
         self.node_local = is_node_local(policy.folder)
         self.folder = storage_of(policy.folder, run) if self.node_local else open_folder(policy.folder, run)
         self.owner: Owner | None = None
+        self.protected: int | None = None
+        """A step of the run whose checkpoint stays, whatever the policy says."""
         self._opened = time.monotonic()
         self._newest_commit: float | None = None
 
@@ -92,7 +94,7 @@ class Target:
             steps = [entry.step for entry in own]
             kept = self.policy.kept(steps, step) if step in steps else steps
             for entry in reversed(own):
-                if entry.step not in kept:
+                if entry.step not in kept and entry.step != self.protected:
                     self.folder.delete(entry.name)
         except (OSError, CheckpointError) as error:
             logger.warning("checkpoint folder %s: an old checkpoint cannot be deleted: %s", self.folder.location, error)

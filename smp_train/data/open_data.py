@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
@@ -19,18 +20,25 @@ from smp_train.data.rounds import in_rounds
 from smp_train.data.s3_cache import bring
 from smp_train.data.source import Source, shards
 from smp_train.data.synthetic import Synthetic
-from smp_train.data.text.opening import open_text
+from smp_train.data.text.opening import open_text, open_text_rows, text_at
 from smp_train.data.token_cache import TokenCache
 from smp_train.data.token_dataset import convert, open_converted, open_prepared
 from smp_train.data.utils import list_shards
 from smp_train.data.windowed import open_windowed, refuse_different
 from smp_train.distributed import ALL_RANKS
+from smp_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
     from smp_train.distributed import Runtime
 
 logger = logging.getLogger("smp_train.data")
+
+
+def long_rows(args: Arguments) -> str:
+    """Return what becomes of long rows: --long, or by default what goes with --short."""
+    # Samples joined or packed of rows are to keep every token.
+    return args.long or ("truncate" if args.short == "pad" else "split")
 
 
 def open_data(
@@ -48,25 +56,8 @@ def open_data(
         dp_size: data-parallel ranks.
         pin_memory: make batches in page-locked memory.
     """
-    max_bad = args.max_bad if args.bad_rows == "skip" else None
-    # Samples joined or packed of rows are to keep every token.
-    long = args.long or ("truncate" if args.short == "pad" else "split")
-
-    def opened(place: str, shuffle: str = "none") -> Source:
-        with distributed.together(f"reading {place}"):
-            manifest.check(place)
-        source = open_place(
-            place, dataset_type=args.dataset_type, vocab_size=vocab_size, cache_dir=args.data_cache_dir,
-            zipped=args.zipped_data, max_bad=max_bad, window=read_shuffle(shuffle), ranks=ranks,
-            processes=processes_for(args.data_num_workers, ranks.local_world_size),
-        )
-        with distributed.together(f"laying out {place}"):
-            say(place, source)
-            source = lay_out(source, seq_len, long=long, short=args.short)
-            source = leave_out_unlearnable(source, seq_len, long=long, max_bad=max_bad, place=place)
-        refuse_different(place, source.fingerprint)
-        return source
-
+    opened = partial(open_rows, args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks)
+    long = long_rows(args)
     share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
     if args.dataset is not None:
         return open_text(args, vocab_size=vocab_size, ranks=ranks, shards=opened, **share)
@@ -80,7 +71,7 @@ def open_data(
     else:
         assert args.training_dir is not None, "checked by arguments.validate"
         places, weights = read_weights(args.training_dir)
-        sources = [opened(place, args.shuffle) for place in places]
+        sources = [opened(place, shuffle=args.shuffle) for place in places]
         source = sources[0] if len(sources) == 1 else Joined(sources, places)
         if weights is not None and isinstance(source, Joined):
             order = BlendOrder(source, weights, args.seed, args.shuffle)
@@ -96,6 +87,38 @@ def open_data(
             held_out, micro_batch=args.val_batch_size, max_batches=args.validation_batches, fast=args.fast_validation,
             long=long, **share,
         )
+
+
+def open_rows(
+    args: Arguments, place: str, *, vocab_size: int, seq_len: int, ranks: Runtime, shuffle: str = "none"
+) -> Source:
+    """Open one place's rows, laid out as samples of ``seq_len`` tokens; collective."""
+    max_bad, long = args.max_bad if args.bad_rows == "skip" else None, long_rows(args)
+    with distributed.together(f"reading {place}"):
+        manifest.check(place)
+    source = open_place(
+        place, dataset_type=args.dataset_type, vocab_size=vocab_size, cache_dir=args.data_cache_dir,
+        zipped=args.zipped_data, max_bad=max_bad, window=read_shuffle(shuffle), ranks=ranks,
+        processes=processes_for(args.data_num_workers, ranks.local_world_size),
+    )
+    with distributed.together(f"laying out {place}"):
+        say(place, source)
+        source = lay_out(source, seq_len, long=long, short=args.short)
+        source = leave_out_unlearnable(source, seq_len, long=long, max_bad=max_bad, place=place)
+    refuse_different(place, source.fingerprint)
+    return source
+
+
+def open_evaluation(args: Arguments, place: str, *, vocab_size: int, seq_len: int, ranks: Runtime) -> Source:
+    """Open rows to evaluate on: token rows, or text, tokenised by --tokenizer and held in memory; collective."""
+    with distributed.together(f"looking at {place}"):
+        text = text_at(place, args)
+        if text and args.tokenizer is None:
+            raise ConfigError(f"{place} is text, and the checkpoint has no tokenizer; give --tokenizer")
+    if not text:
+        return open_rows(args, place, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks)
+    with distributed.together(f"reading {place}"):
+        return open_text_rows(args, text, vocab_size=vocab_size, seq_len=seq_len)
 
 
 def say(place: str, source: Source) -> None:

@@ -18,9 +18,10 @@ from smp_train.distributed.agree import (
     world_size,
 )
 from smp_train.distributed.environment import Runtime, detect, expand_hostlist, is_sagemaker, smp_installed
-from smp_train.distributed.group import start, start_attempted, stop
+from smp_train.distributed.group import start, start_attempted, started, stop
 
 __all__ = [
     "ALL_RANKS", "Runtime", "alone", "any_rank", "detect", "exchange", "expand_hostlist", "gather", "is_sagemaker",
-    "largest", "on_main", "rank", "smp_installed", "start", "start_attempted", "stop", "together", "world_size",
+    "largest", "on_main", "rank", "smp_installed", "start", "start_attempted", "started", "stop", "together",
+    "world_size",
 ]  # fmt: skip

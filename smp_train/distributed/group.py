@@ -7,7 +7,8 @@ import sys
 import time
 import uuid
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -181,6 +182,22 @@ def _group_backend(device: torch.device, distributed_backend: str) -> str:
             ) from None
         return "cpu:gloo,cuda:smddp"
     return "cpu:gloo,cuda:nccl"
+
+
+@contextmanager
+def started(runtime: Runtime, **settings: Any) -> Iterator[torch.device]:
+    """Form the process group as `start` does for the body.
+
+    When the body fails on one of several ranks the group stays: its end would wait for peers that may never come.
+    """
+    device = start(runtime, **settings)
+    try:
+        yield device
+    except BaseException:
+        if runtime.world_size == 1:
+            stop()
+        raise
+    stop()
 
 
 def stop() -> None:

@@ -53,11 +53,16 @@ def _foreign_code(where: object) -> ConfigError:
 
 
 def load_tokenizer(location: str) -> Any:
-    """Return the tokenizer of a folder, or of a name on the hub. Raises `ConfigError` where it cannot be read."""
-    from transformers import AutoTokenizer
+    """Return the tokenizer of a folder, of a tokenizer.json, or of a name on the hub; else `ConfigError`."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    path = Path(location)
+    file = path if path.is_file() else path / "tokenizer.json"
     try:
-        settings = Path(location) / "tokenizer_config.json"
+        settings = file.parent / "tokenizer_config.json"
+        if file.is_file() and not settings.is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(file))
+        location = str(file.parent) if path.is_file() else location
         if settings.is_file():
             for key, value in json.loads(settings.read_text(encoding="utf-8")).items():
                 if key.endswith("_file") and isinstance(value, str) and "/" in value and os.path.isfile(value):
@@ -203,6 +208,6 @@ def _download(name: str, *, with_weights: bool) -> Path:
         return folder
     except Exception as failure:  # no network, no such model, no access: each raises its own class
         raise ConfigError(
-            f"--hf_pretrained_model_name_or_dir {name}: is no folder, and the Hugging Face hub does not give it "
+            f"{name} is neither a folder nor a model that the Hugging Face hub gives "
             f"({type(failure).__name__}); download it and give the folder"
         ) from failure

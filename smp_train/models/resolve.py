@@ -95,6 +95,17 @@ def resolve(args: Any) -> ModelSpec:
     return ModelSpec(name, family_name, configuration(family, fields, name), weights)
 
 
+def names_model(args: Any) -> bool:
+    """Return whether any flag says which model it is, or gives it a width."""
+    sources = ("model_type", "model_size", "hf_pretrained_model_name_or_dir", "finetune")
+    return any(getattr(args, flag, None) for flag in sources) or any(flag in SHAPES for flag in _given(args))
+
+
+def resolve_saved(args: Any, config: PretrainedConfig, model_type: str, location: str) -> ModelSpec:
+    """Return the model of a checkpoint at ``location``, with the given flags applied that change no shape."""
+    return ModelSpec(model_type, model_type, with_flags(config, _given(args), location, location))
+
+
 def _given(args: Any) -> dict[str, Any]:
     return {flag: value for flag in MODEL_FLAGS if (value := getattr(args, flag, None)) is not None}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,6 +17,13 @@ def check(backend: str) -> None:
     if backend not in known:
         offered = [name for name in known if "TESTING_ONLY" not in name]
         raise ConfigError(f"--torch_compile_backend {backend}: this torch has {', '.join(offered)}")
+
+
+def disabled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled layers run eagerly: text of every length would be a compilation."""
+    if hasattr(torch.compiler, "set_stance"):  # torch 2.6
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 def apply(layers: list[nn.Module], *, backend: str) -> None:

@@ -30,6 +30,7 @@ METRIC_DEFINITIONS: tuple[dict[str, str], ...] = (
     {"Name": "train:tokens_per_sec_per_device", "Regex": rf"tokens/sec/device: {_NUMBER}"},
     {"Name": "train:mfu_percent", "Regex": rf"MFU: {_NUMBER}%"},
     {"Name": "train:memory_gib", "Regex": rf"memory: {_NUMBER} GiB"},
+    {"Name": "validation:perplexity", "Regex": rf"Validation loss: .*perplexity: {_NUMBER}"},
     {"Name": "validation:loss", "Regex": rf"Batch [0-9]+ Validation loss: {_NUMBER}"},
 )
 
@@ -98,13 +99,19 @@ def batch_line(record: Mapping[str, Any]) -> str:
         f" gradnorm: {_fixed(record.get('grad_norm'), 4)},"
         f" tokens/sec/device: {_fixed(record.get('tokens_per_sec_per_device'), 1)},"
         f" MFU: {_fixed(record.get('mfu'), 1, scale=100, unit='%')},"
-        f" memory: {_fixed(record.get('memory_gib'), 2, unit=' GiB')}"
+        f" memory: {_fixed(record.get('memory_gib'), 2, unit=' GiB')},"
+        f" perplexity: {_fixed(None if (loss := record.get('loss')) is None else perplexity(loss), 2)}"
     )
 
 
 def validation_line(step: int, loss: float) -> str:
-    """Return the log line of an evaluation: its loss in nats per counted token."""
-    return f"Batch {step} Validation loss: {_fixed(loss, 5)}"
+    """Return the log line of an evaluation: its loss in nats per counted token, and the perplexity."""
+    return f"Batch {step} Validation loss: {_fixed(loss, 5)}, perplexity: {_fixed(perplexity(loss), 2)}"
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the power of a loss in nats per token; infinity where that is no float."""
+    return math.exp(loss) if loss < math.log(sys.float_info.max) else loss if math.isnan(loss) else math.inf
 
 
 def _fixed(value: float | None, digits: int, *, scale: float = 1, unit: str = "") -> str:

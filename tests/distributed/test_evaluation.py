@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import harness
-from tests.training import flags, records, steps, train
+from tests.training import SAMPLE, flags, records, steps, train
 
 LONG = {"validation_freq": 2, "validation_batches": 400, "val_batch_size": 1, "max_steps": 4, "checkpoint_freq": 100}
 
@@ -68,3 +68,38 @@ def test_evaluation_by_itself_changes_nothing_but_the_marker(world: int, tmp_pat
     assert events["finish"]["step"] == 2
     assert json.loads((tmp_path / "again" / "run" / "DONE").read_text())["step"] == 2
     assert sorted(path for path in (tmp_path / "checkpoints").rglob("*")) == before
+
+
+# A rate at which float32 weights do not change: the first validation stays the best.
+STALE = {"lr": 1e-30, "min_lr": 0, "weight_decay": 0, "validation_freq": 1, "num_kept_checkpoints": 1, "keep_best": 1}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_early_stopping_and_the_best_checkpoint(world: int, tmp_path: Path) -> None:
+    patient = flags(tmp_path, **STALE, max_steps=9, checkpoint_freq=2, early_stopping=3)
+    resume = [f"--resume_from_checkpoint={tmp_path / 'checkpoints'}"]
+    harness.run(train, world, patient)
+    assert [record["step"] for record in steps(tmp_path)] == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 4
+    kept = sorted(path.parent.name for path in (tmp_path / "checkpoints").glob("*/COMMITTED"))
+    assert kept == ["llama_v2-1steps", "llama_v2-4steps"]
+    (meta,) = (tmp_path / "checkpoints/llama_v2-4steps").glob("*/meta.json")
+    best = json.loads(meta.read_text())["best"]
+    assert (best["step"], best["since"]) == (1, 3)
+    harness.run(train, world, [*patient, *resume])
+    assert len(steps(tmp_path)) == 4
+    harness.run(train, world, [*patient, *resume, "--early_stopping=5"])
+    assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 6
+    assert (tmp_path / "checkpoints/llama_v2-1steps/COMMITTED").exists()
+
+
+def test_a_falling_loss_moves_the_best_checkpoint(tmp_path: Path) -> None:
+    data = {"use_synthetic_data": None, "training_dir": SAMPLE / "train", "test_dir": SAMPLE / "test"}
+    data["vocab_size"] = 1024
+    changes = {"lr": 1e-2, "num_kept_checkpoints": 1, "evaluate_first": 1, "max_steps": 6, "checkpoint_freq": 100}
+    harness.run(train, 1, flags(tmp_path, **data, **STALE | changes))
+    found = [record for record in records(tmp_path) if record.get("event") == "evaluate"]
+    assert [record["step"] for record in found] == [0, 1, 2, 3, 4, 5, 6]
+    lowest = min(found[1:], key=lambda record: record["loss"])["step"]
+    kept = sorted(path.parent.name for path in (tmp_path / "checkpoints").glob("*/COMMITTED"))
+    assert kept == sorted({f"llama_v2-{lowest}steps", "llama_v2-6steps"})

@@ -64,6 +64,7 @@ RENAMED = {
     "beta1": "adam_beta1", "beta2": "adam_beta2", "grad_clip": "max_grad_norm",
     "train_batch_size": "batch_size per_device_train_batch_size", "val_batch_size": "per_device_eval_batch_size",
     "gradient_accumulation_steps": "grad_accum_steps", "validation_freq": "eval_steps",
+    "evaluate_first": "eval_on_start",
     "hf_pretrained_model_name_or_dir": "hf_model model_name_or_path", "hidden_width": "embed_size",
     "max_context_width": "seq_len block_size max_seq_length model_max_length",
     "intermediate_size": "llama_intermediate_size", "resid_pdrop": "dropout", "embd_pdrop": "dropout",

@@ -17,7 +17,7 @@ PAGES = [ROOT / "docs/launching.md", ROOT / "docs/migration.md"]
 OTHERS = {
     "exclude", "gpus_per_node", "container_image", "test_only", "nproc_per_node", "delay", "duration", "input",
     "output", "tokenizer", "conda", "help", "shm_size",
-    "ipc", "folder", "json", "nodes", "network", "disable_status",
+    "ipc", "folder", "checkpoint", "json", "nodes", "network", "disable_status",
 }  # fmt: skip
 
 

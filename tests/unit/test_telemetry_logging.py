@@ -35,7 +35,7 @@ def matches(line):
 def test_the_batch_line_is_the_one_dashboards_match():
     assert batch_line(RECORD) == (
         "Batch 12 Loss: 10.46141, Speed: 10.11 samples/sec, Model TFLOPS/GPU: 61.20, lr: 0.000025, "
-        "gradnorm: 1.0312, tokens/sec/device: 1234.5, MFU: 41.2%, memory: 61.22 GiB"
+        "gradnorm: 1.0312, tokens/sec/device: 1234.5, MFU: 41.2%, memory: 61.22 GiB, perplexity: 34940.85"
     )
     assert matches("2026-01-02 03:04:05 I [train_lib] " + batch_line(RECORD)) == {
         "train:loss": 10.46141, "train:samples_per_sec": 10.11, "train:tflops_per_gpu": 61.2,
@@ -54,8 +54,8 @@ def test_the_batch_line_without_speed_or_a_known_device():
 
 
 def test_the_validation_line():
-    assert validation_line(12, 3.210984) == "Batch 12 Validation loss: 3.21098"
-    assert matches(validation_line(12, 3.210984)) == {"validation:loss": 3.21098}
+    assert validation_line(12, 3.210984) == "Batch 12 Validation loss: 3.21098, perplexity: 24.80"
+    assert matches(validation_line(12, 3.210984)) == {"validation:loss": 3.21098, "validation:perplexity": 24.8}
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-4, 1e-5, 9.9e-6, 3.25e-9])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from smp_train.data.text.read import TextFile
 from smp_train.data.text.stream import Reading, spread_tokenizing
 from smp_train.errors import ConfigError, DataError
 from smp_train.storage.paths import on_this_machine
+from smp_train.storage.paths import place as place_of
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -70,6 +72,22 @@ def open_text(
             held_out, micro_batch=args.val_batch_size, max_batches=args.validation_batches, fast=args.fast_validation,
             **share,
         )  # fmt: skip
+
+
+def text_at(place: str, args: Arguments) -> list[TextFile]:
+    """Return the text of a place, or of a data set of the hub where there is no such place; none of token rows."""
+    if not place_of(place).exists():
+        return find_files([place], config=args.dataset_config_name, column=args.text_column, flag="--data")
+    return find_files([place], column=args.text_column, flag="--data") if holds_text(place, args.text_column) else []
+
+
+def open_text_rows(args: Arguments, files: list[TextFile], *, vocab_size: int, seq_len: int) -> TextRows:
+    """Return all samples of some text, in stored order. Raises `DataError` where there are none."""
+    reading, _ = _reading(args, vocab_size, seq_len)
+    rows = TextRows(files, replace(reading, shuffled=False), sys.maxsize)
+    if not len(rows):
+        raise DataError(f"{files[0].path}: has no text")
+    return rows
 
 
 def _reading(args: Arguments, vocab_size: int, seq_len: int) -> tuple[Reading, str]:

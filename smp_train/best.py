@@ -1,0 +1,37 @@
+"""The validation with the lowest loss of a run: which checkpoint it keeps, and whether the run still gets better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Best:
+    """The lowest validation loss so far, in nats per token, its step, and the number of validations since."""
+
+    step: int | None = None
+    loss: float = math.inf
+    since: int = 0
+
+    def see(self, step: int, loss: float) -> bool:
+        """Take the loss of a validation into account, and return whether it is the lowest so far; never NaN."""
+        if not loss < self.loss:
+            self.since += 1
+            return False
+        self.step, self.loss, self.since = step, loss, 0
+        return True
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for ``meta.json``; no loss before the first validation."""
+        return {"step": self.step, "loss": None if self.step is None else self.loss, "since": self.since}
+
+    @staticmethod
+    def of_meta(meta: Mapping[str, Any]) -> Best:
+        """Return what a checkpoint's ``meta.json`` holds of it; nothing in those of older versions."""
+        saved = meta.get("best") or {}
+        if saved.get("step") is None:
+            return Best(since=saved.get("since", 0))
+        return Best(saved["step"], saved["loss"], saved["since"])

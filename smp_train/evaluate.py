@@ -1,0 +1,175 @@
+"""``smp-train evaluate``: loss and perplexity of a checkpoint on data sets, on one device or sharded over all ranks.
+
+Every flag of ``train`` that lays out the model or the data may be given; those that the checkpoint's run was given are
+the default. There is no optimizer and no training data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from smp_train import backends, distributed, inference, train_utils
+from smp_train.arguments import Arguments, parse
+from smp_train.arguments.groups import flags
+from smp_train.data.open_data import long_rows, open_evaluation
+from smp_train.data.pipelines.data_pipeline import ValidationData
+from smp_train.errors import ConfigError
+from smp_train.models.hugging_face import trust_code
+from smp_train.models.resolve import DEFAULT_CONTEXT
+from smp_train.telemetry.logging_utils import perplexity, setup_logging
+
+if TYPE_CHECKING:
+    import torch
+
+    from smp_train.data.pipelines.batch import Batch
+
+OF_THE_RUN = ("max_context_width", "short", "long", "text_column", "bf16", "attn_implementation", "chunked_loss")
+"""Flags whose default is what the checkpoint's run was given."""
+WITHOUT_USE = {
+    "training_dir": "give --data", "test_dir": "give --data", "dataset": "give --data",
+    "resume_from_checkpoint": "give --checkpoint",
+}  # fmt: skip
+"""Flags of ``train`` in whose place this verb has others."""
+READ_TOGETHER = 16
+"""Batches read between two checks that no rank has failed."""
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser of this verb's own flags."""
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+    found = Parser(
+        prog="smp-train evaluate", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="all other flags are those of `smp-train train`, such as --hybrid_shard_degree, --val_batch_size",
+    )  # fmt: skip
+    add = found.add_argument
+    add("--checkpoint", required=True, help="checkpoint, folder of them, or Hugging Face model; also s3://")
+    add("--data", nargs="+", required=True, help="token shards, Arrow data sets or text; each is evaluated by itself")
+    add("--batches", type=int, help="batches of a data set at most, per data-parallel rank (default: all)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--model", help="configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; return the exit code. Collective under a launcher."""
+    own, rest = options().parse_known_args(list(argv))
+    resolved = parse(rest, environ={})
+    for name, remedy in WITHOUT_USE.items():
+        if resolved.given(name):
+            raise ConfigError(f"--{name} is for training; {remedy}")
+    if own.batches is not None and own.batches < 1:
+        raise ConfigError(f"--batches {own.batches}: must be at least 1")
+    args = resolved.args
+    args.evaluate_only = True
+    trust_code(args.trust_remote_code)
+    ranks = distributed.detect()
+    setup_logging(ranks.rank, level="DEBUG" if args.debug else "WARNING")
+    with (
+        distributed.started(
+            ranks, distributed_backend=args.distributed_backend, timeout_seconds=60 * args.distributed_timeout_minutes
+        ) as device,
+        ExitStack() as opened,
+    ):
+        described = inference.describe(own.checkpoint, own.model)
+        take_over(args, described, given={name for name in flags() if resolved.given(name)})
+        found = evaluate(args, ranks, device, described, own.data, own.batches, opened)
+    if ranks.is_main:
+        report(described, found, as_json=own.json)
+    return 0
+
+
+def take_over(args: Arguments, described: inference.Described, given: set[str]) -> None:
+    """Set the flags that were not ``given`` to what the checkpoint's run had, and the context to the model's."""
+    before = {} if described.checkpoint is None else described.checkpoint.meta.get("arguments") or {}
+    for name in OF_THE_RUN:
+        if name not in given and before.get(name) is not None:
+            setattr(args, name, before[name])
+    if args.max_context_width is None:
+        positions = getattr(described.spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+        args.max_context_width = min(DEFAULT_CONTEXT, positions)
+
+
+def evaluate(
+    args: Arguments,
+    ranks: distributed.Runtime,
+    device: torch.device,
+    described: inference.Described,
+    places: Sequence[str],
+    most: int | None,
+    opened: ExitStack,
+) -> dict[str, tuple[float, int]]:
+    """Return (loss in nats per counted token, counted tokens) of each data set; collective."""
+    args.backend = "native"
+    backend, _ = backends.select(args, ranks, device)
+    spec, seq_len = described.spec, args.max_context_width
+    assert seq_len is not None
+    backend.check(spec, seq_len=seq_len)
+    if args.tokenizer is None:
+        with distributed.together("reading the tokenizer"):
+            args.tokenizer = opened.enter_context(described.tokenizer_folder())
+    topology = backend.topology
+    data = {}
+    for place in places:
+        source = open_evaluation(args, place, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks)
+        with distributed.together(f"preparing {place}"):
+            data[place] = ValidationData(
+                source, seq_len=seq_len, micro_batch=args.val_batch_size, max_batches=most, long=long_rows(args),
+                dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda",
+            )  # fmt: skip
+    model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=False)
+    described.fill(model)
+    return {
+        place: train_utils.evaluate(backend, model, batches(backend, each, place, show=ranks.is_main))
+        for place, each in data.items()
+    }
+
+
+def batches(backend: Any, data: ValidationData, place: str, *, show: bool) -> Iterator[Batch]:
+    """Yield the batches, read so that a failure on one rank is one on all; ``show`` prints progress on a terminal."""
+    from tqdm import tqdm
+
+    found = data.batches()
+    with tqdm(total=len(data), desc=place, unit="batch", disable=not (show and sys.stderr.isatty())) as bar:
+        for _ in range(0, len(data), READ_TOGETHER):
+            with distributed.together(f"reading {place}"):
+                some = list(islice(found, READ_TOGETHER))
+                for batch in some:
+                    backend.check_rows(batch.attention_mask, batch.samples)
+            for batch in some:
+                yield batch
+                bar.update()
+
+
+def report(described: inference.Described, found: dict[str, tuple[float, int]], *, as_json: bool) -> None:
+    """Print the result: a line per data set and, of several, one of all their tokens; or one JSON object."""
+    tokens = sum(count for _, count in found.values())
+    total = sum(loss * count for loss, count in found.values()) / tokens
+    rows = {place: _row(*each) for place, each in found.items()}
+    if as_json:
+        step = None if described.checkpoint is None else described.checkpoint.step
+        print(json.dumps({"checkpoint": described.location, "step": step, "data": rows, "all": _row(total, tokens)}))
+        return
+    print(described.location)
+    if len(rows) > 1:
+        rows["all"] = _row(total, tokens)
+    width = max(map(len, rows))
+    for name, row in rows.items():
+        shown = "inf" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
+        print(f"  {name:<{width}}  loss {row['loss']:.5f}  perplexity {shown}  tokens {row['tokens']}")
+
+
+def _row(loss: float, tokens: int) -> dict[str, Any]:
+    value = perplexity(loss)
+    return {"loss": loss, "perplexity": value if math.isfinite(value) else None, "tokens": tokens}

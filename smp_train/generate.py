@@ -1,0 +1,259 @@
+"""``smp-train generate``: continue a prompt with the model of a checkpoint, on one device or sharded over all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from smp_train import distributed, inference
+from smp_train.errors import ConfigError
+from smp_train.models.hugging_face import trust_code
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
+
+NUM_TOKENS = 64
+TIMEOUT_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        num_tokens: of the continuation, at most; it ends before with the end token or the model's last position.
+        temperature: of the distribution that is drawn from; 0 takes the most probable token.
+        top_k: draw from so many of the most probable tokens; 0: from all.
+        top_p: draw from the most probable tokens that together have this probability.
+        seed: of the draws.
+    """
+
+    num_tokens: int = NUM_TOKENS
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        for flag, fine, rule in (
+            ("num_tokens", self.num_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not fine:
+                raise ConfigError(f"--{flag} {getattr(self, flag)}: must be {rule}")
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser of this verb's flags."""
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+    found = Parser(prog="smp-train generate", description=__doc__, allow_abbrev=False)
+    add = found.add_argument
+    add("--checkpoint", required=True, help="checkpoint, folder of them, or Hugging Face model; also s3://")
+    add("--prompt", nargs="+", default=[], help="text to continue; several are continued one after another")
+    add("--prompt_file", help="file with one prompt; - for standard input")
+    add("--num_tokens", type=int, default=NUM_TOKENS, help=f"new tokens at most (default: {NUM_TOKENS})")
+    add("--temperature", type=float, default=0.0, help="0: the most probable token (default); above: draw")
+    add("--top_k", type=int, default=0, help="draw from the k most probable tokens; 0: from all (default)")
+    add("--top_p", type=float, default=1.0, help="draw from the tokens that together have this probability")
+    add("--seed", type=int, default=42, help="seed of the draws (default: 42)")
+    add("--stream", type=int, choices=(0, 1), help="print tokens as they come (default: on a terminal)")
+    add("--chat", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="the prompt is a user's turn of a chat")
+    add("--tokenizer", help="folder, tokenizer.json or name on the hub; default: the checkpoint's")
+    add("--model", help="configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub")
+    add("--dtype", choices=sorted(inference.DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--attn_implementation", default="sdpa", help="attention kernel (default: sdpa)")
+    add("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run code that comes with the model")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; return the exit code. Raises `ConfigError` and `CheckpointError`; collective under a launcher."""
+    args = options().parse_args(list(argv))
+    sampling = Sampling(args.num_tokens, args.temperature, args.top_k, args.top_p, args.seed)
+    prompts = read_prompts(args.prompt, args.prompt_file)
+    trust_code(bool(args.trust_remote_code))
+    stream = sys.stdout.isatty() if args.stream is None else bool(args.stream)
+    dtype = None if args.dtype is None else inference.DTYPES[args.dtype]
+    with distributed.started(distributed.detect(), timeout_seconds=TIMEOUT_SECONDS) as device:
+        continue_prompts(
+            inference.describe(args.checkpoint, args.model), device, prompts, sampling, tokenizer=args.tokenizer,
+            dtype=dtype, attn_implementation=args.attn_implementation, chat=bool(args.chat), stream=stream,
+        )  # fmt: skip
+    return 0
+
+
+def with_flags(args: Arguments, device: torch.device) -> None:
+    """Continue --prompt with the checkpoint that the flags of ``train`` name. Collective."""
+    names = ("resume_from_checkpoint", "pretrained_checkpoint_file", "hf_pretrained_model_name_or_dir")
+    location = next((found for name in (*names, "pretrained_model_name") if (found := getattr(args, name))), None)
+    if location is None:
+        raise ConfigError("--prompt with --evaluate_only 1 needs --resume_from_checkpoint, the model to put it through")
+    continue_prompts(
+        inference.describe(location), device, [args.prompt or ""], Sampling(args.num_tokens, seed=args.seed),
+        tokenizer=args.tokenizer, attn_implementation=args.attn_implementation,
+    )  # fmt: skip
+
+
+def continue_prompts(
+    described: inference.Described,
+    device: torch.device,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    tokenizer: str | None = None,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str = "sdpa",
+    chat: bool = False,
+    stream: bool = False,
+) -> None:
+    """Load the model and print what follows each prompt; collective.
+
+    ``tokenizer`` stands for the one beside the weights; ``dtype`` is bfloat16 on a GPU and float32 on a CPU by default.
+    """
+    if dtype is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with ExitStack() as opened:
+        found = None
+        with distributed.together("reading the tokenizer"):
+            if distributed.rank() == 0:
+                found = opened.enter_context(described.opened_tokenizer(tokenizer))
+                if found is None:
+                    raise ConfigError(f"{described.location} has no tokenizer; give --tokenizer")
+        config = described.spec.config
+        encoded = [encode(found, prompt, config, chat=chat) for prompt in prompts]
+        model = inference.load(described, device, dtype, attn_implementation=attn_implementation)
+        model.generation_config = described.generation_config()
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            answer(model, found, "" if chat else prompt, ids, sampling, stream=stream)
+
+
+def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
+    """Return the prompts. Raises `ConfigError` where there is none."""
+    prompts = list(given)
+    if file is not None:
+        try:
+            prompts.append(sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompt_file {file}: {getattr(error, 'strerror', None) or error}") from None
+    if not prompts or not all(prompts):
+        raise ConfigError("there is no prompt; give --prompt or --prompt_file")
+    return prompts
+
+
+def positions(config: Any) -> int:
+    """Return how many tokens a text of this model may have."""
+    found: int | None = getattr(config, "max_position_embeddings", None)
+    return sys.maxsize if found is None else found
+
+
+def encode(tokenizer: Any, prompt: str, config: Any, *, chat: bool = False) -> list[int]:
+    """Return the ids of a prompt on every rank; with ``chat`` of a user's turn and the beginning of the answer.
+
+    Only rank 0 needs the tokenizer. Raises `ConfigError` where the ids do not fit the model's vocabulary or positions.
+    Collective.
+    """
+
+    def ids() -> list[int]:
+        if chat:
+            if getattr(tokenizer, "chat_template", None) is None:
+                raise ConfigError("--chat: the tokenizer has no chat template; leave --chat out")
+            turns = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            found = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            found = tokenizer(prompt)["input_ids"]
+        if not found:
+            raise ConfigError(f"--prompt {prompt!r}: the tokenizer makes no token of it")
+        if max(found) >= config.vocab_size:
+            raise ConfigError(
+                f"--prompt {prompt!r}: has token {max(found)} and the model a vocabulary of {config.vocab_size}; give "
+                "the tokenizer that the model was trained with"
+            )
+        if len(found) >= positions(config):
+            raise ConfigError(f"--prompt: has {len(found)} tokens and the model {positions(config)} positions")
+        return list(map(int, found))
+
+    return distributed.on_main("reading the prompt", ids)
+
+
+def answer(
+    model: Any, tokenizer: Any, shown: str, ids: Sequence[int], sampling: Sampling, *, stream: bool = False
+) -> str:
+    """Generate what follows ``ids``, print it on rank 0 after ``shown``, and return it there. Collective.
+
+    ``stream`` prints each word once it is whole. The speed goes to stderr.
+    """
+    streamer = None
+    if tokenizer is not None:
+        print(shown, end="", flush=True)
+        if stream:
+            from transformers import TextStreamer
+
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    ends = distributed.on_main("reading the tokenizer", lambda: _ends(model, tokenizer))
+    began = time.perf_counter()
+    tokens = generate(model, ids, sampling, ends, streamer)
+    seconds = time.perf_counter() - began
+    if tokenizer is None:
+        return ""
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    if not stream:
+        print(text)
+    sys.stdout.flush()
+    print(f"{len(tokens)} tokens in {seconds:.1f} s ({len(tokens) / seconds:.1f} tokens/s)", file=sys.stderr)
+    return text
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a text: those of generation_config.json, else the tokenizer's."""
+    found = model.generation_config.eos_token_id
+    found = tokenizer.eos_token_id if found is None else found
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def generate(
+    model: Any, ids: Sequence[int], sampling: Sampling, ends: Sequence[int], streamer: Any = None
+) -> list[int]:
+    """Return the tokens after ``ids``, up to one of ``ends`` or the last position, by transformers' ``generate``.
+
+    Collective.
+
+    Ranks of a sharded model draw from the same seed, and so the same tokens.
+    """
+    settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    if sampling.temperature > 0:
+        drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        settings = {"do_sample": True, **drawn}
+    torch.manual_seed(sampling.seed)
+    prompt = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    padding = model.generation_config.pad_token_id
+    if padding is None:
+        padding = ends[0] if ends else 0
+    with torch.no_grad():
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=min(sampling.num_tokens, positions(model.config) - len(ids)),
+            eos_token_id=list(ends) or None,
+            pad_token_id=padding,
+            use_cache=True,
+            synced_gpus=distributed.world_size() > 1,
+            streamer=streamer,
+            **settings,
+        )
+    found: list[int] = out[0, len(ids) :].tolist()
+    return found

@@ -1,0 +1,136 @@
+"""A model and its tokenizer, opened from a checkpoint or a Hugging Face folder: for generation and evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_train import distributed
+from smp_train.checkpoints import Checkpoint, foreign, tokenizer
+from smp_train.checkpoints.discovery import find, is_checkpoint_folder
+from smp_train.checkpoints.pretrained import load_weights
+from smp_train.checkpoints.state import gather_state
+from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.build import build_meta, decoder_layers, materialise
+from smp_train.models.hugging_face import CONFIG_FILE, open_configuration
+from smp_train.models.resolve import ModelSpec
+from smp_train.storage.paths import place
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a location says of its model.
+
+    Attributes:
+        location: of the checkpoint that was chosen, or of the model.
+        spec: the model; its ``pretrained`` are the weights, None for a checkpoint of this program.
+        checkpoint: the checkpoint of this program, if it is one.
+    """
+
+    location: str
+    spec: ModelSpec
+    checkpoint: Checkpoint | None = None
+
+    def fill(self, model: nn.Module) -> None:
+        """Read the weights into a materialised model, each rank its own part; collective."""
+        if self.checkpoint is not None:
+            self.checkpoint.load(gather_state(model))
+        else:
+            assert self.spec.pretrained is not None, "checked by describe"
+            load_weights(model, self.spec.pretrained)
+
+    @contextmanager
+    def opened_tokenizer(self, given: str | None = None) -> Iterator[Any]:
+        """Yield the tokenizer: ``given`` (a folder or a name), else the one beside the weights, else None."""
+        if given is None and self.checkpoint is not None:
+            with tokenizer.from_files(self.checkpoint.tokenizer()) as found:
+                yield found
+            return
+        on_hub = not place(self.location).exists()
+        where = given or (self.location if on_hub else tokenizer.beside(self.location))
+        if where is None:
+            yield None
+            return
+        with tokenizer.opened(where) as found:
+            yield found
+
+    @contextmanager
+    def tokenizer_folder(self) -> Iterator[str | None]:
+        """Yield the folder or name of the tokenizer beside the weights, or None; a checkpoint's is a temporary copy."""
+        if self.checkpoint is None:
+            yield tokenizer.beside(self.location) if place(self.location).exists() else self.location
+            return
+        files = self.checkpoint.tokenizer()
+        with tokenizer.written(files) as folder:
+            yield folder if files else None
+
+    def generation_config(self) -> Any:
+        """Return transformers' GenerationConfig that lies beside the weights, or that of the model's configuration."""
+        from transformers import GenerationConfig
+
+        beside = place(self.location) / GENERATION
+        if self.checkpoint is None and beside.is_file():
+            return GenerationConfig.from_dict(json.loads(beside.read_text(encoding="utf-8")))
+        return GenerationConfig.from_model_config(self.spec.config)
+
+
+def describe(location: str, model: str | None = None) -> Described:
+    """Return what is at ``location``; collective.
+
+    ``location`` is a checkpoint of this program or a folder of them (the newest of the run that saved last), a Hugging
+    Face folder or name, or, with ``model`` (a folder, a config.json or a name), a checkpoint of AWS's sample scripts.
+    All may be in S3. Raises `CheckpointError` and `ConfigError` on every rank.
+    """
+    kind = distributed.on_main(f"looking at {location}", lambda: _kind(location))
+    if kind == "ours":
+        found = find(location, strict=True)
+        if found is None:
+            raise CheckpointError(f"{location} holds no committed checkpoint")
+        spec = ModelSpec(os.path.basename(found.path), str(found.meta.get("model_type", "")), found.model_config())
+        return Described(found.path, spec, found)
+    with distributed.together(f"reading the model of {location}"):
+        if kind == "foreign" and model is None:
+            raise ConfigError(f"{location} is a checkpoint of AWS's sample, without its configuration; give --model")
+        name, config, weights = open_configuration(model or location, location if model else None)
+        if weights is None:
+            raise CheckpointError(f"{location} has a {CONFIG_FILE} and no weights")
+    return Described(location, ModelSpec(name, config.model_type, config, weights))
+
+
+def _kind(location: str) -> str:
+    path = place(location)
+    if not path.exists():
+        return "files"
+    if is_checkpoint_folder(path):
+        return "ours"
+    return "foreign" if foreign.has_trees(os.fspath(path)) else "files"
+
+
+def load(described: Described, device: torch.device, dtype: torch.dtype, *, attn_implementation: str = "sdpa") -> Any:
+    """Return the model in evaluation mode, on ``device``; sharded over all ranks where there are several. Collective.
+
+    Raises `CheckpointError` where the weights are not those of the configuration.
+    """
+    model: Any = build_meta(described.spec, dtype=dtype, attn_implementation=attn_implementation)
+    if distributed.world_size() > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from smp_train.parallel import fsdp
+
+        mesh = init_device_mesh(device.type, (distributed.world_size(),))
+        layers = [layer for _, layer in decoder_layers(model)]
+        fsdp.shard(model, layers, mesh, param_dtype=None, reshard_after_forward=True)
+    materialise(model, device)
+    described.fill(model)
+    model.config.use_cache = True
+    return model.eval()

@@ -1,0 +1,191 @@
+"""What a checkpoint is enough for: to resume, to evaluate, to generate and to export, without a flag of its model."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smp_train.errors import CheckpointError, ConfigError, DataError
+from tests import harness
+from tests.training import SAMPLE, flags, read_checkpoint, records, train
+
+DATA = {
+    "use_synthetic_data": None, "training_dir": SAMPLE / "train", "test_dir": SAMPLE / "test", "vocab_size": 1024,
+    "max_context_width": 64, "max_steps": 4, "checkpoint_freq": 2, "num_kept_checkpoints": 0, "validation_freq": 4,
+    "fast_validation": 0, "validation_batches": 1000, "lr": 1e-2,
+}  # fmt: skip
+NO_MODEL = dict.fromkeys(
+    ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads", "intermediate_size",
+     "max_context_width")
+)  # fmt: skip
+UNVALIDATED = {"validation_freq": None, "test_dir": None}
+PROMPT = "To be, or not"
+
+
+def verb(name: str, *words: Any) -> str:
+    """Run a verb on this rank and return what it printed."""
+    import importlib
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert importlib.import_module(f"smp_train.{name}").main(list(map(str, words))) == 0
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of four steps on the sample data, with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("trained")
+    harness.run(train, 2, flags(folder, **DATA))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path) -> Path:
+    """The model of the last checkpoint for Hugging Face, with its tokenizer."""
+    from smp_train.checkpoints.cli import main
+
+    assert main(["export", str(trained / "checkpoints"), str(trained / "model")]) == 0
+    return trained / "model"
+
+
+def reference(exported: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+
+
+def test_export_is_complete(trained: Path, exported: Path) -> None:
+    model, tokenizer = reference(exported)
+    assert tokenizer.decode(tokenizer(PROMPT)["input_ids"]) == PROMPT
+    from transformers import pipeline
+
+    (said,) = pipeline("text-generation", model=str(exported))(PROMPT, max_new_tokens=8, do_sample=False)
+    ids = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert said["generated_text"] == tokenizer.decode(ids[0], skip_special_tokens=True)
+    card = (exported / "README.md").read_text()
+    (validation,) = (r["loss"] for r in records(trained) if r.get("event") == "evaluate")
+    (last,) = (r["loss"] for r in records(trained) if r["step"] == 4 and "event" not in r)
+    for fact in (f"| data | {SAMPLE / 'train'} |", "| steps | 4 |", f"| training loss | {last:.4f} |"):
+        assert fact in card
+    assert f"| validation loss | {validation:.4f} |" in card
+
+
+def test_resume_needs_no_flag_of_the_model(trained: Path, tmp_path: Path) -> None:
+    found = {"resume_from_checkpoint": trained / "checkpoints/llama_v2-2steps"}
+    harness.run(train, 2, flags(tmp_path, **DATA | NO_MODEL | UNVALIDATED | found))
+    again = read_checkpoint(tmp_path / "checkpoints/llama_v2-4steps")
+    first = read_checkpoint(trained / "checkpoints/llama_v2-4steps")
+    assert again.keys() == first.keys()
+    assert all(torch.equal(again[name], first[name]) for name in first)
+    assert (next((tmp_path / "checkpoints").glob("*-4steps/*/tokenizer/tokenizer.json"))).is_file()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["checkpoint", "model"])
+def test_greedy_text_is_that_of_transformers(kind: str, world: int, trained: Path, exported: Path) -> None:
+    model, tokenizer = reference(exported)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0].tolist()
+    where = exported if kind == "model" else trained / "checkpoints"
+    texts = harness.run(verb, world, "generate", "--checkpoint", where, "--prompt", PROMPT, "--num_tokens", "20")
+    assert texts[0] == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    assert texts[1:] == [""] * (world - 1)
+
+
+def test_draws_follow_the_seed(trained: Path) -> None:
+    def text(world: int, seed: int, **more: Any) -> str:
+        drawn = {"prompt": PROMPT, "temperature": 1, "seed": seed, "top_k": 50}
+        more = {"checkpoint": trained / "checkpoints", **drawn, **more}
+        return str(harness.run(verb, world, "generate", *(f"--{name}={value}" for name, value in more.items()))[0])
+
+    assert text(1, 1) == text(2, 1) == text(1, 1, stream=1) != text(1, 2)
+    assert text(1, 1, top_k=1) == text(1, 2, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "named"),
+    [
+        (["--prompt", PROMPT * 20], ConfigError, "64 positions"),
+        (["--num_tokens", "0"], ConfigError, "--num_tokens 0"),
+        (["--chat"], ConfigError, "--chat"),
+        (["--top_p", "2"], ConfigError, "--top_p"),
+        (["--checkpoint", "/nowhere"], ConfigError, "/nowhere"),
+        (["--checkpoint", str(SAMPLE)], ConfigError, "config.json"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_generate_refuses_by_name(words: list[str], error: type[Exception], named: str, trained: Path) -> None:
+    with pytest.raises(error, match=named):
+        verb("generate", "--checkpoint", trained / "checkpoints", "--prompt", PROMPT, *words)
+
+
+def test_prompt_when_a_run_ends_and_by_itself(trained: Path, tmp_path: Path) -> None:
+    prompt = {"prompt": PROMPT, "num_tokens": 12}
+    found = {"resume_from_checkpoint": trained / "checkpoints/llama_v2-4steps"}
+    alone = verb("generate", "--checkpoint", found["resume_from_checkpoint"], "--prompt", PROMPT, "--num_tokens", "12")
+    changes = DATA | NO_MODEL | prompt | found | UNVALIDATED | {"run_dir": tmp_path / "run"}
+    for world in (1, 2):
+        printed = harness.run(train_and_print, world, flags(tmp_path / str(world), **changes))
+        assert printed[0].count(alone.strip()) == 1
+    minimal = {"max_epochs": -1, "training_dir": None, "epochs": None}
+    assert train_and_print(flags(tmp_path, **changes | minimal)) == alone
+
+
+def train_and_print(command_line: list[str]) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert train(command_line) == 0
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluate_is_the_validation_of_the_run(world: int, trained: Path) -> None:
+    (event,) = (r for r in records(trained) if r.get("event") == "evaluate")
+    places = [SAMPLE / "test", SAMPLE / "train"]
+    words = ["--checkpoint", trained / "checkpoints", "--data", *places, "--json", "--val_batch_size=3"]
+    found = json.loads(harness.run(verb, world, "evaluate", *words)[0])
+    test, whole = found["data"][str(places[0])], found["all"]
+    assert test["loss"] == pytest.approx(event["loss"], rel=1e-6)
+    assert test["perplexity"] == pytest.approx(math.exp(test["loss"]))
+    assert event["perplexity"] == pytest.approx(test["perplexity"], rel=1e-5)
+    assert whole["tokens"] == sum(row["tokens"] for row in found["data"].values())
+    sums = [row["loss"] * row["tokens"] for row in found["data"].values()]
+    assert whole["loss"] * whole["tokens"] == pytest.approx(sum(sums))
+
+
+def test_evaluate_text_as_transformers_does(trained: Path, exported: Path, tmp_path: Path) -> None:
+    model, tokenizer = reference(exported)
+    text = "All the world's a stage, and all the men and women merely players. " * 20
+    (tmp_path / "text.txt").write_text(text)
+    layout = ["--max_context_width=64", "--bf16=0"]
+    found = json.loads(verb("evaluate", "--checkpoint", exported, "--data", tmp_path, "--json", *layout))
+    ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+    losses = []
+    for row in ids.split(64):
+        losses += [] if len(row) < 2 else [model(row[None], labels=row[None]).loss.item()] * (len(row) - 1)
+    assert found["all"]["tokens"] == len(losses)
+    assert found["all"]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "named"),
+    [
+        (["--data", str(SAMPLE / "test"), "--training_dir", "x"], ConfigError, "--training_dir"),
+        (["--data", str(SAMPLE / "test"), "--batches", "0"], ConfigError, "--batches 0"),
+        (["--data", str(SAMPLE / "tokenizer.json")], DataError, "tokenizer.json"),
+        (["--data", str(SAMPLE / "test"), "--checkpoint", str(SAMPLE / "test")], ConfigError, "config.json"),
+    ],
+    ids=lambda value: str(value)[-20:],
+)
+def test_evaluate_refuses_by_name(words: list[str], error: type[Exception], named: str, trained: Path) -> None:
+    with pytest.raises((error, CheckpointError), match=named):
+        verb("evaluate", "--checkpoint", trained / "checkpoints", *words)
