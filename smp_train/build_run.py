@@ -146,7 +146,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     on_gpu = device.type == "cuda"
     throughput = Throughput(
         devices=ranks.world_size,
-        flops_per_token=flops_per_token(spec.config, seq_len),
+        flops_per_token=flops_per_token(spec.config, seq_len, frozen=spec.lora is not None),
         peak=peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None,
         synchronize=torch.cuda.synchronize if on_gpu else lambda: None,
     )
@@ -204,7 +204,8 @@ def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runt
     """Refuse, before allocation, a model whose state exceeds the memory; collective."""
     device, count = backend.topology.device, count_parameters(spec.config)
     shared = plan(args, ranks.world_size, ranks.local_world_size, smp=backend.name == "smp").sharing
-    needed = (WEIGHT_BYTES if args.evaluate_only else STATE_BYTES) * count / shared
+    frozen = args.evaluate_only or spec.lora is not None
+    needed = (WEIGHT_BYTES if frozen else STATE_BYTES) * count / shared
     if device.type == "cpu" or args.cpu_offload:
         needed, there = needed * ranks.local_world_size, free_host_bytes()
         where = f"for the {ranks.local_world_size} processes of {ranks.hostname}, which has"
@@ -214,7 +215,7 @@ def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runt
     with distributed.together("comparing the model with the memory"):
         if there is None or needed <= there:
             return
-        what = "weights" if args.evaluate_only else "weights, gradients and optimizer"
+        what = "weights" if frozen else "weights, gradients and optimizer"
         found = (
             f"{what} of {spec.name} ({in_short(count)} parameters) take {needed / 1e9:.0f} GB {where} "
             f"{there / 1e9:.0f} GB, and are spread over {shared} of {ranks.world_size} processes"

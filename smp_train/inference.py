@@ -20,7 +20,7 @@ from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, decoder_layers, materialise
 from smp_train.models.hugging_face import CONFIG_FILE, open_configuration
-from smp_train.models.resolve import ModelSpec
+from smp_train.models.resolve import ModelSpec, resolve_saved
 from smp_train.storage.paths import place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,7 +33,7 @@ class Described:
 
     Attributes:
         location: of the checkpoint that was chosen, or of the model.
-        spec: the model; its ``pretrained`` are the weights, None for a checkpoint of this program.
+        spec: the model; its ``pretrained`` are the weights, None for a checkpoint of this program that holds them all.
         checkpoint: the checkpoint of this program, if it is one.
     """
 
@@ -43,11 +43,10 @@ class Described:
 
     def fill(self, model: nn.Module) -> None:
         """Read the weights into a materialised model, each rank its own part; collective."""
+        if self.spec.pretrained is not None:  # those of a Hugging Face model, or those that adapters belong to
+            load_weights(model, self.spec.pretrained)
         if self.checkpoint is not None:
             self.checkpoint.load(gather_state(model))
-        else:
-            assert self.spec.pretrained is not None, "checked by describe"
-            load_weights(model, self.spec.pretrained)
 
     @contextmanager
     def opened_tokenizer(self, given: str | None = None) -> Iterator[Any]:
@@ -96,7 +95,8 @@ def describe(location: str, model: str | None = None) -> Described:
         found = find(location, strict=True)
         if found is None:
             raise CheckpointError(f"{location} holds no committed checkpoint")
-        spec = ModelSpec(os.path.basename(found.path), str(found.meta.get("model_type", "")), found.model_config())
+        adapter = found.meta.get("adapter")
+        spec = resolve_saved(found.model_config(), found.committed.model_type, found.path, adapter=adapter)
         return Described(found.path, spec, found)
     with distributed.together(f"reading the model of {location}"):
         if kind == "foreign" and model is None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from smp_train import distributed
 from smp_train.arguments import Arguments
 from smp_train.checkpoints import Checkpoint, foreign
@@ -25,7 +29,11 @@ def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
     found = newest_readable(start.origin.place, start.origin.run)
     if found is None:
         return None
-    return resolve_saved(args, found.model_config(), found.committed.model_type, found.path)
+    if args.max_context_width is None:
+        args.max_context_width = (found.meta.get("arguments") or {}).get("max_context_width")
+    return resolve_saved(
+        found.model_config(), found.committed.model_type, found.path, adapter=found.meta.get("adapter"), args=args
+    )
 
 
 def look_for_checkpoint(args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]) -> Checkpoint | None:
@@ -76,8 +84,23 @@ def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
             f"{found.path} is of another model ({'; '.join(different)}); give the checkpoint's flags, or "
             "--allow_model_change 1 to go on with this one"
         )
+    saved, here = found.meta.get("adapter"), adapter_of(spec)
+    if (saved is None) != (here is None) or (saved and here and {**saved, "base": ""} != {**here, "base": ""}):
+        raise CheckpointError(
+            f"{found.path} is of a run {_adapters(saved)}, and this one is {_adapters(here)}; give the checkpoint's "
+            "--lora_rank, --lora_alpha, --lora_target_modules and --lora_dropout"
+        )
     if different:
         log.warning("The model is not that of %s: %s", found.path, "; ".join(different), extra=ALL_RANKS)
+
+
+def adapter_of(spec: ModelSpec) -> dict[str, Any] | None:
+    """Return what a checkpoint says of the run's adapters: their settings, and where the adapted weights are."""
+    return None if spec.lora is None else {**json.loads(json.dumps(spec.lora.to_json())), "base": spec.pretrained}
+
+
+def _adapters(of: Mapping[str, Any] | None) -> str:
+    return "without adapters" if of is None else "with " + " ".join(f"{k} {v}" for k, v in of.items() if k != "base")
 
 
 def imported_position(found: Checkpoint, training: Loader) -> tuple[int, str]:

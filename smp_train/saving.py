@@ -20,6 +20,7 @@ from smp_train.checkpoints.runs import committed
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, redacted
 from smp_train.models.hugging_face import CONFIG_FILE
+from smp_train.resume import adapter_of
 from smp_train.telemetry.logging_utils import get_logger
 from smp_train.telemetry.run_folder import versions
 
@@ -43,6 +44,7 @@ def save(run: Run, *, force: bool) -> None:
         "model_type": run.spec.model_type,
         "model_config": run.spec.config.to_dict(),
         "arguments": json.loads(redacted(json.dumps(asdict(run.args)))),
+        **({} if run.spec.lora is None else {"adapter": adapter_of(run.spec)}),
         "mesh": run.backend.topology.mesh,
         "versions": versions(),
     }

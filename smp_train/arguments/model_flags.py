@@ -2,6 +2,8 @@
 
 # fmt: off
 
+# ruff: noqa: RUF009 - flag() makes a dataclasses.field, lists included
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -78,6 +80,15 @@ class FinetuneArguments:
     finetune_checkpoint_load_dir: str | None = flag(
         None, "Folder or s3:// with the weights of --pretrained_model_name, or with models by name",
         shown="the model's own", needs="finetune")
+    lora_rank: int | None = flag(
+        None, "Train low-rank adapters of this rank (LoRA) and leave the weights as they are", must=">=1")
+    lora_alpha: float | None = flag(
+        None, "Scale of the adapters, before its division by the rank", shown="twice the rank", must=">0",
+        idle_without="lora_rank")
+    lora_target_modules: list[str] = flag(
+        ["all-linear"], "Modules with adapters, such as q_proj v_proj; all-linear: all but the head",
+        idle_without="lora_rank")
+    lora_dropout: float = flag(0.0, "Dropout of the adapters' input", must=">=0 <1", idle_without="lora_rank")
 
 
 NO_HISTORY = "each tensor is scaled by its own largest value, and no history is kept"

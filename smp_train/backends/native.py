@@ -21,6 +21,7 @@ from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.initialization import initialise
+from smp_train.models.lora import is_adapter
 from smp_train.models.traits import can_chunk, check_experts, packed_inputs
 from smp_train.parallel import (
     activation_checkpointing,
@@ -55,6 +56,8 @@ class NativeBackend(Backend):
             float8.check(device)
         if args.use_torch_compile:
             compile.check(args.torch_compile_backend)
+        if args.lora_rank is not None and (args.tensor_parallel_degree > 1 or args.fp8):
+            raise ConfigError("--lora_rank needs --tensor_parallel_degree 1 and --fp8 0; adapters are not split")
         if args.prompt and max(args.tensor_parallel_degree, args.context_parallel_degree) > 1:
             raise ConfigError(
                 "--prompt needs --tensor_parallel_degree 1 and --context_parallel_degree 1; put it through the "
@@ -129,7 +132,9 @@ class NativeBackend(Backend):
         )  # fmt: skip
         loss_head.attach(model, chunked=chunked, tensor=self.mesh.tensor if degrees.tensor > 1 else None)
         build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
-        if not initial:
+        if spec.lora is not None:  # whose checkpoints hold the adapters alone
+            initialise(model, seed, only=is_adapter)
+        elif not initial:
             return model
         if spec.pretrained is None:
             initialise(model, seed)

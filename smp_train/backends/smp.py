@@ -267,6 +267,10 @@ def refuse(args: Arguments) -> None:
             "--cpu_offload 1 with --backend smp: SMP has no offloading of parameters; use --backend native",
         ),
         (
+            args.lora_rank is not None,
+            "--lora_rank with --backend smp: SMP has no adapters; use --backend native",
+        ),
+        (
             args.prompt is not None,
             "--prompt with --backend smp: put it through the checkpoint, by smp-train generate",
         ),

@@ -68,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--tokenizer", help="folder or name of the tokenizer to write beside the model")
         made.add_argument("--max_shard_gb", type=float, default=5.0, help="size of one file (default: 5)")
         made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a model that is there")
+        if name == "export":
+            made.add_argument("--merge", type=int, choices=(0, 1), default=0, help="add adapters into the weights")
         made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run a tokenizer's own code")
     made = verb("import", "make a checkpoint of weights of any form", "see --pretrained_checkpoint_file", "folder")
     made.add_argument("--model", help="folder or name of the model; default: config.json beside the weights")

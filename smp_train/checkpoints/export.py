@@ -15,11 +15,15 @@ from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.discovery import Checkpoint
 from smp_train.checkpoints.model_card import model_card
 from smp_train.checkpoints.model_folder import put, put_made, stream, writing
+from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.checkpoints.tokenizer import tokenizer_files
-from smp_train.errors import CheckpointError
-from smp_train.models.hub_names import hub_names, named_once, note, to_hub
+from smp_train.errors import CheckpointError, ConfigError
+from smp_train.models.build import build_meta, materialise
+from smp_train.models.hub_names import canonical_name, hub_names, named_once, note, to_hub
 from smp_train.models.hugging_face import model_of
+from smp_train.models.lora import merged
+from smp_train.models.resolve import resolve_saved
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
 from smp_train.storage import Storage
@@ -57,6 +61,7 @@ def export(
     like: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
+    merge: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write the model of ``checkpoint`` to ``folder``, also in S3, as Hugging Face has it. No collective.
@@ -66,10 +71,18 @@ def export(
     a name; by default the checkpoint's). ``dtype`` is that of the checkpoint unless given. Host memory: one parameter
     and what it is converted to. config.json is written last: without it the folder opens nowhere.
 
+    Of a run with adapters these alone are written, as peft has them (adapter_model.safetensors, adapter_config.json);
+    with ``merge`` the weights they belong to, with the adapters added in, in host memory as a whole.
+
     ``like`` is where the weights were once read: a generation_config.json beside them is copied. ``on_progress`` is
     called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model, which ``replace``
     removes once this one is whole; `CheckpointError` where the checkpoint does not hold a whole model.
     """
+    if "adapter" in checkpoint.meta:
+        files = checkpoint.tokenizer() if tokenizer is None else tokenizer_files(tokenizer)
+        return _export_adapter(checkpoint, folder, files, dtype=dtype, replace=replace, merge=merge)
+    if merge:
+        raise ConfigError(f"{checkpoint.path} has no adapters; leave --merge out")
     config, plain = _plain_model(checkpoint.model_config())
     note(plain)
     items = _items_of_model(plain, checkpoint.reader_of(gather_state(plain)), dtype, checkpoint.path)
@@ -79,6 +92,46 @@ def export(
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes, on_progress)
         _describe(out, plain, config, items, {CARD: card.encode(), **files}, like)
+
+
+def _export_adapter(
+    checkpoint: Checkpoint, folder: str | os.PathLike[str], files: Mapping[str, bytes], *, dtype: torch.dtype | None,
+    replace: bool, merge: bool,
+) -> None:  # fmt: skip
+    spec = resolve_saved(
+        checkpoint.model_config(), checkpoint.committed.model_type, checkpoint.path, adapter=checkpoint.meta["adapter"]
+    )
+    assert spec.lora is not None
+    base = spec.pretrained
+    assert base is not None
+    name = os.path.basename(checkpoint.path)
+    card = model_card(checkpoint.meta, name=name, step=checkpoint.step, tokenizer=bool(files), base=base)
+    files = {CARD: card.encode(), **files}
+    if merge:
+        model: Any = build_meta(spec)
+        materialise(model, "cpu")
+        load_weights(model, base)
+        checkpoint.load(gather_state(model))
+        with torch.no_grad():
+            weights = {
+                canonical_name(key): value if dtype is None or not value.is_floating_point() else value.to(dtype)
+                for key, value in merged(model).items()
+            }
+        export_weights(weights, spec.config, folder, files=files, like=base, replace=replace)
+        return
+    reader = checkpoint.reader()
+    tensors = {
+        "base_model.model." + key.removeprefix(MODEL): read_tensor(reader, key).to(dtype or torch.float32)
+        for key in saved_entries(reader)
+        if key.startswith(MODEL)
+    }
+    items = [Item({key: value}, partial(dict, {key: value})) for key, value in tensors.items()]
+    with writing(folder, replace) as out:
+        with stream(out, "adapter_model.safetensors", sum(item.nbytes for item in items)) as file:
+            for _ in _write_safetensors(file, items):
+                pass
+        put_all(out, files)
+        put_made(out, spec.lora.config(base).save_pretrained)
 
 
 def export_weights(

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool) -> str:
+def model_card(
+    meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool, base: str | None = None
+) -> str:
     """Return the model card, Markdown with the hub's YAML header, of a checkpoint's ``meta.json``.
 
     Only what the checkpoint knows is stated; secrets were removed from its arguments when it was saved.
     """
     args = meta.get("arguments") or {}
-    base = _base(args)
+    base = base or _base(args)
     data = [str(place) for place in [*(args.get("training_dir") or ()), args.get("dataset")] if place]
     data = ["synthetic"] if args.get("use_synthetic_data") else data
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -27,6 +29,7 @@ def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool
         "tokens with a loss": meta.get("tokens"),
         "samples": (meta.get("data") or {}).get("consumed"),
         "sequence length": args.get("max_context_width"),
+        "adapters (LoRA)": _adapter(meta.get("adapter")),
         "training loss": _number(meta.get("loss")),
         "validation loss": _number(meta.get("validation_loss")),
     }
@@ -49,6 +52,10 @@ def _base(args: Mapping[str, Any]) -> str | None:
     if args.get("finetune"):
         keys = ["pretrained_model_name", "finetune_checkpoint_load_dir", "pretrained_checkpoint_file", *keys]
     return next((str(args[key]) for key in keys if args.get(key)), None)
+
+
+def _adapter(of: Mapping[str, Any] | None) -> str | None:
+    return None if of is None else f"rank {of['rank']}, alpha {of['alpha']:g}, {' '.join(of['target_modules'])}"
 
 
 def _number(value: Any) -> str | None:

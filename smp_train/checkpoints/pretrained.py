@@ -33,11 +33,11 @@ def load_weights(
         found = find(path, strict=True)
         if found is None:
             raise CheckpointError(f"{path} holds no committed checkpoint to start from")
-        found.load(gather_state(model))
+        found.load(gather_state(model, base=True))
     elif kind == "foreign":
         trees = foreign.find(os.fspath(path), model.config, strict=True)
         assert trees is not None
-        trees.load(gather_state(model))
+        trees.load(gather_state(model, base=True))
     else:
         gather(what, lambda: load_pretrained(model, path, on_progress))
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from smp_train.distributed.dtensor import local_tensor, part_of
 from smp_train.models.hub_names import HubNames, canonical_name, hub_names, is_split
+from smp_train.models.lora import is_adapted, is_adapter
 
 
 class State(dict[str, Any]):
@@ -38,7 +39,9 @@ class State(dict[str, Any]):
         return self.in_memory if any(prefix + name in saved for name in others) else self
 
 
-def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> State:
+def gather_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, base: bool = False
+) -> State:
     """Return the state to save, or to load in place: nothing is copied, no collective is entered.
 
     The tensors are those of the model and optimizer themselves (DTensors where these are sharded), so after
@@ -46,14 +49,17 @@ def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     ``{"model": {name: tensor}, "optim": {"state": {name: {"exp_avg": ..., "exp_avg_sq": ..., "step":
     ...}}}}``. Persistent buffers are part of ``model``. Tied weights appear once, under their first name. Names and
     layouts are the hub's, by the table that `build_meta` notes on the model (`smp_train.models.hub_names`).
+    Of a model with adapters (`smp_train.models.lora`) it holds these alone, or with ``base`` all but these.
     Learning rate, betas and weight decay are not part of it: they come from the arguments. Raises ValueError
     for an optimizer that holds a parameter which the model does not.
     """
     names: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     # state_dict() rather than named_parameters(): its hooks make FSDP2 put the sharded parameters back in place.
+    adapted = is_adapted(model)
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and id(value) not in names:
+        wanted = not adapted or is_adapter(name) != base
+        if wanted and isinstance(value, torch.Tensor) and id(value) not in names:
             names[id(value)] = canonical_name(name)
             tensors[canonical_name(name)] = value.detach()
     optim = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.errors import ConfigError
-from smp_train.models import hub_names
+from smp_train.models import hub_names, lora
 from smp_train.models.hugging_face import model_of, transformers_major
 from smp_train.models.recording import construct_on_meta
 from smp_train.models.resolve import ModelSpec
@@ -41,6 +41,8 @@ def build_meta(
             f"cannot build {spec.name} with --attn_implementation {attn_implementation}: {reason}"
         ) from failure
     hub_names.note(model)
+    if spec.lora is not None:
+        lora.inject(model, spec.lora)
     stray = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if stray:
         raise ConfigError(f"cannot build {spec.name}: its buffer {stray[0]} is computed from parameters")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from smp_train.distributed.dtensor import local_tensor, part_of
 from smp_train.errors import CheckpointError
 from smp_train.models.hub_names import HubTensor, canonical_name, hub_names
+from smp_train.models.lora import is_adapter
 from smp_train.models.weight_files import Block, WeightFiles
 from smp_train.storage.paths import place
 
@@ -92,6 +93,8 @@ def _plan(model: nn.Module, stored: Iterable[str]) -> tuple[list[Planned], list[
 
     for name, param in model.named_parameters():
         name = canonical_name(name)
+        if is_adapter(name):
+            continue
         # A tied weight may be stored under all its names.
         found = find(name, *aliases.get(name, []))
         if found:

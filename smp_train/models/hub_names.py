@@ -7,6 +7,7 @@ of transformers 4 in memory. `build_meta` attaches the table to the model; witho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +17,17 @@ from torch import Tensor, nn
 
 from smp_train.distributed.dtensor import DTensor, Part
 
-WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "base_layer.")
+_ADAPTER = re.compile(r"(\.lora_[A-Z])\.default\.")
 HUB_NAMES = "_smp_train_hub_names"
 """Attribute of a model that holds its table."""
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's or module's name without the prefixes of torch.compile, checkpointing and FSDP1."""
+    """Return a parameter's or module's name without the prefixes of torch.compile, checkpointing, FSDP1 and peft."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
-    return name
+    return _ADAPTER.sub(r"\1.", name)
 
 
 @dataclass(frozen=True)

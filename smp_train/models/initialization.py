@@ -30,12 +30,15 @@ PROGRESS_SECONDS = 5.0
 logger = logging.getLogger("smp_train.models")
 
 
-def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
+def initialise(
+    model: nn.Module, seed: int, *, chunk: int | None = None, only: Callable[[str], bool] = lambda name: True
+) -> int:
     """Fill every parameter of a model made by `build_meta` and materialised; return how many numbers were drawn.
 
     Args:
         model: its parameters plain tensors or DTensors (Shard, Replicate, _StridedShard); wrapped or not.
         seed: any integer.
+        only: whether to fill a parameter, by its canonical name.
         chunk: elements computed at a time (affects speed and memory only).
 
     Raises:
@@ -45,6 +48,8 @@ def initialise(model: nn.Module, seed: int, *, chunk: int | None = None) -> int:
     drawn, done = 0, _progress(sum(local_tensor(param).numel() for param in model.parameters()))
     with torch.no_grad():
         for name, param in model.named_parameters():
+            if not only(canonical_name(name)):
+                continue
             drawn += _initialise(canonical_name(name), param, programs, names, seed, chunk)
             done(local_tensor(param).numel())
     return drawn

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_train.errors import ConfigError
+from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.configuration import SHAPES, configuration, following_heads, overlay, with_flags
 from smp_train.models.families import FAMILIES, MODEL_FLAGS, SYNONYMS, Family, other_family
 from smp_train.models.hugging_face import CONFIG_FILE, OUR_MARK, OUR_META, open_configuration, trust_code
@@ -18,6 +19,8 @@ from smp_train.storage.paths import Place, place
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from smp_train.models.lora import Lora
 
 PRESETS = Path(__file__).parent / "presets"
 # Default sequence length of training in tokens, as in the original system; a model with fewer positions takes those.
@@ -37,6 +40,8 @@ class ModelSpec:
     config: PretrainedConfig
     pretrained: str | None = None
     """Folder or file of the weights to start from, None for random initial weights."""
+    lora: Lora | None = None
+    """Adapters that are trained in place of the weights."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,24 @@ def resolve(args: Any) -> ModelSpec:
     if location:
         name, config, weights = open_configuration(location, weights)
         laid = with_flags(config, given, weights, location)
-        return ModelSpec(name or config.model_type, _our_name(config), laid, weights)
+        return ModelSpec(name or config.model_type, _our_name(config), laid, weights, _lora(args, weights))
     family_name, family, name, fields, _ = _fields(args, given)
-    return ModelSpec(name, family_name, configuration(family, fields, name), weights)
+    return ModelSpec(name, family_name, configuration(family, fields, name), weights, _lora(args, weights))
+
+
+def _lora(args: Any, weights: str | None) -> Lora | None:
+    """Return the adapters that the flags ask for. Raises `ConfigError` where there are no ``weights`` to adapt."""
+    rank = getattr(args, "lora_rank", None)
+    if rank is None:
+        return None
+    from smp_train.models.lora import Lora
+
+    if weights is None:
+        raise ConfigError(
+            f"--lora_rank {rank} needs weights to adapt; give --hf_pretrained_model_name_or_dir or --finetune 1"
+        )
+    alpha = args.lora_alpha if args.lora_alpha is not None else 2.0 * rank
+    return Lora(rank, alpha, tuple(args.lora_target_modules), args.lora_dropout)
 
 
 def names_model(args: Any) -> bool:
@@ -101,9 +121,22 @@ def names_model(args: Any) -> bool:
     return any(getattr(args, flag, None) for flag in sources) or any(flag in SHAPES for flag in _given(args))
 
 
-def resolve_saved(args: Any, config: PretrainedConfig, model_type: str, location: str) -> ModelSpec:
-    """Return the model of a checkpoint at ``location``, with the given flags applied that change no shape."""
-    return ModelSpec(model_type, model_type, with_flags(config, _given(args), location, location))
+def resolve_saved(
+    config: PretrainedConfig, model_type: str, location: str, *, adapter: Mapping[str, Any] | None, args: Any = None
+) -> ModelSpec:
+    """Return the model of a checkpoint at ``location``, with those flags of ``args`` applied that change no shape.
+
+    ``adapter`` is what ``meta.json`` says of its adapters, and the weights that these belong to.
+    """
+    config = config if args is None else with_flags(config, _given(args), location, location)
+    if adapter is None:
+        return ModelSpec(model_type, model_type, config)
+    from smp_train.models.lora import Lora
+
+    try:
+        return ModelSpec(model_type, model_type, config, str(adapter["base"]), Lora.of_json(adapter))
+    except (KeyError, TypeError, ValueError) as failure:
+        raise CheckpointError(f"{location}: its adapters cannot be read from meta.json ({one_line(failure)})") from None
 
 
 def _given(args: Any) -> dict[str, Any]:
@@ -190,9 +223,12 @@ def _derived_widths(family: Family, given: dict[str, Any]) -> dict[str, Any]:
 def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
     """Return the value of each model flag that was not given, with its source, without building a model.
 
-    For a Hugging Face model they are those of its ``config.json``, none where that is not in a local folder.
+    For a Hugging Face model they are those of its ``config.json``, none where that is not in a local folder; none where
+    a checkpoint to resume from says which model it is.
     Raises `ConfigError` as `resolve` does for flags.
     """
+    if getattr(args, "resume_from_checkpoint", None) and not names_model(args):
+        return {}
     given = _given(args)
     location = _configuration_and_weights(args, given)[0]
     if location:

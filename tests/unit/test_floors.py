@@ -15,12 +15,12 @@ PACKAGE = Path(__file__).parents[2] / "smp_train"
 # Top to bottom. Rooms on one floor do not know each other, but for those named in NEIGHBOURS.
 FLOORS = [
     {"cli", "__main__", "launch", "bench"},
-    {"train_lib"},
-    {"saving"},
+    {"train_lib", "evaluate"},
+    {"saving", "generate"},
     {"build_run"},
     {"resume"},
-    {"train_utils", "naming"},
-    {"backends", "data", "checkpoints", "telemetry", "stop"},
+    {"train_utils", "naming", "inference"},
+    {"backends", "data", "checkpoints", "telemetry", "stop", "best"},
     {"parallel"},
     {"models", "losses", "learning_rates"},
     {"arguments", "distributed", "storage", "errors", "__init__"},
