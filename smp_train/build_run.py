@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 import smp_train
-from smp_train import arguments, backends, distributed, train_utils
+from smp_train import arguments, backends, distributed, losses, train_utils
 from smp_train.arguments import Arguments, Resolved
+from smp_train.arguments.own import Own, named
 from smp_train.backends.base import Backend, Topology
 from smp_train.best import Best
 from smp_train.checkpoints import Checkpoint, CheckpointManager, Policy, RunId, tokenizer
@@ -75,10 +76,14 @@ class Run:
     """The checkpoint to resume from; None for a fresh start."""
     progress: Progress = field(default_factory=Progress)
     best: Best = field(default_factory=Best)
+    own: Own = field(default_factory=Own)
+    """What a program gave besides flags; without callbacks once one has failed."""
     losses: dict[str, float] = field(default_factory=dict)
     """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
     result: train_utils.StepResult | None = None
     """Result, on the device, of the last completed step of this start."""
+    stopped: bool = False
+    """Whether the run ended on request, before its last step."""
     saved_step: int = 0
     """Step of the newest checkpoint that this run wrote or resumed from; step 0 is never saved."""
     saved_path: str | None = None
@@ -101,12 +106,14 @@ class Run:
 def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: ExitStack) -> Run:
     """Open the run folder and the data, build the model, and return the run; collective.
 
-    ``opened`` releases locks when this fails.
+    ``opened`` releases what is held when this fails.
     """
     resolved, start = settle(resolved, ranks)
     args = resolved.args
     folder, metrics = open_run_folder(args, ranks)
+    opened.callback(metrics.close)
     stop = StopRequest(folder.stop)
+    opened.callback(stop.close)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
     log.info(
         "smp-train %s, torch %s, %d x %s on %d node(s), started by %s", smp_train.__version__, torch.__version__,
@@ -116,11 +123,13 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     topology = backend.topology
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
     spec, seq_len = choose_model(args, backend, start)
+    if resolved.own.loss is not None:
+        choose_loss(resolved.own.loss, backend, spec)
     check_memory(args, backend, spec, ranks)
     checkpoints = open_checkpoints(args, ranks, backend, spec, start.run, opened)
     train_data, validation = open_data(
         args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks,
-        dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda",
+        dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda", own=resolved.own,
     )  # fmt: skip
     found = look_for_checkpoint(args, spec, start, topology.mesh)
     with distributed.together("reading the tokenizer"):
@@ -154,7 +163,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         resolved=resolved, start=start, runtime=ranks, backend=backend, spec=spec, model=model,
         optimizer=build_optimizer(args, backend, model, checkpoints), train_data=train_data, validation=validation,
         schedule=choose_schedule(args, total_steps), total_steps=total_steps, checkpoints=checkpoints, folder=folder,
-        metrics=metrics, throughput=throughput, stop=stop, audit=audit, found=found,
+        metrics=metrics, throughput=throughput, stop=stop, audit=audit, found=found, own=resolved.own,
     )  # fmt: skip
     with distributed.together("writing run.json"):
         if ranks.is_main:
@@ -198,6 +207,14 @@ def choose_model(args: Arguments, backend: Backend, start: Start) -> tuple[Model
     )
     backend.check(spec, seq_len=seq_len)
     return spec, seq_len
+
+
+def choose_loss(loss: losses.Loss, backend: Backend, spec: ModelSpec) -> None:
+    """Let the backend compute a loss of the program's own, if that is a sum over counted tokens; collective."""
+    with distributed.together("trying the loss"):
+        backend.use_loss(loss)
+        losses.check_sum(loss, spec.config.vocab_size, backend.topology.device)
+    log.info("Loss: %s, from all logits; loss and perplexity in the log are its own", named(loss))
 
 
 def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runtime) -> None:
@@ -313,7 +330,8 @@ def write_run(run: Run, parameters: int) -> None:
     run.folder.write_run(
         run=run.start.run.to_json(), config=asdict(run.args), sources=run.resolved.sources,
         mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh}, backend=run.backend.name,
-        model=run.spec.name, parameters=parameters, total_steps=run.total_steps, samples=run.train_data.sizes(),
+        model=run.spec.name, own=run.own.names(), parameters=parameters, total_steps=run.total_steps,
+        samples=run.train_data.sizes(),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from smp_train import __version__, distributed
@@ -49,8 +49,8 @@ VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
     "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
     "doctor": Verb("say what this machine has and lacks, and how to mend it", "smp_train.launch.doctor"),
-    "generate": Verb("continue a prompt with the model of a checkpoint", "smp_train.generate"),
-    "evaluate": Verb("loss and perplexity of a checkpoint on data sets", "smp_train.evaluate"),
+    "generate": Verb("continue a prompt with the model of a checkpoint", "smp_train.generation"),
+    "evaluate": Verb("loss and perplexity of a checkpoint on data sets", "smp_train.evaluation"),
     "prepare": Verb("turn text into token shards", "smp_train.data.prepare.cli"),
     "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "checkpoint": Verb("list, verify, export, import and prune checkpoints", "smp_train.checkpoints.cli"),
@@ -105,11 +105,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 130
         sys.stderr.write("smp-train: interrupted\n")
     except Exception as problem:
-        error = explained(problem)
-        code, text = (error.exit_code, f"error: {error}") if isinstance(error, SmpTrainError) else (1, _internal(error))
-        _report(error, text, code, failing)
+        code = _fail(problem, failing)
     _leave(code)
     return code
+
+
+def _fail(problem: Exception, failing: Failing) -> int:
+    """Report a failure and return its exit code."""
+    error = explained(problem)
+    code, text = (error.exit_code, f"error: {error}") if isinstance(error, SmpTrainError) else (1, _internal(error))
+    _report(error, text, code, failing)
+    return code
+
+
+def end_uncaught(ranks: Runtime, *, debug: bool) -> None:
+    """Let a failure that a program of several ranks does not catch end this one as it ends the command."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        code = 1
+        if isinstance(error, SmpTrainError) or (isinstance(error, Exception) and _lost_peer(error)):
+            code = _fail(error, Failing(debug, ranks))
+        else:
+            before(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # peers may wait in a collective, as in `_leave`; and no other way sets the exit code
+
+    sys.excepthook = hook
 
 
 def _run(words: list[str], failing: Failing) -> int:

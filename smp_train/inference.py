@@ -27,6 +27,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 GENERATION = "generation_config.json"
 
 
+def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
+    """Return the type of the weights: by name, else bfloat16 on a GPU and float32 on a CPU."""
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name}: is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
 @dataclass(frozen=True)
 class Described:
     """What a location says of its model.

@@ -6,6 +6,8 @@ on how that batch is split over ranks and micro-batches.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from smp_train.arguments.own import named
+from smp_train.errors import ConfigError, SmpTrainError, one_line
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Of logits, float32 ``[batch, seq, vocab]``, and targets as from `shift`: the sum over counted tokens, a scalar."""
 IGNORE_INDEX = -100
 """Label of a token without loss; the default of `torch.nn.functional.cross_entropy`."""
 
@@ -38,6 +45,45 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
         A scalar float32 tensor; zero, with a gradient of zero, when nothing is counted.
     """
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def check_sum(loss: Loss, vocab_size: int, device: torch.device) -> None:
+    """Raise `ConfigError` unless a loss is a sum over counted tokens, tried on two rows of random logits.
+
+    A mean would weigh tokens by the rows, micro-batches and ranks they happen to be on.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 6, vocab_size, generator=generator).to(device).requires_grad_()
+    targets = torch.randint(vocab_size, (2, 6), generator=generator).to(device)
+    targets[:, -1], targets[0, :2] = IGNORE_INDEX, IGNORE_INDEX
+
+    def of(rows: slice, tokens: slice = slice(None), *, counted: bool = True) -> float:
+        wanted = targets[rows, tokens] if counted else torch.full_like(targets[rows, tokens], IGNORE_INDEX)
+        value = loss(logits[rows, tokens], wanted)
+        if not isinstance(value, Tensor) or value.ndim or (counted and not value.requires_grad):
+            raise ConfigError(f"{what} returns no scalar tensor that depends on the logits; return a sum over tokens")
+        return float(value.detach())
+
+    what, both, first, second = f"loss: {named(loss)}", slice(0, 2), slice(0, 1), slice(1, 2)
+    try:
+        whole, parts, nothing = of(both), (of(first), of(second)), of(first, counted=False)
+        part = of(first, slice(2, 6))
+    except SmpTrainError:
+        raise
+    except Exception as problem:
+        raise ConfigError(
+            f"{what}: {type(problem).__name__}: {one_line(problem)}; it takes logits, float32 [batch, seq, vocab], and "
+            f"targets, int64 [batch, seq], {IGNORE_INDEX} where a token is not counted"
+        ) from problem
+    if not math.isclose(whole, sum(parts), rel_tol=1e-3, abs_tol=1e-6):
+        raise ConfigError(
+            f"{what} is {whole:.5g} of two rows and {parts[0]:.5g} and {parts[1]:.5g} of each alone; return the sum "
+            "over counted tokens, not a mean: the run divides by the tokens of the global batch"
+        )
+    if nothing != 0 or not math.isclose(part, parts[0], rel_tol=1e-3, abs_tol=1e-6):
+        raise ConfigError(
+            f"{what} counts tokens whose target is {IGNORE_INDEX}; leave them out, and return 0 where all are"
+        )
 
 
 CHUNK_ELEMENTS = 1 << 25

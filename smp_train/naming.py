@@ -122,7 +122,9 @@ def how_to_resume(resolved: Resolved, ranks: Runtime) -> str:
     folder = next(folder for folder in args.checkpoint_dir if not is_node_local(folder))
     from_there = normal(args.resume_from_checkpoint or "") == normal(folder)
     if from_there and (resolved.given("run_name") or resolved.given("run_dir")):
-        return "run the same command again to go on"
+        return f"run the same {'program' if resolved.by_keywords else 'command'} again to go on"
+    if resolved.by_keywords:
+        return f"to go on: train(..., run_name={args.run_name!r}, resume_from_checkpoint={redacted(folder)!r})"
     words = list(sys.orig_argv)
     if ranks.launcher == "torchrun":
         with contextlib.suppress(OSError):  # torchrun itself

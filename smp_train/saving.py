@@ -6,8 +6,10 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from smp_train import distributed, train_utils
 from smp_train.build_run import Run
@@ -18,7 +20,7 @@ from smp_train.checkpoints.model_card import model_card
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.runs import committed
 from smp_train.distributed import ALL_RANKS
-from smp_train.errors import CheckpointError, redacted
+from smp_train.errors import SmpTrainError, redacted
 from smp_train.models.hugging_face import CONFIG_FILE
 from smp_train.resume import adapter_of
 from smp_train.telemetry.logging_utils import get_logger
@@ -64,21 +66,41 @@ def report_saves(run: Run) -> None:
         if saved.durable:
             run.saved_path = saved.path
         log.info("Saved %s in %.1f s", saved.path, saved.seconds)
-        run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
+        record = run.metrics.event("save", step=saved.step, checkpoint=saved.path, seconds=saved.seconds)
         if saved.durable and run.args.checkpoint_type == "full":
             write_model(run, saved.path, os.path.join(saved.path, MODEL_FOLDER))
+        notify(run, "on_save", record)
+
+
+def notify(run: Run, event: str, record: Mapping[str, Any]) -> None:
+    """Call the program's callback of an ``event``, if it has one, on rank 0; collective.
+
+    If it raises, no callback is called any more, the last completed step is saved, and every rank raises
+    `SmpTrainError` that names the callback.
+    """
+    if getattr(run.own, event) is None:
+        return
+    try:
+        with distributed.together(f"calling {event}"):
+            if run.runtime.is_main:
+                run.own.call(event, record)
+    except SmpTrainError:
+        run.own = run.own.without_callbacks()
+        if not run.args.evaluate_only:
+            save_last(run)
+        raise
 
 
 def end_saves(run: Run) -> None:
     """Finish a save in progress before the run fails for another reason; collective."""
     try:
         report_saves(run)
-    except CheckpointError as failure:
+    except SmpTrainError as failure:  # of a save, or of a callback
         log.warning("%s", failure, extra=ALL_RANKS)
 
 
 def save_last(run: Run) -> None:
-    """Save the last completed step, unless it is saved, before the run fails because of its data; collective."""
+    """Save the last completed step, unless it is saved, before the run fails for a reason of its own; collective."""
     if run.result is not None and not all(map(math.isfinite, train_utils.read(run.backend, run.result))):
         log.warning("Step %d is not saved: its loss is not a number", run.progress.step, extra=ALL_RANKS)
         end_saves(run)
@@ -86,7 +108,7 @@ def save_last(run: Run) -> None:
     try:
         save(run, force=True)
         report_saves(run)
-    except CheckpointError as failure:
+    except SmpTrainError as failure:
         log.warning("%s", failure, extra=ALL_RANKS)
 
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
-from smp_train import distributed, generate, train_utils
-from smp_train.arguments import Resolved
+from smp_train import distributed, generation, train_utils
+from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only
 from smp_train.best import Best
 from smp_train.build_run import Progress, Run, build_run, layout
@@ -22,7 +22,7 @@ from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.naming import how_to_resume
 from smp_train.parallel import compile
 from smp_train.resume import imported_position
-from smp_train.saving import complete_models, end_saves, report_saves, save, save_final_model, save_last
+from smp_train.saving import complete_models, end_saves, notify, report_saves, save, save_final_model, save_last
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
@@ -36,22 +36,32 @@ READ_TOGETHER = 16
 
 def main(resolved: Resolved, ranks: Runtime) -> int:
     """Train as the arguments say and return the exit code; raises `SmpTrainError` for what the user can fix."""
-    group: dict[str, Any] = {
-        "distributed_backend": resolved.args.distributed_backend,
-        "timeout_seconds": 60 * resolved.args.distributed_timeout_minutes,
-    }
     if prompts_only(resolved.args):
-        with distributed.started(ranks, **group) as device:
-            generate.with_flags(resolved.args, device)
+        with distributed.started(ranks, **group_settings(resolved.args)) as device:
+            generation.with_flags(resolved.args, device)
         return 0
-    device = distributed.start(ranks, **group)
+    train(resolved, ranks)
+    return 0
+
+
+def group_settings(args: Arguments) -> dict[str, Any]:
+    """Return how the process group of a run is formed."""
+    seconds = 60 * args.distributed_timeout_minutes
+    return {"distributed_backend": args.distributed_backend, "timeout_seconds": seconds}
+
+
+def train(resolved: Resolved, ranks: Runtime) -> Run:
+    """Train, or evaluate, as the arguments say, and return the run, closed; failures are those of `main`."""
+    device = distributed.start(ranks, **group_settings(resolved.args))
     with ExitStack() as opened:
+        if ranks.world_size == 1:
+            opened.callback(distributed.stop)
         run = build_run(resolved, ranks, device, opened)
         opened.pop_all()
     try:
         resume(run)
-        stopped = not validate(run) if run.args.evaluate_only else fit(run)
-        finish(run, stopped=stopped)
+        run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
+        finish(run)
     except BaseException:
         run.checkpoints.close()
         # Destroying the process group waits for the peers, which may never come: the process ends without it.
@@ -59,7 +69,7 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
             run.close()
         raise
     run.close()
-    return 0
+    return run
 
 
 def resume(run: Run) -> None:
@@ -227,12 +237,13 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
         "consumed": progress.consumed,
     }
     log.info(batch_line(record))
-    run.metrics.step(record)
+    record = run.metrics.step(record)
     run.losses["loss"] = loss
     if run.checkpoints.poll():
         report_saves(run)
     if run.args.enable_memory_profiling:
         log.info(memory_report(run.backend.topology.device, f"step {progress.step}"))
+    notify(run, "on_step", record)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         end_saves(run)
         raise SmpTrainError(
@@ -259,10 +270,11 @@ def validate(run: Run) -> bool:
         log.info("Asked to stop: the validation at step %d is given up", run.progress.step)
         return False
     log.info(validation_line(run.progress.step, loss))
-    run.metrics.event("evaluate", step=run.progress.step, loss=loss, perplexity=perplexity(loss))
+    record = run.metrics.event("evaluate", step=run.progress.step, loss=loss, perplexity=perplexity(loss))
     run.losses["validation_loss"] = loss
     if run.progress.step > 0:
         run.best.see(run.progress.step, loss)
+    notify(run, "on_validation", record)
     return True
 
 
@@ -281,17 +293,17 @@ def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
 
 def put_prompt(run: Run, prompt: str) -> None:
     """Print what the trained model makes of a prompt; collective."""
-    sampling = generate.Sampling(run.args.num_tokens, seed=run.args.seed)
+    sampling = generation.Sampling(run.args.num_tokens, seed=run.args.seed)
     run.model.eval()
     with from_files(run.checkpoints.tokenizer) as tokenizer, compile.disabled():
-        ids = generate.encode(tokenizer, prompt, run.spec.config)
+        ids = generation.encode(tokenizer, prompt, run.spec.config)
         log.info("The prompt and what follows it:")
-        generate.answer(run.model, tokenizer, prompt, ids, sampling)
+        generation.answer(run.model, tokenizer, prompt, ids, sampling)
 
 
-def finish(run: Run, *, stopped: bool) -> None:
+def finish(run: Run) -> None:
     """Write the final model if asked for, and the marker that tells a launcher how the run ended."""
-    at = run.progress.step
+    at, stopped = run.progress.step, run.stopped
     if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)
     if run.args.prompt and not stopped:

@@ -20,25 +20,32 @@ from smp_train.arguments.aliases import NAMES, Implied
 from smp_train.arguments.flag import show
 from smp_train.arguments.groups import Arguments, flags
 from smp_train.arguments.mp_parameters import MP_PARAMETERS, read_mp_parameters
+from smp_train.arguments.own import Own
 from smp_train.arguments.values import NOT_GIVEN, convert, is_bool, nearest
 from smp_train.distributed import is_sagemaker
 from smp_train.errors import ConfigError
 
-COMMAND_LINE, DEFAULT = "command line", "default"
+COMMAND_LINE, KEYWORD, DEFAULT = "command line", "keyword", "default"
 NUMBER = re.compile(r"-(\d|\.\d)")
 
 
 @dataclass
 class Resolved:
-    """Arguments, where each value came from, and notes for the user about them."""
+    """Arguments, where each value came from, notes for the user about them, and what a program gives besides."""
 
     args: Arguments
     sources: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    own: Own = field(default_factory=Own)
 
     def given(self, name: str) -> bool:
         """Return whether the user set ``name`` (rather than a default, the platform, or another setting)."""
-        return self.sources[name].startswith((COMMAND_LINE, "SM_HP_", "config file"))
+        return self.sources[name].startswith((COMMAND_LINE, KEYWORD, "SM_HP_", "config file"))
+
+    @property
+    def by_keywords(self) -> bool:
+        """Whether a Python program gave the settings, rather than a command."""
+        return KEYWORD in self.sources.values()
 
 
 @dataclass(frozen=True)
@@ -220,6 +227,17 @@ def _settle(name: str, first: Given, second: Given, before: str, after: str, not
     notes.append(f"{both}; the last one counts")
 
 
+def read_keywords(settings: Mapping[str, Any]) -> list[Given]:
+    """Read what a Python program gives by name; messages name it as a command line would."""
+    unknown = next((name for name in settings if name not in NAMES), None)
+    if unknown is not None:
+        raise _unknown(unknown, f"--{unknown}")
+    return [
+        Given(name, os.fspath(value) if isinstance(value, os.PathLike) else value, f"--{name}", KEYWORD)
+        for name, value in settings.items()
+    ]
+
+
 def _platform_defaults(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Defaults that SageMaker's environment gives."""
     found: dict[str, tuple[Any, str]] = {
@@ -240,7 +258,29 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Reso
     """
     environ = os.environ if environ is None else environ
     notes: list[str] = []
-    layers = [_merge(read_command_line(argv, notes), notes), _merge(read_environment(environ), notes)]
+    return _resolved([read_command_line(argv, notes), read_environment(environ)], environ, notes)
+
+
+def from_keywords(
+    settings: Mapping[str, Any], own: Own | None = None, environ: Mapping[str, str] | None = None
+) -> Resolved:  # fmt: skip
+    """Read settings by name, as `parse` reads flags, and ``--config``; SageMaker's channels are defaults.
+
+    ``SM_HP_*`` are not read: they are the program's, which gives the settings. Raises `ConfigError` as `parse` does.
+    """
+    own = own or Own()
+    resolved = _resolved([read_keywords(settings)], os.environ if environ is None else environ, [])
+    # Rows of one's own take the place of a channel.
+    for flag, data in (("training_dir", own.training_data), ("test_dir", own.validation_data)):
+        if data is not None and not resolved.given(flag):
+            setattr(resolved.args, flag, None)
+            resolved.sources[flag] = DEFAULT
+    resolved.own = own
+    return resolved
+
+
+def _resolved(given: list[list[Given]], environ: Mapping[str, str], notes: list[str]) -> Resolved:
+    layers = [_merge(layer, notes) for layer in given]
     for name, read in (("config", read_config), ("smp_config", read_smp_config)):
         path = next((layer[name][0] for layer in layers if name in layer), None)
         if path:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from smp_train.arguments import checkpointing
 from smp_train.arguments.flag import RULES, show
 from smp_train.arguments.groups import Arguments, flags
+from smp_train.arguments.own import Own
 from smp_train.arguments.parse import Resolved
 from smp_train.arguments.run_name import CHECKPOINT_NAME, CHECKPOINTS, is_run_name
 from smp_train.arguments.training_flags import NODE_LOCAL
@@ -20,19 +21,25 @@ OF_FILES = (
     "short",
 )  # fmt: skip
 """Flags of data in files."""
+OF_STORED = ("dataset_type", "zipped_data", "data_num_workers", "data_cache_dir")
+"""Those of them that are about how rows are stored."""
 
 
-def validate(args: Arguments, world_size: int, local_world_size: int | None = None) -> None:
+def validate(
+    args: Arguments, world_size: int, local_world_size: int | None = None, own: Own | None = None
+) -> None:  # fmt: skip
     """Raise `ConfigError`, in one line with the way out, for what cannot work on ``world_size`` processes.
 
-    ``local_world_size`` of them are on a node; by default all.
+    ``local_world_size`` of them are on a node; by default all. ``own`` is what a program gives besides flags.
     """
+    own = own or Own()
+    own.check()
     natively = args.backend == "native" or (args.backend == "auto" and not smp_installed())
     _refuse(_values(args))
     if natively:
         refuse_natively(args)
     plan(args, world_size, local_world_size or world_size, smp=not natively)
-    for problems in (_model(args), _finetuning(args), _computation(args), _checkpoints(args), _data(args)):
+    for problems in (_model(args), _finetuning(args), _computation(args), _checkpoints(args), _data(args, own)):
         _refuse(problems)
 
 
@@ -197,7 +204,7 @@ def prompts_only(args: Arguments) -> bool:
     return bool(args.evaluate_only and args.prompt and not args.test_dir)
 
 
-def _data(args: Arguments) -> Iterator[str]:
+def _data(args: Arguments, own: Own) -> Iterator[str]:
     name, _, shards = args.shuffle.partition(":")
     if args.shuffle not in ("global", "none") and not (name == "window" and shards.isdigit() and int(shards)):
         yield f"--shuffle {args.shuffle}: is not one of global, none, window:K (K shards)"
@@ -212,17 +219,31 @@ def _data(args: Arguments) -> Iterator[str]:
         return
     if args.dataset:
         yield from _text(args)
+    yield from _own_data(args, own)
     on_hub = args.dataset and not args.dataset.startswith("s3://") and not os.path.exists(args.dataset)
     if args.use_synthetic_data or on_hub:  # the hub's data sets have a split of their own to validate on
         return
-    if not args.training_dir and not args.dataset:
+    if not (args.training_dir or args.dataset or own.training_data is not None):
         yield (
             "no training data: give --training_dir (or the SageMaker channel train), --dataset, "
             "or --use_synthetic_data 1"
         )
-    if (args.validation_freq or args.evaluate_only) and not args.test_dir:
+    if (args.validation_freq or args.evaluate_only) and not (args.test_dir or own.validation_data is not None):
         cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"
         yield f"{cause} needs --test_dir (or the SageMaker channel test) to validate on"
+
+
+def _own_data(args: Arguments, own: Own) -> Iterator[str]:
+    """Refuse rows of a program's own beside a flag that names others."""
+    if own.training_data is not None:
+        yield from _both(
+            "say what to train on", ("training_data", True), ("--training_dir", args.training_dir),
+            ("--dataset", args.dataset), ("--use_synthetic_data", args.use_synthetic_data),
+        )  # fmt: skip
+    if own.validation_data is not None:
+        yield from _both("say what to validate on", ("validation_data", True), ("--test_dir", args.test_dir))
+        if args.dataset:
+            yield f"validation_data does not go with --dataset {args.dataset}; give --test_dir, or training_data"
 
 
 def _text(args: Arguments) -> Iterator[str]:
@@ -263,6 +284,8 @@ def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
         if why:
             idle[name] = why
     idle |= _idle_data(args)
+    if resolved.own.training_data is not None and not args.test_dir:
+        idle |= dict.fromkeys(OF_STORED, "training_data gives its rows itself")
     if args.activation_checkpointing == checkpointing.NONE and args.selective_checkpointing not in (0, 1):
         idle["selective_checkpointing"] = "--activation_checkpointing is none"
     given = {name: show(getattr(args, name)) for name in idle if resolved.given(name)}

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_train.checkpoints.saver import Saver
+from smp_train.errors import ConfigError
+from smp_train.losses import Loss
 from smp_train.models.traits import check_loss
 
 if TYPE_CHECKING:
@@ -54,6 +56,12 @@ class Backend(ABC):
         Called on every rank before `build` and before the data is opened.
         """
         check_loss(spec.config)
+
+    def use_loss(self, loss: Loss) -> None:
+        """Compute ``loss`` in place of the cross entropy; before `build`. Raises `ConfigError` where it cannot."""
+        raise ConfigError(
+            f"loss: the {self.name} backend computes its own; leave loss out, or give --backend native outside of SMP"
+        )
 
     @abstractmethod
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:

@@ -64,6 +64,7 @@ class NativeBackend(Backend):
                 "checkpoint, by smp-train generate"
             )
         self.args = args
+        self.loss: losses.Loss | None = None
         self.cpu_offload = args.cpu_offload and device.type != "cpu"
         if args.cpu_offload != self.cpu_offload:
             logger.info("--cpu_offload 1 has no effect: on a CPU everything is in host memory")
@@ -94,6 +95,10 @@ class NativeBackend(Backend):
             model = build.build_meta(spec, attn_implementation=args.attn_implementation)
             tensor_parallel.apply(model, build.decoder_layers(model), self.mesh.tensor)
 
+    def use_loss(self, loss: losses.Loss) -> None:
+        """See `Backend.use_loss`."""
+        self.loss = loss
+
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build on the meta device, apply parallelism, then allocate each rank's part and fill in the weights.
 
@@ -114,8 +119,8 @@ class NativeBackend(Backend):
         if args.fp8:
             logger.info("FP8: %d linear layers", float8.apply(layers))
         self._checkpoint_and_compile(layers)
-        chunked = args.chunked_loss and can_chunk(model)
-        if chunked != args.chunked_loss:
+        chunked = args.chunked_loss and self.loss is None and can_chunk(model)
+        if self.loss is None and chunked != args.chunked_loss:
             logger.info(
                 "--chunked_loss 1 has no effect: the head of a %s is not known to be one product, so the loss takes "
                 "all logits", spec.config.model_type,
@@ -130,7 +135,8 @@ class NativeBackend(Backend):
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
             forward_prefetch=args.forward_prefetch, cpu_offload=self.cpu_offload,
         )  # fmt: skip
-        loss_head.attach(model, chunked=chunked, tensor=self.mesh.tensor if degrees.tensor > 1 else None)
+        tensor = self.mesh.tensor if degrees.tensor > 1 else None
+        loss_head.attach(model, chunked=chunked, tensor=tensor, loss=self.loss or losses.cross_entropy_sum)
         build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
         if spec.lora is not None:  # whose checkpoints hold the adapters alone
             initialise(model, seed, only=is_adapter)

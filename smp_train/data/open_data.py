@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from smp_train import distributed
+from smp_train.arguments.own import Own, Rows
 from smp_train.data import hf_dataset, manifest, s3
 from smp_train.data.blend import BlendOrder, Joined, read_weights
 from smp_train.data.conversion import processes_for
@@ -15,6 +16,7 @@ from smp_train.data.formats import ARROW, PREPARED, SHARDS, kind_of, refuse_zipp
 from smp_train.data.layout import lay_out
 from smp_train.data.learnable import leave_out_unlearnable
 from smp_train.data.order import Order, read_shuffle
+from smp_train.data.own_rows import Checked
 from smp_train.data.pipelines.data_pipeline import Loader, TrainingData, ValidationData
 from smp_train.data.rounds import in_rounds
 from smp_train.data.s3_cache import bring
@@ -43,7 +45,7 @@ def long_rows(args: Arguments) -> str:
 
 def open_data(
     args: Arguments, *, vocab_size: int, seq_len: int, ranks: Runtime, dp_rank: int, dp_size: int,
-    pin_memory: bool = False,
+    pin_memory: bool = False, own: Own | None = None,
 ) -> tuple[Loader, ValidationData | None]:
     """Open the training and the validation data as this rank sees them; collective.
 
@@ -55,7 +57,9 @@ def open_data(
         dp_rank: this rank among the data-parallel ones, which share the rows.
         dp_size: data-parallel ranks.
         pin_memory: make batches in page-locked memory.
+        own: rows that a program gives in place of places.
     """
+    own = own or Own()
     opened = partial(open_rows, args, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks)
     long = long_rows(args)
     share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
@@ -64,7 +68,9 @@ def open_data(
     source: Source
     held_out: Source | None = None
     order: Order | BlendOrder | None = None
-    if args.use_synthetic_data:
+    if own.training_data is not None:
+        source = open_own(args, own.training_data, "training_data", vocab_size=vocab_size, seq_len=seq_len)
+    elif args.use_synthetic_data:
         source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
         # Another seed, not another part: synthetic rows have no end.
         held_out = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
@@ -75,7 +81,10 @@ def open_data(
         source = sources[0] if len(sources) == 1 else Joined(sources, places)
         if weights is not None and isinstance(source, Joined):
             order = BlendOrder(source, weights, args.seed, args.shuffle)
-        if args.test_dir is not None and (args.validation_freq or args.evaluate_only):
+    if args.validation_freq or args.evaluate_only:
+        if own.validation_data is not None:
+            held_out = open_own(args, own.validation_data, "validation_data", vocab_size=vocab_size, seq_len=seq_len)
+        elif args.test_dir is not None and not args.use_synthetic_data:
             held_out = opened(args.test_dir)
     with distributed.together("preparing the data"):
         training = TrainingData(
@@ -107,6 +116,17 @@ def open_rows(
         source = leave_out_unlearnable(source, seq_len, long=long, max_bad=max_bad, place=place)
     refuse_different(place, source.fingerprint)
     return source
+
+
+def open_own(args: Arguments, rows: Rows, what: str, *, vocab_size: int, seq_len: int) -> Source:
+    """Return a program's own rows, checked as they are read, laid out as samples of ``seq_len`` tokens; collective."""
+    max_bad, long = args.max_bad if args.bad_rows == "skip" else None, long_rows(args)
+    with distributed.together(f"opening {what}"):
+        source: Source = Checked(rows, what, vocab_size)
+    refuse_different(what, (source.fingerprint, len(source)))
+    with distributed.together(f"laying out {what}"):
+        source = lay_out(source, seq_len, long=long, short=args.short)
+        return leave_out_unlearnable(source, seq_len, long=long, max_bad=max_bad, place=what)
 
 
 def open_evaluation(args: Arguments, place: str, *, vocab_size: int, seq_len: int, ranks: Runtime) -> Source:

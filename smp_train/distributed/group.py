@@ -29,6 +29,8 @@ MISMATCH = "odd"
 """Key in a round: why its ranks do not fit together."""
 
 _attempted = False
+_serving: dict[tuple[str, int], Any] = {}
+"""Stores that this process serves, by address: ranks may come to meet again while rank 0 still leaves the last time."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,15 @@ def meet(runtime: Runtime, seconds: float) -> Any:
 
     global _meeting
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: Any = dist.TCPStore(
-        runtime.master_addr, runtime.master_port, None if agent_serves else runtime.world_size,
-        is_master=runtime.is_main and not agent_serves, timeout=timedelta(seconds=seconds), wait_for_workers=False,
-    )  # fmt: skip
+    address, serves = (runtime.master_addr, runtime.master_port), runtime.is_main and not agent_serves
+    store = _serving.get(address)
+    if store is None:
+        store = dist.TCPStore(
+            *address, None if agent_serves else runtime.world_size, is_master=serves,
+            timeout=timedelta(seconds=seconds), wait_for_workers=False,
+        )  # fmt: skip
+    if serves:
+        _serving[address] = store
     deadline, pause = time.monotonic() + seconds, 0.01  # from here on: rank 0 may have started late
     everyone = [f"here/{rank}" for rank in range(runtime.world_size)]
     prefix = ""

@@ -13,7 +13,9 @@ from smp_train.distributed.dtensor import local_tensor
 from smp_train.parallel.sequence import gather_hidden
 
 
-def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:
+def attach(
+    model: Any, *, chunked: bool, tensor: DeviceMesh | None, loss: losses.Loss = losses.cross_entropy_sum
+) -> None:  # fmt: skip
     """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
 
     It is a forward method of the root: only inside one are the root's parameters, such as the head's weight, gathered.
@@ -22,10 +24,11 @@ def attach(model: Any, *, chunked: bool, tensor: DeviceMesh | None) -> None:
         model: A sharded causal LM.
         chunked: Compute the loss by chunks of tokens (`losses.linear_cross_entropy_sum`).
         tensor: The mesh that the vocabulary is split over, if it is.
+        loss: Of all logits, where it is not computed by chunks.
     """
 
     def from_logits(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
-        return losses.cross_entropy_sum(model.forward(input_ids=input_ids, use_cache=False, **inputs).logits, targets)
+        return loss(model.forward(input_ids=input_ids, use_cache=False, **inputs).logits.float(), targets).float()
 
     def by_chunks(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
         hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state

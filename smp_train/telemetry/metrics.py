@@ -190,19 +190,22 @@ class MetricsWriter:
 
             self._boards = [SummaryWriter(folder) for folder in tensorboard_dir]
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Write a logged step. Fields of `STEP_FIELDS` missing in ``record`` are written as null."""
+    def step(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a logged step, and return it. Fields of `STEP_FIELDS` missing in ``record`` are written as null."""
         full = {**dict.fromkeys(STEP_FIELDS), "time": time.time(), **record}
         self._write(full)
         self._scalars("train", full)
+        return full
 
-    def event(self, name: str, **fields: Any) -> None:
-        """Write an event of `EVENTS`, with ``step`` among its fields; `evaluate` also has ``loss``."""
+    def event(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Write an event of `EVENTS`, with ``step`` among its fields, and return it; `evaluate` also has ``loss``."""
         if name not in EVENTS:
             raise ValueError(f"{name} is not one of {EVENTS}")
-        self._write({"event": name, "time": time.time(), **fields})
+        record = {"event": name, "time": time.time(), **fields}
+        self._write(record)
         if name == "evaluate":
             self._scalars("validation", fields)
+        return record
 
     def close(self) -> None:
         """Close the files; later calls do nothing."""

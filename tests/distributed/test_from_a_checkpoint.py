@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from smp_train.cli import VERBS
 from smp_train.errors import CheckpointError, ConfigError, DataError
 from tests import harness
 from tests.training import SAMPLE, flags, read_checkpoint, records, train
@@ -36,7 +37,7 @@ def verb(name: str, *words: Any) -> str:
 
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert importlib.import_module(f"smp_train.{name}").main(list(map(str, words))) == 0
+        assert importlib.import_module(VERBS[name].module).main(list(map(str, words))) == 0
     return out.getvalue()
 
 

@@ -194,7 +194,11 @@ def _become(words: list[str], folder: str, environ: dict[str, str], out: str, er
     sys.path.insert(0, str(ROOT))
     sys.argv = ["smp-train", *words]
     try:
-        runpy.run_module("smp_train", run_name="__main__", alter_sys=True)
+        if words[0].endswith(".py"):
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+        else:
+            runpy.run_module("smp_train", run_name="__main__", alter_sys=True)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -206,7 +210,7 @@ def cold(folder: Path, *words: str, environ: Mapping[str, str] | None = None) ->
 
 
 def warm(folder: Path, *words: str, environ: Mapping[str, str] | None = None) -> Command:
-    """Start ``python -m smp_train WORDS`` in a forked process."""
+    """Start ``python -m smp_train WORDS`` in a forked process, or ``python WORDS`` where the first is a script."""
     return _Warm(folder, list(words), environ)
 
 

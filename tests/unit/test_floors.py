@@ -14,9 +14,10 @@ PACKAGE = Path(__file__).parents[2] / "smp_train"
 
 # Top to bottom. Rooms on one floor do not know each other, but for those named in NEIGHBOURS.
 FLOORS = [
+    {"api"},
     {"cli", "__main__", "launch", "bench"},
-    {"train_lib", "evaluate"},
-    {"saving", "generate"},
+    {"train_lib", "evaluation"},
+    {"saving", "generation"},
     {"build_run"},
     {"resume"},
     {"train_utils", "naming", "inference"},
@@ -25,7 +26,10 @@ FLOORS = [
     {"models", "losses", "learning_rates"},
     {"arguments", "distributed", "storage", "errors", "__init__"},
 ]
-NEIGHBOURS = {("cli", "bench"), ("cli", "launch"), ("launch", "cli"), ("__main__", "cli"), ("backends", "checkpoints")}
+NEIGHBOURS = {
+    ("__init__", "api"), ("cli", "bench"), ("cli", "launch"), ("launch", "cli"), ("__main__", "cli"),
+    ("backends", "checkpoints"),
+}  # fmt: skip
 
 
 def room(path: Path) -> str:

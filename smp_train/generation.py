@@ -87,11 +87,11 @@ def main(argv: Sequence[str]) -> int:
     prompts = read_prompts(args.prompt, args.prompt_file)
     trust_code(bool(args.trust_remote_code))
     stream = sys.stdout.isatty() if args.stream is None else bool(args.stream)
-    dtype = None if args.dtype is None else inference.DTYPES[args.dtype]
     with distributed.started(distributed.detect(), timeout_seconds=TIMEOUT_SECONDS) as device:
         continue_prompts(
             inference.describe(args.checkpoint, args.model), device, prompts, sampling, tokenizer=args.tokenizer,
-            dtype=dtype, attn_implementation=args.attn_implementation, chat=bool(args.chat), stream=stream,
+            dtype=inference.dtype_of(args.dtype, device), attn_implementation=args.attn_implementation,
+            chat=bool(args.chat), stream=stream,
         )  # fmt: skip
     return 0
 
@@ -119,13 +119,14 @@ def continue_prompts(
     attn_implementation: str = "sdpa",
     chat: bool = False,
     stream: bool = False,
-) -> None:
-    """Load the model and print what follows each prompt; collective.
+    show: bool = True,
+) -> list[str]:
+    """Load the model, print what follows each prompt unless not to ``show`` it, and return it on all ranks; collective.
 
     ``tokenizer`` stands for the one beside the weights; ``dtype`` is bfloat16 on a GPU and float32 on a CPU by default.
     """
     if dtype is None:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = inference.dtype_of(None, device)
     with ExitStack() as opened:
         found = None
         with distributed.together("reading the tokenizer"):
@@ -137,8 +138,11 @@ def continue_prompts(
         encoded = [encode(found, prompt, config, chat=chat) for prompt in prompts]
         model = inference.load(described, device, dtype, attn_implementation=attn_implementation)
         model.generation_config = described.generation_config()
-        for prompt, ids in zip(prompts, encoded, strict=True):
-            answer(model, found, "" if chat else prompt, ids, sampling, stream=stream)
+        shown = [None if not show else "" if chat else prompt for prompt in prompts]
+        texts = [
+            answer(model, found, each, ids, sampling, stream=stream) for each, ids in zip(shown, encoded, strict=True)
+        ]
+        return distributed.on_main("generating", lambda: texts)
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
@@ -191,14 +195,14 @@ def encode(tokenizer: Any, prompt: str, config: Any, *, chat: bool = False) -> l
 
 
 def answer(
-    model: Any, tokenizer: Any, shown: str, ids: Sequence[int], sampling: Sampling, *, stream: bool = False
+    model: Any, tokenizer: Any, shown: str | None, ids: Sequence[int], sampling: Sampling, *, stream: bool = False
 ) -> str:
     """Generate what follows ``ids``, print it on rank 0 after ``shown``, and return it there. Collective.
 
-    ``stream`` prints each word once it is whole. The speed goes to stderr.
+    None prints nothing. ``stream`` prints each word once it is whole. The speed goes to stderr.
     """
     streamer = None
-    if tokenizer is not None:
+    if tokenizer is not None and shown is not None:
         print(shown, end="", flush=True)
         if stream:
             from transformers import TextStreamer
@@ -211,6 +215,8 @@ def answer(
     if tokenizer is None:
         return ""
     text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    if shown is None:
+        return text
     if not stream:
         print(text)
     sys.stdout.flush()

@@ -10,16 +10,18 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from smp_train import backends, distributed, inference, train_utils
-from smp_train.arguments import Arguments, parse
+from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.groups import flags
-from smp_train.data.open_data import long_rows, open_evaluation
+from smp_train.data.open_data import long_rows, open_evaluation, open_own
 from smp_train.data.pipelines.data_pipeline import ValidationData
+from smp_train.data.source import Source
 from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import DEFAULT_CONTEXT
@@ -65,12 +67,55 @@ def options() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Collective under a launcher."""
     own, rest = options().parse_known_args(list(argv))
-    resolved = parse(rest, environ={})
+    found = run(parse(rest, environ={}), own.checkpoint, own.data, batches=own.batches, model=own.model)
+    if distributed.detect().is_main:
+        report(found, as_json=own.json)
+    return 0
+
+
+class Score(NamedTuple):
+    """Loss in nats per counted token, e to its power, and the counted tokens."""
+
+    loss: float
+    perplexity: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `smp-train evaluate` finds.
+
+    Attributes:
+        checkpoint: location of the checkpoint that was chosen, or of the model.
+        step: of the checkpoint; None for a model.
+        data: of each data set.
+        all: of all tokens together.
+    """
+
+    checkpoint: str
+    step: int | None
+    data: dict[str, Score]
+    all: Score
+
+
+def run(
+    resolved: Resolved, checkpoint: str, places: Sequence[str] | Mapping[str, str | Source], *,
+    batches: int | None = None, model: str | None = None,
+) -> Evaluation:  # fmt: skip
+    """Evaluate a checkpoint on data sets; collective under a launcher.
+
+    Args:
+        resolved: flags of ``train`` that were given.
+        checkpoint: as --checkpoint.
+        places: as --data, or places and rows of a program's own by name.
+        batches: as --batches.
+        model: as --model.
+    """
     for name, remedy in WITHOUT_USE.items():
         if resolved.given(name):
             raise ConfigError(f"--{name} is for training; {remedy}")
-    if own.batches is not None and own.batches < 1:
-        raise ConfigError(f"--batches {own.batches}: must be at least 1")
+    if batches is not None and batches < 1:
+        raise ConfigError(f"--batches {batches}: must be at least 1")
     args = resolved.args
     args.evaluate_only = True
     trust_code(args.trust_remote_code)
@@ -82,12 +127,17 @@ def main(argv: Sequence[str]) -> int:
         ) as device,
         ExitStack() as opened,
     ):
-        described = inference.describe(own.checkpoint, own.model)
+        described = inference.describe(checkpoint, model)
         take_over(args, described, given={name for name in flags() if resolved.given(name)})
-        found = evaluate(args, ranks, device, described, own.data, own.batches, opened)
-    if ranks.is_main:
-        report(described, found, as_json=own.json)
-    return 0
+        by_name = places if isinstance(places, Mapping) else {place: place for place in places}
+        if not by_name:
+            raise ConfigError("there is no data to evaluate on; give --data")
+        found = evaluate(args, ranks, device, described, by_name, batches, opened)
+    tokens = sum(count for _, count in found.values())
+    total = sum(loss * count for loss, count in found.values()) / tokens
+    rows = {place: Score(loss, perplexity(loss), count) for place, (loss, count) in found.items()}
+    step = None if described.checkpoint is None else described.checkpoint.step
+    return Evaluation(described.location, step, rows, Score(total, perplexity(total), tokens))
 
 
 def take_over(args: Arguments, described: inference.Described, given: set[str]) -> None:
@@ -106,7 +156,7 @@ def evaluate(
     ranks: distributed.Runtime,
     device: torch.device,
     described: inference.Described,
-    places: Sequence[str],
+    places: Mapping[str, str | Source],
     most: int | None,
     opened: ExitStack,
 ) -> dict[str, tuple[float, int]]:
@@ -121,10 +171,14 @@ def evaluate(
             args.tokenizer = opened.enter_context(described.tokenizer_folder())
     topology = backend.topology
     data = {}
-    for place in places:
-        source = open_evaluation(args, place, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks)
-        with distributed.together(f"preparing {place}"):
-            data[place] = ValidationData(
+    vocab_size = spec.config.vocab_size
+    for name, place in places.items():
+        if isinstance(place, Source):
+            source = open_own(args, place, name, vocab_size=vocab_size, seq_len=seq_len)
+        else:
+            source = open_evaluation(args, place, vocab_size=vocab_size, seq_len=seq_len, ranks=ranks)
+        with distributed.together(f"preparing {name}"):
+            data[name] = ValidationData(
                 source, seq_len=seq_len, micro_batch=args.val_batch_size, max_batches=most, long=long_rows(args),
                 dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda",
             )  # fmt: skip
@@ -152,24 +206,18 @@ def batches(backend: Any, data: ValidationData, place: str, *, show: bool) -> It
                 bar.update()
 
 
-def report(described: inference.Described, found: dict[str, tuple[float, int]], *, as_json: bool) -> None:
+def report(found: Evaluation, *, as_json: bool) -> None:
     """Print the result: a line per data set and, of several, one of all their tokens; or one JSON object."""
-    tokens = sum(count for _, count in found.values())
-    total = sum(loss * count for loss, count in found.values()) / tokens
-    rows = {place: _row(*each) for place, each in found.items()}
     if as_json:
-        step = None if described.checkpoint is None else described.checkpoint.step
-        print(json.dumps({"checkpoint": described.location, "step": step, "data": rows, "all": _row(total, tokens)}))
+        data = {place: _row(score) for place, score in found.data.items()}
+        print(json.dumps({"checkpoint": found.checkpoint, "step": found.step, "data": data, "all": _row(found.all)}))
         return
-    print(described.location)
-    if len(rows) > 1:
-        rows["all"] = _row(total, tokens)
+    print(found.checkpoint)
+    rows = found.data if len(found.data) == 1 else {**found.data, "all": found.all}
     width = max(map(len, rows))
     for name, row in rows.items():
-        shown = "inf" if row["perplexity"] is None else f"{row['perplexity']:.2f}"
-        print(f"  {name:<{width}}  loss {row['loss']:.5f}  perplexity {shown}  tokens {row['tokens']}")
+        print(f"  {name:<{width}}  loss {row.loss:.5f}  perplexity {row.perplexity:.2f}  tokens {row.tokens}")
 
 
-def _row(loss: float, tokens: int) -> dict[str, Any]:
-    value = perplexity(loss)
-    return {"loss": loss, "perplexity": value if math.isfinite(value) else None, "tokens": tokens}
+def _row(score: Score) -> dict[str, Any]:
+    return {**score._asdict(), "perplexity": score.perplexity if math.isfinite(score.perplexity) else None}
