@@ -81,13 +81,17 @@ class DataArguments:
     data_cache_dir: str | None = flag(None, "Folder for the shards' index", shown="beside the data", must="folder")
     data_audit: bool = flag(False, "Write every consumed sample's identity to data_audit-rank<r>.jsonl")
     dataset: str | None = flag(
-        None, "Text to tokenise on the fly: jsonl, parquet or text in a file, folder or s3://, or a name on the hub, "
-        "such as allenai/c4", trainer="dataset_name train_file")
+        None, "Text, chats, or prompts with completions to tokenise on the fly: jsonl, parquet or text in a file, "
+        "folder or s3://, or a name on the hub, such as allenai/c4", trainer="dataset_name train_file")
     dataset_config_name: str | None = flag(None, "Its configuration on the hub, such as en", needs="dataset")
     tokenizer: str | None = flag(
         None, "Tokenizer of that text: tokenizer.json, a folder, or a name on the hub", shown="the model's own",
         trainer="tokenizer_name")
-    text_column: str = flag("text", "Field or column of that text", idle_without="dataset")
+    text_column: str | None = flag(
+        None, "Field of that text or of the chats; or two, PROMPT,COMPLETION", idle_without="dataset",
+        shown="text, messages or prompt,completion")
+    chat_template: str | None = flag(
+        None, "File with a chat template, for the tokenizer's own", idle_without="dataset")
     validation_freq: int | None = flag(
         None, "Steps between validations", shown="never", must=">=1", trainer="eval_steps")
     validation_batches: int = flag(10, "Batches of one validation", must=">=1")

@@ -260,12 +260,8 @@ def _text(args: Arguments) -> Iterator[str]:
         yield f"--shuffle {args.shuffle} is for shards; streamed text knows global and none"
     if args.zipped_data is not None:
         yield f"--zipped_data {int(args.zipped_data)} is for shards; of text, leave it out"
-    if args.short == "pack" or args.long not in (None, "split"):
-        given = "--short pack" if args.short == "pack" else f"--long {args.long}"
-        yield (
-            f"{given} does not go with --dataset, whose documents are joined end to end; make shards with "
-            "smp-train prepare"
-        )
+    if args.long == "crop":
+        yield "--long crop does not go with --dataset; make shards with smp-train prepare"
 
 
 def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:

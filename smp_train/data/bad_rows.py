@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import DataError
@@ -22,6 +22,13 @@ class LeftOut:
         self.number += 1
         if self.number & (self.number - 1) == 0:
             logger.warning("left out %d documents so far (--bad_rows skip); the last is %s", self.number, why)
+
+
+def leave_out(why: str, left_out: Callable[[str], None] | None) -> None:
+    """Count a malformed document, ``PLACE: reason; what to do``; raise DataError where none may be left out."""
+    if left_out is None:
+        raise DataError(f"{why}, or leave such documents out with --bad_rows skip")
+    left_out(why)
 
 
 def judge(

@@ -10,6 +10,8 @@ from typing import NoReturn
 from smp_train.data import manifest
 from smp_train.data.audit import audit
 from smp_train.data.survey import ANY_VOCABULARY, look
+from smp_train.data.text.opening import holds_text
+from smp_train.data.text.survey import look_at_documents
 from smp_train.errors import ConfigError, DataError
 
 SHOWN = 100
@@ -34,7 +36,11 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--max_context_width", type=int, help="rows that it cuts to nothing to learn are problems")
         one.add_argument("--cache_dir", help="where objects of S3 are put for a while")
         if name == "inspect":
-            one.add_argument("--tokenizer", help="to show a sample as text: tokenizer.json, or a folder with one")
+            one.add_argument(
+                "--tokenizer", help="tokenizer.json, or a folder: shows a sample as text, and reads text and chats"
+            )
+            one.add_argument("--text_column", help="of text and chats: as of smp-train prepare")
+            one.add_argument("--chat_template", metavar="FILE", help="of chats: as of smp-train prepare")
     one = verbs.add_parser("audit", help="check the data_audit files of a run for repeats and gaps")
     one.add_argument("run", help="run folder of a run with --data_audit 1")
     one.add_argument("--rows", type=int, help="samples in the data set; default: as run.json says")
@@ -46,7 +52,12 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(list(argv))
     if args.verb == "audit":
         return audit(Path(args.run), args.rows)
-    survey = look(args.path, args.vocab_size, args.cache_dir, args.max_context_width)
+    if args.verb == "inspect" and args.tokenizer and holds_text(args.path, args.text_column):
+        survey = look_at_documents(
+            args.path, args.tokenizer, args.max_context_width, column=args.text_column, template=args.chat_template
+        )
+    else:
+        survey = look(args.path, args.vocab_size, args.cache_dir, args.max_context_width)
     if args.verb == "verify":
         differences = manifest.differences(args.path, checksums=True)
         survey.problems += [f"{args.path}: {problem} (by {manifest.MANIFEST})" for problem in differences]

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from smp_train.data import formats, hf_dataset, manifest, s3
 from smp_train.data.lines import read_lines
 from smp_train.data.progress import Progress
@@ -18,6 +20,7 @@ from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 
 ANY_VOCABULARY = 1 << 31
+SAMPLE_TOKENS = 512
 
 
 @dataclass
@@ -39,7 +42,7 @@ class Survey:
     """Lines that were left out when prepared tokens were made."""
     lengths: Counter[int] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    sample: list[int] = field(default_factory=list)
+    sample: Row | None = None
     sample_name: str = ""
 
     def add(self, name: str, row: Row, folder: str = "") -> None:
@@ -53,8 +56,8 @@ class Survey:
             self.problems.append(f"{folder}{name}: none of its first {most} tokens is counted: nothing to learn")
         self.lowest, self.highest = min(self.lowest, int(ids.min())), max(self.highest, int(ids.max()))
         self.lengths[ids.size] += 1
-        if not self.sample:
-            self.sample, self.sample_name = ids[:64].tolist(), name
+        if self.sample is None:
+            self.sample, self.sample_name = row.cut(0, SAMPLE_TOKENS), name
 
     def quantile(self, part: float) -> int:
         """Return the length that ``part`` of all rows do not exceed."""
@@ -68,23 +71,35 @@ class Survey:
     def text(self, tokenizer: str | None) -> str:
         """Return the report that ``data inspect`` prints."""
         lines = [f"{self.kind}: {self.rows} rows, {self.tokens} tokens in {self.shards} files"]
-        if self.rows:
+        if self.sample is not None:
             lines += [
                 f"counted: {self.counted} tokens ({self.counted / self.tokens:.2%})",
                 f"labels: in {self.labelled} of {self.rows} rows",
                 f"length: {self.quantile(0)} to {self.quantile(1)}, median {self.quantile(0.5)}, "
                 f"95 % up to {self.quantile(0.95)}",
                 f"token ids: {self.lowest} to {self.highest}: --vocab_size must be at least {self.highest + 1}",
-                f"{self.sample_name} begins: {' '.join(map(str, self.sample[:24]))} ...",
+                f"{self.sample_name} begins: {' '.join(map(str, self.sample.input_ids[:24]))} ...",
             ]
-        if tokenizer and self.sample:
-            from smp_train.data.prepare.tokenizer import load
-
-            lines.append(f"as text: {load(tokenizer).decode(self.sample)!r}")
+            if tokenizer:
+                marked = " (counted tokens in [[ ]])" if self.sample.targets() is not None else ""
+                lines.append(f"as text{marked}: {marked_text(self.sample, tokenizer)!r}")
         if self.left_out:
             lines.append(f"left out when this was made, as no rows: {self.left_out} lines")
         lines.append(f"problems: {len(self.problems)}")
         return "\n".join(lines)
+
+
+def marked_text(row: Row, tokenizer: str) -> str:
+    """Return the text of a row; where not all of it is counted, with what is in double brackets."""
+    from smp_train.data.prepare.tokenizer import load
+
+    loaded, targets = load(tokenizer), row.targets()
+    if targets is None:
+        return str(loaded.decode(row.input_ids.tolist(), skip_special_tokens=False))
+    edges = np.flatnonzero(np.diff(targets)) + 1
+    runs = zip(np.split(row.input_ids, edges), np.split(targets, edges), strict=True)
+    texts = [(loaded.decode(ids.tolist(), skip_special_tokens=False), bool(counted[0])) for ids, counted in runs]
+    return "".join(f"[[{text}]]" if counted else text for text, counted in texts)
 
 
 def look(path: str, vocab_size: int, cache_dir: str | None = None, seq_len: int | None = None) -> Survey:

@@ -8,7 +8,7 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import IO
 
@@ -209,11 +209,15 @@ def _refuse_changed(shard: Shard) -> None:
         raise DataError(f"{shard.path}: changed while it was being read; start again when it is complete")
 
 
-def write_rows(name: str, base: str, vocab_size: int, block: np.ndarray) -> None:
-    """Write rows that need no parsing, [rows, tokens], all counted, as the token file of a shard called ``name``."""
+def write_rows(name: str, base: str, vocab_size: int, block: np.ndarray | Sequence[Row]) -> None:
+    """Write rows that need no parsing as the token file of a shard called ``name``.
+
+    ``block`` is [rows, tokens], all counted, or rows.
+    """
+    rows = [Row(ids) for ids in block] if isinstance(block, np.ndarray) else block
     with writing(base) as writer:
-        shard = Shard("", name, block.size * dtype_for(vocab_size).itemsize, 0)
-        writer.add(shard, vocab_size, enumerate(map(Row, block), 1))
+        size = sum(row.input_ids.size for row in rows) * dtype_for(vocab_size).itemsize
+        writer.add(Shard("", name, size, 0), vocab_size, enumerate(rows, 1))
 
 
 def digests_of_block(block: np.ndarray, vocab_size: int) -> dict[str, str]:

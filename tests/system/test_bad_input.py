@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.chats import PLAIN, write_lines, write_tokenizer
 from tests.checkpoint_files import tree
 from tests.system.command import Command, warm, write_shard
 from tests.training import flags
@@ -83,6 +84,17 @@ def missing_shard(folder: Path) -> dict[str, Any]:
     return on(data)
 
 
+def on_chats(template: str | None, *chat: dict[str, str]) -> Mistake:
+    """Return a mistake: a chat, with a tokenizer that has a template or none."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        write_tokenizer(folder / "tokenizer", template)
+        place = write_lines(folder / "chats.jsonl", [{"messages": chat}])
+        return {"use_synthetic_data": None, "dataset": place, "tokenizer": folder / "tokenizer", "vocab_size": 300}
+
+    return make
+
+
 def below_a_file(flag: str, name: str) -> Mistake:
     """Return a mistake: a folder where also root cannot write."""
 
@@ -115,6 +127,13 @@ LOOKED_AT: dict[str, tuple[Mistake, int, str]] = {
         r"FOLDER/data/part-0\.jsonl:9: token id 256 is outside the vocabulary \[0, 256\); .* --vocab_size",
     ),
     "missing shard": (missing_shard, DATA, r"FOLDER/data: .*part-1\.jsonl is missing"),
+    "chats without a template": (
+        on_chats(None), CONFIG, r"--tokenizer FOLDER/tokenizer: has no chat template.* --chat_template",
+    ),
+    "chat without an answer": (
+        on_chats(PLAIN, {"role": "user", "content": "a"}), DATA,
+        r"FOLDER/chats\.jsonl:1: no turn of the assistant: .* --bad_rows skip",
+    ),
     "unwritable checkpoints": (
         below_a_file("checkpoint_dir", "checkpoints"), CHECKPOINT, r"FOLDER/file/checkpoints.* --checkpoint_dir",
     ),

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.chats import PLAIN, write_tokenizer
 from tests.checkpoint_files import flat
 from tests.system.command import warm, write_shard
 from tests.tiers import core
@@ -377,6 +378,20 @@ row(
 )
 
 
+def on_a_chat(folder: Path, template: str) -> list[str]:
+    """Return the command that prepares a chat by a tokenizer with some chat template."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    made = write_tokenizer(folder / "chat_tokenizer", template)
+    return prepare(folder, "a.jsonl", json.dumps({"messages": chat}).encode(), f"--tokenizer={made}")
+
+
+row(
+    DATA, "a_chat_template_runs_a_command",
+    lambda folder: on_a_chat(folder, "{{ cycler.__init__.__globals__.os.system('touch $CANARY') }}" + PLAIN)
+)
+row(DATA, "a_chat_template_takes_all_memory", lambda folder: on_a_chat(folder, "{{ 'a' * 8000000000 }}" + PLAIN))
+
+
 def with_cache_in(make: Callable[[Path, Path], object]) -> Case:
     """Return the command that reads a shard, the home folder closed; ``make`` made the cache in the temporary one."""
 
@@ -537,7 +552,7 @@ CORE = {
     "index_calls_a_function", "index_names_a_file_above_its_folder", "index_says_a_tensor_is_enormous",
     "configuration_brings_code", "tokenizer_brings_code_to_prepare", "a_line_of_a_shard_is_nested_very_deep",
     "the_cache_folder_is_a_link", "a_signed_url_is_no_data_folder", "safetensors with a header of an exabyte",
-    "pickled_weights_run_code", "a_file_of_a_rank_is_compressed",
+    "pickled_weights_run_code", "a_file_of_a_rank_is_compressed", "a_chat_template_runs_a_command",
 }  # fmt: skip
 
 

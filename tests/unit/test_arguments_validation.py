@@ -112,7 +112,6 @@ DATA = {
     "--dataset d": "--dataset d needs --tokenizer",
     "--dataset d --tokenizer t --epochs 2": "give --max_steps alone",
     "--dataset d --tokenizer t --shuffle window:2": "streamed text knows global and none",
-    "--dataset d --tokenizer t --short pack": "--short pack does not go with --dataset",
     "--dataset d --tokenizer t --zipped_data 1": "--zipped_data 1 is for shards",
     "--dataset d --tokenizer t --long crop": "--long crop does not go with --dataset",
     "--dataset s3://b/d --tokenizer t --validation_freq 5": "--validation_freq 5 needs --test_dir",

@@ -22,6 +22,7 @@ from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
 from smp_train.storage import client as s3_client
 from smp_train.storage import s3 as storage_s3
+from tests.chats import chat, write_lines, write_tokenizer
 from tests.s3_server import upload
 from tests.shards import convert
 
@@ -275,3 +276,18 @@ def test_text_is_read_in_pieces_and_mended(server, bucket, tmp_path, monkeypatch
     assert list(documents(alone)) == [(1, "one document")]
     with pytest.raises(DataError, match="no file that matches"):
         find_files([f"{bucket}/nothing"])
+
+
+def test_chats_are_read_as_from_a_folder(bucket, tmp_path):
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    body = write_lines(tmp_path / "local" / "a.jsonl", [{"messages": chat(n)} for n in range(20)]).read_bytes()
+    upload(f"{bucket}/chats", {"a.jsonl": body})
+    for place, name in ((str(tmp_path / "local"), "of_files"), (f"{bucket}/chats", "of_s3")):
+        flags = ["--tokenizer", str(tokenizer), "--validation_fraction", "0"]
+        assert prepare(["--input", place, "--output", str(tmp_path / name), *flags]) == 0
+    (shard,) = (tmp_path / "of_s3" / "train").iterdir()
+    assert shard.read_bytes() == (tmp_path / "of_files" / "train" / shard.name).read_bytes()
+    bad = write_lines(tmp_path / "bad.jsonl", [{"messages": chat(1)}, {"messages": []}])
+    upload(f"{bucket}/chats", {"a.jsonl": bad.read_bytes()})
+    with pytest.raises(DataError, match=r"s3://.*/chats/a\.jsonl:2: messages is empty"):
+        prepare(["--input", f"{bucket}/chats", "--output", str(tmp_path / "bad"), *flags])

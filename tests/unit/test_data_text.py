@@ -20,6 +20,7 @@ from smp_train.data.bad_rows import LeftOut
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.cli import main as prepare
+from smp_train.data.text.fields import TEXTS, Fields
 from smp_train.data.text.files import find_files
 from smp_train.data.text.opening import _reading, holds_text
 from smp_train.data.text.read import TextFile, documents
@@ -270,8 +271,8 @@ def test_a_stream_without_a_document_stops_the_run_before_its_first_step(tmp_pat
 
 BAD_FILES = [
     ("a.jsonl", b'{"text": "good"}\n{"text": "cut', ":2: broken JSON"),
-    ("a.jsonl", b'{"text": "good"}\n{"text": 5}', ':2: no "text" string in this line; set --text_column'),
-    ("a.jsonl", b'{"text": "good"}\n\n["text"]', ':3: no "text" string in this line; one object per line'),
+    ("a.jsonl", b'{"text": "good"}\n{"text": 5}', ':2: no "text" string in this record; set --text_column'),
+    ("a.jsonl", b'{"text": "good"}\n\n["text"]', ':3: no object in this line; one object per line'),
     ("a.jsonl", b'{"input_ids": [1, 2]}', ":1: .*these are tokens already: .* --training_dir"),
     ("a.parquet", b"PAR1 not parquet", ": "),
     ("a.jsonl.gz", gzip.compress(lines(range(5000)), mtime=0)[:-100], r":\d+: "),
@@ -356,7 +357,7 @@ def test_a_folder_of_text_that_save_to_disk_wrote(tmp_path, tokenizer):
     for file in files:
         assert list(documents(file, start=2, part=1, parts=3)) == list(documents(file))[1::3][2:]
         with pytest.raises(DataError, match=r"\.arrow: .*words.*--text_column"):
-            list(documents(file, "words"))
+            list(documents(file, Fields(("words",))))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     words = ["--input", str(tmp_path / "d"), "--output", str(tmp_path / "out"), "--seq_len", "16"]
     assert prepare([*words, "--tokenizer", str(tmp_path / "tokenizer.json"), "--eos_token", "<|endoftext|>"]) == 0
@@ -421,7 +422,7 @@ def test_a_data_set_of_the_hub(tmp_path, tokenizer, monkeypatch):
             find_files([name], **options)
         assert "\n" not in str(refused.value)
     with pytest.raises(DataError, match=r"train-\d: .*body.*text.*--text_column"):
-        list(documents(files[0], "body"))
+        list(documents(files[0], Fields(("body",))))
 
 
 def names_in(folder, *given):
@@ -466,7 +467,7 @@ def test_what_is_called_json_is_looked_into(tmp_path, caplog):
     (tmp_path / "pretty.json").write_bytes(b'{\n "text": "one"\n}\n')
     (tmp_path / "blank.json").write_bytes(b"\n")
     assert len(names_in(tmp_path)) == 4
-    assert "left out 3 files called *.json whose first line is no object with the field text" in caplog.text
+    assert "left out 3 files called *.json whose first line is no object with a field text or" in caplog.text
     assert "blank.json" in caplog.text
     assert list(documents(find_files([str(tmp_path / "b.json")])[0])) == [(2, "one"), (3, "two")]
     assert names_in(tmp_path / "pretty.json"), "given itself"
@@ -486,8 +487,8 @@ def test_a_tokenizer_of_another_model(tmp_path, tokenizer):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     args = parse(["--dataset", "x", "--tokenizer", str(tmp_path)], {}).args
     with pytest.raises(ConfigError, match=r"297.*256"):
-        _reading(args, 256, 8)
-    assert _reading(args, 298, 8)[0].end == tokenizer.token_to_id("<|endoftext|>")
+        _reading(args, 256, 8, TEXTS)
+    assert _reading(args, 298, 8, TEXTS)[0].end == tokenizer.token_to_id("<|endoftext|>")
 
 
 def test_tokenizers_of_older_versions(tokenizer):

@@ -19,7 +19,7 @@ from smp_train.data.pipelines.batch import Batch, collate
 from smp_train.data.pipelines.loader import Loader, change_data, refuse_changed
 from smp_train.data.source import Row, Source
 from smp_train.data.text.read import TextFile, documents
-from smp_train.data.text.stream import Cursor, Reading, Stream, assign_pieces, span, stream_count
+from smp_train.data.text.stream import Cursor, Reading, Sample, Stream, assign_pieces, span, stream_count
 from smp_train.errors import DataError
 
 logger = logging.getLogger("smp_train.data")
@@ -100,8 +100,10 @@ class TextData(Loader):
                             opening.pop(stream.number).result()
                         stream.skip_to(position // self.streams)
                         found.append(stream.take())
-                    rows, names = [Row(ids) for ids, _ in found], [name for _, name in found]
-                    batches.append(collate(rows, names, self.seq_len, pin_memory=self.pin_memory))
+                    rows, names = [sample.row for sample in found], [sample.name for sample in found]
+                    batch = collate(rows, names, self.seq_len, pin_memory=self.pin_memory)
+                    batch.truncated = sum(sample.truncated for sample in found)
+                    batches.append(batch)
                 consumed += self.global_batch
                 yield _Step(batches, consumed, {v: (stream.taken, stream.cursor) for v, stream in read.items()})
         finally:
@@ -116,9 +118,16 @@ class TextData(Loader):
         return {
             "seed": self.reading.seed,
             "shuffle": "global" if self.reading.shuffled else "none",
-            "layout": f"text tokenised on the fly, --max_context_width {self.seq_len}",
+            "layout": self._layout(),
             "fingerprint": self.fingerprint,
         }
+
+    def _layout(self) -> str:
+        how = self.reading
+        if how.conversations is None:
+            return f"text tokenised on the fly, --max_context_width {self.seq_len}"
+        short = "pack" if how.packed else "pad"
+        return f"{how.fields.kind} on the fly, --short {short} --long {how.long} --max_context_width {self.seq_len}"
 
     def state(self, consumed: int) -> dict[str, Any]:
         """Return what a checkpoint keeps; collective.
@@ -167,7 +176,7 @@ class TextData(Loader):
 
 def fingerprint(files: Sequence[TextFile], reading: Reading, identity: str) -> str:
     """Return the identity of streamed data: names and sizes of files (of S3 and the hub, versions), and tokenizer."""
-    digest = hashlib.blake2b(f"{identity} {reading.end} {reading.column}\n".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{identity} {reading.end} {','.join(reading.fields.names)}\n".encode(), digest_size=16)
     for file in files:
         digest.update(f"{file.name} {file.size} {file.version if file.remote else ''}\n".encode())
     return digest.hexdigest()
@@ -185,7 +194,7 @@ class TextRows(Source):
     def __init__(self, files: Sequence[TextFile], reading: Reading, most: int) -> None:
         self.fingerprint = fingerprint(files, reading, "validation")
         # A last sample of one token has none to predict.
-        samples = (sample for sample in _in_order(files, reading) if sample[0].size > 1)
+        samples = (sample for sample in _in_order(files, reading) if sample.row.input_ids.size > 1)
         self._samples = list(islice(samples, most))
 
     def __len__(self) -> int:
@@ -195,35 +204,42 @@ class TextRows(Source):
         """Return one sample."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return Row(self._samples[index][0])
+        return self._samples[index].row
 
     def name(self, index: int) -> str:
         """Return the documents it is of."""
-        return self._samples[index][1]
+        return self._samples[index].name
 
 
-def _in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield samples of ``seq_len`` tokens, and a last one of fewer, each with its name."""
+def _in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[Sample]:
+    """Yield samples of ``seq_len`` tokens, and a last one of fewer; of conversations, each as one."""
     parts: list[np.ndarray] = []
     names: list[str] = []
     room = reading.seq_len
-    for name, ids in _documents(files, reading):
-        begin = 0
+    for name, row in rows_in_order(files, reading):
+        ids, begin = row.input_ids, 0
+        if reading.conversations is not None:
+            size = min(ids.size, room)
+            yield Sample(row.cut(0, size), span(name, 0, size))
+            continue
         while begin < ids.size:
             parts.append(ids[begin : begin + room])
             end = begin + parts[-1].size
             names.append(span(name, begin, end))
             begin, room = end, room - parts[-1].size
             if not room:
-                yield np.concatenate(parts), "+".join(names)
+                yield Sample(Row(np.concatenate(parts)), "+".join(names))
                 parts, names, room = [], [], reading.seq_len
     if parts:
-        yield np.concatenate(parts), "+".join(names)
+        yield Sample(Row(np.concatenate(parts)), "+".join(names))
 
 
-def _documents(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[str, np.ndarray]]:
+def rows_in_order(files: Sequence[TextFile], reading: Reading) -> Iterator[tuple[str, Row]]:
+    """Yield (name, row) of documents, in stored order; a text has its end token behind it. Raises DataError."""
     for file in sorted(files, key=lambda file: (file.name, file.shard)):
-        coming = documents(file, reading.column, left_out=reading.left_out)
+        coming = documents(file, reading.fields, left_out=reading.left_out)
         while group := list(islice(coming, TOGETHER_IN_ORDER)):
-            for (number, _), ids in zip(group, reading.tokenise([text for _, text in group]), strict=True):
-                yield f"{file.name}:{number}", ids
+            rows = reading.rows([(file, number, document) for number, document in group])
+            for (number, _), row in zip(group, rows, strict=True):
+                if row is not None:
+                    yield f"{file.name}:{number}", row

@@ -1,4 +1,4 @@
-"""``smp-train prepare``: text in, token shards out, with a tokenizer and a manifest."""
+"""``smp-train prepare``: text or conversations in, token shards out, with a tokenizer and a manifest."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from smp_train.data.bad_rows import LeftOut
 from smp_train.data.manifest import MANIFEST
 from smp_train.data.prepare import pipeline, writing
 from smp_train.data.prepare import tokenizer as tokenizers
-from smp_train.data.prepare.packing import Position, entropy, held_out, numbered
+from smp_train.data.prepare.packing import Collector, Position, entropy, held_out, numbered
 from smp_train.data.prepare.pipeline import PROGRESS, SPLITS, Preparation, is_whole, saved_progress
 from smp_train.data.progress import Progress
-from smp_train.data.text.files import TextFile, find_files
+from smp_train.data.text.conversations import chat_tokenizer
+from smp_train.data.text.detect import find_fields
+from smp_train.data.text.fields import Fields, texts_of
+from smp_train.data.text.files import find_files
+from smp_train.data.text.read import TextFile
 from smp_train.errors import ConfigError, DataError, install
 from smp_train.models.hugging_face import trust_code
+from smp_train.storage.paths import place
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MAKER = "smp-train prepare"
 FORMAT = 1
+SEQ_LEN = 512
 TOKENIZER_SAMPLE_PER_ENTRY = 512
 """Bytes of text a tokenizer is trained on, for each entry of its vocabulary."""
 OURS = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx|arrow)|state\.json|dataset_info\.json")
@@ -50,7 +56,12 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--dataset_config_name", help="configuration of a data set of the hub, as en")
     add("--split", default="train", help="split of a data set of the hub (default: %(default)s)")
-    add("--text_column", default="text", help="field or column that holds the text (default: %(default)s)")
+    add(
+        "--text_column", metavar="FIELD",
+        help="field of the text or of the chats, or two, PROMPT,COMPLETION (default: text, messages, or "
+        "prompt,completion, whichever is there)",
+    )  # fmt: skip
+    add("--chat_template", metavar="FILE", help="chat template; default: the tokenizer's own")
     add("--output", required=True, help="folder for train/, test/, tokenizer.json and " + MANIFEST)
     add("--pattern", nargs="+", default=[], help="which files of a folder, as '*.py'; default: by suffix")
     add("--exclude", nargs="+", default=[], help="names of files and folders to leave out, as 'test*'")
@@ -65,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         help="a document that is broken, no text, not UTF-8 or has a NUL stops this, or is left out (default: stop)",
     )  # fmt: skip
     add("--eos_token", help="token that ends a document; default: the tokenizer's own")
-    add("--seq_len", type=int, default=512, help="tokens per row (default: %(default)s)")
+    add("--seq_len", type=int, help=f"tokens per row of text (default: {SEQ_LEN}); a conversation is a row of its own")
     add("--rows_per_shard", type=int, default=1024, help="rows per file (default: %(default)s)")
     add("--max_rows", type=int, help="training rows to make at most; default: all there are")
     add("--validation_fraction", type=float, default=0.1, help="share of documents held out (default: 0.1)")
@@ -99,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
         column=args.text_column,
     )  # fmt: skip
     output = Path(args.output)
+    fields = _settle_fields(args, files)
     request = _request(args, files)
     before = _read_manifest(output)
     if before.get("complete") and before.get("request") == request and all(
@@ -112,11 +124,31 @@ def main(argv: Sequence[str]) -> int:
             "give another folder, or --overwrite 1"
         )
     _begin(output, before, request)
-    manifest = prepare(args, files, output)
+    manifest = prepare(args, files, fields, output)
     writing.write_json(output / MANIFEST, {"made_by": MAKER, "complete": True, "request": request, **manifest})
     (output / PROGRESS).unlink(missing_ok=True)
     _print_summary(output, manifest)
     return 0
+
+
+def _settle_fields(args: argparse.Namespace, files: list[TextFile]) -> Fields:
+    """Return what the documents are; set the flags that depend on it. Raises ConfigError for those that do not fit."""
+    fields = find_fields(files, args.text_column)
+    args.text_column = ",".join(fields.names)
+    if args.chat_template and not fields.chat:
+        raise ConfigError(f"--chat_template {args.chat_template}: the input holds {fields.kind}; leave it out")
+    if fields.answers:
+        if args.seq_len is not None:
+            raise ConfigError(
+                f"--seq_len {args.seq_len}: {fields.kind} are rows of their own length, which training cuts and packs "
+                "(--max_context_width, --short pack); leave it out"
+            )
+        if args.tokenizer:  # an unusable one is refused before anything is written
+            chat_tokenizer(args.tokenizer, args.chat_template, fields)
+        elif fields.chat and not args.chat_template:
+            raise ConfigError("--train_tokenizer: chats need a chat template; give --chat_template FILE")
+    args.seq_len = args.seq_len or SEQ_LEN
+    return fields
 
 
 def _underscored(word: str) -> str:
@@ -124,40 +156,40 @@ def _underscored(word: str) -> str:
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
 
 
-def prepare(args: argparse.Namespace, files: list[TextFile], output: Path) -> dict[str, Any]:
+def prepare(args: argparse.Namespace, files: list[TextFile], fields: Fields, output: Path) -> dict[str, Any]:
     """Write ``output`` from ``files``; return what the manifest says of it."""
-    tokenizer, text, (end, end_id) = _tokenizer(args, files, output)
-    pipeline.use_tokenizer(tokenizer)
+    tokenizer, text, (end, end_id) = _tokenizer(args, files, fields, output)
+    pipeline.use_tokenizer(str(output), fields, end_id)
     vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
     with Progress("prepare", args.max_rows, " rows") as progress:
         try:
-            made = Preparation(args, output, vocab_size, end_id, _left_out(args), progress.update)
+            made = Preparation(args, output, fields, vocab_size, end_id, _left_out(args), progress.update)
             made.run(files, pipeline.processes_for(args.processes, files))
         except OSError as error:
             raise DataError(
                 f"{output}: cannot be written ({error.strerror}); free some space, start again, and it goes on"
             ) from None
     train, test = (made.packers[split] for split in SPLITS)
+    little, of, remedy = (
+        (f"too few {fields.kind}", "", "--validation_fraction") if fields.answers
+        else ("too little text", f" of {args.seq_len} tokens", "--seq_len")
+    )  # fmt: skip
     if train.rows == 0:
-        raise DataError(f"{', '.join(args.input)}: too little text for a row of {args.seq_len}; lower --seq_len")
+        raise DataError(f"{', '.join(args.input)}: {little} for a row{of}; lower {remedy}")
     if args.validation_fraction and test.rows == 0:
         raise DataError(
-            f"{', '.join(args.input)}: too little text for one validation row of {args.seq_len} tokens; "
+            f"{', '.join(args.input)}: {little} for one validation row{of}; "
             "raise --validation_fraction, or set it to 0 for no validation set"
         )
     if args.output_type == "arrow":
         for split, shards in made.shards.items():
             if shards:
-                writing.finish_arrow(output / split, split, shards)
+                writing.finish_arrow(output / split, split, shards, ["input_ids", *["labels"] * fields.answers])
     return {
-        "format": FORMAT, "seq_len": args.seq_len, "vocab_size": vocab_size, "eos_token": end,
+        "format": FORMAT, "seq_len": _row_tokens(args, made), "vocab_size": vocab_size, "eos_token": end,
         "tokenizer_sha256": hashlib.sha256(text).hexdigest(),
         "splits": {
-            split: {
-                "documents": packer.documents, "rows": packer.rows, "tokens": packer.rows * args.seq_len,
-                "tokens_dropped": packer.left, "shards": made.shards[split],
-            }
-            for split, packer in made.packers.items()
+            split: {**packer.totals(), "shards": made.shards[split]} for split, packer in made.packers.items()
         },
         "unigram_entropy_nats": {
             "train": entropy(train.counts),
@@ -167,8 +199,13 @@ def prepare(args: argparse.Namespace, files: list[TextFile], output: Path) -> di
     }  # fmt: skip
 
 
+def _row_tokens(args: argparse.Namespace, made: Preparation) -> int:
+    """Return the tokens of the longest row."""
+    return max(packer.longest if isinstance(packer, Collector) else args.seq_len for packer in made.packers.values())
+
+
 def _tokenizer(
-    args: argparse.Namespace, files: list[TextFile], output: Path
+    args: argparse.Namespace, files: list[TextFile], fields: Fields, output: Path
 ) -> tuple[Tokenizer, bytes, tuple[str, int]]:
     """Load or train the tokenizer and write it beside the shards; return (it, its file, its end token with id)."""
     made = output / "tokenizer.json"
@@ -179,7 +216,7 @@ def _tokenizer(
         tokenizer = tokenizers.load(str(made))
     else:
         tokenizer = tokenizers.train(
-            _training_sample(args, files), args.train_tokenizer, args.special_tokens, args.min_frequency
+            _training_sample(args, files, fields), args.train_tokenizer, args.special_tokens, args.min_frequency
         )
     end, end_id = tokenizers.end_token(tokenizer, args.eos_token, args.tokenizer)
     text = tokenizer.to_str(pretty=True).encode() + b"\n"
@@ -188,6 +225,11 @@ def _tokenizer(
     writing.write_json(output / "tokenizer_config.json", loading)
     with atomic_file(str(made)) as file:
         file.write(text)
+    if fields.answers:
+        # Whole, with its chat template: it also goes with the models that are trained on these rows.
+        whole = chat_tokenizer(args.tokenizer or str(output), args.chat_template, fields)
+        whole.save_pretrained(str(output))
+        tokenizer, text = whole.backend_tokenizer, made.read_bytes()
     return tokenizer, text, (end, end_id)
 
 
@@ -195,12 +237,13 @@ def _left_out(args: argparse.Namespace) -> LeftOut | None:
     return LeftOut() if args.bad_rows == "skip" else None
 
 
-def _training_sample(args: argparse.Namespace, files: list[TextFile]) -> Iterator[str]:
+def _training_sample(args: argparse.Namespace, files: list[TextFile], fields: Fields) -> Iterator[str]:
     """Yield as many training documents, spread over all files, as a vocabulary of the wanted size needs."""
     wanted = args.train_tokenizer * TOKENIZER_SAMPLE_PER_ENTRY
     every = max(1, sum(file.size for file in files) // wanted)
-    for (_, _, number), text in numbered(files, args.text_column, Position(), _left_out(args)):
+    for (_, _, number), _, document in numbered(files, fields, Position(), _left_out(args)):
         if number % every == 0 and not held_out(number, args.validation_fraction):
+            text = "\n".join(texts_of(document))
             yield text
             wanted -= len(text)
             if wanted < 0:
@@ -213,6 +256,9 @@ def _request(args: argparse.Namespace, files: list[TextFile]) -> dict[str, Any]:
     for file in files:
         digest.update(f"{file.name}\0{file.size}\0{file.version}\n".encode())
     given = {key: value for key, value in vars(args).items() if key not in NOT_IN_REQUEST}
+    template = given.pop("chat_template")
+    if template:
+        given["chat_template_sha256"] = hashlib.sha256(place(template).read_bytes()).hexdigest()
     tokenizer = Path(args.tokenizer or "")
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if args.tokenizer and tokenizer.is_file():
@@ -242,7 +288,7 @@ def _begin(output: Path, before: dict[str, Any], request: dict[str, Any]) -> Non
     try:
         output.mkdir(parents=True, exist_ok=True)
         if not goes_on:
-            for name in (PROGRESS, "tokenizer.json"):
+            for name in (PROGRESS, "tokenizer.json", "chat_template.jinja"):
                 (output / name).unlink(missing_ok=True)
         writing.write_json(output / MANIFEST, {"made_by": MAKER, "complete": False, "request": request})
     except OSError as error:
@@ -258,8 +304,12 @@ def _begin(output: Path, before: dict[str, Any], request: dict[str, Any]) -> Non
 
 def _print_summary(output: Path, manifest: dict[str, Any]) -> None:
     for split, totals in manifest["splits"].items():
+        counted = totals.get("counted_tokens")
+        of = f"{manifest['seq_len']} tokens" if counted is None else (
+            f"{totals['tokens']} tokens in all, {counted} of them counted, the longest of {manifest['seq_len']},"
+        )
         print(
-            f"{output / split}: {totals['rows']} rows of {manifest['seq_len']} tokens "
+            f"{output / split}: {totals['rows']} rows of {of} "
             f"in {len(totals['shards'])} shards, from {totals['documents']} documents"
         )
     nats = manifest["unigram_entropy_nats"]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from smp_train.data.bad_rows import LeftOut
-from smp_train.data.text.files import TextFile
-from smp_train.data.text.read import documents
+from smp_train.data.source import IGNORED, Row
+from smp_train.data.text.fields import Document, Fields
+from smp_train.data.text.read import TextFile, documents
 
 
 class Position(NamedTuple):
@@ -23,18 +24,19 @@ class Position(NamedTuple):
 
 
 def numbered(
-    files: Sequence[TextFile], column: str, start: Position, left_out: LeftOut | None
-) -> Iterator[tuple[Position, str]]:
-    """Yield the documents that are not blank, nor malformed where ``left_out`` counts those, from ``start`` on.
+    files: Sequence[TextFile], fields: Fields, start: Position, left_out: LeftOut | None
+) -> Iterator[tuple[Position, int, Document]]:
+    """Yield (position, number in the file from 1, document) of documents that are not blank, from ``start`` on.
 
-    Raises DataError.
+    Malformed ones are left out where ``left_out`` counts them. Raises DataError.
     """
     number = start.number
     for index in range(start.file, len(files)):
         first = start.before if index == start.file else 0
-        for before, (_, text) in enumerate(documents(files[index], column, start=first, left_out=left_out), first):
-            if text:
-                yield Position(index, before, number), text
+        coming = documents(files[index], fields, start=first, left_out=left_out)
+        for before, (at, document) in enumerate(coming, first):
+            if document:
+                yield Position(index, before, number), at, document
                 number += 1
 
 
@@ -66,6 +68,25 @@ class Packer:
     left: int = 0
     """Their number."""
 
+    def saved(self) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+        """Return the numbers and the arrays that continue an interrupted preparation."""
+        numbers = {"rows": self.rows, "documents": self.documents, "left": self.left}
+        return numbers, {"counts": self.counts, "rest": np.concatenate([np.empty(0, dtype=np.uint32), *self.rest])}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take up what `saved` returned."""
+        self.rows, self.documents, self.left = saved["rows"], saved["documents"], saved["left"]
+        self.counts, self.rest = saved["counts"], [saved["rest"]]
+
+    def totals(self) -> dict[str, int]:
+        """Return what the manifest says of the split."""
+        tokens = self.rows * self.seq_len
+        return {"documents": self.documents, "rows": self.rows, "tokens": tokens, "tokens_dropped": self.left}
+
+    def copy(self) -> Packer:
+        """Return the state as it is now."""
+        return replace(self, rest=[*self.rest])
+
     @property
     def available(self) -> int:
         """Rows that there are tokens for, those in blocks included."""
@@ -93,6 +114,80 @@ class Packer:
             self.counts = self.counts + np.bincount(block, minlength=self.counts.size)
             self.rows += rows
             yield block.reshape(rows, self.seq_len)
+
+
+@dataclass
+class Collector:
+    """Collects rows of any length into blocks, one for each shard: conversations, which are not joined."""
+
+    rows_per_shard: int
+    max_rows: int
+    counts: np.ndarray
+    """How often each token is counted in a block, int64 [vocabulary]."""
+    rows: int = 0
+    """In blocks."""
+    tokens: int = 0
+    """In blocks."""
+    longest: int = 0
+    documents: int = 0
+    rest: list[Row] = field(default_factory=list)
+    """Rows that are in no block yet."""
+
+    @property
+    def available(self) -> int:
+        """Rows, those in blocks included."""
+        return self.rows + len(self.rest)
+
+    @property
+    def full(self) -> bool:
+        """True when no further row is wanted."""
+        return self.available >= self.max_rows
+
+    def saved(self) -> tuple[dict[str, int], dict[str, np.ndarray]]:
+        """Return the numbers and the arrays that continue an interrupted preparation."""
+        names = ("rows", "tokens", "longest", "documents")
+        columns = [[row.input_ids for row in self.rest], [row.labels for row in self.rest if row.labels is not None]]
+        ids, labels = (np.concatenate([np.empty(0, dtype=np.int64), *column]) for column in columns)
+        sizes = np.array([row.input_ids.size for row in self.rest], dtype=np.int64)
+        arrays = {"counts": self.counts, "rest": ids, "labels": labels, "sizes": sizes}
+        return {name: getattr(self, name) for name in names}, arrays
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take up what `saved` returned."""
+        for name in ("rows", "tokens", "longest", "documents", "counts"):
+            setattr(self, name, saved[name])
+        ends = np.cumsum(saved["sizes"])[:-1]
+        parts = zip(np.split(saved["rest"], ends), np.split(saved["labels"], ends), strict=True)
+        self.rest = [
+            Row(ids.astype(np.uint32), labels=labels.astype(np.int32)) for ids, labels in parts if ids.size
+        ]
+
+    def totals(self) -> dict[str, int]:
+        """Return what the manifest says of the split."""
+        counted = int(self.counts.sum())
+        return {"documents": self.documents, "rows": self.rows, "tokens": self.tokens, "counted_tokens": counted}
+
+    def copy(self) -> Collector:
+        """Return the state as it is now."""
+        return replace(self, rest=[*self.rest])
+
+    def add(self, row: Row) -> Iterator[list[Row]]:
+        """Append a row with labels; yield the blocks, of ``rows_per_shard`` rows, that it fills."""
+        self.documents += 1
+        self.rest.append(row)
+        return self.blocks(self.rows_per_shard)
+
+    def blocks(self, least: int = 1) -> Iterator[list[Row]]:
+        """Yield blocks while there are ``least`` rows."""
+        while len(self.rest) >= least and self.rows < self.max_rows:
+            many = min(self.rows_per_shard, self.max_rows - self.rows)
+            block, self.rest = self.rest[:many], self.rest[many:]
+            labels = np.concatenate([row.labels for row in block if row.labels is not None])
+            self.counts = self.counts + np.bincount(labels[labels != IGNORED], minlength=self.counts.size)
+            self.rows += len(block)
+            self.tokens += labels.size
+            self.longest = max(self.longest, *(row.input_ids.size for row in block))
+            yield block
 
 
 def entropy(counts: np.ndarray, model: np.ndarray | None = None) -> float:

@@ -17,22 +17,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from smp_train.data.atomic_file import atomic_file
-from smp_train.data.bad_rows import LeftOut
-from smp_train.data.prepare.packing import Packer, Position, held_out, numbered
+from smp_train.data.bad_rows import LeftOut, leave_out
+from smp_train.data.prepare.packing import Collector, Packer, Position, held_out, numbered
 from smp_train.data.prepare.tokenizer import encode, load
-from smp_train.data.prepare.writing import write_block
-from smp_train.data.text.files import TextFile
+from smp_train.data.prepare.writing import Block, write_block
+from smp_train.data.text.conversations import Conversations
+from smp_train.data.text.fields import Document, Fields, texts_of
+from smp_train.data.text.read import TextFile
 from smp_train.errors import SmpTrainError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from smp_train.models.hugging_face import load_tokenizer, trust_code
 
 PROGRESS = "_progress.npz"
 SPLITS = ("train", "test")
@@ -43,27 +44,35 @@ WORTH_BYTES = 32 << 20
 SAVE_SECONDS = 5.0
 """Between two saves of the progress, at least."""
 
-_tokenizer: list[Tokenizer] = []
+Encoder = Callable[[list[Any]], Sequence[Any]]
+"""Returns, of each document, its tokens, uint32, or a row with labels, or why there is none."""
+
+_encoder: list[Encoder] = []
 
 
-def use_tokenizer(tokenizer: Tokenizer) -> None:
-    """Set the tokenizer of this process."""
+def use_tokenizer(folder: str, fields: Fields, end: int) -> None:
+    """Set the tokenizer of this process: that in the folder of a preparation."""
+    if fields.answers:
+        _encoder[:] = [Conversations(load_tokenizer(folder), fields, end)]
+        return
+    tokenizer = load(folder)
     # An end token that is spelled out in a document is text like any other.
     tokenizer.encode_special_tokens = True
-    _tokenizer[:] = [tokenizer]
+    _encoder[:] = [partial(encode, tokenizer, end=end)]
 
 
-def _start(path: str) -> None:
+def _start(folder: str, fields: Fields, end: int, trusted: bool) -> None:
     """Set a worker process up: it uses one core, and ends when its parent does."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from smp_train.data.conversion import follow_parent
 
     follow_parent()
-    use_tokenizer(load(path))
+    trust_code(trusted)
+    use_tokenizer(folder, fields, end)
 
 
-def _tokenise(texts: list[str], end: int) -> list[np.ndarray]:
-    return encode(_tokenizer[0], texts, end)
+def _tokenise(documents: list[Any]) -> Sequence[Any]:
+    return _encoder[0](documents)
 
 
 def processes_for(asked: int | None, files: Sequence[TextFile]) -> int:
@@ -82,7 +91,7 @@ class _Written:
     split: str
     entry: Future[dict[str, Any]]
     position: Position
-    packers: dict[str, Packer]
+    packers: dict[str, Any]
 
 
 class Preparation:
@@ -91,6 +100,7 @@ class Preparation:
     Args:
         args: flags of the verb.
         output: folder for the shards.
+        fields: what the documents are; `use_tokenizer` was called for them.
         vocab_size: of the tokenizer.
         end: the token behind each document.
         left_out: counts malformed documents, which are left out; None: they stop the preparation.
@@ -98,24 +108,28 @@ class Preparation:
     """
 
     def __init__(
-        self, args: argparse.Namespace, output: Path, vocab_size: int, end: int, left_out: LeftOut | None,
-        advance: Callable[[int], None],
+        self, args: argparse.Namespace, output: Path, fields: Fields, vocab_size: int, end: int,
+        left_out: LeftOut | None, advance: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self.args, self.output, self.end, self.left_out, self.advance = args, output, end, left_out, advance
-        self.vocab_size = vocab_size
+        self.args, self.output, self.left_out, self.advance = args, output, left_out, advance
+        self.fields, self.vocab_size, self.end = fields, vocab_size, end
         saved = saved_progress(output)
         self.position = Position(*saved["position"])
         """Of the next document."""
         test_rows = None if args.validation_shards is None else args.validation_shards * args.rows_per_shard
-        self.packers: dict[str, Packer] = {}
+        self.packers: dict[str, Packer | Collector] = {}
         self.shards: dict[str, list[dict[str, Any]]] = {}
         """The finished ones."""
         for split, max_rows in zip(SPLITS, (args.max_rows, test_rows), strict=True):
             (output / split).mkdir(parents=True, exist_ok=True)
-            state = {"counts": np.zeros(vocab_size, dtype=np.int64), **saved[split]}
-            self.shards[split] = state.pop("shards")
-            most = sys.maxsize if max_rows is None else max_rows
-            self.packers[split] = Packer(args.seq_len, args.rows_per_shard, most, **state)
+            self.shards[split] = saved[split]["shards"]
+            most, counts = sys.maxsize if max_rows is None else max_rows, np.zeros(vocab_size, dtype=np.int64)
+            self.packers[split] = (
+                Collector(args.rows_per_shard, most, counts) if fields.answers
+                else Packer(args.seq_len, args.rows_per_shard, most, counts)
+            )  # fmt: skip
+            if "counts" in saved[split]:
+                self.packers[split].restore(saved[split])
         self._numbers = {split: len(shards) for split, shards in self.shards.items()}
         """Of the next shards."""
         self._written: deque[_Written] = deque()
@@ -126,20 +140,24 @@ class Preparation:
         """Write all shards. Raises DataError and OSError."""
         # Spawned: the tokenizer's threads do not survive a fork.
         pool: Executor = ThreadPoolExecutor(1) if processes == 1 else ProcessPoolExecutor(
-            processes, multiprocessing.get_context("spawn"), _start, (str(self.output / "tokenizer.json"),)
+            processes, multiprocessing.get_context("spawn"), _start,
+            (str(self.output), self.fields, self.end, bool(self.args.trust_remote_code)),
         )  # fmt: skip
         window = 2 * processes
         train, test = (self.packers[split] for split in SPLITS)
         try:
-            for position, ids in self._tokenised(files, pool, window):
+            for position, at, row in self._tokenised(files, pool, window):
                 if self._enough():
                     break
                 self.position = position._replace(before=position.before + 1, number=position.number + 1)
+                if isinstance(row, str):
+                    leave_out(f"{files[position.file].at(at)}: {row}", self.left_out)
+                    continue
                 # A document goes to one split whole. Once validation is full, the rest is for training.
                 to_test = held_out(position.number, self.args.validation_fraction) and not test.full
                 if to_test or not train.full:
                     split = "test" if to_test else "train"
-                    for block in self.packers[split].add(ids):
+                    for block in self.packers[split].add(row):
                         self._write(split, block, pool, window)
             for split in SPLITS:
                 for block in self.packers[split].blocks():
@@ -163,32 +181,34 @@ class Preparation:
 
     def _tokenised(
         self, files: Sequence[TextFile], pool: Executor, window: int
-    ) -> Iterator[tuple[Position, np.ndarray]]:
-        """Yield the documents from `position` on, of which ``window`` batches are tokenised ahead."""
-        waiting: deque[tuple[list[Position], Future[list[np.ndarray]]]] = deque()
-        positions: list[Position] = []
-        texts: list[str] = []
-        size = 0
-        for position, text in numbered(files, self.args.text_column, self.position, self.left_out):
-            positions.append(position)
-            texts.append(text)
-            size += len(text)
-            if size >= BATCH_CHARACTERS:
-                waiting.append((positions, pool.submit(_tokenise, texts, self.end)))
-                positions, texts, size = [], [], 0
-                if len(waiting) >= window:
-                    done, tokens = waiting.popleft()
-                    yield from zip(done, tokens.result(), strict=True)
-        waiting.append((positions, pool.submit(_tokenise, texts, self.end)))
-        for done, tokens in waiting:
-            yield from zip(done, tokens.result(), strict=True)
+    ) -> Iterator[tuple[Position, int, Any]]:
+        """Yield (position, number in the file, what the tokenizer made of it) of documents from `position` on.
 
-    def _write(self, split: str, block: np.ndarray, pool: Executor, window: int) -> None:
+        ``window`` batches are tokenised ahead.
+        """
+        waiting: deque[tuple[list[tuple[Position, int]], Future[Sequence[Any]]]] = deque()
+        places: list[tuple[Position, int]] = []
+        found: list[Document] = []
+        size = 0
+        for position, at, document in numbered(files, self.fields, self.position, self.left_out):
+            places.append((position, at))
+            found.append(document)
+            size += sum(map(len, texts_of(document)))
+            if size >= BATCH_CHARACTERS:
+                waiting.append((places, pool.submit(_tokenise, found)))
+                places, found, size = [], [], 0
+                if len(waiting) >= window:
+                    yield from _zipped(*waiting.popleft())
+        waiting.append((places, pool.submit(_tokenise, found)))
+        for done, rows in waiting:
+            yield from _zipped(done, rows)
+
+    def _write(self, split: str, block: Block, pool: Executor, window: int) -> None:
         name = f"{split}-{self._numbers[split]:05d}"
         self._numbers[split] += 1
         args, folder = self.args, str(self.output / split)
         entry = pool.submit(write_block, args.output_type, folder, name, block, self.vocab_size, bool(args.zip))
-        packers = {split: replace(packer, rest=[*packer.rest]) for split, packer in self.packers.items()}
+        packers = {split: packer.copy() for split, packer in self.packers.items()}
         self._written.append(_Written(split, entry, self.position, packers))
         self._settle(window)
 
@@ -208,13 +228,18 @@ class Preparation:
         meta: dict[str, Any] = {"position": behind.position}
         arrays: dict[str, Any] = {}
         for split, packer in behind.packers.items():
-            meta[split] = {
-                "rows": packer.rows, "documents": packer.documents, "left": packer.left, "shards": self.shards[split],
-            }  # fmt: skip
-            arrays[f"{split}_counts"] = packer.counts
-            arrays[f"{split}_rest"] = np.concatenate([np.empty(0, dtype=np.uint32), *packer.rest])
+            numbers, of_split = packer.saved()
+            meta[split] = {**numbers, "shards": self.shards[split]}
+            arrays |= {f"{split}_{name}": values for name, values in of_split.items()}
         with atomic_file(str(self.output / PROGRESS)) as file:
             np.savez(file, meta=np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8), **arrays)
+
+
+def _zipped(
+    places: list[tuple[Position, int]], rows: Future[Sequence[Any]]
+) -> Iterator[tuple[Position, int, Any]]:
+    for (position, at), row in zip(places, rows.result(), strict=True):
+        yield position, at, row
 
 
 def saved_progress(output: Path) -> dict[str, Any]:
@@ -222,8 +247,10 @@ def saved_progress(output: Path) -> dict[str, Any]:
     try:
         with np.load(output / PROGRESS) as file:
             saved: dict[str, Any] = json.loads(file["meta"].tobytes())
-            for split in SPLITS:
-                saved[split] |= {"counts": file[f"{split}_counts"], "rest": [file[f"{split}_rest"]]}
+            for name in file.files:
+                split, _, of_split = name.partition("_")
+                if of_split:
+                    saved[split][of_split] = file[name]
         if all(is_whole(output / split, saved[split]["shards"]) for split in SPLITS):
             return saved
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

@@ -16,6 +16,7 @@ from pathlib import Path
 from smp_train.data import s3
 from smp_train.data.hf_dataset import refuse_dict
 from smp_train.data.lines import GZIP_ERRORS, GZIP_MAGIC, GzipFile
+from smp_train.data.text.detect import first_fields
 from smp_train.data.text.hub import open_split
 from smp_train.data.text.read import LINES_SUFFIXES, LOOKED_INTO, TABLE_SUFFIXES, TEXT_SUFFIXES, TextFile
 from smp_train.data.utils import say_left_out
@@ -39,7 +40,7 @@ def find_files(
     *,
     config: str | None = None,
     split: str = "train",
-    column: str = "text",
+    column: str | None = None,
     flag: str = "--input",
 ) -> list[TextFile]:
     """List the files below ``inputs``: files, folders, ``s3://`` prefixes, and names of data sets of the hub.
@@ -47,15 +48,16 @@ def find_files(
     They are ordered by a hash of their names: always the same, and the first of them are a fair sample of all.
 
     ``patterns`` select by file name, or, when empty, `SUFFIXES`, and of files called ``.json`` those whose first line
-    is an object with the field ``column``. A file or folder whose name matches one of ``exclude`` is left out with all
-    below it, and so are files of 0 bytes. A file given itself is taken whatever its name. ``config`` and ``split`` are
-    for the hub. Raises DataError when there is none, or an input is not there; messages name ``flag``.
+    is an object with a field of documents (``column`` is --text_column). A file or folder whose name matches one of
+    ``exclude`` is left out with all below it, and so are files of 0 bytes. A file given itself is taken whatever its
+    name. ``config`` and ``split`` are for the hub. Raises DataError when there is none, or an input is not there;
+    messages name ``flag``.
     """
     found: list[TextFile] = []
     for given in inputs:
         if s3.is_s3(given) or os.path.isdir(given):
             below = _below(given, patterns, exclude)
-            found += below if patterns else _of_documents(below, given, column)
+            found += below if patterns else _of_documents(below, given, first_fields(column))
         elif os.path.isfile(given):
             found.append(_local(Path(given), os.path.basename(given)))
         elif HUB_NAME.fullmatch(given):
@@ -64,7 +66,7 @@ def find_files(
             raise DataError(f"{given}: no such file or folder; check {flag}")
     if not found:
         wanted = " ".join(patterns) or " ".join("*" + suffix for suffix in SUFFIXES)
-        wanted += "" if patterns else f" (or a *{LOOKED_INTO} of lines with a field {column})"
+        wanted += "" if patterns else f" (or a *{LOOKED_INTO} of lines with {_named(first_fields(column))})"
         raise DataError(
             f"{', '.join(inputs)}: no file that matches {wanted}; give another {flag}"
             + (" or --pattern" if flag == "--input" else "")
@@ -85,17 +87,21 @@ def _in_sampled_order(file: TextFile) -> tuple[bytes, str, str]:
     return hashlib.blake2b(name, digest_size=8).digest(), file.name, file.path
 
 
-def _of_documents(found: list[TextFile], given: str, column: str) -> list[TextFile]:
+def _named(fields: Sequence[str]) -> str:
+    return "a field " + " or ".join(fields)
+
+
+def _of_documents(found: list[TextFile], given: str, fields: Sequence[str]) -> list[TextFile]:
     """Leave out files called ``.json`` that hold something else, such as a configuration, with a warning."""
     doubtful = [file for file in found if file.name.lower().endswith(LOOKED_INTO) and file.path != given]
     with ThreadPoolExecutor(LOOKED_INTO_TOGETHER) as pool:
         # Tokens are taken too: their reader names what they are.
-        hold = pool.map(lambda file: begins_with(file, column, "input_ids"), doubtful)
+        hold = pool.map(lambda file: begins_with(file, *fields, "input_ids"), doubtful)
         others = {file.path for file, holds in zip(doubtful, hold, strict=True) if not holds}
     if others:
         logger.warning(
-            "left out %d files called *%s whose first line is no object with the field %s; the first is %s",
-            len(others), LOOKED_INTO, column, min(others), extra=ALL_RANKS,
+            "left out %d files called *%s whose first line is no object with %s; the first is %s",
+            len(others), LOOKED_INTO, _named(fields), min(others), extra=ALL_RANKS,
         )  # fmt: skip
     return [file for file in found if file.path not in others]
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from smp_train.data.text.read import TextFile
+from smp_train.data.text.fields import Fields
+from smp_train.data.text.read import TextFile, refuse_columns
 from smp_train.errors import ConfigError, DataError, install
 
 ROWS_AT_ONCE = 1000
@@ -31,21 +32,26 @@ class Split:
             for number in range(self.stream.num_shards)
         ]
 
-    def columns(self, shard: int, column: str, start: int) -> Iterator[tuple[int, Any]]:
-        """Yield (rows before, values) of a column of one shard, from row ``start`` (from 0) on. Raises DataError."""
+    def tables(self, shard: int, fields: Fields, start: int) -> Iterator[tuple[int, list[Any]]]:
+        """Yield (rows before, columns of the fields) of one shard, from row ``start`` (from 0) on. Raises DataError."""
         here, before = f"{self.name}/{self.split}-{shard}", start
         try:
             rows = self.stream.shard(num_shards=self.stream.num_shards, index=shard).with_format("arrow").skip(start)
             for table in rows.iter(batch_size=ROWS_AT_ONCE):
-                if column not in table.column_names:
-                    has = ", ".join(table.column_names)
-                    raise DataError(f"{here}: no column {column} (it has {has}); set --text_column")
-                yield before, table.column(column)
+                refuse_columns(here, fields, table.column_names)
+                yield before, [table.column(name) for name in fields.names]
                 before += table.num_rows
         except DataError:
             raise
         except Exception as error:
             raise DataError(f"{here}: cannot be read on after row {before} ({_line(error)})") from None
+
+    def schema(self) -> Any:
+        """Return the Arrow schema of its first rows; None without any. Raises DataError."""
+        try:
+            return next((table.schema for table in self.stream.with_format("arrow").iter(batch_size=1)), None)
+        except Exception as error:
+            raise DataError(f"{self.name}/{self.split}: cannot be read ({_line(error)})") from None
 
 
 def open_split(name: str, config: str | None, split: str, flag: str) -> Split:

@@ -17,6 +17,9 @@ from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.pipelines.text_data import TextData, TextRows
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.source import Source
+from smp_train.data.text.conversations import Conversations, chat_tokenizer
+from smp_train.data.text.detect import find_fields
+from smp_train.data.text.fields import Fields
 from smp_train.data.text.files import begins_with, find_files
 from smp_train.data.text.read import TextFile
 from smp_train.data.text.stream import Reading, spread_tokenizing
@@ -25,6 +28,8 @@ from smp_train.storage.paths import on_this_machine
 from smp_train.storage.paths import place as place_of
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from smp_train.arguments import Arguments
     from smp_train.distributed import Runtime
 
@@ -53,20 +58,28 @@ def open_text(
     share: dict[str, Any] = {"seq_len": seq_len, "dp_rank": dp_rank, "dp_size": dp_size, "pin_memory": pin_memory}
     spread_tokenizing(ranks.local_world_size)
     with distributed.together(f"opening {args.dataset}"):
-        reading, identity = _reading(args, vocab_size, seq_len)
         files = find_files([args.dataset], config=args.dataset_config_name, column=args.text_column, flag="--dataset")
+        fields = find_fields(files, args.text_column)
+        _refuse_layout(args, fields)
+        reading, identity = _reading(args, vocab_size, seq_len, fields)
         training = TextData(
             files, reading, identity=identity, merge=distributed.largest, micro_batch=args.train_batch_size,
             accumulation=args.gradient_accumulation_steps, **share,
         )  # fmt: skip
         logger.info(
-            "Text tokenised on the fly: %d files in %d streams, documents %s; this rank reads %d of the streams",
-            len(files), training.streams, "permuted in blocks" if reading.shuffled else "in stored order",
-            len(training.touched()),
+            "%s tokenised on the fly: %d files in %d streams, documents %s; this rank reads %d of the streams",
+            reading.fields.kind.capitalize(), len(files), training.streams,
+            "permuted in blocks" if reading.shuffled else "in stored order", len(training.touched()),
         )  # fmt: skip
+        if reading.conversations and not reading.packed:
+            logger.info(
+                "Each row is padded to %d tokens; --short pack puts several into one, and smp-train prepare packs "
+                "them closest", seq_len,
+            )  # fmt: skip
     if not (args.validation_freq or args.evaluate_only):
         return training, None
-    held_out = _held_out(args, reading, args.validation_batches * args.val_batch_size * dp_size, shards)
+    most = args.validation_batches * args.val_batch_size * dp_size
+    held_out = _held_out(args, most, vocab_size, seq_len, shards)
     with distributed.together("preparing the validation data"):
         return training, ValidationData(
             held_out, micro_batch=args.val_batch_size, max_batches=args.validation_batches, fast=args.fast_validation,
@@ -83,34 +96,67 @@ def text_at(place: str, args: Arguments) -> list[TextFile]:
 
 def open_text_rows(args: Arguments, files: list[TextFile], *, vocab_size: int, seq_len: int) -> TextRows:
     """Return all samples of some text, in stored order. Raises `DataError` where there are none."""
-    reading, _ = _reading(args, vocab_size, seq_len)
+    fields = find_fields(files, args.text_column)
+    reading, _ = _reading(args, vocab_size, seq_len, fields)
     rows = TextRows(files, replace(reading, shuffled=False), sys.maxsize)
     if not len(rows):
-        raise DataError(f"{files[0].path}: has no text")
+        raise DataError(f"{files[0].path}: has no {fields.kind}")
     return rows
 
 
-def _reading(args: Arguments, vocab_size: int, seq_len: int) -> tuple[Reading, str]:
+def _reading(args: Arguments, vocab_size: int, seq_len: int, fields: Fields) -> tuple[Reading, str]:
+    """Return how documents of ``fields`` are read, and what else decides which tokens they become."""
     name = args.tokenizer or args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
     assert name is not None, "checked by arguments.validate"
-    with on_this_machine(name) as folder:
-        tokenizer = tokenizers.load(folder)
-        _, end = tokenizers.end_token(tokenizer, None, folder)
+    tokenizer, end, conversations = open_tokenizer(name, args.chat_template, fields)
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values())
     if highest >= vocab_size:
         raise ConfigError(
             f"--tokenizer {name}: has ids up to {highest}, the model a vocabulary of {vocab_size}; "
             "use the tokenizer of the model, or set --vocab_size"
         )
-    identity = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
+    identity = tokenizer.to_str() + (conversations.template if conversations else "")
+    reading = Reading(
+        tokenizer, end, seq_len, args.seed, args.shuffle != "none", fields, args.data_audit,
+        LeftOut() if args.bad_rows == "skip" else None, conversations, args.short == "pack", args.long or "truncate",
+    )  # fmt: skip
+    return reading, hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+
+def open_tokenizer(
+    name: str, chat_template: str | None, fields: Fields
+) -> tuple[Tokenizer, int, Conversations | None]:
+    """Return the tokenizer, its end token, and what makes rows of ``fields``, None for text. Raises ConfigError."""
+    with on_this_machine(name) as folder:
+        known = chat_tokenizer(folder, chat_template, fields) if fields.answers else None
+        tokenizer = tokenizers.load(folder) if known is None else known.backend_tokenizer
+        _, end = tokenizers.end_token(tokenizer, None, folder)
+    if known is not None:
+        return tokenizer, end, Conversations(known, fields, end)
     # What a document says about ends of documents is text like any other.
     tokenizer.encode_special_tokens = True
-    shuffled = args.shuffle != "none"
-    left_out = LeftOut() if args.bad_rows == "skip" else None
-    return Reading(tokenizer, end, seq_len, args.seed, shuffled, args.text_column, args.data_audit, left_out), identity
+    return tokenizer, end, None
 
 
-def _held_out(args: Arguments, reading: Reading, most: int, shards: Callable[[str], Source]) -> Source:
+def _refuse_layout(args: Arguments, fields: Fields) -> None:
+    """Raise ConfigError for flags that do not fit the training documents."""
+    if args.chat_template is not None and not fields.chat:
+        raise ConfigError(f"--chat_template {args.chat_template}: --dataset holds {fields.kind}; leave it out")
+    refused, why = {"short": ("pack",), "long": ("truncate", "error")}, "whose documents are joined end to end"
+    if fields.answers:
+        refused, why = {"short": ("concat",), "long": ("split",)}, "which are read whole"
+    for flag, values in refused.items():
+        given = getattr(args, flag)
+        if given in values:
+            raise ConfigError(
+                f"--{flag} {given} does not go with --dataset of {fields.kind}, {why}; make shards with "
+                "smp-train prepare"
+            )
+
+
+def _held_out(
+    args: Arguments, most: int, vocab_size: int, seq_len: int, shards: Callable[[str], Source]
+) -> Source:
     files: list[TextFile] = []
     with distributed.together("looking at the validation data"):
         if args.test_dir is None:
@@ -122,9 +168,11 @@ def _held_out(args: Arguments, reading: Reading, most: int, shards: Callable[[st
         assert args.test_dir is not None
         return shards(args.test_dir)
     with distributed.together("reading the validation data"):
+        fields = find_fields(files, args.text_column)
+        reading, _ = _reading(args, vocab_size, seq_len, fields)
         rows = TextRows(files, replace(reading, shuffled=False), most)
         if not len(rows):
-            raise DataError(f"{files[0].path}: has no text to validate on")
+            raise DataError(f"{files[0].path}: has no {fields.kind} to validate on")
         logger.info("Validation: the first %d samples of %s", len(rows), files[0].path)
         return rows
 
@@ -139,7 +187,7 @@ def _split_of_hub(name: str, config: str | None) -> list[TextFile]:
     raise DataError(f"{first}; give --test_dir to validate on")
 
 
-def holds_text(location: str, column: str = "text") -> bool:
+def holds_text(location: str, column: str | None = None) -> bool:
     """True when a folder or prefix holds text, and not token shards, by its first record. Raises DataError."""
     try:
         kind = formats.kind_of(location)

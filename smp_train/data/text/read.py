@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from smp_train.data import s3
 from smp_train.data.arrow_file import END_MARK
-from smp_train.data.bad_rows import LeftOut
+from smp_train.data.bad_rows import leave_out
 from smp_train.data.lines import BYTE_ORDER_MARK, GZIP_ERRORS, GZIP_MAGIC, GzipFile, lines_of, open_file
+from smp_train.data.text.fields import TEXTS, Document, Fields
 from smp_train.errors import ConfigError, DataError, install
 
 if TYPE_CHECKING:
@@ -69,6 +71,13 @@ class TextFile:
         """What messages call it."""
         return self.path if self.split is None else f"{self.path}/{self.name}"
 
+    def at(self, number: int) -> str:
+        """What messages call a document, by its number from 1."""
+        kind = self.kind
+        return self.path if kind == "whole" else f"{self.path}:{number}" if kind == "lines" else (
+            f"{self.shown}: row {number}"
+        )
+
     def open(self) -> IO[bytes]:
         """Open a local file or an object in S3, seekable. Raises DataError."""
         return s3.open_ranges(self.path, self.size, self.version) if s3.is_s3(self.path) else open_file(self.path)
@@ -76,80 +85,75 @@ class TextFile:
 
 def documents(
     file: TextFile,
-    column: str = "text",
+    fields: Fields = TEXTS,
     *,
     start: int = 0,
     part: int = 0,
     parts: int = 1,
-    left_out: LeftOut | None = None,
-) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1: of the line or row, text) of the documents of a file, or of a part of it.
+    left_out: Callable[[str], None] | None = None,
+) -> Iterator[tuple[int, Document]]:
+    """Yield (number from 1: of the line or row, document) of a file, or of a part of it.
 
     Part p of n is every n-th document from the p-th on; ``start`` of the part's own are left out, unparsed. A text
     file is one document, with number 1. Documents without a visible character come as empty texts, and so do malformed
     ones where there is a ``left_out`` to count them: so the others keep their index. Raises DataError with file and
     line; always where a file is damaged, as it is not known what is missing.
     """
-    first, kind = start * parts + part, file.kind
-    for index, number, value in _records(file, column, first):
+    first = start * parts + part
+    for index, number, values in _records(file, fields, first):
         if index < first or (index - part) % parts:
             continue
-        text: Any = _text_of(file, number, value, column) if kind == "lines" else value
-        problem = _problem(text, column)
-        if not problem:
-            yield number, text if text.strip() else ""
-            continue
-        where = {"whole": file.path, "lines": f"{file.path}:{number}"}.get(kind, f"{file.shown}: row {number}")
-        if left_out is None:
-            raise DataError(f"{where}: {problem}, or leave such documents out with --bad_rows skip")
-        left_out(f"{where}: {problem}")
-        yield number, ""
+        document: Document = ""
+        try:
+            document = fields.document(_fields_of(file, number, values, fields))
+        except UnicodeDecodeError as error:
+            why = f"byte {error.start} is not UTF-8 ({error.reason}); save it as UTF-8"
+            leave_out(f"{file.at(number)}: {why}", left_out)
+        except ValueError as error:
+            leave_out(f"{file.at(number)}: {error}", left_out)
+        yield number, document
 
 
-def _records(file: TextFile, column: str, first: int) -> Iterator[tuple[int, int, Any]]:
-    """Yield (index from 0, number from 1, content) of documents; those before index ``first`` may be missing."""
+def _records(file: TextFile, fields: Fields, first: int) -> Iterator[tuple[int, int, Any]]:
+    """Yield (index from 0, number from 1, a line or the values of the fields) of records.
+
+    Those before index ``first`` may be missing.
+    """
     if file.kind in ("hub", "table"):
-        columns = _table(file, column, first) if file.split is None else file.split.columns(file.shard, column, first)
-        for before, values in columns:
-            for index, text in enumerate(_texts(values), before):
-                yield index, index + 1, text
+        tables = _tables(file, fields, first) if file.split is None else file.split.tables(file.shard, fields, first)
+        for before, columns in tables:
+            for index, values in enumerate(zip(*map(_values, columns), strict=True), before):
+                yield index, index + 1, values
     elif file.kind == "lines":
         with file.open() as raw:
             for index, (number, line) in enumerate(lines_of(raw, file.path)):
                 yield index, number, line
     elif first == 0:
-        yield 0, 1, _whole(file)
+        yield 0, 1, (_whole(file),)
 
 
-def _problem(text: Any, column: str) -> str:
-    """Return why what was read is no text to train on, and what to do; nothing when it is."""
-    if isinstance(text, UnicodeDecodeError):
-        return f"byte {text.start} is not UTF-8 ({text.reason}); save it as UTF-8"
-    if isinstance(text, ValueError):
-        return str(text)
-    if not isinstance(text, str):
-        return f"column {column} holds no text; set --text_column"
-    if "\0" in text:
-        return f"character {text.index(chr(0))} is a NUL; is it text? remove it"
-    return ""
-
-
-def _text_of(file: TextFile, number: int, line: bytes, column: str) -> str | ValueError:
-    """Return the text of a line, or what is wrong with it."""
+def record_of(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line. Raises ValueError: reason; what to do."""
     if line.lstrip().startswith(BYTE_ORDER_MARK):
-        return ValueError("starts with a byte order mark, as where files were joined; remove it")
+        raise ValueError("starts with a byte order mark, as where files were joined; remove it")
     try:
         record = loads(line)
-    except ValueError as error:
-        return ValueError(f"broken JSON ({error}); one object per line is needed")
-    text = record.get(column) if isinstance(record, dict) else None
-    if isinstance(text, str):
-        return text
-    if isinstance(record, dict) and "input_ids" in record:
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"broken JSON ({error}); one object per line is needed") from None
+    if not isinstance(record, dict):
+        raise ValueError("no object in this line; one object per line is needed")
+    return record
+
+
+def _fields_of(file: TextFile, number: int, values: Any, fields: Fields) -> Sequence[Any]:
+    """Return the values of the fields, out of a line where ``values`` are that. Raises ValueError and DataError."""
+    if not isinstance(values, bytes):
+        return tuple(values)
+    record = record_of(values)
+    if "input_ids" in record and not all(name in record for name in fields.names):
         hint = "these are tokens already: give them by --training_dir"
-        raise DataError(f'{file.path}:{number}: no "{column}" string in this line; {hint}')
-    hint = "set --text_column" if isinstance(record, dict) else "one object per line is needed"
-    return ValueError(f'no "{column}" string in this line; {hint}')
+        raise DataError(f"{file.at(number)}: no {' and '.join(fields.names)} in this line; {hint}")
+    return [record.get(name) for name in fields.names]
 
 
 def _whole(file: TextFile) -> str | ValueError:
@@ -169,53 +173,78 @@ def _whole(file: TextFile) -> str | ValueError:
         return error
 
 
-def _table(file: TextFile, column: str, first: int) -> Iterator[tuple[int, Any]]:
-    """Yield (rows before, values) of a column of parquet, or of a file of Arrow batches that ``datasets`` saved.
+def _tables(file: TextFile, fields: Fields, first: int) -> Iterator[tuple[int, list[Any]]]:
+    """Yield (rows before, columns of the fields) of parquet, or of a file of Arrow batches that ``datasets`` saved.
 
     Groups of rows that end before index ``first`` are not read.
     """
+    import pyarrow as pa
+
+    before, names = 0, list(fields.names)
+    with opened_table(file) as (opened, schema):
+        refuse_columns(file.path, fields, schema.names)
+        batches = opened
+        try:
+            if is_parquet(file):
+                sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+                while sizes and before + sizes[0] <= first:
+                    before += sizes.pop(0)
+                groups = range(opened.num_row_groups - len(sizes), opened.num_row_groups)
+                batches = opened.iter_batches(1024, row_groups=groups, columns=names) if groups else ()
+            for batch in batches:
+                if before + batch.num_rows > first:
+                    yield before, [batch.column(name) for name in names]
+                before += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(file, error) from None
+
+
+def is_parquet(file: TextFile) -> bool:
+    """True of a table that is no file of Arrow batches."""
+    return file.name.lower().endswith(PARQUET_SUFFIX)
+
+
+@contextlib.contextmanager
+def opened_table(file: TextFile) -> Iterator[tuple[Any, Any]]:
+    """Yield (an open file of parquet or a stream of Arrow batches, its schema). Raises DataError."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
         raise ConfigError(f"{file.path}: needs the package pyarrow: {install('text')}") from None
-    is_parquet = file.name.lower().endswith(PARQUET_SUFFIX)
-    before = 0
     with file.open() as raw:
         try:
-            if is_parquet:
-                opened: Any = pq.ParquetFile(raw)
-                _refuse_column(file, column, opened.schema_arrow.names)
-                sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
-                while sizes and before + sizes[0] <= first:
-                    before += sizes.pop(0)
-                groups = range(opened.num_row_groups - len(sizes), opened.num_row_groups)
-                batches = opened.iter_batches(1024, row_groups=groups, columns=[column]) if groups else ()
+            opened: Any
+            if is_parquet(file):
+                opened = pq.ParquetFile(raw)
             else:
                 # Of a file that was truncated between two batches only the end mark is missing.
                 raw.seek(-len(END_MARK), os.SEEK_END)
                 if raw.read() != END_MARK:
                     raise DataError(f"{file.path}: not a whole Arrow file (it has no end mark); copy it again")
                 raw.seek(0)
-                opened = batches = pa.ipc.open_stream(raw)
-                _refuse_column(file, column, opened.schema.names)
-            for batch in batches:
-                if before + batch.num_rows > first:
-                    yield before, batch.column(column)
-                before += batch.num_rows
+                opened = pa.ipc.open_stream(raw)
+            schema = opened.schema_arrow if is_parquet(file) else opened.schema
         except (pa.ArrowException, OSError) as error:
-            what, why = "parquet" if is_parquet else "an Arrow file", " ".join(str(error).split())
-            raise DataError(f"{file.path}: is damaged or not {what} ({why}); copy it again") from None
+            raise _damaged(file, error) from None
+        yield opened, schema
 
 
-def _refuse_column(file: TextFile, column: str, names: list[str]) -> None:
-    if column not in names:
-        hint = "these are tokens: give them by --training_dir" if "input_ids" in names else "set --text_column"
-        raise DataError(f"{file.path}: no column {column} (it has {', '.join(names)}); {hint}")
+def _damaged(file: TextFile, error: Exception) -> DataError:
+    what, why = "parquet" if is_parquet(file) else "an Arrow file", " ".join(str(error).split())
+    return DataError(f"{file.path}: is damaged or not {what} ({why}); copy it again")
 
 
-def _texts(values: Any) -> Iterator[Any]:
-    """Yield the values of an Arrow array; of a text that is not UTF-8, the error."""
+def refuse_columns(shown: str, fields: Fields, names: Sequence[str]) -> None:
+    """Raise DataError for a table that lacks one of the fields."""
+    for name in fields.names:
+        if name not in names:
+            hint = "these are tokens: give them by --training_dir" if "input_ids" in names else "set --text_column"
+            raise DataError(f"{shown}: no column {name} (it has {', '.join(names)}); {hint}")
+
+
+def _values(values: Any) -> Iterator[Any]:
+    """Yield the values of an Arrow array; of one with a text that is not UTF-8, the error."""
     try:
         yield from values.to_pylist()
         return

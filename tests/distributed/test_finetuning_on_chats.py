@@ -1,0 +1,167 @@
+"""Finetuning on chats: the loss of transformers' own model on its own template, and answers that are learnt."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import harness
+from tests.chats import (
+    IGNORED,
+    MARKED,
+    by_transformers,
+    chat,
+    completion_by_transformers,
+    turns,
+    write_lines,
+    write_tokenizer,
+)
+from tests.tiers import core
+from tests.training import TINY, flags, records, steps, train
+
+ROWS, WIDTH = 24, 128
+STILL = {"lr": 1e-20, "min_lr": 1e-20, "weight_decay": 0.0}
+"""So that every step is of the weights that the run began with."""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a tokenizer as transformers saves them, chats, prompts, and both as `prepare` makes rows of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from smp_train.data.prepare.cli import main as prepare
+
+    folder = tmp_path_factory.mktemp("chats")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, max_position_embeddings=WIDTH, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    write_tokenizer(folder / "model", MARKED)
+    write_lines(folder / "chats" / "a.jsonl", [{"messages": chat(number)} for number in range(ROWS)])
+    write_lines(folder / "pairs" / "a.jsonl", [pair(number) for number in range(ROWS)])
+    for kind in ("chats", "pairs"):
+        words = f"--input {folder / kind} --output {folder}/{kind}_made --tokenizer {folder}/model"
+        assert prepare([*words.split(), "--validation_fraction", "0"]) == 0
+    return folder
+
+
+def pair(number: int) -> dict[str, str]:
+    return {"prompt": f"{number} plus {number} is", "completion": f" {2 * number}, é🙂"}
+
+
+def row(model: Path, kind: str, number: int) -> tuple[list[int], list[int]]:
+    """Return the ids and labels of a row, by transformers alone."""
+    if kind == "chats":
+        return by_transformers(model, chat(number))
+    return completion_by_transformers(model, **pair(number))
+
+
+def transformers_says(model: Path, kind: str, numbers: list[int]) -> tuple[float, float, int]:
+    """Return loss, gradient norm and counted tokens of some rows, each by itself, by transformers alone."""
+    from transformers import LlamaForCausalLM
+
+    loaded = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    total, tokens = torch.zeros(()), 0
+    for number in numbers:
+        ids, labels = (torch.tensor([values]) for values in row(model, kind, number))
+        assert ids.shape[1] <= WIDTH
+        counted = int((labels[:, 1:] != IGNORED).sum())
+        total = total + loaded(input_ids=ids, labels=labels).loss * counted
+        tokens += counted
+    loss = total / tokens
+    loss.backward()
+    norm = torch.sqrt(sum(p.grad.double().pow(2).sum() for p in loaded.parameters() if p.grad is not None))
+    return loss.item(), norm.item(), tokens
+
+
+def used(folder: Path) -> list[list[int]]:
+    """Return the numbers of the rows that each step consumed, on all ranks."""
+    found: dict[int, list[int]] = {}
+    for path in (folder / "run").glob("data_audit-rank*.jsonl"):
+        for record in map(json.loads, path.read_text().splitlines()):
+            names = "+".join(record["samples"]).split("+")
+            found.setdefault(record["step"], []).extend(int(name.partition("[")[0].split(":")[1]) - 1 for name in names)
+    return [sorted(found[step]) for step in sorted(found)]
+
+
+def options(here: Path, **changes: Any) -> dict[str, Any]:
+    widths = {name: None for name in TINY if name.startswith(("model_type", "hidden", "num_", "intermediate", "vocab"))}
+    return {
+        **widths, "use_synthetic_data": None, "hf_pretrained_model_name_or_dir": here / "model", "shuffle": "none",
+        "max_context_width": WIDTH, **changes,
+    }  # fmt: skip
+
+
+CASES = {f"{kind} {how} {short} {world}": (kind, how, short, world) for kind in ("chats", "pairs")
+         for how in ("prepared", "streamed") for short in ("pad", "pack") for world in (1, 2)}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", core(CASES, {"chats prepared pack 2", "chats streamed pack 2"}.__contains__))
+def test_the_loss_is_that_of_transformers(here: Path, tmp_path: Path, case: str) -> None:
+    kind, how, short, world = CASES[case]
+    place = {"dataset": here / kind} if how == "streamed" else {"training_dir": here / f"{kind}_made" / "train"}
+    given = {**place, **STILL, "short": short, "max_steps": 2, "data_audit": 1, "train_batch_size": 4 // world}
+    harness.run(train, world, flags(tmp_path, **options(here, **given)))
+    found, numbers, seen = steps(tmp_path), used(tmp_path), 0
+    assert len(found) == len(numbers) == 2
+    assert (len(numbers[0]) > 4) == (short == "pack")
+    for record, of_step in zip(found, numbers, strict=True):
+        loss, norm, tokens = transformers_says(here / "model", kind, of_step)
+        seen += tokens
+        assert (record["loss"], record["grad_norm"]) == pytest.approx((loss, norm), rel=1e-5)
+        assert record["tokens"] == seen
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_a_model_learns_to_answer_and_not_to_ask(here: Path, tmp_path: Path) -> None:
+    """Questions are noise that cannot be learnt; answers follow from them. The model then gives them by itself."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rng = random.Random(5)
+    letters = "abcdefgh"
+    asked = ["".join(rng.choices(letters, k=6)) + rng.choice("xyz") for _ in range(400)]
+    answers = {"x": "first", "y": "second", "z": "third"}
+    chats = [{"messages": turns(question, answers[question[-1]])} for question in asked]
+    write_lines(tmp_path / "train" / "a.jsonl", chats[:360])
+    write_lines(tmp_path / "test" / "a.jsonl", chats[360:])
+    given = {
+        "dataset": tmp_path / "train", "test_dir": tmp_path / "test", "short": "pack", "shuffle": "global",
+        "max_steps": 150, "train_batch_size": 2, "validation_freq": 50, "validation_batches": 10, "lr": 1e-2,
+        "weight_decay": 0.0, "save_final_model": 1, "model_dir": tmp_path / "model", "tokenizer": here / "model",
+    }  # fmt: skip
+    harness.run(train, 2, flags(tmp_path, **options(here, **given)))
+    validations = [record["loss"] for record in records(tmp_path) if record.get("event") == "evaluate"]
+    assert steps(tmp_path)[0]["loss"] > 4
+    assert validations[-1] < 0.05
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(here / "model")
+    right = 0
+    for one in (record["messages"] for record in chats[360:]):
+        ids = tokenizer.apply_chat_template(one[:1], add_generation_prompt=True, return_dict=False, return_tensors="pt")
+        made = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        right += tokenizer.decode(made).startswith(one[1]["content"] + "<|end|>")
+    assert right >= 38
+    # Of the questions, which carried no loss, nothing was learnt: they are as improbable as by chance, or more.
+    texts = [tokenizer.apply_chat_template(record["messages"][:1], return_dict=False) for record in chats[360:]]
+    with torch.no_grad():
+        losses = [model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss.item() for ids in texts]
+    assert sum(losses) / len(losses) > 4
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_chat_without_an_answer_stops_all_ranks(here: Path, tmp_path: Path, world: int) -> None:
+    chats = [{"messages": chat(number)} for number in range(ROWS)]
+    chats[5] = {"messages": turns("a question")}
+    write_lines(tmp_path / "a.jsonl", chats)
+    given = {"dataset": tmp_path / "a.jsonl", "max_steps": ROWS, "train_batch_size": 1}
+    with pytest.raises(harness.RankFailed, match=r"DataError: .*a\.jsonl:6: no .* --bad_rows skip"):
+        harness.run(train, world, flags(tmp_path, **options(here, **given)))
