@@ -364,7 +364,7 @@ def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> 
         where = tokenizer.beside_data(read_weights(args.training_dir)[0])
     if where is not None:
         try:
-            files = tokenizer.tokenizer_files(where)
+            files = tokenizer.tokenizer_files(where, args.chat_template)
         except ConfigError as failure:
             if args.tokenizer:
                 raise

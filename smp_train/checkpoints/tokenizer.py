@@ -21,9 +21,14 @@ def opened(location: str) -> Iterator[Any]:
         yield load_tokenizer(here)
 
 
-def tokenizer_files(location: str) -> dict[str, bytes]:
-    """Return by name the files with which transformers opens the tokenizer. Raises `ConfigError` where it cannot."""
+def tokenizer_files(location: str, chat_template: str | None = None) -> dict[str, bytes]:
+    """Return by name the files with which transformers opens the tokenizer. Raises `ConfigError` where it cannot.
+
+    ``chat_template`` is a file with the template that takes the place of the tokenizer's own.
+    """
     with opened(location) as found, tempfile.TemporaryDirectory() as folder:
+        if chat_template is not None:
+            found.chat_template = place(chat_template).read_text(encoding="utf-8")
         found.save_pretrained(folder)
         paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
