@@ -1,6 +1,7 @@
 """What every test gets: one thread, no network, no variables of the machine or chance that would change a result."""
 
 import contextlib
+import logging
 import math
 import os
 from pathlib import Path
@@ -28,6 +29,15 @@ for name in list(os.environ):
 
 # As smp_train.cli sets it: the servers that fork ranks load torch before that.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+@pytest.fixture(autouse=True)
+def own_log():
+    """Put the package's log back as it was: a verb that runs in this process sets its handlers."""
+    logger = logging.getLogger("smp_train")
+    before = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before
 
 
 @pytest.fixture(scope="session")

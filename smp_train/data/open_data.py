@@ -81,11 +81,12 @@ def open_data(
         source = sources[0] if len(sources) == 1 else Joined(sources, places)
         if weights is not None and isinstance(source, Joined):
             order = BlendOrder(source, weights, args.seed, args.shuffle)
-    if args.validation_freq or args.evaluate_only:
+    test_dir = None if args.use_synthetic_data else args.test_dir
+    if (own.validation_data is not None or test_dir) and (args.validation_freq or args.evaluate_only):
         if own.validation_data is not None:
             held_out = open_own(args, own.validation_data, "validation_data", vocab_size=vocab_size, seq_len=seq_len)
-        elif args.test_dir is not None and not args.use_synthetic_data:
-            held_out = opened(args.test_dir)
+        elif test_dir is not None:
+            held_out = opened(test_dir)
     with distributed.together("preparing the data"):
         training = TrainingData(
             source, order or Order(len(source), args.seed, args.shuffle, shards(source)), long=long,

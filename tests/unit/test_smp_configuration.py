@@ -14,7 +14,7 @@ from smp_train.checkpoints.export import export_weights
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hugging_face import config_of
 from smp_train.models.initialization import initialise
-from smp_train.models.resolve import resolve
+from smp_train.models.resolve import ModelSpec, resolve
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 96, "bos_token_id": 1,
          "eos_token_id": 2, "max_position_embeddings": 32, "dtype": "float32"}  # fmt: skip
@@ -44,5 +44,5 @@ def test_a_configuration_of_transformers_5_is_read_and_written(family: str, tmp_
     written = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert written.get("dtype", written.get("torch_dtype")) == "float32"
     # What a checkpoint says of its model, too.
-    again = build_meta(SimpleNamespace(config=config_of(fields), name=family))  # type: ignore[arg-type]
+    again = build_meta(ModelSpec(family, family, config_of(fields)))
     assert torch.equal(next(b for n, b in again.named_buffers() if n.endswith("inv_freq")), rotations)
