@@ -16,13 +16,12 @@ class Best:
     loss: float = math.inf
     since: int = 0
 
-    def see(self, step: int, loss: float) -> bool:
-        """Take the loss of a validation into account, and return whether it is the lowest so far; never NaN."""
-        if not loss < self.loss:
+    def see(self, step: int, loss: float) -> None:
+        """Take the loss of a validation into account; NaN is never the lowest."""
+        if loss < self.loss:
+            self.step, self.loss, self.since = step, loss, 0
+        else:
             self.since += 1
-            return False
-        self.step, self.loss, self.since = step, loss, 0
-        return True
 
     def to_json(self) -> dict[str, Any]:
         """Return it for ``meta.json``; no loss before the first validation."""

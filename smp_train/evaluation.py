@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_train import backends, distributed, inference, train_utils
 from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.groups import flags
+from smp_train.arguments.verb_parser import VerbParser
 from smp_train.data.open_data import long_rows, open_evaluation, open_own
 from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.source import Source
@@ -39,18 +39,12 @@ WITHOUT_USE = {
     "resume_from_checkpoint": "give --checkpoint",
 }  # fmt: skip
 """Flags of ``train`` in whose place this verb has others."""
-READ_TOGETHER = 16
-"""Batches read between two checks that no rank has failed."""
 
 
 def options() -> argparse.ArgumentParser:
     """Return the parser of this verb's own flags."""
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
-
-    found = Parser(
+    found = VerbParser(
         prog="smp-train evaluate", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="all other flags are those of `smp-train train`, such as --hybrid_shard_degree, --val_batch_size",
@@ -194,16 +188,10 @@ def batches(backend: Any, data: ValidationData, place: str, *, show: bool) -> It
     """Yield the batches, read so that a failure on one rank is one on all; ``show`` prints progress on a terminal."""
     from tqdm import tqdm
 
-    found = data.batches()
     with tqdm(total=len(data), desc=place, unit="batch", disable=not (show and sys.stderr.isatty())) as bar:
-        for _ in range(0, len(data), READ_TOGETHER):
-            with distributed.together(f"reading {place}"):
-                some = list(islice(found, READ_TOGETHER))
-                for batch in some:
-                    backend.check_rows(batch.attention_mask, batch.samples)
-            for batch in some:
-                yield batch
-                bar.update()
+        for batch in train_utils.read_together(backend, data, f"reading {place}"):
+            yield batch
+            bar.update()
 
 
 def report(found: Evaluation, *, as_json: bool) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from smp_train import distributed, inference
+from smp_train.arguments.verb_parser import VerbParser
 from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import trust_code
 
@@ -56,11 +57,7 @@ class Sampling:
 def options() -> argparse.ArgumentParser:
     """Return the parser of this verb's flags."""
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
-
-    found = Parser(prog="smp-train generate", description=__doc__, allow_abbrev=False)
+    found = VerbParser(prog="smp-train generate", description=__doc__, allow_abbrev=False)
     add = found.add_argument
     add("--checkpoint", required=True, help="checkpoint, folder of them, or Hugging Face model; also s3://")
     add("--prompt", nargs="+", default=[], help="text to continue; several are continued one after another")

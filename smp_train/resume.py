@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,7 +95,7 @@ def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
 
 def adapter_of(spec: ModelSpec) -> dict[str, Any] | None:
     """Return what a checkpoint says of the run's adapters: their settings, and where the adapted weights are."""
-    return None if spec.lora is None else {**json.loads(json.dumps(spec.lora.to_json())), "base": spec.pretrained}
+    return None if spec.lora is None else {**spec.lora.to_json(), "base": spec.pretrained}
 
 
 def _adapters(of: Mapping[str, Any] | None) -> str:

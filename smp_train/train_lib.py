@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import ExitStack
-from itertools import islice
 from typing import Any
 
 from smp_train import distributed, generation, train_utils
@@ -16,7 +15,7 @@ from smp_train.best import Best
 from smp_train.build_run import Progress, Run, build_run, layout
 from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.tokenizer import from_files
-from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
+from smp_train.data.pipelines.data_pipeline import Batch
 from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.naming import how_to_resume
@@ -29,9 +28,6 @@ from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.profiling import Profiler
 
 log = get_logger()
-
-READ_TOGETHER = 16
-"""Validation batches read between two checks that no rank has failed or was asked to stop."""
 
 
 def main(resolved: Resolved, ranks: Runtime) -> int:
@@ -256,6 +252,12 @@ class AskedToStop(Exception):
     """Raised on every rank when a stop request interrupts a validation."""
 
 
+def give_up_if_asked(run: Run) -> None:
+    """Raise `AskedToStop` on every rank where any was asked to stop; collective."""
+    if distributed.any_rank(run.stop.is_requested(look_for_file=run.runtime.is_main)):
+        raise AskedToStop
+
+
 def validate(run: Run) -> bool:
     """Measure the loss on the validation data and write it; collective.
 
@@ -265,7 +267,11 @@ def validate(run: Run) -> bool:
         raise ConfigError("there is no validation data; give --test_dir")
     try:
         with run.throughput.pause():
-            loss, _ = train_utils.evaluate(run.backend, run.model, read_together(run, run.validation))
+            loss, _ = train_utils.evaluate(
+                run.backend, run.model, train_utils.read_together(
+                    run.backend, run.validation, "reading the validation data", before=lambda: give_up_if_asked(run)
+                ),
+            )  # fmt: skip
     except AskedToStop:
         log.info("Asked to stop: the validation at step %d is given up", run.progress.step)
         return False
@@ -276,19 +282,6 @@ def validate(run: Run) -> bool:
         run.best.see(run.progress.step, loss)
     notify(run, "on_validation", record)
     return True
-
-
-def read_together(run: Run, data: ValidationData) -> Iterator[Batch]:
-    """Yield the batches; every `READ_TOGETHER` of them, ranks agree that none has failed or was asked to stop."""
-    batches = data.batches()
-    for _ in range(0, len(data), READ_TOGETHER):
-        if distributed.any_rank(run.stop.is_requested(look_for_file=run.runtime.is_main)):
-            raise AskedToStop
-        with distributed.together("reading the validation data"):
-            some = list(islice(batches, READ_TOGETHER))
-            for batch in some:
-                run.backend.check_rows(batch.attention_mask, batch.samples)
-        yield from some
 
 
 def put_prompt(run: Run, prompt: str) -> None:

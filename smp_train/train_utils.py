@@ -6,17 +6,22 @@ Nothing synchronizes with the device unless its docstring says so.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp_train import distributed
 from smp_train.backends.base import Backend
-from smp_train.data.pipelines.data_pipeline import Batch
+from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
 from smp_train.errors import DataError
 from smp_train.parallel.optimizer import ShardedAdamW
+
+READ_TOGETHER = 16
+"""Validation batches read between two checks that no rank has failed or was asked to stop."""
 
 
 def build_optimizer(
@@ -162,6 +167,23 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> tu
     if tokens == 0:
         raise DataError("the validation data has no counted token; is --max_context_width too short?")
     return float(loss / tokens), int(tokens)
+
+
+def read_together(
+    backend: Backend, data: ValidationData, what: str, before: Callable[[], None] = lambda: None
+) -> Iterator[Batch]:
+    """Yield the batches of this rank; every `READ_TOGETHER` of them, ranks agree that none has failed at ``what``.
+
+    ``before`` is called each time before that, and may be collective.
+    """
+    batches = data.batches()
+    for _ in range(0, len(data), READ_TOGETHER):
+        before()
+        with distributed.together(what):
+            some = list(islice(batches, READ_TOGETHER))
+            for batch in some:
+                backend.check_rows(batch.attention_mask, batch.samples)
+        yield from some
 
 
 def _counts_its_rows(backend: Backend, *, among_tensor_ranks: bool = True) -> bool:

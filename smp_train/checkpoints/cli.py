@@ -10,8 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any
 
+from smp_train.arguments.verb_parser import VerbParser
 from smp_train.checkpoints import foreign
 from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.discovery import Checkpoint, is_checkpoint_folder, is_one_checkpoint, open_checkpoint
@@ -37,15 +38,11 @@ ABANDONED_SECONDS = 3600.0
 """What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this verb's sub-commands."""
-    found = _Parser(prog="smp-train checkpoint", description=__doc__, allow_abbrev=False)
-    verbs = found.add_subparsers(dest="verb", required=True, parser_class=_Parser)
+    found = VerbParser(prog="smp-train checkpoint", description=__doc__, allow_abbrev=False)
+    verbs = found.add_subparsers(dest="verb", required=True, parser_class=VerbParser)
 
     def verb(name: str, help: str, source: str, target: str | None = None) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)

@@ -5,27 +5,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from smp_train.arguments.verb_parser import VerbParser
 from smp_train.data import manifest
 from smp_train.data.audit import audit
 from smp_train.data.survey import ANY_VOCABULARY, look
 from smp_train.data.text.opening import holds_text
 from smp_train.data.text.survey import look_at_documents
-from smp_train.errors import ConfigError, DataError
+from smp_train.errors import DataError
 
 SHOWN = 100
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this verb's flags."""
-    found = _Parser(prog="smp-train data", description=__doc__, allow_abbrev=False)
-    verbs = found.add_subparsers(dest="verb", required=True, parser_class=_Parser)
+    found = VerbParser(prog="smp-train data", description=__doc__, allow_abbrev=False)
+    verbs = found.add_subparsers(dest="verb", required=True, parser_class=VerbParser)
     for name, about in (
         ("inspect", "counts, lengths, range of the vocabulary, a sample"),
         ("verify", "every problem, with file and line; exit code 3 when there is one"),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 
 from smp_train.data import bad_rows
 from smp_train.data.layout import Layout
-from smp_train.data.source import Row, Source, shards
+from smp_train.data.source import Row, Source, View, shards
 from smp_train.data.targets import without_target
 
 
-class Kept(Source):
+class Kept(View):
     """A source without the rows ``left_out`` (their numbers, rising); the others keep their order."""
 
     def __init__(self, source: Source, left_out: np.ndarray) -> None:
@@ -47,18 +46,6 @@ class Kept(Source):
     def fill(self, indices: list[int], into: np.ndarray) -> bool:
         """Read kept rows, as the source does."""
         return self.source.fill([self._number(index) for index in indices], into)
-
-    def report(self) -> dict[str, Any] | None:
-        """Return the totals of the source, of all its rows."""
-        return self.source.report()
-
-    def want(self, needed: list[int], following: list[int]) -> None:
-        """Pass on which shards are read next."""
-        self.source.want(needed, following)
-
-    def rest(self) -> None:
-        """Pass on that reading ends."""
-        self.source.rest()
 
 
 def leave_out_unlearnable(source: Source, seq_len: int, *, long: str, max_bad: float | None, place: str = "") -> Source:

@@ -8,11 +8,11 @@ import numpy as np
 
 from smp_train.arguments.own import Rows
 from smp_train.data.rows import checked_row
-from smp_train.data.source import Row, Source
+from smp_train.data.source import Row, Source, View
 from smp_train.errors import ConfigError, DataError, SmpTrainError, one_line
 
 
-class Checked(Source):
+class Checked(View):
     """A source whose rows are checked: what is wrong, or raised, is a `DataError` that names the row.
 
     Args:
@@ -66,18 +66,6 @@ class Checked(Source):
         """Read rows the source's faster way; False where an id is outside of the vocabulary, which `row` then names."""
         filled = self.source.fill(indices, into)
         return filled and bool(into.min() >= 0 and into.max() < self.vocab_size)
-
-    def report(self) -> dict[str, Any] | None:
-        """Return the totals that the source knows."""
-        return self.source.report()
-
-    def want(self, needed: list[int], following: list[int]) -> None:
-        """Pass on which shards are read next."""
-        self.source.want(needed, following)
-
-    def rest(self) -> None:
-        """Pass on that reading ends."""
-        self.source.rest()
 
 
 def _whole(values: Any) -> np.ndarray | None:

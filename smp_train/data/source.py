@@ -109,6 +109,24 @@ class Source:
         """Called when reading ends, after `want`."""
 
 
+class View(Source):
+    """A source made of one other, ``source``: what it does not change is asked of that one."""
+
+    source: Source
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the totals of the source, of all its rows."""
+        return self.source.report()
+
+    def want(self, needed: list[int], following: list[int]) -> None:
+        """Pass on which shards are read next."""
+        self.source.want(needed, following)
+
+    def rest(self) -> None:
+        """Pass on that reading ends."""
+        self.source.rest()
+
+
 def shards(source: Source) -> Sequence[range]:
     """Return the rows of each shard, in order."""
     found: Sequence[range] | None = source.shards

@@ -36,7 +36,7 @@ class Lora:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for ``meta.json``."""
-        return asdict(self)
+        return {**asdict(self), "target_modules": list(self.target_modules)}
 
     @staticmethod
     def of_json(fields: Mapping[str, Any]) -> Lora:

@@ -19,7 +19,7 @@ LONG = {"validation_freq": 2, "validation_batches": 400, "val_batch_size": 1, "m
 
 def train_and_stop_in_validation(command_line: list[str]) -> tuple[int, int]:
     """Train; rank 1 gets SIGTERM as the first validation begins. Return the exit code and the batches read in it."""
-    from smp_train import stop, train_lib
+    from smp_train import stop, train_utils
     from smp_train.data.pipelines.data_pipeline import ValidationData
 
     whole, read = ValidationData.batches, 0
@@ -41,7 +41,7 @@ def train_and_stop_in_validation(command_line: list[str]) -> tuple[int, int]:
 
     ValidationData.batches = batches  # type: ignore[method-assign]
     stop.StopRequest._on_signal = hear  # type: ignore[method-assign]
-    train_lib.READ_TOGETHER = 1
+    train_utils.READ_TOGETHER = 1
     return train(command_line), read
 
 

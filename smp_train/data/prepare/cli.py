@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from smp_train.arguments.verb_parser import VerbParser
 from smp_train.data import token_file
 from smp_train.data.atomic_file import atomic_file
 from smp_train.data.bad_rows import LeftOut
@@ -41,14 +42,10 @@ OURS = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx|arrow)|state\.jso
 NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"smp-train prepare: {message}; see smp-train prepare --help")
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this verb's flags."""
-    found = _Parser(prog="smp-train prepare", description=__doc__, allow_abbrev=False)
+    found = VerbParser(prog="smp-train prepare", description=__doc__, allow_abbrev=False)
     add = found.add_argument
     add(
         "--input", nargs="+", required=True,
