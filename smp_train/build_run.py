@@ -29,7 +29,15 @@ from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.naming import Start, described, how_to_resume, settle
-from smp_train.resume import check_model, imported_position, look_for_checkpoint, model_to_resume
+from smp_train.resume import (
+    check_model,
+    checkpoint_to_finetune,
+    imported_position,
+    look_for_checkpoint,
+    model_to_resume,
+    tokenizer_in_checkpoint,
+    tokenizer_to_read_with,
+)
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
@@ -127,10 +135,11 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         choose_loss(resolved.own.loss, backend, spec)
     check_memory(args, backend, spec, ranks)
     checkpoints = open_checkpoints(args, ranks, backend, spec, start.run, opened)
-    train_data, validation = open_data(
-        args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks,
-        dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda", own=resolved.own,
-    )  # fmt: skip
+    with tokenizer_to_read_with(args, spec, start):
+        train_data, validation = open_data(
+            args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks,
+            dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda", own=resolved.own,
+        )  # fmt: skip
     found = look_for_checkpoint(args, spec, start, topology.mesh)
     with distributed.together("reading the tokenizer"):
         if ranks.is_main:
@@ -151,6 +160,12 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         check_saver(backend.saver)
     parameters = count_parameters(spec.config)
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
+    if spec.lora is not None:
+        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        log.info(
+            "Adapters: %d of %d parameters (%.2f%%) are trained, of rank %d", trained, parameters + trained,
+            100 * trained / (parameters + trained), spec.lora.rank,
+        )  # fmt: skip
     log.info(where_weights_are_from(args, backend, spec, found))
     on_gpu = device.type == "cuda"
     throughput = Throughput(
@@ -201,6 +216,7 @@ def choose_model(args: Arguments, backend: Backend, start: Start) -> tuple[Model
     Where no flag says which model it is, it is that of the checkpoint to resume from.
     """
     with distributed.together("choosing the model"):
+        checkpoint_to_finetune(args)
         spec = model_to_resume(args, start) or resolve(args)
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
@@ -338,7 +354,8 @@ def write_run(run: Run, parameters: int) -> None:
 def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, found: Checkpoint | None) -> str:
     """Return the log line on the source of the weights."""
     if found is not None:
-        return f"Weights and optimizer: those of {found.path}"
+        what = "Weights" if spec.lora is None else f"Weights read from {spec.pretrained}; adapters"
+        return f"{what} and optimizer: those of {found.path}"
     if spec.pretrained is None:
         return f"Initial weights: drawn {backend.draws} seed {args.seed}"
     return f"Initial weights: read from {spec.pretrained}"
@@ -357,7 +374,7 @@ def layout(mesh: dict[str, int]) -> str:
 def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
     """Return the files of the run's tokenizer, for its checkpoints; empty where none is known. Not collective.
 
-    It is --tokenizer, that of the weights, of the prepared training data, or of the checkpoint that is resumed.
+    It is --tokenizer, that of the weights, of the prepared training data, or of the checkpoint to resume or finetune.
     """
     where = args.tokenizer or tokenizer.beside(spec.pretrained)
     if where is None and args.training_dir:
@@ -372,4 +389,4 @@ def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> 
         else:
             log.info("Tokenizer: that of %s goes into the checkpoints", where)
             return files
-    return {} if found is None else found.tokenizer()
+    return tokenizer_in_checkpoint(spec, found)

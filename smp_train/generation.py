@@ -68,7 +68,7 @@ def options() -> argparse.ArgumentParser:
     add("--top_p", type=float, default=1.0, help="draw from the tokens that together have this probability")
     add("--seed", type=int, default=42, help="seed of the draws (default: 42)")
     add("--stream", type=int, choices=(0, 1), help="print tokens as they come (default: on a terminal)")
-    add("--chat", nargs="?", type=int, choices=(0, 1), const=1, default=0, help="the prompt is a user's turn of a chat")
+    add("--chat", type=int, choices=(0, 1), default=0, help="the prompt is a user's turn of a chat")
     add("--tokenizer", help="folder, tokenizer.json or name on the hub; default: the checkpoint's")
     add("--model", help="configuration of a checkpoint of AWS's sample: folder, config.json or name on the hub")
     add("--dtype", choices=sorted(inference.DTYPES), help="default: bfloat16 on a GPU, float32 on a CPU")

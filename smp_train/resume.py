@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from smp_train import distributed
 from smp_train.arguments import Arguments
-from smp_train.checkpoints import Checkpoint, foreign
-from smp_train.checkpoints.discovery import newest_readable
+from smp_train.checkpoints import Checkpoint, foreign, tokenizer
+from smp_train.checkpoints.discovery import is_checkpoint_folder, newest_readable, open_checkpoint
 from smp_train.checkpoints.node_local import find_newest, is_node_local
 from smp_train.data.pipelines.data_pipeline import Loader
 from smp_train.distributed import ALL_RANKS
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.configuration import changes_from
 from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
 from smp_train.naming import Start
@@ -33,6 +34,38 @@ def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
     return resolve_saved(
         found.model_config(), found.committed.model_type, found.path, adapter=found.meta.get("adapter"), args=args
     )
+
+
+def checkpoint_to_finetune(args: Arguments) -> None:
+    """Where --pretrained_checkpoint_file is a folder of checkpoints, set it to the newest of them; not collective."""
+    where = args.pretrained_checkpoint_file
+    if args.finetune and where is not None and is_checkpoint_folder(where):
+        found = newest_readable(where, None)
+        args.pretrained_checkpoint_file = where if found is None else found.path
+
+
+def tokenizer_in_checkpoint(spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
+    """Return the tokenizer's files in ``found``, or in the checkpoint to finetune; else none. Not collective."""
+    if found is None and spec.pretrained is not None and is_checkpoint_folder(spec.pretrained):
+        found = open_checkpoint(spec.pretrained)
+    return {} if found is None else found.tokenizer()
+
+
+@contextmanager
+def tokenizer_to_read_with(args: Arguments, spec: ModelSpec, start: Start) -> Iterator[None]:
+    """Where no flag names the tokenizer of --dataset, set --tokenizer to the checkpoint's meanwhile; collective."""
+    if args.dataset is None or args.tokenizer or args.hf_pretrained_model_name_or_dir or args.pretrained_model_name:
+        yield
+        return
+    with distributed.together("reading the tokenizer of the checkpoint"):
+        found = None if start.origin is None else newest_readable(start.origin.place, start.origin.run)
+        files = tokenizer_in_checkpoint(spec, found)
+        if not files:
+            where = args.resume_from_checkpoint or spec.pretrained
+            raise ConfigError(f"--dataset {args.dataset} needs --tokenizer: {where} holds no checkpoint with one")
+    with tokenizer.written(files) as args.tokenizer:
+        yield
+    args.tokenizer = None
 
 
 def look_for_checkpoint(args: Arguments, spec: ModelSpec, start: Start, mesh: dict[str, int]) -> Checkpoint | None:

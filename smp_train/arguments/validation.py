@@ -252,7 +252,8 @@ def _text(args: Arguments) -> Iterator[str]:
         "say what to train on", (f"--dataset {args.dataset}", True), ("--use_synthetic_data", args.use_synthetic_data),
         ("--training_dir (or the SageMaker channel train)", args.training_dir),
     )  # fmt: skip
-    if not args.tokenizer and not args.hf_pretrained_model_name_or_dir and not args.pretrained_model_name:
+    named = args.tokenizer or args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
+    if not named and not args.resume_from_checkpoint and not args.finetune:  # checkpoints have their tokenizers
         yield f"--dataset {args.dataset} needs --tokenizer: a tokenizer.json, a folder, or a name"
     if args.epochs is not None:
         yield f"--epochs {args.epochs}: the length of streamed text is unknown before its end; give --max_steps alone"

@@ -209,7 +209,7 @@ def export_model(options: argparse.Namespace) -> int:
     export(
         found, options.target, dtype=DTYPES.get(options.dtype), tokenizer=options.tokenizer,
         shard_bytes=int(options.max_shard_gb * 1e9), replace=bool(options.overwrite),
-        on_progress=Bar(f"export {os.path.basename(found.path)}"),
+        merge=bool(options.merge), on_progress=Bar(f"export {os.path.basename(found.path)}"),
     )  # fmt: skip
     print(f"wrote step {found.step} of {found.path} to {options.target}")
     return 0

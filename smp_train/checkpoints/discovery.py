@@ -216,8 +216,8 @@ def open_checkpoint(location: str | os.PathLike[str]) -> Checkpoint:
     return _checkpoint(storage, name, _open(storage, name))
 
 
-def newest_readable(location: str, run: RunId) -> Checkpoint | None:
-    """Return the newest committed checkpoint of ``run`` whose files have their sizes; None where there is none.
+def newest_readable(location: str, run: RunId | None) -> Checkpoint | None:
+    """Return the newest committed checkpoint of ``run``, or of the last one, with files of their sizes; else None.
 
     Nothing is verified or renamed. Not collective.
     """

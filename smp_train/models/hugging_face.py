@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
 # Metadata of a checkpoint of ours; "model_config" in it is the configuration.
 OUR_META = "meta.json"
 # Commit marker of a checkpoint of ours; its "root" is the sub-folder with the files, for a checkpoint saved to S3.
@@ -107,6 +108,11 @@ def open_configuration(location: str, weights: str | None = None) -> tuple[str, 
     elif path.is_dir():
         name = path.name
         if not (path / CONFIG_FILE).is_file():
+            if (path / ADAPTER_FILE).is_file():
+                raise ConfigError(
+                    f"{path} holds adapters alone; give the checkpoint they are from, or what smp-train checkpoint "
+                    "export CHECKPOINT FOLDER --merge 1 writes"
+                )
             raise ConfigError(f"{path} has no {CONFIG_FILE}: it is not the folder of a Hugging Face model")
         config = _load_config(path / CONFIG_FILE)
         weights = weights or (str(path) if weight_files(path) else None)

@@ -96,6 +96,11 @@ def resolve(args: Any) -> ModelSpec:
         name, config, weights = open_configuration(location, weights)
         laid = with_flags(config, given, weights, location)
         return ModelSpec(name or config.model_type, _our_name(config), laid, weights, _lora(args, weights))
+    if weights is not None and not _described(args, given):
+        raise ConfigError(
+            f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
+            "--model_type and its widths"
+        )
     family_name, family, name, fields, _ = _fields(args, given)
     return ModelSpec(name, family_name, configuration(family, fields, name), weights, _lora(args, weights))
 
@@ -161,15 +166,12 @@ def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | 
         return location or (str(own / CONFIG_FILE) if here else name), str(own)
     if file is not None:
         path = place(file)
-        described = args.model_type or args.model_size or any(flag in given for flag in SHAPES)
-        location = location or name or (None if described else beside(path))
-        if location is None and not described:
-            raise ConfigError(
-                f"{path} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
-                "--model_type and its widths"
-            )
-        return location, str(path)
+        return location or name or (None if _described(args, given) else beside(path)), str(path)
     return location or name, None
+
+
+def _described(args: Any, given: dict[str, Any]) -> bool:
+    return bool(args.model_type or args.model_size or any(flag in given for flag in SHAPES))
 
 
 def beside(weights: Place) -> str | None:
@@ -230,7 +232,9 @@ def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
     if getattr(args, "resume_from_checkpoint", None) and not names_model(args):
         return {}
     given = _given(args)
-    location = _configuration_and_weights(args, given)[0]
+    location, weights = _configuration_and_weights(args, given)
+    if weights is not None and location is None and not _described(args, given):
+        return {}  # of a folder of checkpoints
     if location:
         settled = _of_config_file(Path(location))
     else:

@@ -22,7 +22,7 @@ from tests.chats import (
     write_tokenizer,
 )
 from tests.tiers import core
-from tests.training import TINY, flags, records, steps, train
+from tests.training import TINY, flags, read_checkpoint, records, steps, train
 
 ROWS, WIDTH = 24, 128
 STILL = {"lr": 1e-20, "min_lr": 1e-20, "weight_decay": 0.0}
@@ -155,6 +155,28 @@ def test_a_model_learns_to_answer_and_not_to_ask(here: Path, tmp_path: Path) -> 
     with torch.no_grad():
         losses = [model(input_ids=torch.tensor([ids]), labels=torch.tensor([ids])).loss.item() for ids in texts]
     assert sum(losses) / len(losses) > 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_tokenizer_of_its_chats(here: Path, tmp_path: Path) -> None:
+    """No flag of model or tokenizer, to go on with a run and to finetune its newest checkpoint."""
+    given = options(here, dataset=here / "chats", short="pack", max_steps=4, checkpoint_freq=2, num_kept_checkpoints=0)
+    bare = {**given, "hf_pretrained_model_name_or_dir": None}
+    harness.run(train, 1, flags(tmp_path, **given))
+    whole = read_checkpoint(tmp_path / "checkpoints/llama_v2-4steps")
+    half = {"resume_from_checkpoint": tmp_path / "checkpoints/llama_v2-2steps", "max_context_width": None}
+    harness.run(train, 1, flags(tmp_path / "resumed", **bare | half))
+    resumed = read_checkpoint(tmp_path / "resumed/checkpoints/llama_v2-4steps")
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    start = {"finetune": 1, "pretrained_checkpoint_file": tmp_path / "checkpoints", "max_steps": 2, **STILL}
+    harness.run(train, 2, flags(tmp_path / "tuned", **bare | start))
+    tuned = read_checkpoint(tmp_path / "tuned/checkpoints/llama_v2-2steps")
+    weights = [name for name in whole if name.startswith("model.")]
+    assert weights
+    assert all(torch.allclose(tuned[name], whole[name]) for name in weights)
+    assert list((tmp_path / "tuned/checkpoints/llama_v2-2steps").glob("*/tokenizer/chat_template.jinja"))
+    with pytest.raises(harness.RankFailed, match="--tokenizer"):
+        harness.run(train, 2, flags(tmp_path / "x", **bare | {"resume_from_checkpoint": tmp_path / "nothing"}))
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -157,7 +157,8 @@ def test_exports_open_in_peft_and_in_transformers(base: Path, trained: Path, tmp
     from smp_train.checkpoints.cli import main
 
     assert main(["export", str(trained / "checkpoints"), str(tmp_path / "adapter")]) == 0
-    assert main(["export", str(trained / "checkpoints"), str(tmp_path / "merged"), "--merge", "1"]) == 0
+    assert main(["export", str(trained / "checkpoints"), str(tmp_path / "merged"), "--merge"]) == 0
+    assert not list((tmp_path / "merged").glob("adapter*"))
     ids = AutoTokenizer.from_pretrained(tmp_path / "merged")(PROMPT, return_tensors="pt")["input_ids"]
     plain = AutoModelForCausalLM.from_pretrained(base)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")

@@ -164,8 +164,8 @@ def _below(given: str, patterns: Sequence[str], exclude: Sequence[str]) -> list[
         wanted = [name for name in names if _wanted(name, patterns)]
         found = [_local(Path(given, name), name) for name in wanted]
     if not patterns:
-        chosen = set(wanted)
-        say_left_out(given, [os.path.basename(name) for name in names if name not in chosen])
+        others = [os.path.basename(name) for name in set(names) - set(wanted)]
+        say_left_out(given, [name for name in others if not _matches(name, OF_DATASETS)])
     return found
 
 
