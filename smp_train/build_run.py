@@ -28,7 +28,8 @@ from smp_train.errors import ConfigError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
-from smp_train.naming import Start, described, how_to_resume, settle
+from smp_train.naming import Start, described, how_to_resume, output, settle
+from smp_train.progress import Progress as Shown
 from smp_train.resume import (
     check_model,
     checkpoint_to_finetune,
@@ -44,6 +45,7 @@ from smp_train.telemetry.logging_utils import get_logger, setup_logging
 from smp_train.telemetry.memory_tracker import memory_report
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
 from smp_train.telemetry.run_folder import RunFolder
+from smp_train.telemetry.screen import Screen
 
 log = get_logger()
 
@@ -90,6 +92,7 @@ class Run:
     """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
     result: train_utils.StepResult | None = None
     """Result, on the device, of the last completed step of this start."""
+    screen: Screen = field(default_factory=Screen)
     stopped: bool = False
     """Whether the run ended on request, before its last step."""
     saved_step: int = 0
@@ -103,6 +106,7 @@ class Run:
 
     def close(self) -> None:
         """Close files, leave the process group, and restore signal handlers."""
+        self.screen.close()
         self.metrics.close()
         if self.audit is not None:
             self.audit.close()
@@ -127,6 +131,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         "smp-train %s, torch %s, %d x %s on %d node(s), started by %s", smp_train.__version__, torch.__version__,
         ranks.world_size, name, ranks.num_nodes, ranks.launcher,
     )  # fmt: skip
+    log.info(output(args))
     backend = choose_backend(resolved, ranks, device)
     topology = backend.topology
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
@@ -155,7 +160,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     if found is not None:
         with distributed.together("comparing the models"):
             check_model(args, spec, found)
-    model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
+    with Shown("Building the model", shown=ranks.is_main and backend.name == "smp"):  # native shows what takes long
+        model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     if any(map(is_node_local, args.checkpoint_dir)):
         check_saver(backend.saver)
     parameters = count_parameters(spec.config)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from smp_train.data.source import Source
 from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import DEFAULT_CONTEXT
+from smp_train.progress import Progress
 from smp_train.telemetry.logging_utils import perplexity, setup_logging
 
 if TYPE_CHECKING:
@@ -185,13 +185,9 @@ def evaluate(
 
 
 def batches(backend: Any, data: ValidationData, place: str, *, show: bool) -> Iterator[Batch]:
-    """Yield the batches, read so that a failure on one rank is one on all; ``show`` prints progress on a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(total=len(data), desc=place, unit="batch", disable=not (show and sys.stderr.isatty())) as bar:
-        for batch in train_utils.read_together(backend, data, f"reading {place}"):
-            yield batch
-            bar.update()
+    """Yield the batches, read so that a failure on one rank is one on all; ``show`` shows progress."""
+    with Progress(place, len(data), "batches", show) as progress:
+        yield from progress.over(train_utils.read_together(backend, data, f"reading {place}"))
 
 
 def report(found: Evaluation, *, as_json: bool) -> None:

@@ -98,6 +98,15 @@ def fresh_name(args: Arguments) -> str:
     raise AssertionError("there is always a next number")
 
 
+def output(args: Arguments) -> str:
+    """Return a line on where the run writes."""
+    run = args.run_dir
+    return (
+        f"Run folder: {run} (metrics.jsonl, logs; `smp-train report {shlex.quote(run)}` draws it); "
+        f"checkpoints: {', '.join(args.checkpoint_dir)}"
+    )
+
+
 def described(args: Arguments, start: Start, found: Checkpoint | None) -> str:
     """Return a line on the content of the checkpoint folders and the run's use of them. Not collective."""
     run = start.run

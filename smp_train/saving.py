@@ -22,6 +22,7 @@ from smp_train.checkpoints.runs import committed
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import SmpTrainError, redacted
 from smp_train.models.hugging_face import CONFIG_FILE
+from smp_train.progress import Progress
 from smp_train.resume import adapter_of
 from smp_train.telemetry.logging_utils import get_logger
 from smp_train.telemetry.run_folder import versions
@@ -53,8 +54,9 @@ def save(run: Run, *, force: bool) -> None:
     report_saves(run)
     run.checkpoints.protect(run.best.step if run.args.keep_best else None)
     with run.throughput.pause():
-        state = run.backend.state_dict(run.model, run.optimizer)
-        run.checkpoints.save(progress.step, state, meta, force=force, saver=run.backend.saver)
+        with Progress(f"Saving step {progress.step}", shown=run.runtime.is_main):
+            state = run.backend.state_dict(run.model, run.optimizer)
+            run.checkpoints.save(progress.step, state, meta, force=force, saver=run.backend.saver)
         run.saved_step = progress.step
         if force or not run.checkpoints.asynchronous:
             report_saves(run)
@@ -62,7 +64,9 @@ def save(run: Run, *, force: bool) -> None:
 
 def report_saves(run: Run) -> None:
     """Wait for a save in progress, and log what has been committed; collective."""
-    for saved in run.checkpoints.finish():
+    with Progress(f"Finishing the save of step {run.saved_step}", shown=run.runtime.is_main):
+        finished = run.checkpoints.finish()
+    for saved in finished:
         if saved.durable:
             run.saved_path = saved.path
         log.info("Saved %s in %.1f s", saved.path, saved.seconds)
@@ -141,8 +145,10 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     Rank 0 writes, one tensor at a time, and the others wait, as the folder may be local to its node. Where parameter
     names in checkpoints are not Hugging Face's, it writes the weights that the backend gathers.
     """
-    weights = run.backend.full_weights(run.model)
-    with distributed.together(f"writing the model to {folder}"):
+    what = f"writing the model to {folder}"
+    with Progress(what, shown=run.runtime.is_main):
+        weights = run.backend.full_weights(run.model)
+    with distributed.together(what), Progress(what, shown=run.runtime.is_main):
         if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
             like = run.spec.pretrained

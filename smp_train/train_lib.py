@@ -18,8 +18,9 @@ from smp_train.checkpoints.tokenizer import from_files
 from smp_train.data.pipelines.data_pipeline import Batch
 from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, DataError, SmpTrainError
-from smp_train.naming import how_to_resume
+from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
+from smp_train.progress import Progress as Shown
 from smp_train.resume import imported_position
 from smp_train.saving import complete_models, end_saves, notify, report_saves, save, save_final_model, save_last
 from smp_train.storage import normal
@@ -59,6 +60,7 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
         run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
         finish(run)
     except BaseException:
+        run.screen.close()
         run.checkpoints.close()
         # Destroying the process group waits for the peers, which may never come: the process ends without it.
         if ranks.world_size == 1:
@@ -75,7 +77,8 @@ def resume(run: Run) -> None:
         log.info("Starting at step 0")
         return
     saver = run.backend.saver
-    run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
+    with Shown(f"Loading {found.path}", shown=run.runtime.is_main):
+        run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     with distributed.together(f"resuming from {found.path}"):
         consumed = data_position(run, found)
     run.best = Best.of_meta(found.meta)
@@ -130,10 +133,18 @@ def fit(run: Run) -> bool:
     batches = run.train_data.batches(progress.consumed)
     stopped = ended = False
     profiler = Profiler(args, run.folder.path, run.runtime.rank)
+    if run.runtime.is_main:
+        run.screen.open(progress.step, run.total_steps, bar=args.progress_bar)
+    first, compiled = progress.step, args.use_torch_compile
     while progress.step < run.total_steps and not (stopped or ended):
-        with profiler.step(progress.step + 1):
+        shown = run.runtime.is_main and progress.step == first
+        with (
+            profiler.step(progress.step + 1),
+            Shown(f"First step{', with compilation' * compiled}", shown=shown),
+        ):
             # A request during the last step changes nothing: the run is finished.
             stopped = step(run, batches) and progress.step < run.total_steps
+        run.screen.step()
         last = stopped or progress.step == run.total_steps
         better = False
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
@@ -150,6 +161,7 @@ def fit(run: Run) -> bool:
             save(run, force=last or better)
     batches.close()
     profiler.close()
+    run.screen.close()
     return stopped
 
 
@@ -235,6 +247,8 @@ def log_step(run: Run, result: train_utils.StepResult) -> None:
     log.info(batch_line(record))
     record = run.metrics.step(record)
     run.losses["loss"] = loss
+    next_save = min(run.checkpoints.next_due(progress.step) or run.total_steps, run.total_steps)
+    run.screen.figures(record, next_save=next_save, saving=run.checkpoints.busy())
     if run.checkpoints.poll():
         report_saves(run)
     if run.args.enable_memory_profiling:
@@ -266,11 +280,12 @@ def validate(run: Run) -> bool:
     if run.validation is None:
         raise ConfigError("there is no validation data; give --test_dir")
     try:
-        with run.throughput.pause():
+        shown = Shown(f"Validation at step {run.progress.step}", len(run.validation), "batches", run.runtime.is_main)
+        with run.throughput.pause(), shown:
             loss, _ = train_utils.evaluate(
-                run.backend, run.model, train_utils.read_together(
+                run.backend, run.model, shown.over(train_utils.read_together(
                     run.backend, run.validation, "reading the validation data", before=lambda: give_up_if_asked(run)
-                ),
+                )),
             )  # fmt: skip
     except AskedToStop:
         log.info("Asked to stop: the validation at step %d is given up", run.progress.step)
@@ -311,3 +326,4 @@ def finish(run: Run) -> None:
         log.info("Finished: step %d of %d", at, run.total_steps)
         if run.args.keep_best and run.best.step is not None:
             log.info("Best checkpoint: that of step %d, validation loss %.5f", run.best.step, run.best.loss)
+    log.info(output(run.args))

@@ -140,6 +140,8 @@ TRANSLATED: tuple[Alias, ...] = (
     Alias("fsdp", ("trainer",), ("sharding_strategy", "cpu_offload"), 'such as "full_shard auto_wrap"', _fsdp),
     Alias("ddp_timeout", ("trainer",), ("distributed_timeout_minutes",), "seconds",
           lambda text: {"distributed_timeout_minutes": read_float(text) / 60}),
+    Alias("disable_tqdm", ("trainer",), ("progress_bar",), "1: no progress line",
+          lambda text: {"progress_bar": not read_bool(text)}, switch=True),
     Alias("eval_strategy", ("trainer",), ("validation_freq",), "steps (of --eval_steps) or no", EVAL),
     Alias("evaluation_strategy", ("trainer",), ("validation_freq",), "as --eval_strategy", EVAL),
 )  # fmt: skip
@@ -176,7 +178,6 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str, str]] = {
     "overwrite_cache": (ANY, "a cache that does not fit the data is made again", BOOLEAN),
     "use_fast_tokenizer": (ANY, "tokenizers are fast ones", BOOLEAN),
     "logging_first_step": (ANY, "--logging_steps says when", BOOLEAN),
-    "disable_tqdm": (ANY, "there is no bar", BOOLEAN),
     "streaming": (ON, f"1: {AS_READ}", AS_READ),
     "keep_linebreaks": (ON, "1: text is read as it is", "text is read as it is"),
     "save_safetensors": (ON, "1: a final model is in safetensors", "a final model is always in safetensors"),

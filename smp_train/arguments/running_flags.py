@@ -28,6 +28,7 @@ class LoggingArguments:
         no_effect="speeds are averaged from one log line to the next")
     tensorboard_dir: list[str] | None = flag(
         None, "Folders for TensorBoard; {run_dir} in them is the run folder", must="folder", trainer="logging_dir")
+    progress_bar: bool = flag(True, "Show a progress line where stderr is a terminal")
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
     use_profiler: bool = flag(False, "Record the PyTorch profiler")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")

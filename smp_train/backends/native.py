@@ -17,6 +17,7 @@ from smp_train.arguments import checkpointing
 from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
+from smp_train.distributed import rank
 from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError
 from smp_train.models import build
@@ -35,6 +36,7 @@ from smp_train.parallel import (
     mesh,
     tensor_parallel,
 )
+from smp_train.progress import Progress
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -145,7 +147,8 @@ class NativeBackend(Backend):
         if spec.pretrained is None:
             initialise(model, seed)
         else:
-            load_weights(model, spec.pretrained)
+            with Progress(f"Reading {spec.pretrained}, rank 0's part", unit="B", shown=rank() == 0) as progress:
+                load_weights(model, spec.pretrained, progress.at)
         return model
 
     def _checkpoint_and_compile(self, layers: list[nn.Module]) -> None:

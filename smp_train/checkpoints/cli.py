@@ -31,6 +31,7 @@ from smp_train.checkpoints.runs import committed, committed_names, last_run, run
 from smp_train.checkpoints.target import Policy
 from smp_train.errors import CheckpointError, ConfigError, redacted
 from smp_train.models.hugging_face import trust_code
+from smp_train.progress import Progress
 from smp_train.storage import normal
 from smp_train.storage.paths import Place, place
 
@@ -189,7 +190,8 @@ def verify(options: argparse.Namespace) -> int:
     for name in names:
         try:
             checkpoint = open_checkpoint(os.path.join(storage.location, name))
-            problems = checkpoint.verify(on_progress=Bar(f"verify {name}"))
+            with Progress(f"verify {name}", unit="B") as progress:
+                problems = checkpoint.verify(on_progress=progress.at)
             for part in checkpoint.parts if not problems else ():
                 checkpoint.reader(part).preload()
         except CheckpointError as error:
@@ -206,11 +208,12 @@ def export_model(options: argparse.Namespace) -> int:
     from smp_train.checkpoints.export import DTYPES, export
 
     found = newest(options.source)
-    export(
-        found, options.target, dtype=DTYPES.get(options.dtype), tokenizer=options.tokenizer,
-        shard_bytes=int(options.max_shard_gb * 1e9), replace=bool(options.overwrite),
-        merge=bool(options.merge), on_progress=Bar(f"export {os.path.basename(found.path)}"),
-    )  # fmt: skip
+    with Progress(f"export {os.path.basename(found.path)}", unit="B") as progress:
+        export(
+            found, options.target, dtype=DTYPES.get(options.dtype), tokenizer=options.tokenizer,
+            shard_bytes=int(options.max_shard_gb * 1e9), replace=bool(options.overwrite),
+            merge=bool(options.merge), on_progress=progress.at,
+        )  # fmt: skip
     print(f"wrote step {found.step} of {found.path} to {options.target}")
     return 0
 
@@ -238,7 +241,8 @@ def convert(options: argparse.Namespace) -> int:
         names = [name for name in files.files if not NOT_WEIGHTS.search(name)]
         items = [export.stored_item(files, name, export.DTYPES.get(options.dtype)) for name in names]
         with writing(options.target, bool(options.overwrite)) as out:
-            export.write_weights(out, items, int(options.max_shard_gb * 1e9), Bar(f"convert {source.name}"))
+            with Progress(f"convert {source.name}", unit="B") as progress:
+                export.write_weights(out, items, int(options.max_shard_gb * 1e9), progress.at)
             export.put_all(out, files_of_tokenizer)
             for name in ("generation_config.json", "config.json"):
                 if (folder / name).is_file():
@@ -288,7 +292,8 @@ def import_weights(options: argparse.Namespace) -> int:
         meta = {"model_config": spec.config.to_dict(), "imported": {"from": redacted(str(source)), **told}, "tokens": 0}
         how = "start from it with --finetune 1 --pretrained_checkpoint_file"
         if found is None or not found.has_moments:
-            load_weights(model, str(source if found is None else found.path), Bar(f"read {source.name}"))
+            with Progress(f"read {source.name}", unit="B") as progress:
+                load_weights(model, str(source if found is None else found.path), progress.at)
             state = gather_state(model)
         else:
             state = gather_state(model, torch.optim.AdamW(model.parameters()))
@@ -396,25 +401,3 @@ def in_bytes(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000
     return f"{number:.1f} TB"
-
-
-class Bar:
-    """A progress bar on a terminal, and a line every half minute elsewhere."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._bar: Any = None
-        self._shown = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` bytes are written."""
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = self._bar or tqdm(desc=self._label, total=total, unit="B", unit_scale=True)
-            self._bar.update(done - self._bar.n)
-            if done == total:
-                self._bar.close()
-        elif time.monotonic() - self._shown > 30:
-            self._shown = time.monotonic()
-            print(f"{self._label}: {in_bytes(done)} of {in_bytes(total)}", file=sys.stderr)

@@ -70,6 +70,11 @@ class CheckpointManager:
         """Return whether any policy wants a checkpoint after ``step``."""
         return any(target.policy.due(step) for target in self._targets)
 
+    def next_due(self, step: int) -> int | None:
+        """Return the first step after ``step`` at which a policy wants a checkpoint, None where none ever does."""
+        every = [target.policy.every for target in self._targets if target.policy.every > 0]
+        return min((step - step % each + each for each in every), default=None)
+
     def check_writable(self) -> None:
         """Create each folder and prove that this rank can write there (`CheckpointError`). Not collective."""
         for target in self._targets:

@@ -11,9 +11,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from typing import TYPE_CHECKING
 
 from smp_train.data import s3
-from smp_train.data.progress import Progress
 from smp_train.data.shard import Shard
 from smp_train.data.token_cache import Destination
+from smp_train.progress import Progress
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event

@@ -20,13 +20,13 @@ import numpy as np
 from smp_train.data import bad_rows, s3
 from smp_train.data.arrow_file import Checked, Part, check, parts_of
 from smp_train.data.atomic_file import atomic_file
-from smp_train.data.progress import Progress
 from smp_train.data.source import Row, Source
 from smp_train.data.targets import NO_GAPS
 from smp_train.data.token_cache import TokenCache, share
 from smp_train.data.token_dataset import refuse_mixed, totals
 from smp_train.data.utils import Shard
 from smp_train.errors import DataError
+from smp_train.progress import Progress
 from smp_train.storage.prefetch import prefetched
 
 CHECKED = ".checked"

@@ -10,7 +10,6 @@ import numpy as np
 
 from smp_train.data import formats, hf_dataset, manifest, s3
 from smp_train.data.lines import read_lines
-from smp_train.data.progress import Progress
 from smp_train.data.rows import RowParser
 from smp_train.data.s3_cache import bring
 from smp_train.data.source import Row, Source, trimmed
@@ -18,6 +17,7 @@ from smp_train.data.token_cache import own_folder
 from smp_train.data.token_dataset import open_prepared, refuse_mixed
 from smp_train.data.utils import list_shards
 from smp_train.errors import DataError
+from smp_train.progress import Progress
 
 ANY_VOCABULARY = 1 << 31
 SAMPLE_TOKENS = 512

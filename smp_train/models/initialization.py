@@ -7,27 +7,24 @@ model's own constructor and ``_init_weights`` (`smp_train.models.recording`).
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from smp_train.distributed.agree import rank
 from smp_train.distributed.dtensor import Part, local_tensor, part_of
 from smp_train.errors import SmpTrainError
 from smp_train.models import counter_random
 from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names
 from smp_train.models.recording import OVERWRITES, PROGRAMS, REPLAYABLE, Program, Step
+from smp_train.progress import Progress
 
 # Elements at a time: about ten float64 temporaries of this size fit a core's cache; a GPU needs large kernels.
 CPU_CHUNK = 1 << 15
 DEVICE_CHUNK = 1 << 24
-PROGRESS_SECONDS = 5.0
-
-logger = logging.getLogger("smp_train.models")
 
 
 def initialise(
@@ -45,13 +42,13 @@ def initialise(
         SmpTrainError: a parameter without a recorded initialization, or one that cannot be drawn in parts.
     """
     programs, names = programs_of(model), hub_names(model)
-    drawn, done = 0, _progress(sum(local_tensor(param).numel() for param in model.parameters()))
-    with torch.no_grad():
+    drawn, total = 0, sum(local_tensor(param).numel() for param in model.parameters())
+    with torch.no_grad(), Progress("Drawing initial weights, rank 0's", total, "numbers", rank() == 0) as progress:
         for name, param in model.named_parameters():
             if not only(canonical_name(name)):
                 continue
             drawn += _initialise(canonical_name(name), param, programs, names, seed, chunk)
-            done(local_tensor(param).numel())
+            progress.update(local_tensor(param).numel())
     return drawn
 
 
@@ -64,7 +61,6 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
     programs, names = programs_of(model), hub_names(model)
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     first = {name for name, _ in model.named_parameters()}
-    done = _progress(sum(param.numel() for param in model.parameters()))
 
     @torch.no_grad()
     def initialise_module(module: nn.Module) -> None:
@@ -72,23 +68,8 @@ def module_initialiser(model: nn.Module, seed: int) -> Callable[[nn.Module], Non
             name = prefixes[id(module)] + key
             if name in first:
                 _initialise(name, param, programs, names, seed, None)
-                done(param.numel())
 
     return initialise_module
-
-
-def _progress(total: int) -> Callable[[int], None]:
-    """Return a function that counts weights as drawn and logs, every `PROGRESS_SECONDS`, their fraction of all."""
-    drawn, logged = 0, time.monotonic()
-
-    def add(count: int) -> None:
-        nonlocal drawn, logged
-        drawn += count
-        if time.monotonic() - logged >= PROGRESS_SECONDS:
-            logger.info("Initial weights: %.0f %% of this rank's are drawn", 100 * drawn / total)
-            logged = time.monotonic()
-
-    return add
 
 
 def programs_of(model: nn.Module) -> dict[str, Program]:

@@ -90,6 +90,7 @@ TRANSLATED: dict[str, tuple[str, dict[str, Any]]] = {
     "report_to": ("tensorboard", {"tensorboard_dir": ["{run_dir}/tensorboard"]}),
     "fsdp": ("shard_grad_op offload", {"sharding_strategy": "shard_grad_op", "cpu_offload": True}),
     "ddp_timeout": ("600", {"distributed_timeout_minutes": 10.0}),
+    "disable_tqdm": ("True", {"progress_bar": False}),
     "eval_strategy": ("steps", {"validation_freq": None}),
     "evaluation_strategy": ("steps", {"validation_freq": None}),
 }
@@ -101,7 +102,7 @@ WITHOUT_EFFECT = {
     "preprocessing_num_workers": "4", "overwrite_cache": "True", "use_fast_tokenizer": "True", "streaming": "True",
     "remove_unused_columns": "False", "dataloader_pin_memory": "True", "dataloader_persistent_workers": "True",
     "dataloader_prefetch_factor": "2", "ddp_bucket_cap_mb": "25",
-    "disable_tqdm": "True", "logging_first_step": "True", "save_safetensors": "True", "prediction_loss_only": "True",
+    "logging_first_step": "True", "save_safetensors": "True", "prediction_loss_only": "True",
     "keep_linebreaks": "True",
 }  # fmt: skip
 REFUSED_ALIASES = {"config_name": "d", "deepspeed": "ds.json", "fsdp_config": "f.json"}

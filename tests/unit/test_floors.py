@@ -24,7 +24,7 @@ FLOORS = [
     {"backends", "data", "checkpoints", "telemetry", "stop", "best"},
     {"parallel"},
     {"models", "losses", "learning_rates"},
-    {"arguments", "distributed", "storage", "errors", "__init__"},
+    {"arguments", "distributed", "storage", "errors", "progress", "__init__"},
 ]
 NEIGHBOURS = {
     ("__init__", "api"), ("cli", "bench"), ("cli", "launch"), ("launch", "cli"), ("__main__", "cli"),

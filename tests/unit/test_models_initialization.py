@@ -80,20 +80,6 @@ def test_everything_is_set_and_as_the_models_own_initialization_sets_it(family: 
         assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-def test_progress_is_told_up_to_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    model = build_meta(spec_of("llama_v2"))
-    materialise(model, "cpu")
-    with caplog.at_level("INFO", logger="smp_train.models"):
-        initialise(model, 1)
-        assert not caplog.records  # less than a few seconds' work
-        monkeypatch.setattr("smp_train.models.initialization.PROGRESS_SECONDS", 0.0)
-        initialise(model, 1)
-    shares = [int(word) for record in caplog.records for word in record.getMessage().split() if word.isdigit()]
-    assert shares == sorted(shares)
-    assert len(shares) == len(list(model.parameters()))
-    assert shares[-1] == 100
-
-
 def test_the_padding_row_is_zero(tmp_path: Path) -> None:
     config = json.loads(spec_of("llama_v2").config.to_json_string(use_diff=False)) | {"pad_token_id": 7}
     (tmp_path / "config.json").write_text(json.dumps(config))

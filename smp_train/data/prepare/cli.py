@@ -20,7 +20,6 @@ from smp_train.data.prepare import pipeline, writing
 from smp_train.data.prepare import tokenizer as tokenizers
 from smp_train.data.prepare.packing import Collector, Position, entropy, held_out, numbered
 from smp_train.data.prepare.pipeline import PROGRESS, SPLITS, Preparation, is_whole, saved_progress
-from smp_train.data.progress import Progress
 from smp_train.data.text.conversations import chat_tokenizer
 from smp_train.data.text.detect import find_fields
 from smp_train.data.text.fields import Fields, texts_of
@@ -28,6 +27,7 @@ from smp_train.data.text.files import find_files
 from smp_train.data.text.read import TextFile
 from smp_train.errors import ConfigError, DataError, install
 from smp_train.models.hugging_face import trust_code
+from smp_train.progress import Progress
 from smp_train.storage.paths import place
 
 if TYPE_CHECKING:
