@@ -93,7 +93,12 @@ def resolve(args: Any) -> ModelSpec:
     given = _given(args)
     location, weights = _configuration_and_weights(args, given)
     if location:
-        name, config, weights = open_configuration(location, weights)
+        try:
+            name, config, weights = open_configuration(location, weights)
+        except ConfigError as failure:
+            if location != getattr(args, "hf_pretrained_model_name_or_dir", None):
+                raise
+            raise ConfigError(f"--hf_pretrained_model_name_or_dir: {failure}") from None
         laid = with_flags(config, given, weights, location)
         return ModelSpec(name or config.model_type, _our_name(config), laid, weights, _lora(args, weights))
     if weights is not None and not _described(args, given):

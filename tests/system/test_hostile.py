@@ -438,7 +438,7 @@ row(CONFIG, "a_signed_url_is_no_tokenizer", lambda folder: [*export(folder), f"-
 
 def test_the_secrets_of_urls_are_not_stored(tmp_path: Path) -> None:
     """In a setting that the run has no use for, say."""
-    words = flags(tmp_path, max_steps=1, checkpoint_freq=1, tokenizer=SIGNED)
+    words = flags(tmp_path, max_steps=1, checkpoint_freq=1, chat_template=SIGNED)
     with warm(tmp_path, "train", *words) as command:
         assert command.code() == 0, command.err
         assert SECRET not in command.out + command.err
