@@ -203,6 +203,7 @@ def _loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
 
     mask = None if batch.attention_mask is None else move(batch.attention_mask)
     positions = None if batch.position_ids is None else move(batch.position_ids)
+    documents = None if batch.documents is None else (move(batch.documents[0]), batch.documents[1])
     ids = move(batch.input_ids)
     labels = ids if batch.labels is batch.input_ids else move(batch.labels)
-    return backend.loss_sum(model, ids, labels, mask, positions)
+    return backend.loss_sum(model, ids, labels, mask, positions, documents)

@@ -80,7 +80,7 @@ class Backend(ABC):
     @abstractmethod
     def loss_sum(
         self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
-        position_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, documents: tuple[Tensor, int] | None = None,
     ) -> Tensor:  # fmt: skip
         """Run the forward pass and return this rank's summed loss over its counted tokens, a float32 scalar.
 
@@ -88,9 +88,11 @@ class Backend(ABC):
             model: What `build` returned.
             input_ids: int64 ``[batch, seq]`` on the device.
             labels: int64 ``[batch, seq]``, not shifted, -100 for tokens without loss.
-            attention_mask: int64 ``[batch, seq]``, or None when every token is attended to.
+            attention_mask: int64 ``[batch, seq]``, or None when every token is attended to, or none but padding on the
+                right is not.
             position_ids: int64 ``[batch, seq]``, restarting at 0 for each of several documents packed in a row, which
                 do not attend to each other; None when every row is one document. Not together with a mask.
+            documents: With ``position_ids``, `Batch.documents` on the device; they say the same.
         """
 
     @abstractmethod

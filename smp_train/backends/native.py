@@ -21,9 +21,10 @@ from smp_train.distributed import rank
 from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError
 from smp_train.models import build
+from smp_train.models.attention import Attention
 from smp_train.models.initialization import initialise
 from smp_train.models.lora import is_adapter
-from smp_train.models.traits import can_chunk, check_experts, packed_inputs
+from smp_train.models.traits import can_chunk, check_experts
 from smp_train.parallel import (
     activation_checkpointing,
     activation_offloading,
@@ -74,6 +75,7 @@ class NativeBackend(Backend):
         degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=False)
         self.mesh = mesh.Mesh(degrees, device.type)
         self.context: context_parallel.ContextSplit | None = None
+        self.attention: Attention | None = None
         self._loss_group = self.mesh.loss_group()
         self.topology = Topology(
             device=device,
@@ -116,6 +118,10 @@ class NativeBackend(Backend):
         if degrees.context > 1:
             self.context = context_parallel.ContextSplit(self.mesh.context, seq_len)
             self.context.apply(model)
+        else:
+            self.attention = Attention(
+                model, device, half=args.bf16, packed=args.short == "pack", compiled=args.use_torch_compile
+            )
         if degrees.tensor > 1:
             tensor_parallel.apply(model, named, self.mesh.tensor)
         if args.fp8:
@@ -172,17 +178,17 @@ class NativeBackend(Backend):
 
     def loss_sum(
         self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
-        position_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, documents: tuple[Tensor, int] | None = None,
     ) -> Tensor:  # fmt: skip
         """See `Backend.loss_sum`."""
         targets = losses.shift(labels)
-        inputs: dict[str, Any] = {"attention_mask": attention_mask}
-        if position_ids is not None:
-            inputs = packed_inputs(model, position_ids)
         if self.context is not None:
             self.context.show(attention_mask)
             input_ids, targets = self.context.split(input_ids), self.context.split(targets)
-            inputs = {"position_ids": self.context.positions(input_ids.device)}
+            inputs: dict[str, Any] = {"position_ids": self.context.positions(input_ids.device)}
+        else:
+            assert self.attention is not None
+            inputs = self.attention.inputs(input_ids, attention_mask, position_ids, documents)
         return model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
 
     @contextmanager

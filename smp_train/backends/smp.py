@@ -168,7 +168,7 @@ class SmpBackend(Backend):
 
     def loss_sum(
         self, model: nn.Module, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None,
-        position_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, documents: tuple[Tensor, int] | None = None,
     ) -> Tensor:  # fmt: skip
         """See `Backend.loss_sum`.
 

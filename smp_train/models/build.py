@@ -50,13 +50,15 @@ def build_meta(
 
 
 def _available_attention(spec: ModelSpec, wanted: str) -> str:
-    """Return ``wanted``, or eager in place of sdpa for models that transformers has no sdpa for."""
+    """Return ``wanted``, or eager in place of sdpa for models that sdpa would be wrong for or transformers refuses."""
     from transformers import AutoModelForCausalLM
 
     kind = AutoModelForCausalLM._model_mapping.get(type(spec.config), None)
-    if wanted != "sdpa" or getattr(kind, "_supports_sdpa", True):
+    # Some releases let a model with soft caps take sdpa, which leaves them out.
+    capped = getattr(spec.config, "attn_logit_softcapping", None)
+    if wanted != "sdpa" or (getattr(kind, "_supports_sdpa", True) and not capped):
         return wanted
-    logger.info("Attention: eager, as transformers has no sdpa for %s", spec.config.model_type)
+    logger.info("Attention: eager, as there is no right sdpa for this %s", spec.config.model_type)
     return "eager"
 
 

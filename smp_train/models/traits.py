@@ -49,15 +49,24 @@ def packed_inputs(model: nn.Module, position_ids: Tensor) -> dict[str, Tensor]:
     config: Any = model.config
     inputs = {"position_ids": position_ids}
     if config.model_type in WITHOUT_DERIVED_MASK:
-        document = (position_ids == 0).cumsum(dim=1)
-        seq = position_ids.shape[1]
-        causal = torch.ones(seq, seq, dtype=torch.bool, device=position_ids.device).tril()
-        allowed = ((document[:, :, None] == document[:, None, :]) & causal).unsqueeze(1)
+        allowed = same_document(position_ids)
         if config._attn_implementation != "sdpa":
             # An additive mask, where SDPA takes a boolean one.
             allowed = torch.zeros_like(allowed, dtype=torch.float32).masked_fill_(~allowed, torch.finfo().min)
         inputs["attention_mask"] = allowed
     return inputs
+
+
+def same_document(position_ids: Tensor) -> Tensor:
+    """Return which tokens attend to which, bool ``[batch, 1, seq, seq]``: those of their document up to themselves."""
+    document = (position_ids == 0).cumsum(dim=1)
+    same = document[:, :, None] == document[:, None, :]
+    return (same & causal(position_ids.shape[1], position_ids.device)).unsqueeze(1)
+
+
+def causal(tokens: int, device: torch.device, *, earlier: int = 0) -> Tensor:
+    """Return bool ``[tokens, earlier + tokens]``: True for a token itself and those before it."""
+    return torch.ones(tokens, earlier + tokens, dtype=torch.bool, device=device).tril(earlier)
 
 
 def number_of_experts(config: Any) -> int:

@@ -15,23 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from smp_train.distributed.degrees import check_model
 from smp_train.errors import ConfigError
+from smp_train.models.attention import causal_alone
 
 ATTENTION = "smp_train_context"
-
-KNOWN = frozenset(
-    {
-        "arcee", "cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
-        "granite", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi", "phi3",
-        "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
-    }
-)  # fmt: skip
-"""Model types of transformers in which only causal attention, with at most a sliding window passed to the kernel, mixes
-tokens. Others have attention sinks, masks of their own, convolutions or recurrent states: with split sequences they
-would compute another function without an error."""
 
 BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
 """Rotary embeddings of transformers that depend on the largest position in the batch."""
@@ -44,10 +34,11 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
     """Raise `ConfigError` for a model or a sequence that does not split, or a kernel that cannot be used with it."""
     if degree == 1:
         return
-    if config.model_type not in KNOWN or getattr(config, "use_bidirectional_attention", None):
+    against = causal_alone(config)
+    if against is not None:
         raise ConfigError(
-            f"--context_parallel_degree {degree}: a {config.model_type} is not known to be right with its sequences "
-            "split; use --hybrid_shard_degree, or --tensor_parallel_degree where it is to be had"
+            f"--context_parallel_degree {degree}: {against}; use --hybrid_shard_degree, or --tensor_parallel_degree "
+            "where it is to be had"
         )
     scaled = _rope_types(config) & BY_LENGTH
     if scaled:
@@ -84,7 +75,7 @@ class ContextSplit:
         """Which keys of the whole sequence may be attended to, bool ``[batch, seq]``; None for all."""
 
     def apply(self, model: Any) -> None:
-        """Let every layer of ``model``, of a type in `KNOWN`, use the split attention."""
+        """Let every layer of ``model``, which has causal attention alone, use the split attention."""
         from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION, self.attend)
@@ -134,11 +125,18 @@ class ContextSplit:
             )
         key, value = self._gather(key), self._gather(value)
         outputs = []
+        groups = query.shape[1] // key.shape[1]
         for part, place in zip(query.chunk(2, dim=2), self.pieces, strict=True):
             end = self._end(place)
+            mask = self._mask(end, sliding_window, query.device)
+            keys, values = key[:, :, :end], value[:, :, :end]
+            repeated = groups > 1 and not isinstance(mask, CausalBias)
+            if repeated:
+                # Only cuDNN takes groups of heads with a mask; the kernel for all the rest holds every score.
+                keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
             output = F.scaled_dot_product_attention(
-                part, key[:, :, :end], value[:, :, :end], attn_mask=self._mask(end, sliding_window, query.device),
-                dropout_p=dropout, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+                part, keys, values, attn_mask=mask, dropout_p=dropout, scale=scaling,
+                enable_gqa=groups > 1 and not repeated,
             )  # fmt: skip
             outputs.append(output)
         return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None

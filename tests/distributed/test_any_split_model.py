@@ -22,7 +22,7 @@ SIZES = {
 WINDOW = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
-    "gemma2": WINDOW,
+    "gemma2": {**WINDOW, "attn_logit_softcapping": None},
     "qwen2": {**WINDOW, "use_sliding_window": True, "tie_word_embeddings": True},
     "qwen3": {},
     "qwen3_moe": {**EXPERTS, "num_experts": 4, "decoder_sparse_step": 2},
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "granitemoe": ("tensor", {"num_local_experts": 4}, "self_attn.q_proj.weight of this granitemoe is reached by no"),
     "llama4_text": ("tensor", {"num_local_experts": 4, "intermediate_size_mlp": 48}, "llama4_text"),
     "bloom": ("tensor", {}, "no plan for splitting a bloom"),
-    "gpt_oss": ("context", {"num_local_experts": 4}, "a gpt_oss is not known to be right with its sequences split"),
+    "gpt_oss": ("context", {"num_local_experts": 4}, "a gpt_oss is not known to have causal attention alone"),
     "lfm2": ("context", {"layer_types": ["conv", "full_attention"]}, "a lfm2 is not known"),
 }  # fmt: skip
 DEGREES = {"one": {}, "tensor": {"tensor_parallel_degree": 2}, "context": {"context_parallel_degree": 2}}

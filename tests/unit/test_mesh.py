@@ -153,6 +153,7 @@ OWN_WAYS = ["doge", "falcon", "gpt_oss", "lfm2", "llama4_text", "minimax", "phim
         ("llama", {"rope_parameters": LONG}, r"llama \(longrope\)"),
         ("llama", {"rope_parameters": DYNAMIC}, r"llama \(dynamic\)"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "gemma3_text"),
+        ("gemma2", {}, "attn_logit_softcapping of this gemma2"),
     ],
 )
 def test_models_whose_sequences_do_not_split_are_refused_by_name(family: str, changes: dict, says: str) -> None:

@@ -24,7 +24,8 @@ class Batch:
     """int64 [micro_batch, seq_len], not shifted: the row's labels, or its ids; -100 where attention_mask is 0 and where
     a document begins that is packed behind another. `input_ids` itself when no row differs: do not write into it."""
     attention_mask: Tensor | None
-    """int64 [micro_batch, seq_len], or None when it is 1 everywhere."""
+    """int64 [micro_batch, seq_len], or None when it is 1 everywhere but in padding on the right, which no earlier token
+    attends to: there the labels alone leave it out."""
     samples: list[str] = field(default_factory=list)
     """What each row is called in the data set, ``shard-file:line``; a filler row has an empty name."""
     truncated: int = 0
@@ -32,6 +33,9 @@ class Batch:
     position_ids: Tensor | None = None
     """int64 [micro_batch, seq_len], starting again from 0 at each packed document, and at padding behind them; None
     when every row is one document. A token attends to its own document only. `attention_mask` is None beside it."""
+    documents: tuple[Tensor, int] | None = None
+    """Beside `position_ids`, with all rows joined end to end: where documents begin and the last one ends, int32
+    [documents + 1], padding being a document too; and the tokens of the longest."""
 
     def counted_tokens(self) -> int:
         """Return how many labels the loss counts: those with a token before them that are not -100."""
@@ -87,7 +91,8 @@ def collate(
     shape = len(rows), seq_len
 
     def to_tensor(values: np.ndarray) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory).copy_(torch.from_numpy(values))
+        kind = torch.int32 if values.dtype == np.int32 else torch.int64
+        return torch.empty(values.shape, dtype=kind, pin_memory=pin_memory).copy_(torch.from_numpy(values))
 
     tensor = torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory)
     ids = tensor.numpy()
@@ -115,10 +120,12 @@ def collate(
     if any(row.documents is not None for row in rows):
         positions = _positions(rows, names, seq_len)
         targets[positions == 0] = IGNORED
-        return Batch(tensor, to_tensor(targets), None, names, truncated, to_tensor(positions))
-    whole = bool(mask.all())
-    labels = tensor if whole and all(row.labels is None for row in rows) else to_tensor(targets)
-    return Batch(tensor, labels, None if whole else to_tensor(mask), names, truncated)
+        bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
+        documents = to_tensor(bounds), int(np.diff(bounds).max())
+        return Batch(tensor, to_tensor(targets), None, names, truncated, to_tensor(positions), documents)
+    whole = bool(mask.all()) and all(row.labels is None for row in rows)
+    holes = bool((mask[:, 1:] & ~mask[:, :-1]).any())
+    return Batch(tensor, tensor if whole else to_tensor(targets), to_tensor(mask) if holes else None, names, truncated)
 
 
 def collate_filled(rows: list[Row], names: list[str], size: int, seq_len: int, **options: Any) -> Batch:

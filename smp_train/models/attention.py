@@ -1,0 +1,203 @@
+"""Attention of the native backend: no mask where causal attention needs none, and no wait for the device to make one.
+
+For kernels that it knows, transformers asks in every forward pass whether positions restart, which reads a number back
+from the device, and gives padded and packed rows a dense mask, which costs the causal kernels. A kernel registered
+under another name gets ``attention_mask`` as it is, if that is None or has four dimensions. Here it is one of
+
+- None: causal attention, and padding on the right changes nothing that is counted;
+- bool ``[batch, 1, seq, seq]``: True where a token attends;
+- int32 ``[1, 1, longest, documents + 1]``: where documents begin and the last one ends, in the rows of the batch joined
+  end to end. The size of dimension 2, which holds copies, is the longest document: a number would be compiled in.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp_train.models.hugging_face import transformers_major
+from smp_train.models.traits import causal, packed_inputs, same_document
+
+try:
+    from torch.nn.attention import varlen
+except ImportError:
+    varlen = None  # type: ignore[assignment]
+
+_OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters if varlen is not None else ())
+_GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
+"""torch 2.11 takes fewer heads of keys without a word."""
+LARGEST_HEAD = 256
+"""Of that kernel; sizes are multiples of 8."""
+
+logger = logging.getLogger("smp_train.models")
+
+NAME = "smp_train"
+"""Of `attend` among transformers' attention functions."""
+
+KNOWN = frozenset(
+    {
+        "arcee", "cohere", "cohere2", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
+        "granite", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi", "phi3",
+        "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+    }
+)  # fmt: skip
+"""Model types of transformers in which only causal attention, with at most a sliding window passed to the kernel, mixes
+tokens. Others have attention sinks, masks of their own, convolutions or recurrent states."""
+
+
+def causal_alone(config: Any) -> str | None:
+    """Return None where only causal attention mixes tokens, in a window or not, else what is known against it."""
+    if config.model_type not in KNOWN:
+        return f"a {config.model_type} is not known to have causal attention alone"
+    if getattr(config, "use_bidirectional_attention", None):
+        return f"use_bidirectional_attention of this {config.model_type} is set"
+    if getattr(config, "attn_logit_softcapping", None):
+        return f"attn_logit_softcapping of this {config.model_type} is set, for which sdpa has no kernel"
+    return None
+
+
+class Attention:
+    """How a model attends: its arguments of ``forward`` for rows with padding or several documents."""
+
+    def __init__(self, model: Any, device: torch.device, *, half: bool, packed: bool, compiled: bool) -> None:
+        """Let a model built with sdpa use `attend`; other kernels, and models it would be wrong for, stay as they are.
+
+        Args:
+            model: A causal language model of transformers, on meta or not.
+            device: Where it computes.
+            half: It computes in bfloat16 or float16.
+            packed: Rows may hold several documents.
+            compiled: Its layers are compiled.
+        """
+        self.model, self.packed, self.compiled = model, packed, compiled
+        self.by_bounds = False
+        """Documents are given by their bounds, not by a mask."""
+        if model.config._attn_implementation != "sdpa":
+            return
+        against = causal_alone(model.config)
+        if transformers_major() < 5:
+            against = "transformers 5 has an interface for others"
+        if against is not None:
+            logger.info("Attention: with transformers' masks, as %s", against)
+            return
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, attend)
+        model.set_attn_implementation(NAME)
+        dense = _against_bounds(model.config, device, half=half)
+        self.by_bounds = dense is None
+        if packed and dense is not None:
+            logger.info("Attention: packed rows take a dense mask, as %s", dense)
+
+    def inputs(
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
+        documents: tuple[Tensor, int] | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the arguments of ``forward`` beside ``input_ids``, which `Backend.loss_sum` describes.
+
+        Nothing here waits for the device.
+        """
+        config: Any = self.model.config
+        rows, seq = input_ids.shape
+        windowed = self.by_bounds and (getattr(config, "sliding_window", None) or seq) < seq
+        if attention_mask is None and position_ids is None and (windowed or (self.packed and self.compiled)):
+            # A window has a kernel only by bounds, and compiled layers should meet one kind of mask, whole rows or not.
+            position_ids = torch.arange(seq, device=input_ids.device).repeat(rows, 1)
+            documents = torch.arange(0, (rows + 1) * seq, seq, dtype=torch.int32, device=input_ids.device), seq
+        if config._attn_implementation == NAME:
+            return self._own_inputs(seq, attention_mask, position_ids, documents)
+        if position_ids is None:
+            return {"attention_mask": attention_mask}
+        inputs: dict[str, Any] = packed_inputs(self.model, position_ids)
+        if documents is not None and config._attn_implementation.startswith("flash") and causal_alone(config) is None:
+            # The length is an upper bound: a power of two has few values to be compiled in.
+            longest = 1 << (documents[1] - 1).bit_length()
+            inputs |= {"cu_seq_lens_q": documents[0], "cu_seq_lens_k": documents[0]}
+            inputs |= {"max_length_q": longest, "max_length_k": longest}
+        return inputs
+
+    def _own_inputs(
+        self, seq: int, attention_mask: Tensor | None, position_ids: Tensor | None,
+        documents: tuple[Tensor, int] | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        if position_ids is None:
+            if attention_mask is not None:
+                attention_mask = causal(seq, attention_mask.device) & attention_mask.bool()[:, None, None, :]
+            return {"attention_mask": attention_mask}
+        if documents is None or not self.by_bounds:
+            return {"attention_mask": same_document(position_ids), "position_ids": position_ids}
+        # The sizes 0 and 1 would be compiled in.
+        bounds = documents[0].expand(1, 1, max(documents[1], 2), -1)
+        if self.compiled:
+            torch._dynamo.mark_dynamic(bounds, (2, 3))
+        return {"attention_mask": bounds, "position_ids": position_ids}
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend causally, in the form that transformers calls.
+
+    Args:
+        module: The attention layer.
+        query: ``[batch, heads, seq, head_dim]``.
+        key: ``[batch, kv_heads, keys, head_dim]``, as is ``value``; more keys than queries with a cache.
+        value: See ``key``.
+        attention_mask: See the module.
+        dropout: Of attention weights.
+        scaling: Of scores; by default one over the root of head_dim.
+        sliding_window: Tokens that are looked back at, the token itself included, or None for all.
+        kwargs: What else transformers passes to its kernel for sdpa.
+
+    Returns:
+        ``[batch, seq, heads, head_dim]``, and None.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    keys = key.shape[2]
+    if sliding_window is not None and sliding_window >= keys:
+        sliding_window = None
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        return _attend_within_bounds(query, key, value, attention_mask, scaling, sliding_window), None
+    if sliding_window is not None:
+        earlier = keys - query.shape[2]
+        near = causal(query.shape[2], query.device, earlier=earlier).triu(earlier + 1 - sliding_window)
+        attention_mask = near if attention_mask is None else attention_mask & near
+    # Keys and values are repeated there where a mask is given: few kernels take groups of heads with a mask.
+    output: Tensor = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )[0]
+    return output, None
+
+
+def _attend_within_bounds(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
+    rows, _, seq, _ = query.shape
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    ends, longest = bounds[0, 0, 0], bounds.shape[2]
+    back = -1 if window is None else window - 1
+    output: Tensor = varlen.varlen_attn(  # type: ignore[assignment]
+        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(back, 0), **_GROUPS
+    )
+    return output.unflatten(0, (rows, seq))
+
+
+def _against_bounds(config: Any, device: torch.device, *, half: bool) -> str | None:
+    """Return why documents cannot be given by their bounds, or None: what `varlen_attn`'s kernel asks for."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return "attention over documents of several lengths needs a GPU of compute capability 8.0"
+    if "window_size" not in _OPTIONS:
+        return f"torch {torch.__version__} has no attention over documents of several lengths; 2.11 has"
+    if not half:
+        return "attention over documents of several lengths needs --bf16 1"
+    dropout = max(getattr(config, name, None) or 0 for name in ("attention_dropout", "attn_pdrop"))
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if dropout or head > LARGEST_HEAD or head % 8:
+        return f"attention over documents of several lengths has no dropout ({dropout}) and no heads of {head}"
+    return None

@@ -1,0 +1,319 @@
+"""Masks that are not made, kernels that are asked for, and no wait for the device: against transformers' own path."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from smp_train import losses
+from smp_train.data.pipelines.batch import Batch, collate, collate_filled
+from smp_train.data.source import Row
+from smp_train.models import attention, traits
+from smp_train.models.attention import Attention
+
+CPU = torch.device("cpu")
+WIDTH, WINDOW = 32, 12
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "attention_dropout": 0.0, "initializer_range": 0.2, "use_cache": False,
+}  # fmt: skip
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64} | dict.fromkeys(
+    ("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES, "mistral": {**SIZES, "sliding_window": WINDOW}, "mixtral": {**SIZES, "num_local_experts": 4},
+    "qwen2": {**SIZES, **MIXED, "use_sliding_window": True}, "qwen3": SIZES, "gemma3_text": {**SIZES, **MIXED},
+    "gpt_neox": {**SIZES, "hidden_dropout": 0.0}, "gpt2": GPT2,
+    "phi": {**SIZES, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+}  # fmt: skip
+OTHERS = {"falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}}
+DOCUMENTS = [[9, 17, 6], [20, 5]]  # the second row ends in padding
+WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique2", "_unique2"}
+"""Operations of ATen that a host waits in for a device."""
+
+
+@cache
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**FAMILIES, **OTHERS}[family])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+
+
+def pair(family: str, **options: Any) -> tuple[Any, Any, Attention]:
+    """Return a model on transformers' path, and a copy on ours, with its attention."""
+    theirs = model_of(family)
+    ours = copy.deepcopy(theirs)
+    return theirs, ours, Attention(ours, CPU, **{"half": False, "packed": False, "compiled": False, **options})
+
+
+def rows_of(kind: str) -> Batch:
+    ids = np.random.default_rng(0).integers(3, 64, (2, WIDTH))
+    if kind == "whole":
+        rows = [Row(row) for row in ids]
+    elif kind == "short":
+        rows = [Row(ids[0][:20]), Row(ids[1], np.arange(WIDTH) < 9)]
+    elif kind == "holes":
+        rows = [Row(ids[0], np.arange(WIDTH) % 5 > 0), Row(ids[1], np.arange(WIDTH) >= 7)]
+    else:
+        rows = [Row(row[: sum(sizes)], None, np.array(sizes)) for row, sizes in zip(ids, DOCUMENTS, strict=True)]
+    return collate(rows, ["", ""], WIDTH)
+
+
+def loss_of(model: Any, batch: Batch, inputs: dict[str, Any]) -> Tensor:
+    logits = model(input_ids=batch.input_ids, use_cache=False, **inputs).logits
+    return losses.cross_entropy_sum(logits, losses.shift(batch.labels))
+
+
+def ours_of(how: Attention, batch: Batch) -> dict[str, Any]:
+    return how.inputs(batch.input_ids, batch.attention_mask, batch.position_ids, batch.documents)
+
+
+def gradients(model: Any, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+class Waits(TorchDispatchMode):
+    """Collects the operations that would wait for a device, those of experts' routing aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in WAITS:
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["whole", "short", "holes", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_are_those_of_transformers_masks_and_nothing_waits(family: str, kind: str) -> None:
+    theirs, ours, how = pair(family)
+    batch = rows_of(kind)
+    assert (batch.attention_mask is not None) == (kind == "holes")
+    mask = (torch.arange(WIDTH) < torch.tensor([[20], [9]])).long() if kind == "short" else batch.attention_mask
+    packed = batch.position_ids is not None
+    expected = loss_of(
+        theirs, batch, traits.packed_inputs(theirs, batch.position_ids) if packed else {"attention_mask": mask}
+    )
+    with Waits() as waits:
+        found = loss_of(ours, batch, ours_of(how, batch))
+        slopes = gradients(ours, found)
+    assert waits.seen == []
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(slopes, gradients(theirs, expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        *((family, {}, family) for family in ("falcon", "bloom", "gpt_oss", "llama4_text", "lfm2")),
+        ("gemma2", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"), ("gemma2", {
+            "attn_logit_softcapping": None}, None), ("mistral", {}, None),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)  # fmt: skip
+def test_models_with_masks_of_their_own_are_known_by_reason(family: str, changes: dict, reason: str | None) -> None:
+    config = AutoConfig.for_model(family)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    assert (reason is None) == (attention.causal_alone(config) is None)
+    assert reason is None or reason in str(attention.causal_alone(config))
+
+
+def test_other_models_keep_the_path_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    """And without a mask, tokens before padding on the right have the same loss."""
+    with caplog.at_level("INFO", "smp_train"):
+        theirs, ours, how = pair("falcon")
+    assert ours.config._attn_implementation == "sdpa"
+    assert "falcon" in caplog.text
+    batch = rows_of("packed")
+    assert ours_of(how, batch)["position_ids"] is batch.position_ids
+    batch = rows_of("short")
+    mask = (torch.arange(WIDTH) < torch.tensor([[20], [9]])).long()
+    expected = loss_of(theirs, batch, {"attention_mask": mask})
+    torch.testing.assert_close(loss_of(ours, batch, ours_of(how, batch)), expected, rtol=1e-6, atol=0)
+
+
+# --- documents by their bounds ------------------------------------------------------------------------------------
+
+
+def weights(query: Tensor, key: Tensor, ends: Tensor, scale: float | None, back: int) -> tuple[Tensor, float]:
+    """Return softmax's weights, ``[heads, tokens, tokens]``, and the scale of scores."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    document = torch.repeat_interleave(ends.diff())
+    tokens = torch.arange(len(document))
+    behind = tokens[:, None] - tokens
+    seen = (document[:, None] == document) & (behind >= 0) & ((behind <= back) | (back < 0))
+    groups = query.shape[1] // key.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(groups, dim=1)) * scale
+    return scores.masked_fill(~seen, -torch.inf).softmax(dim=-1), scale
+
+
+@torch.library.custom_op("smp_train_tests::documents", mutates_args=())
+def documents_op(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None, back: int
+) -> Tensor:
+    """Stand in for the kernel of torch's `varlen_attn`, which runs on a GPU alone."""
+    assert int(ends.diff().max()) <= longest
+    values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return torch.einsum("hqk,khd->qhd", weights(query, key, ends, scale, back)[0], values).contiguous()
+
+
+@documents_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: Any, back: int) -> Tensor:
+    return torch.empty_like(query)
+
+
+@torch.library.custom_op("smp_train_tests::documents_backward", mutates_args=())
+def backward_op(
+    slope: Tensor, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None, back: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate `documents_op`."""
+    groups = query.shape[1] // key.shape[1]
+    shares, scale = weights(query, key, ends, scale, back)
+    keys, values = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    through = torch.einsum("qhd,khd->hqk", slope, values)
+    scores = shares * (through - (through * shares).sum(dim=-1, keepdim=True)) * scale
+    of_keys, of_values = torch.einsum("hqk,qhd->khd", scores, query), torch.einsum("hqk,qhd->khd", shares, slope)
+    of_keys, of_values = (part.unflatten(1, (-1, groups)).sum(dim=2) for part in (of_keys, of_values))
+    return torch.einsum("hqk,khd->qhd", scores, keys).contiguous(), of_keys, of_values
+
+
+@backward_op.register_fake
+def _(slope: Tensor, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: Any, back: int) -> Any:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, ends, _, ctx.scale, ctx.back = inputs
+    ctx.save_for_backward(query, key, value, ends)
+
+
+def _backward(ctx: Any, slope: Tensor) -> Any:
+    return *backward_op(slope, *ctx.saved_tensors, ctx.scale, ctx.back), None, None, None, None
+
+
+documents_op.register_autograd(_backward, setup_context=_keep)
+
+
+class Varlen:
+    """In the place of ``torch.nn.attention.varlen``; remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def varlen_attn(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert cu_seq_q is cu_seq_k
+        assert max_q == max_k
+        if not torch.compiler.is_compiling():
+            self.calls.append((cu_seq_q.tolist(), int(max_q), window_size))
+        assert window_size[1] == 0
+        return documents_op(query, key, value, cu_seq_q, max_q, scale, window_size[0])
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Varlen:
+    stand_in = Varlen()
+    monkeypatch.setattr(attention, "varlen", stand_in)
+    monkeypatch.setattr(attention, "_against_bounds", lambda *args, **options: None)
+    return stand_in
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gpt2"])
+def test_documents_reach_the_kernel_by_their_bounds(family: str, kernel: Varlen) -> None:
+    """The numbers are those of one document a row."""
+    _, ours, how = pair(family, packed=True)
+    batch = rows_of("packed")
+    with Waits() as waits:
+        inputs = ours_of(how, batch)
+    found = loss_of(ours, batch, inputs)
+    windows = {"mistral": [WINDOW - 1] * 2, "qwen2": [WINDOW - 1, -1]}.get(family, [-1, -1])
+    assert [call[:2] for call in kernel.calls] == [([0, 9, 26, 32, 52, 57, 64], 20)] * 2
+    assert [call[2] for call in kernel.calls] == [(back, 0) for back in windows]
+    slopes = gradients(ours, found)
+    assert waits.seen == []
+    apart = [
+        Row(ids[end - size : end])
+        for ids, sizes in zip(batch.input_ids.numpy(), DOCUMENTS, strict=True)
+        for size, end in zip(sizes, np.cumsum(sizes), strict=True)
+    ]
+    alone = collate(apart, [""] * len(apart), WIDTH)
+    expected = loss_of(ours, alone, {"attention_mask": None})
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(slopes, gradients(ours, expected), rtol=1e-4, atol=1e-5)
+
+
+def test_whole_rows_have_bounds_where_a_window_is_shorter(kernel: Varlen) -> None:
+    theirs, ours, how = pair("mistral")
+    batch = rows_of("whole")
+    found = loss_of(ours, batch, ours_of(how, batch))
+    assert kernel.calls == [([0, WIDTH, 2 * WIDTH], WIDTH, (WINDOW - 1, 0))] * 2
+    torch.testing.assert_close(found, loss_of(theirs, batch, {"attention_mask": None}), rtol=1e-6, atol=0)
+    _, ours, how = pair("llama")
+    assert ours_of(how, batch) == {"attention_mask": None}
+
+
+def test_flash_attention_gets_the_bounds_from_the_host() -> None:
+    ours = copy.deepcopy(model_of("llama"))
+    how = Attention(ours, CPU, half=True, packed=True, compiled=False)
+    ours.config._attn_implementation = "flash_attention_2"
+    inputs = ours_of(how, rows_of("packed"))
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 9, 26, 32, 52, 57, 64]
+    assert inputs["max_length_q"] == inputs["max_length_k"] == 32  # at least the longest, 20
+    assert inputs.get("attention_mask") is None
+
+
+def test_why_documents_have_no_bounds() -> None:
+    config = model_of("llama").config
+    assert "GPU" in str(attention._against_bounds(config, CPU, half=True))
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_one_compilation_serves_packed_whole_and_short_batches(kernel: Varlen) -> None:
+    from torch._dynamo.utils import counters
+
+    from smp_train.models.build import decoder_layers
+    from smp_train.parallel import compile
+
+    theirs, ours, how = pair("llama", packed=True, compiled=True)
+    compile.apply([layer for _, layer in decoder_layers(ours)], backend="aot_eager")
+    random = np.random.default_rng(1)
+
+    def packed(*sizes: int) -> Row:
+        return Row(random.integers(3, 64, sum(sizes)), None, np.array(sizes))
+
+    batches = [
+        collate([packed(9, 17, 6), packed(20, 5)], ["", ""], WIDTH), rows_of("whole"),
+        collate([packed(1, 1, 1), packed(4, 28)], ["", ""], WIDTH), rows_of("short"),
+        collate_filled([packed(30, 2)], [""], 2, WIDTH), Batch.blank(2, WIDTH),
+    ]  # fmt: skip
+    torch.compiler.reset()
+    counters.clear()
+    graphs = []
+    for batch in [*batches, *batches]:
+        found = loss_of(ours, batch, ours_of(how, batch))
+        gradients(ours, found)
+        with torch.no_grad():
+            loss_of(ours, batch, ours_of(how, batch))
+        graphs.append(counters["stats"]["unique_graphs"])
+        packs = batch.position_ids is not None
+        expected = loss_of(theirs, batch, traits.packed_inputs(theirs, batch.position_ids) if packs else {})
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert not counters["graph_break"]
+    assert set(graphs) == {2}  # with gradients and without
