@@ -12,6 +12,7 @@ from smp_train.errors import ConfigError
 BENCHMARKS = {
     "step": "the train step against a bare FSDP2 loop",
     "checkpoint": "a save in the background against synchronous DCP and against one gathered file",
+    "attention": "masks and kernels against transformers' own",
     "data": "loading, converting and fetching data against the original's way and datasets",
 }
 

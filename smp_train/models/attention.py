@@ -115,8 +115,10 @@ class Attention:
         inputs: dict[str, Any] = packed_inputs(self.model, position_ids)
         if documents is not None and config._attn_implementation.startswith("flash") and causal_alone(config) is None:
             # The length is an upper bound: a power of two has few values to be compiled in.
-            longest = 1 << (documents[1] - 1).bit_length()
-            inputs |= {"cu_seq_lens_q": documents[0], "cu_seq_lens_k": documents[0]}
+            bounds, longest = documents[0], 1 << (documents[1] - 1).bit_length()
+            if self.compiled:
+                torch._dynamo.mark_dynamic(bounds, 0)
+            inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             inputs |= {"max_length_q": longest, "max_length_k": longest}
         return inputs
 

@@ -28,7 +28,7 @@ _KEPT_NAMES = (
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
 _KEPT = {getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)}
-_KEPT_NAMESPACES = ("_c10d_functional", "flash_attn", "flash_attn_3")
+_KEPT_NAMESPACES = ("_c10d_functional", "flash_attn", "flash_attn_3", "torch_attn")
 _KEPT.add(torch.ops.higher_order.flex_attention)
 # Waiting again for a finished collective costs nothing, and its result is the collective's own.
 _NOT_KEPT = {torch.ops._c10d_functional.wait_tensor.default}

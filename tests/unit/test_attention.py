@@ -83,7 +83,7 @@ def gradients(model: Any, loss: Tensor) -> list[Tensor]:
 
 
 class Waits(TorchDispatchMode):
-    """Collects the operations that would wait for a device, those of experts' routing aside."""
+    """Collects the operations that would wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +113,20 @@ def test_numbers_are_those_of_transformers_masks_and_nothing_waits(family: str, 
     assert waits.seen == []
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(slopes, gradients(theirs, expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+def test_what_padding_holds_changes_no_bit_of_the_loss(family: str) -> None:
+    _, ours, how = pair(family)
+    batch = rows_of("short")
+    padding = torch.arange(WIDTH) >= torch.tensor([[20], [9]])
+    other = copy.copy(batch)
+    other.input_ids = torch.where(padding, torch.arange(WIDTH) + 5, batch.input_ids)
+    assert not torch.equal(other.input_ids, batch.input_ids)
+    one, two = (loss_of(ours, some, ours_of(how, some)) for some in (batch, other))
+    assert torch.equal(one, two)
+    for slope, same in zip(gradients(ours, one), gradients(ours, two), strict=True):
+        torch.testing.assert_close(slope, same, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +270,28 @@ def test_documents_reach_the_kernel_by_their_bounds(family: str, kernel: Varlen)
     expected = loss_of(ours, alone, {"attention_mask": None})
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(slopes, gradients(ours, expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif("window_size" not in attention._OPTIONS, reason="torch before 2.11")
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_torchs_own_kernel_takes_these_arguments(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes alone are computed, as on any device."""
+    monkeypatch.setattr(attention, "_against_bounds", lambda *args, **options: None)
+    _, ours, how = pair(family, packed=True)
+    batch = rows_of("packed")
+    inputs = {name: tensor.to("meta") for name, tensor in ours_of(how, batch).items()}
+    logits = ours.to("meta")(input_ids=batch.input_ids.to("meta"), use_cache=False, **inputs).logits
+    seen = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    with Operations():
+        logits.sum().backward()
+    assert seen.count("_varlen_attn_backward") == 2
+    assert ours.get_input_embeddings().weight.grad.shape == (64, 32)
 
 
 def test_whole_rows_have_bounds_where_a_window_is_shorter(kernel: Varlen) -> None:
