@@ -17,6 +17,15 @@ MARKED = (
     "{% generation %}{{ turn.content + '<|end|>' }}{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ turn.content + '<|end|>\n' }}{% endif %}" + TAIL
 )
+CALLING = (
+    "{% if tools %}{{ '<|system|>' + (tools | tojson) + '<|end|>\n' }}{% endif %}{% for turn in messages %}"
+    "{{ '<|' + turn.role + '|>' }}{% if turn.content is string %}{{ turn.content }}{% else %}"
+    "{% for part in turn.content %}{{ part.text }}{% endfor %}{% endif %}{% if turn.tool_calls %}"
+    "{{ turn.tool_calls | tojson }}{% endif %}{{ '<|end|>\n' }}" + TAIL
+)
+"""A template that knows tools, calls of them, and content in parts."""
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {name: {}}}}}
+         for name in ("add", "halve")]  # fmt: skip
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
@@ -59,22 +68,22 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
-def by_transformers(tokenizer: Path, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+def by_transformers(tokenizer: Path, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[int]]:
     """Return the ids and labels of a chat, by transformers alone."""
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     if "{% generation %}" in loaded.chat_template:
-        found = loaded.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        found = loaded.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = found["input_ids"], found["assistant_masks"]
         return ids, [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)]
-    ids = loaded.apply_chat_template(messages, return_dict=False)
+    ids = loaded.apply_chat_template(messages, tools, return_dict=False)
     labels = [IGNORED] * len(ids)
     for number, turn in enumerate(messages):
         if turn["role"] == "assistant":
-            begin = len(loaded.apply_chat_template(messages[:number], add_generation_prompt=True, return_dict=False))
-            end = len(loaded.apply_chat_template(messages[: number + 1], return_dict=False))
-            labels[begin:end] = ids[begin:end]
+            before = loaded.apply_chat_template(messages[:number], tools, add_generation_prompt=True, return_dict=False)
+            end = len(loaded.apply_chat_template(messages[: number + 1], tools, return_dict=False))
+            labels[len(before) : end] = ids[len(before) : end]
     return ids, labels
 
 

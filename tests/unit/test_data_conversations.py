@@ -27,7 +27,19 @@ from smp_train.data.text.files import find_files
 from smp_train.data.text.opening import open_tokenizer
 from smp_train.data.text.stream import Reading, span
 from smp_train.errors import ConfigError, DataError
-from tests.chats import MARKED, PLAIN, by_transformers, chat, completion_by_transformers, write_lines, write_tokenizer
+from tests.chats import (
+    CALLING,
+    MARKED,
+    PLAIN,
+    TAIL,
+    TOOLS,
+    by_transformers,
+    chat,
+    completion_by_transformers,
+    turns,
+    write_lines,
+    write_tokenizer,
+)
 
 CHATS = Fields(("messages",), chat=True)
 PAIRS = Fields(("prompt", "completion"))
@@ -107,6 +119,45 @@ def test_chats_become_the_rows_that_transformers_makes(tokenizer: Path, tmp_path
     counted = sum(label != IGNORED for _, labels in rows for label in labels)
     assert (totals["rows"], totals["tokens"]) == (COUNT, sum(len(ids) for ids, _ in rows))
     assert (totals["counted_tokens"], manifest["seq_len"]) == (counted, max(len(ids) for ids, _ in rows))
+
+
+def calling(content: Any) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    return [
+        {"role": "user", "content": content}, {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "2"}, {"role": "assistant", "content": "it is 2"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_tools_their_calls_and_content_in_parts(tmp_path: Path, marked: bool, form: str) -> None:
+    """As transformers has them; where a table must have one form for all, its nulls and JSON say nothing more."""
+    behind = "{{ '<|' + turn.role + '|>' }}"
+    begin = behind + "{% if turn.role == 'assistant' %}{% generation %}"
+    twice, end = CALLING.split(behind)[1].split(TAIL)[0], "{% endgeneration %}{% else %}"
+    template = CALLING.replace(behind + twice, begin + twice + end + twice + "{% endif %}") if marked else CALLING
+    made = write_tokenizer(tmp_path / "tokenizer", template)
+    parts = [{"type": "text", "text": "what is"}, {"type": "text", "text": " 1 plus 1?"}]
+    rows = [calling(parts), calling("what is 2?"), chat(3)] if form == "jsonl" else [calling("what is 2?"), chat(3)]
+    wanted = [by_transformers(made, row, TOOLS if len(row) == 4 else None) for row in rows]
+    records = [{"messages": row, "tools": TOOLS if len(row) == 4 else None} for row in rows]
+    if form == "jsonl":
+        write_lines(tmp_path / "a.jsonl", records)
+    else:
+        datasets = pytest.importorskip("datasets")
+        records[0]["tools"] = json.dumps(TOOLS)
+        datasets.Dataset.from_list(records).to_parquet(str(tmp_path / "a.parquet"))
+    assert prepare(tmp_path / f"a.{form}", tmp_path / "out", made) == 0
+    assert rows_of(tmp_path / "out" / "train") == sorted((tuple(ids), tuple(labels)) for ids, labels in wanted)
+
+
+def test_a_template_that_would_write_parts_as_python_does(tmp_path: Path) -> None:
+    made = write_tokenizer(tmp_path / "tokenizer", PLAIN.replace("turn.content + '<|end|>\n'", "turn.content"))
+    rows = [{"messages": turns("a", "b")}, {"messages": calling([{"type": "text", "text": "a"}])[:1] + chat(1)[1:]}]
+    write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .* parts"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", made)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
@@ -237,6 +288,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, r'\[0\] has no "content"'),
     ({"messages": [{"from": "human", "value": "a"}]}, r'\[0\] has no "role"'),
     ({"messages": [{"role": "user", "content": "a\0"}]}, "NUL"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]: content\[0\] is 'image'"),
+    ({"messages": chat(1), "tools": "{"}, '"tools" is no list'), ({"messages": chat(1), "tools": [1]}, '"tools" is no'),
     ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "first turn is the assistant's"),
     ({"messages": [*chat(2), {"role": "judge", "content": "a"}]}, "template refuses it .unknown role judge"),

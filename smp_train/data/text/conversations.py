@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
 from smp_train.data.source import IGNORED, Row
-from smp_train.data.text.fields import Document, Fields
+from smp_train.data.text.fields import Chat, Document, Fields
 from smp_train.errors import ConfigError, one_line
 from smp_train.models.hugging_face import load_tokenizer
 from smp_train.storage.paths import place
@@ -105,12 +106,9 @@ class Conversations:
         try:
             if isinstance(document, tuple):
                 ids, counted = self._completion(*document)
-            elif self._marked:
-                ids, counted = self._marked_chat(_turns(document))
             else:
-                turns = _turns(document)
-                text = self._text(turns)
-                ids, counted = self._tokens(text, self._answers(turns, text), add_special_tokens=False)
+                assert isinstance(document, Chat)
+                ids, counted = self._chat(document)
         except ValueError as error:
             return one_line(error)
         counted[:1] = False  # with no token before it
@@ -135,15 +133,21 @@ class Conversations:
             counted |= (offsets[:, 1] > begin) & (offsets[:, 0] < end)
         return list(found["input_ids"]), counted
 
-    def _marked_chat(self, turns: list[dict[str, Any]]) -> tuple[list[int], np.ndarray]:
+    def _chat(self, chat: Chat) -> tuple[list[int], np.ndarray]:
+        parts = [turn["content"] for turn in chat.turns if isinstance(turn.get("content"), list)]
+        text = "" if self._marked and not parts else self._text(chat)
+        if any(str(content) in text for content in parts):
+            raise ValueError("the chat template knows no content in parts; make it one string")
+        if not self._marked:
+            return self._tokens(text, self._answers(chat, text), add_special_tokens=False)
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._rendered(turns, **options, tokenizer_kwargs={"verbose": False})
+        found = self._rendered(chat, **options, tokenizer_kwargs={"verbose": False})
         return list(found["input_ids"]), np.array(found["assistant_masks"], dtype=bool)
 
-    def _answers(self, turns: list[dict[str, Any]], text: str) -> list[Span]:
-        """Return the characters of the assistant's turns in the text of all turns. Raises ValueError."""
+    def _answers(self, chat: Chat, text: str) -> list[Span]:
+        """Return the characters of the assistant's turns in the text of a chat. Raises ValueError."""
         spans = []
-        for number, turn in enumerate(turns):
+        for number, turn in enumerate(chat.turns):
             if turn["role"] != ASSISTANT:
                 continue
             if number == 0:
@@ -151,7 +155,8 @@ class Conversations:
                     "the first turn is the assistant's, so that the chat template does not tell its beginning; put a "
                     "turn before it, or give a template with {% generation %} (--chat_template)"
                 )
-            before, behind = self._text(turns[:number], add_generation_prompt=True), self._text(turns[: number + 1])
+            before = self._text(replace(chat, turns=chat.turns[:number]), add_generation_prompt=True)
+            behind = self._text(replace(chat, turns=chat.turns[: number + 1]))
             if not (text.startswith(behind) and behind.startswith(before)):
                 raise ValueError(
                     f"the chat template writes turn {number + 1} in another way when others follow, so that it cannot "
@@ -162,17 +167,12 @@ class Conversations:
             raise ValueError("no turn of the assistant: nothing to learn; remove the record")
         return spans
 
-    def _text(self, turns: list[dict[str, Any]], **options: Any) -> str:
-        return str(self._rendered(turns, **options))
+    def _text(self, chat: Chat, **options: Any) -> str:
+        return str(self._rendered(chat, **options))
 
-    def _rendered(self, turns: list[dict[str, Any]], **options: Any) -> Any:
+    def _rendered(self, chat: Chat, **options: Any) -> Any:
         try:
-            options = {"chat_template": self.template, "tokenize": False, **options}
-            return self.tokenizer.apply_chat_template(turns, **options)
+            options = {"chat_template": self.template, "tokenize": False, "tools": chat.tools, **options}
+            return self.tokenizer.apply_chat_template(chat.turns, **options)
         except Exception as error:  # of the template, which may raise anything
             raise ValueError(f"the chat template refuses it ({one_line(error)[:SHOWN]}); correct the turns") from None
-
-
-def _turns(document: Document) -> list[dict[str, Any]]:
-    assert isinstance(document, list)
-    return document

@@ -39,7 +39,7 @@ class Split:
             rows = self.stream.shard(num_shards=self.stream.num_shards, index=shard).with_format("arrow").skip(start)
             for table in rows.iter(batch_size=ROWS_AT_ONCE):
                 refuse_columns(here, fields, table.column_names)
-                yield before, [table.column(name) for name in fields.names]
+                yield before, [table.column(name) for name in fields.columns(table.column_names)]
                 before += table.num_rows
         except DataError:
             raise

@@ -153,7 +153,7 @@ def _fields_of(file: TextFile, number: int, values: Any, fields: Fields) -> Sequ
     if "input_ids" in record and not all(name in record for name in fields.names):
         hint = "these are tokens already: give them by --training_dir"
         raise DataError(f"{file.at(number)}: no {' and '.join(fields.names)} in this line; {hint}")
-    return [record.get(name) for name in fields.names]
+    return [record.get(name) for name in fields.columns(record)]
 
 
 def _whole(file: TextFile) -> str | ValueError:
@@ -180,9 +180,10 @@ def _tables(file: TextFile, fields: Fields, first: int) -> Iterator[tuple[int, l
     """
     import pyarrow as pa
 
-    before, names = 0, list(fields.names)
+    before = 0
     with opened_table(file) as (opened, schema):
         refuse_columns(file.path, fields, schema.names)
+        names = fields.columns(schema.names)
         batches = opened
         try:
             if is_parquet(file):
