@@ -27,7 +27,7 @@ from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
-from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
+from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, names_model, resolve
 from smp_train.naming import Start, described, how_to_resume, output, settle
 from smp_train.progress import Progress as Shown
 from smp_train.resume import (
@@ -149,6 +149,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     with distributed.together("reading the tokenizer"):
         if ranks.is_main:
             checkpoints.tokenizer = tokenizer_of(args, spec, found)
+            if spec.pretrained is None and (found is None or names_model(args)):
+                tokenizer.set_ends(spec.config, checkpoints.tokenizer)
             if args.prompt and not checkpoints.tokenizer:
                 raise ConfigError("--prompt: the run has no tokenizer; give --tokenizer")
     with distributed.together("looking at the checkpoint folders"):

@@ -41,6 +41,13 @@ def from_files(files: Mapping[str, bytes]) -> Iterator[Any]:
         yield load_tokenizer(folder) if files else None
 
 
+def set_ends(config: Any, files: Mapping[str, bytes]) -> None:
+    """Set the tokens that begin and end a text, in a model's configuration, to the tokenizer's, if it has them."""
+    with from_files(files) as found:
+        if found is not None and found.eos_token_id is not None:
+            config.bos_token_id, config.eos_token_id = found.bos_token_id, found.eos_token_id
+
+
 @contextmanager
 def written(files: Mapping[str, bytes]) -> Iterator[str]:
     """Yield a temporary folder that holds the files."""

@@ -72,6 +72,7 @@ def test_export_is_complete(trained: Path, exported: Path) -> None:
     (said,) = pipeline("text-generation", model=str(exported))(PROMPT, max_new_tokens=8, do_sample=False)
     ids = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert said["generated_text"] == tokenizer.decode(ids[0], skip_special_tokens=True)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 0  # a Llama's own is 2
     card = (exported / "README.md").read_text()
     (validation,) = (r["loss"] for r in records(trained) if r.get("event") == "evaluate")
     (last,) = (r["loss"] for r in records(trained) if r["step"] == 4 and "event" not in r)

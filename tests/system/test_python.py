@@ -11,9 +11,11 @@ import pytest
 
 from tests.harness import as_torchrun, free_port
 from tests.system.command import ROOT, Command, Ranks, warm
+from tests.tiers import core
 
 NOTEBOOK = ROOT / "launchers" / "quickstart.ipynb"
 SAID = {
+    "chat_finetune.py": r"loss 0\.0\d+ per token .* Give the same command again with --resume_from_checkpoint\.$",
     "own_data.py": r"loss 0\.0\d+ on 800 tokens; (9\d|100)% of the words",
     "own_loss.py": r"cross entropy with penalty: 6\.\d+ at first, [45]\.\d+ after 40 steps",
     "callbacks.py": r"stopped at step \d+, validation loss 5\.\d+, .*llama_v2-\d+steps",
@@ -22,11 +24,11 @@ SAID = {
 
 def test_every_example_is_run_here() -> None:
     tested = {path.name for path in (ROOT / "examples").glob("*.py") if "smp_train import" in path.read_text()}
-    assert set(SAID) <= tested
+    assert set(SAID) == tested
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("own_loss.py", marks=pytest.mark.core), "own_data.py", "callbacks.py"])
+@pytest.mark.parametrize("name", core(SAID, {"own_loss.py"}.__contains__))
 def test_example(name: str, tmp_path: Path) -> None:
     with warm(tmp_path, str(ROOT / "examples" / name)) as example:
         assert example.code() == 0, example.err
