@@ -18,6 +18,7 @@ from smp_train.data.pipelines.batch import Batch, collate, collate_filled
 from smp_train.data.source import Row
 from smp_train.models import attention, traits
 from smp_train.models.attention import Attention
+from tests.waits import Waits
 
 CPU = torch.device("cpu")
 WIDTH, WINDOW = 32, 12
@@ -38,8 +39,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 OTHERS = {"falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}}
 DOCUMENTS = [[9, 17, 6], [20, 5]]  # the second row ends in padding
-WAITS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique2", "_unique2"}
-"""Operations of ATen that a host waits in for a device."""
 
 
 @cache
@@ -80,20 +79,6 @@ def ours_of(how: Attention, batch: Batch) -> dict[str, Any]:
 
 def gradients(model: Any, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
-
-
-class Waits(TorchDispatchMode):
-    """Collects the operations that would wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        if name in WAITS:
-            self.seen.append(name)
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("kind", ["whole", "short", "holes", "packed"])
