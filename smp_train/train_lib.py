@@ -44,7 +44,9 @@ def main(resolved: Resolved, ranks: Runtime) -> int:
 def group_settings(args: Arguments) -> dict[str, Any]:
     """Return how the process group of a run is formed."""
     seconds = 60 * args.distributed_timeout_minutes
-    return {"distributed_backend": args.distributed_backend, "timeout_seconds": seconds}
+    smp = args.backend == "smp" or (args.backend == "auto" and distributed.smp_installed())
+    one_queue = smp and args.tensor_parallel_degree > 1
+    return {"distributed_backend": args.distributed_backend, "timeout_seconds": seconds, "one_queue": one_queue}
 
 
 def train(resolved: Resolved, ranks: Runtime) -> Run:

@@ -147,7 +147,9 @@ class ParallelArguments:
     memory_check: bool = flag(
         True, "Refuse at start a model whose weights, gradients and optimizer exceed the memory; 0: warn")
     chunked_loss: bool = flag(True, "Compute the loss by chunks of tokens, never holding all logits (plain heads)")
-    use_torch_compile: bool = flag(False, "Compile each decoder layer", trainer="torch_compile")
+    use_torch_compile: bool | None = flag(
+        None, "Compile each decoder layer and the loss", shown="1 on GPUs with Triton and a C compiler, else 0",
+        trainer="torch_compile")
     torch_compile_backend: str = flag("inductor", "Backend of torch.compile", idle_without="use_torch_compile")
     limit_all_gathers: bool = flag(
         True, "Bound the all-gathers in flight",

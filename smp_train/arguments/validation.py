@@ -276,7 +276,7 @@ def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
     idle: dict[str, str] = {}
     for name, flag in flags().items():
         why = flag.no_effect if backend == "smp" else flag.idle
-        if not why and flag.idle_without and not getattr(args, flag.idle_without):
+        if not why and flag.idle_without and _is_off(args, flag.idle_without):
             why = f"it needs {_turned_on(flag.idle_without)}"
         if why:
             idle[name] = why
@@ -287,6 +287,12 @@ def ineffective(resolved: Resolved, backend: str | None = None) -> list[str]:
         idle["selective_checkpointing"] = "--activation_checkpointing is none"
     given = {name: show(getattr(args, name)) for name in idle if resolved.given(name)}
     return lines + [f"--{name} {value} has no effect: {idle[name]}" for name, value in given.items()]
+
+
+def _is_off(args: Arguments, name: str) -> bool:
+    """Return whether a flag is off; a switch that is not given may be settled at start."""
+    value = getattr(args, name)
+    return not value and not (value is None and flags()[name].kind is bool)
 
 
 def _idle_data(args: Arguments) -> dict[str, str]:

@@ -57,8 +57,12 @@ class NativeBackend(Backend):
         build.check_attention(args.attn_implementation, device)
         if args.fp8:
             float8.check(device)
-        if args.use_torch_compile:
-            compile.check(args.torch_compile_backend)
+        self.compiled = compile.chosen(
+            args.use_torch_compile, device=device, backend=args.torch_compile_backend,
+            training=not args.evaluate_only,
+        )  # fmt: skip
+        if args.fp8 and not self.compiled:
+            logger.warning("--fp8 1 without compilation is slower than bf16; give --use_torch_compile 1")
         if args.lora_rank is not None and (args.tensor_parallel_degree > 1 or args.fp8):
             raise ConfigError("--lora_rank needs --tensor_parallel_degree 1 and --fp8 0; adapters are not split")
         if args.prompt and max(args.tensor_parallel_degree, args.context_parallel_degree) > 1:
@@ -92,8 +96,7 @@ class NativeBackend(Backend):
         check_experts(config)
         context_parallel.check(degrees.context, seq_len, args.attn_implementation, config)
         tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
-        compiled = args.use_torch_compile
-        activation_checkpointing.check(args.activation_checkpointing, config.model_type, compiled=compiled)
+        activation_checkpointing.check(args.activation_checkpointing, config.model_type, compiled=self.compiled)
         if degrees.tensor > 1:
             # Splitting a model on meta finds parameters without a rule.
             model = build.build_meta(spec, attn_implementation=args.attn_implementation)
@@ -144,7 +147,10 @@ class NativeBackend(Backend):
             forward_prefetch=args.forward_prefetch, cpu_offload=self.cpu_offload,
         )  # fmt: skip
         tensor = self.mesh.tensor if degrees.tensor > 1 else None
-        loss_head.attach(model, chunked=chunked, tensor=tensor, loss=self.loss or losses.cross_entropy_sum)
+        loss_head.attach(
+            model, chunked=chunked, tensor=tensor, loss=self.loss or losses.cross_entropy_sum,
+            kernels=compile.loss_kernels(args.torch_compile_backend) if self.compiled else losses.EAGER,
+        )  # fmt: skip
         build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
         if spec.lora is not None:  # whose checkpoints hold the adapters alone
             initialise(model, seed, only=is_adapter)
@@ -165,7 +171,7 @@ class NativeBackend(Backend):
         """
         args = self.args
         outside = self.mesh.degrees.tensor > 1 and not checkpointing.read(args.activation_checkpointing)[1]
-        if outside and args.use_torch_compile:
+        if outside and self.compiled:
             compile.apply(layers, backend=args.torch_compile_backend)
         count = activation_checkpointing.apply(layers, args.activation_checkpointing)
         if not count and args.activation_checkpointing != checkpointing.NONE:
@@ -173,7 +179,7 @@ class NativeBackend(Backend):
                 "--activation_checkpointing %s chooses none of %d layers: none is checkpointed",
                 args.activation_checkpointing, len(layers),
             )  # fmt: skip
-        if not outside and args.use_torch_compile:
+        if not outside and self.compiled:
             compile.apply(layers, backend=args.torch_compile_backend)
 
     def loss_sum(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from smp_train.distributed import host
 from smp_train.distributed.environment import Runtime
 from smp_train.errors import ConfigError, LostPeerError, SmpTrainError
 
@@ -46,14 +47,15 @@ _meeting: Meeting | None = None
 
 def start(
     runtime: Runtime, *, distributed_backend: str = "auto", timeout_seconds: float,
-    rendezvous_seconds: float = RENDEZVOUS_SECONDS,
+    rendezvous_seconds: float = RENDEZVOUS_SECONDS, one_queue: bool = False,
 ) -> torch.device:  # fmt: skip
     """Choose this process's device and form the process group, also in a world of one.
 
-    Ranks have ``rendezvous_seconds`` to find each other (at most ``timeout_seconds``); collectives have
-    ``timeout_seconds`` from then on. Raises `ConfigError` when the device does not exist, and `LostPeerError`
-    when the ranks do not meet.
+    `host.prepare` comes first, with ``one_queue``. Ranks have ``rendezvous_seconds`` to find each other (at most
+    ``timeout_seconds``); collectives have ``timeout_seconds`` from then on. Raises `ConfigError` when the device does
+    not exist, and `LostPeerError` when the ranks do not meet.
     """
+    host.prepare(one_queue=one_queue)
     import torch.distributed as dist
 
     global _attempted

@@ -34,7 +34,7 @@ SOCKETS_SLURM = "^docker,lo,veth"
 SOCKETS_KUBERNETES = "^lo,docker,veth,eni,pod-id-link0"
 
 
-def variables(instance: Instance | None, *, tensor_parallel: bool = False, kubernetes: bool = False) -> dict[str, str]:
+def variables(instance: Instance | None, *, kubernetes: bool = False) -> dict[str, str]:
     """Return what a launcher exports for training on ``instance`` (None: unknown, or no GPU)."""
     chosen = {"HF_HUB_ETAG_TIMEOUT": "60", "TOKENIZERS_PARALLELISM": "false"}
     if instance is None:
@@ -42,7 +42,6 @@ def variables(instance: Instance | None, *, tensor_parallel: bool = False, kuber
     chosen |= {
         "NCCL_DEBUG": "WARN",
         "NCCL_SOCKET_IFNAME": SOCKETS_KUBERNETES if kubernetes else SOCKETS_SLURM,
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     }
@@ -51,8 +50,6 @@ def variables(instance: Instance | None, *, tensor_parallel: bool = False, kuber
         chosen["FI_EFA_USE_HUGE_PAGE"] = "0"
     if instance.family in ("g5", "g6", "g6e") and instance.gpus > 1:
         chosen["NCCL_SHM_USE_CUDA_MEMCPY"] = "1"
-    if tensor_parallel:
-        chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return chosen
 
 

@@ -290,7 +290,7 @@ def start(
         again = nsys.command(profiles / f"{logs.name}_node{place.node_rank}_{socket.gethostname()}", again)
         os.execve(again[0], again, {**os.environ, NSYS: "1"})
     environ = {
-        **environment.variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1),
+        **environment.variables(instance),
         **environment.places(resolved.args.run_dir, str(logs), os.environ, inside=options.inside),
         **os.environ,
     }

@@ -84,7 +84,7 @@ def build(
     preflight.check(resolved, instance, nodes, processes)
     added = read_env(env)
     found = {**(os.environ if environ is None else environ), **added}
-    defaults = variables(instance, tensor_parallel=resolved.args.tensor_parallel_degree > 1, kubernetes=kubernetes)
+    defaults = variables(instance, kubernetes=kubernetes)
     token = preflight.missing_token(resolved, found, home=not container)
     return Spec(
         train_flags=tuple(completed), resolved=resolved, nodes=nodes, processes=processes, instance=instance,

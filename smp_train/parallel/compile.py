@@ -1,22 +1,56 @@
-"""torch.compile, one decoder layer at a time: layers share one compilation, and a crash names its layer."""
+"""torch.compile of each decoder layer and of the loss: layers share one compilation, and a crash names its layer."""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from smp_train import losses
+from smp_train.distributed.host import missing_for_kernels
 from smp_train.errors import ConfigError
 
+logger = logging.getLogger("smp_train.native")
+F = TypeVar("F", bound=Callable[..., Any])
 
-def check(backend: str) -> None:
-    """Raise `ConfigError` where this torch has no compiler of this name."""
+
+def chosen(asked: bool | None, *, device: torch.device, backend: str, training: bool) -> bool:
+    """Return whether to compile: as asked, else on GPUs that have what it takes; log the reason where it is left open.
+
+    Args:
+        asked: --use_torch_compile; None leaves it open.
+        device: Of this rank.
+        backend: --torch_compile_backend.
+        training: False for an evaluation alone, which ends before compilation would have paid.
+
+    Raises:
+        ConfigError: this torch has no compiler of that name.
+    """
+    if asked is False or not training:
+        return False
+    if asked is None and (reason := _why_not(device)):
+        logger.info("Compilation: off (%s)", reason)
+        return False
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         offered = [name for name in known if "TESTING_ONLY" not in name]
         raise ConfigError(f"--torch_compile_backend {backend}: this torch has {', '.join(offered)}")
+    if asked is None:
+        logger.info("Compilation: on, of each decoder layer and of the loss; --use_torch_compile 0 does without")
+    return True
+
+
+def _why_not(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "on a CPU it takes longer than it saves; --use_torch_compile 1 compiles all the same"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return missing_for_kernels()
 
 
 def disabled() -> AbstractContextManager[Any]:
@@ -40,3 +74,25 @@ def apply(layers: list[nn.Module], *, backend: str) -> None:
     for layer in layers:
         # Static shapes: a training run has one, and a validation run with another batch compiles once more.
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
+
+
+def loss_kernels(backend: str) -> losses.Kernels:
+    """Return what the chunked loss computes of each logit, compiled: one kernel reads them, one makes their slope.
+
+    The last chunk may have fewer tokens, and validation other batches: their number is dynamic.
+    """
+    return losses.Kernels(
+        _dynamic_rows(torch.compile(losses.log_sum_exp, backend=backend)),
+        _dynamic_rows(torch.compile(losses.softmax, backend=backend)),
+        fused=True,
+    )
+
+
+def _dynamic_rows(compiled: F) -> F:
+    def call(logits: torch.Tensor, *more: Any) -> Any:
+        for tensor in (logits, *more):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[0] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(logits, *more)
+
+    return call  # type: ignore[return-value]

@@ -14,7 +14,8 @@ from smp_train.parallel.sequence import gather_hidden
 
 
 def attach(
-    model: Any, *, chunked: bool, tensor: DeviceMesh | None, loss: losses.Loss = losses.cross_entropy_sum
+    model: Any, *, chunked: bool, tensor: DeviceMesh | None, loss: losses.Loss = losses.cross_entropy_sum,
+    kernels: losses.Kernels = losses.EAGER,
 ) -> None:  # fmt: skip
     """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
 
@@ -25,6 +26,7 @@ def attach(
         chunked: Compute the loss by chunks of tokens (`losses.linear_cross_entropy_sum`).
         tensor: The mesh that the vocabulary is split over, if it is.
         loss: Of all logits, where it is not computed by chunks.
+        kernels: Of the loss by chunks.
     """
 
     def from_logits(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
@@ -35,9 +37,11 @@ def attach(
         head = model.get_output_embeddings()
         weight, bias = head.weight, head.bias
         if tensor is None:
-            return losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias)
+            return losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias, kernels=kernels)
         hidden, weight, bias = gather_hidden(hidden, tensor), local_tensor(weight), local_tensor(bias)
-        return losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias, group=tensor.get_group())
+        return losses.linear_cross_entropy_sum(
+            hidden, weight, targets, bias=bias, group=tensor.get_group(), kernels=kernels
+        )
 
     method = by_chunks if chunked else from_logits
     model.loss_sum = method

@@ -183,11 +183,20 @@ def train_compiled(mesh: str) -> dict[str, tuple[list[Any], int, dict[str, int]]
     return results
 
 
+def traces_experts() -> bool:
+    import torch
+    import transformers.integrations.moe  # noqa: F401
+
+    return hasattr(torch.ops.transformers, "grouped_mm_fallback_backward")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", COMPILED)
 def test_compiled_layers_of_split_models_equal_one_process(mesh: str) -> None:
     for of_rank in harness.run(train_compiled, MESHES[mesh][0], mesh):
         for family, (found, graphs, breaks) in of_rank.items():
-            assert not breaks, family
-            assert graphs == 2, family  # whole layers, with padding and without
+            # Older transformers cannot trace the product of experts in float32: layers are compiled in pieces.
+            if family != "mixtral" or traces_experts():
+                assert not breaks, family
+                assert graphs == 2 + 2, family  # whole layers, with padding and without; the loss
             alike(found, reference(family), family)

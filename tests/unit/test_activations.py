@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+import sysconfig
 import types
 import weakref
 from collections.abc import Sequence
 from fractions import Fraction
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +86,8 @@ def test_what_has_no_effect_is_said() -> None:
 
     assert "needs --sm_activation_offloading 1" in said("--activation_loading_horizon 3")[0]
     assert said("--activation_loading_horizon 3 --offload_activations 1") == []
-    assert "needs --use_torch_compile 1" in said("--torch_compile_backend eager")[0]
+    assert "needs --use_torch_compile 1" in said("--torch_compile_backend eager --use_torch_compile 0")[0]
+    assert said("--torch_compile_backend eager") == []  # on a GPU it may be on
     assert "--activation_checkpointing is none" in said("--activation_checkpointing 0 --selective_checkpointing 1/2")[0]
 
 
@@ -144,8 +148,37 @@ def test_names_stay_as_they_are() -> None:
 
 def test_an_unknown_compiler_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--torch_compile_backend fastest: this torch (?!.*TESTING_ONLY).*inductor"):
-        compile.check("fastest")
-    compile.check("inductor")
+        chosen(True, backend="fastest")
+    assert chosen(True)
+
+
+def chosen(asked: bool | None, device: str = "cpu", *, backend: str = "inductor", training: bool = True) -> bool:
+    return compile.chosen(asked, device=torch.device(device), backend=backend, training=training)
+
+
+def test_left_open_compilation_is_on_where_a_gpu_and_its_compilers_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(compile.logger.parent, "propagate", True)
+    monkeypatch.delenv("CC", raising=False)
+    assert not chosen(None)
+    assert "on a CPU it takes longer than it saves" in caplog.messages[-1]
+    assert not chosen(None, "cuda", training=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert (chosen(None, "cuda"), caplog.messages[-1]) == (False, "Compilation: off (Triton is not installed)")
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    sys.modules["triton"].__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert (chosen(None, "cuda"), caplog.messages[-1]) == (
+        False, "Compilation: off (no C compiler (gcc or clang))")  # fmt: skip
+    (tmp_path / "gcc").touch(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert not chosen(None, "cuda")
+    assert "Python.h" in caplog.messages[-1]
+    (tmp_path / "Python.h").touch()
+    assert chosen(None, "cuda")
+    assert "Compilation: on" in caplog.messages[-1]
 
 
 # --- offloading ---------------------------------------------------------------------------------------------------

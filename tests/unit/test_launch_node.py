@@ -377,7 +377,7 @@ def test_a_task_gives_its_processes_what_the_instance_needs(
     monkeypatch.setattr(agent, "supervise", lambda *_, environ, **__: (given.update(environ), (0, None))[1])
     run = tmp_path / "run"
     assert agent.main(["--nproc", "1", "--inside", "--", "--use_synthetic_data", "1", "--run_dir", str(run)]) == 0
-    assert (given["FI_EFA_USE_HUGE_PAGE"], given["PYTORCH_CUDA_ALLOC_CONF"]) == ("0", "expandable_segments:True")
+    assert (given["FI_EFA_USE_HUGE_PAGE"], given["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("0", "1")
     assert given["NCCL_DEBUG"] == "INFO", "the user's own"
     assert given["HF_HOME"] == f"{run}/huggingface"
     assert given["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(f"{run}/logs/")

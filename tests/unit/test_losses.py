@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_train import losses
+from smp_train.parallel import compile
 
 
 def batch(dtype: torch.dtype = torch.float32, vocab: int = 300) -> tuple[torch.Tensor, ...]:
@@ -45,6 +48,74 @@ def test_nothing_counted_is_zero_with_zero_gradient() -> None:
     loss = losses.linear_cross_entropy_sum(hidden, weight, torch.full_like(labels, losses.IGNORE_INDEX))
     assert loss.item() == 0
     assert all(not gradient.any() for gradient in gradients(loss, (hidden, weight)))
+
+
+def operations_on_a_gpu(tokens: int, vocab: int, width: int, kernels: losses.Kernels) -> list[tuple[str, Any]]:
+    """Return name and result of each operation of a loss in bfloat16 and of its gradients, on the meta device."""
+    seen: list[tuple[str, Any]] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(operation) == "aten.addmm.dtype_out":  # only GPUs have it
+                result = kwargs["out"]
+                assert (args[0] is result, args[3], result.dtype) == (True, torch.float32, torch.float32)
+            else:
+                result = operation(*args, **(kwargs or {}))
+            seen.append((str(operation), result))
+            return result
+
+    with Noting():
+        hidden = torch.empty(1, tokens, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocab, width, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.empty(1, tokens, device="meta", dtype=torch.int64)
+        seen.clear()
+        chunk = losses.chunk_tokens(vocab, "cuda")
+        losses.linear_cross_entropy_sum(hidden, weight, targets, kernels=kernels, chunk=chunk)
+    return seen
+
+
+def test_what_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_adds_wide", lambda dtype, device: True)
+    tokens, vocab, width = 8192, 128256, 4096
+    seen = operations_on_a_gpu(tokens, vocab, width, losses.EAGER._replace(fused=True))
+    names = [name for name, _ in seen]
+    chunks = 4  # of 2,048 tokens
+    assert names.count("aten.addmm.dtype_out") == chunks
+    assert names.count("aten.mm.default") == names.count("aten.mm.out") == chunks  # logits, and slopes of hidden states
+    products = [result.shape for name, result in seen if name.startswith("aten.mm.")]
+    assert sorted(products) == sorted([(2048, vocab), (2048, width)] * chunks)
+    # No chunk's own gradient of the weight, which is accumulated in float32.
+    weights = {(name, of.dtype) for name, of in seen if isinstance(of, torch.Tensor) and of.shape == (vocab, width)}
+    made = {name for name, dtype in weights if dtype == torch.bfloat16} - {"aten.detach.default"}
+    assert not made
+    assert not {"aten._local_scalar_dense.default", "aten.nonzero.default"} & set(names)
+
+
+@pytest.mark.parametrize(("vocab", "tokens"), [(128256, 2048), (32000, 8192), (256000, 1024), (1000000, 1024)])
+def test_chunks_on_a_gpu_fill_its_tiles(vocab: int, tokens: int) -> None:
+    assert losses.chunk_tokens(vocab, "cuda") == tokens
+    assert losses.chunk_tokens(vocab, "cpu") == max(64, (1 << 25) // vocab)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_kernels_of_the_loss_serve_every_number_of_tokens(dtype: torch.dtype) -> None:
+    from torch._dynamo.utils import counters
+
+    kernels = compile.loss_kernels("aot_eager")
+    counters.clear()
+    for rows in (3, 2, 1):
+        hidden, weight, bias, labels = batch(dtype)
+        inputs, targets = (hidden, weight, bias), losses.shift(labels[:rows])
+        found = [
+            losses.linear_cross_entropy_sum(hidden[:rows], weight, targets, bias=bias, chunk=64, kernels=of)
+            for of in (losses.EAGER, kernels)
+        ]
+        assert torch.equal(*found)
+        for eager, compiled in zip(*(gradients(one, inputs) for one in found), strict=True):
+            assert torch.equal(eager, compiled)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("chunk", [1, 17, 64, 1000, None])

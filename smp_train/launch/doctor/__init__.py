@@ -22,9 +22,9 @@ from smp_train.launch.doctor.finding import FAIL, WARN, Finding, fail
 def examine(folder: Path) -> Iterator[Finding]:
     """Yield the findings of all checks; a check that raises is a finding too."""
     checks: list[Callable[[], Iterator[Finding]]] = [
-        packages.python, packages.torch, packages.transformers, packages.smp, packages.extras, machine.gpus,
-        machine.adapters, lambda: machine.folder(folder), machine.shared_memory, machine.limits, machine.host_name,
-        services.variables, services.slurm, services.containers, services.kubernetes, services.aws,
+        packages.python, packages.torch, packages.compilation, packages.transformers, packages.smp, packages.extras,
+        machine.gpus, machine.adapters, lambda: machine.folder(folder), machine.shared_memory, machine.limits,
+        machine.host_name, services.variables, services.slurm, services.containers, services.kubernetes, services.aws,
         services.hugging_face,
     ]  # fmt: skip
     for check in checks:

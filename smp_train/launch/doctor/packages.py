@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from smp_train import __version__
 from smp_train.distributed import smp_installed
+from smp_train.distributed.host import missing_for_kernels
 from smp_train.errors import install
 from smp_train.launch.command import ask
 from smp_train.launch.doctor.finding import Finding, fail, ok, warn
@@ -80,6 +81,18 @@ def torch() -> Iterator[Finding]:
     if not smp_installed() and Version(installed) < Version(NATIVE_TORCH):
         fix = f"needs {NATIVE_TORCH} or newer: pip install --upgrade torch"
         yield fail("torch for --backend native", installed, fix)
+
+
+def compilation() -> Iterator[Finding]:
+    """Look for what compiles kernels at start: `--use_torch_compile` is on by default on GPUs that have it."""
+    if version("torch") is None or smp_installed():
+        return
+    missing = missing_for_kernels()
+    if missing:
+        fix = "apt install gcc python3-dev; until then models run uncompiled, and a fifth slower or more"
+        yield warn("compilation", missing, fix)
+    else:
+        yield ok("compilation", "a C compiler and Python's headers are here")
 
 
 def transformers() -> Iterator[Finding]:

@@ -16,7 +16,6 @@
 export HF_TOKEN='a b'
 [ -n "${NCCL_DEBUG+set}" ] || export NCCL_DEBUG=WARN
 [ -n "${NCCL_SOCKET_IFNAME+set}" ] || export NCCL_SOCKET_IFNAME='^docker,lo,veth'
-[ -n "${PYTORCH_CUDA_ALLOC_CONF+set}" ] || export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 [ -n "${TOKENIZERS_PARALLELISM+set}" ] || export TOKENIZERS_PARALLELISM=false
 [ -n "${TORCH_NCCL_DUMP_ON_TIMEOUT+set}" ] || export TORCH_NCCL_DUMP_ON_TIMEOUT=1
 [ -n "${TORCH_NCCL_TRACE_BUFFER_SIZE+set}" ] || export TORCH_NCCL_TRACE_BUFFER_SIZE=2000
@@ -40,7 +39,7 @@ PYTHONPATH=$code${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m smp_train.launch.b
   --mounts /fsx \
   --folders /fsx/data/train \
   --written /runs/llama_v2-70b/checkpoints \
-  --container_env FI_EFA_USE_HUGE_PAGE,HF_HUB_ETAG_TIMEOUT,HF_TOKEN,NCCL_DEBUG,NCCL_SOCKET_IFNAME,PYTORCH_CUDA_ALLOC_CONF,TOKENIZERS_PARALLELISM,TORCH_NCCL_DUMP_ON_TIMEOUT,TORCH_NCCL_TRACE_BUFFER_SIZE,X \
+  --container_env FI_EFA_USE_HUGE_PAGE,HF_HUB_ETAG_TIMEOUT,HF_TOKEN,NCCL_DEBUG,NCCL_SOCKET_IFNAME,TOKENIZERS_PARALLELISM,TORCH_NCCL_DUMP_ON_TIMEOUT,TORCH_NCCL_TRACE_BUFFER_SIZE,X \
   --nproc 8 \
   --instance_type p5.48xlarge \
   --max_attempts 3 \

@@ -1,0 +1,49 @@
+"""What a process asks of its host before torch is used: limits, allocators, connections; and a C compiler. No torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
+
+OPEN_FILES = 1 << 20
+"""Open files that a process asks for at most; some containers allow a thousand times as many."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the settings of CUDA's allocator: since torch 2.9, and before; the older one still counts."""
+
+
+def prepare(*, one_queue: bool = False) -> None:
+    """Set what runs need and the user has not set; before the first use of CUDA and of gloo.
+
+    - Open files to the hard limit, as each gloo group may connect every rank with every other: 1,023 descriptors per
+      rank and group at 1,024 ranks, where the usual soft limit is 1,024. And gloo connects two ranks when they first
+      exchange something, not all at start.
+    - CUDA memory in segments that grow: less is lost between blocks of different sizes.
+
+    Args:
+        one_queue: Launch all kernels of a GPU in one hardware queue, as SMP's tensor parallelism needs (its overlap is
+            Megatron's). With FSDP2 it would keep communication from running beside computation.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[1]] = "expandable_segments:True"
+    if one_queue:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def missing_for_kernels() -> str:
+    """Return what is missing to compile kernels, as Triton and inductor do: a C compiler or Python's headers; or ""."""
+    given = os.environ.get("CC")
+    if not any(map(shutil.which, [given] if given else ["gcc", "clang", "cc"])):
+        return f"CC={given} is not found" if given else "no C compiler (gcc or clang)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return f"no Python.h in {sysconfig.get_path('include')} (package python3-dev)"
+    return ""
