@@ -1,4 +1,4 @@
-"""FSDP2: each decoder layer is one unit of communication; the remaining parameters belong to the root."""
+"""FSDP2: each decoder layer is one unit of communication, and so is a head of its own; the rest belongs to the root."""
 
 from __future__ import annotations
 
@@ -39,13 +39,20 @@ def shard(
     for layer in layers:
         # The last layer's backward pass follows its forward pass at once: freeing it would cost a second all-gather.
         fully_shard(layer, **options, reshard_after_forward=reshard_after_forward and layer is not layers[-1])
+    units = list(layers)
+    head = separate_head(model)
+    if head is not None:
+        # Gathered behind the layers' forward pass, and reduced behind their backward pass. It is needed until then.
+        fully_shard(head, **options, reshard_after_forward=False)
+        units.append(head)
     fully_shard(model, **options, reshard_after_forward=False)
     if forward_prefetch:
-        for module, following in zip([model, *layers[:-1]], layers, strict=True):
+        for module, following in zip([model, *units[:-1]], units, strict=True):
             assert isinstance(module, FSDPModule)
             module.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        # One rank has nothing to sum: with a factor FSDP2 would copy each gradient to divide it.
+        if isinstance(module, FSDPModule) and mesh.size() > 1:
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)
             else:  # torch 2.6 and 2.7
@@ -53,6 +60,14 @@ def shard(
             # A divide factor makes FSDP2 ask for a pre-multiplied sum, which gloo does not have.
             if hasattr(module, "set_force_sum_reduction_for_comms"):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def separate_head(model: nn.Module) -> nn.Module | None:
+    """Return the output layer of a causal LM whose weight is not that of its embedding, or None."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear) or embedding is None or head.weight is embedding.weight:
+        return None
+    return head
 
 
 def accumulate(model: nn.Module, *, last: bool) -> None:

@@ -19,7 +19,8 @@ def attach(
 ) -> None:  # fmt: skip
     """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
 
-    It is a forward method of the root: only inside one are the root's parameters, such as the head's weight, gathered.
+    It is a forward method of the root, and the head's part of it one of the head: FSDP2 gathers parameters for those
+    only. A head whose weight is the embedding's is the root's.
 
     Args:
         model: A sharded causal LM.
@@ -34,7 +35,9 @@ def attach(
 
     def by_chunks(input_ids: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
         hidden = model.base_model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
-        head = model.get_output_embeddings()
+        return head.loss_sum(hidden, targets)
+
+    def of_hidden(hidden: Tensor, targets: Tensor) -> Tensor:
         weight, bias = head.weight, head.bias
         if tensor is None:
             return losses.linear_cross_entropy_sum(hidden, weight, targets, bias=bias, kernels=kernels)
@@ -43,6 +46,9 @@ def attach(
             hidden, weight, targets, bias=bias, group=tensor.get_group(), kernels=kernels
         )
 
-    method = by_chunks if chunked else from_logits
-    model.loss_sum = method
+    head = model.get_output_embeddings()
+    if chunked:
+        head.loss_sum = of_hidden
+        register_fsdp_forward_method(head, "loss_sum")
+    model.loss_sum = by_chunks if chunked else from_logits
     register_fsdp_forward_method(model, "loss_sum")

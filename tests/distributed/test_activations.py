@@ -77,7 +77,7 @@ def test_one_compilation_serves_all_layers_and_steps(world: int) -> None:
         for name, result in found.items():
             model, mode = name.split()
             assert result == found[f"{model} plain"], name
-            kinds = {"plain": 0, "selective:2": 2 + 2}.get(mode, 1 + 2)  # layers of one kind share one; the loss has two
+            kinds = {"plain": 0, "selective:2": 2 + 2}.get(mode, 1 + 2)  # layers of one kind share one; the loss: 2
             assert counts[name] == [0, kinds, kinds, kinds], name
 
 

@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "offloading": {**FREE, "sm_activation_offloading": 1, "activation_loading_horizon": 3},
     "parameters on the host": FREE,
     "replicas": {**FREE, "sharding_strategy": "no_shard", "gradient_accumulation_steps": 2},
+    "tied": {**FREE, "tie_word_embeddings": 1},
 }  # fmt: skip
 
 
@@ -38,11 +39,16 @@ def look_at_all() -> dict[str, dict[str, Any]]:
         return {name: look_at(name, ranks, device) for name in VARIANTS}
 
 
+def groups_of(state: Any) -> list[Any]:
+    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter before torch 2.12
+
+
 def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
     import logging
 
     import torch
     import torch.distributed as dist
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,11 +64,14 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
             super().__init__()
             self.counts: dict[str, int] = {}
             self.largest = 0
+            self.divided = 0
 
         def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = operation(*args, **(kwargs or {}))
             label = operation._schema.name
             self.counts[label] = self.counts.get(label, 0) + 1
+            if label == "aten::div" and result.ndim == 1:  # of gradients as they are reduced: flat
+                self.divided += 1
             if isinstance(result, torch.Tensor):
                 self.largest = max(self.largest, result.numel())
             return result
@@ -95,12 +104,17 @@ def look_at(name: str, ranks: Any, device: Any) -> dict[str, Any]:
                 loss.backward()
         dist.all_reduce = all_reduce
         reduced.append(len(count))
+    native.logger.handlers = []
     state = model.model.layers[1]._get_fsdp_state()
     return {
         "products": backward.counts["aten::mm"], "activations": backward.counts.get("aten::silu", 0),
         "largest": max(forward.largest, backward.largest), "gathered": gathered,
         "reduce": str(state._mp_policy.reduce_dtype), "compute": str(state._mp_policy.param_dtype),
-        "prefetched": len(state._states_to_forward_prefetch),
+        "prefetched": len(state._states_to_forward_prefetch), "divided": backward.divided,
+        "groups": [
+            [param._param_fqn for group in groups_of(module._get_fsdp_state()) for param in group.fsdp_params]
+            for module in model.modules() if isinstance(module, FSDPModule)
+        ],
         "parameters": type(state._fsdp_param_group.offload_policy).__name__,
         "horizon": backend.offload.horizon if backend.offload else None, "reduced": reduced, "said": said,
     }  # fmt: skip
@@ -149,6 +163,25 @@ def test_each_flag_reaches_what_it_is_for() -> None:
     # Replicas are summed after the last micro-batch.
     first, last = seen()["replicas"]["reduced"]
     assert first == 0 < last
+
+
+def test_a_head_of_its_own_is_reduced_by_itself() -> None:
+    embedding, norm, head = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+    for name, rest in (("none", [[embedding, norm], [head]]), ("tied", [[embedding, norm]])):
+        layers = [group for group in seen()[name]["groups"] if group[0].startswith("model.layers.")]
+        assert [len(group) for group in layers] == [9] * LAYERS
+        assert [group for group in seen()[name]["groups"] if group not in layers] == rest
+    assert seen()["none"]["divided"] == 0
+
+
+def alone() -> tuple[int, int]:
+    with group() as (ranks, device):
+        found = look_at("none", ranks, device)
+        return found["divided"], len(found["groups"])
+
+
+def test_one_rank_divides_no_gradient() -> None:
+    assert harness.run(alone, 1) == [(0, LAYERS + 2)]
 
 
 def train_noting_draws(command_line: list[str]) -> list[int]:
