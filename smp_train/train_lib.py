@@ -137,7 +137,7 @@ def fit(run: Run) -> bool:
     profiler = Profiler(args, run.folder.path, run.runtime.rank)
     if run.runtime.is_main:
         run.screen.open(progress.step, run.total_steps, bar=args.progress_bar)
-    first, compiled = progress.step, args.use_torch_compile
+    first, compiled = progress.step, run.backend.compiled
     while progress.step < run.total_steps and not (stopped or ended):
         shown = run.runtime.is_main and progress.step == first
         with (

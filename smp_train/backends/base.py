@@ -47,6 +47,8 @@ class Backend(ABC):
     checkpoint_type: str = "async_sharded"
     """Default of --checkpoint_type."""
     topology: Topology
+    compiled = False
+    """Whether the model is compiled, during the first step."""
     draws = "from"
     """Completes "initial weights: drawn ... seed N"."""
 
