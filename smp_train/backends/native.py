@@ -123,7 +123,7 @@ class NativeBackend(Backend):
             self.context.apply(model)
         else:
             self.attention = Attention(
-                model, device, half=args.bf16, packed=args.short == "pack", compiled=args.use_torch_compile
+                model, device, half=args.bf16, packed=args.short == "pack", compiled=self.compiled
             )
         if degrees.tensor > 1:
             tensor_parallel.apply(model, named, self.mesh.tensor)
