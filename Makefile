@@ -3,6 +3,7 @@
 #           two cores
 # make test-all   everything: a real Slurm, every cell of the tables, SageMaker's SDKs, SMP's versions, a soak of kills
 # make test-sagemaker   the tests against SageMaker's SDK v2 and v3, each in an environment of its own
+# make test-mlflow   the tests against a server of MLflow, in an environment of its own
 # make test-smp-container-versions   the SMP backend's tests on torch 2.5.1 and transformers 4.44.2, in .venv-smp, and
 #           a run that goes from there to today's versions and back
 # make test-table   every cell of the table in docs/parallelism.md, and a kill at every stage of a save
@@ -12,7 +13,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all test-table test-sagemaker test-smp-container-versions venv lint fast clean
+.PHONY: demo test test-all test-table test-sagemaker test-mlflow test-smp-container-versions venv lint fast clean
 
 venv: .venv/.installed
 
@@ -44,7 +45,7 @@ fast: venv
 
 test-all: lint
 	SMP_TRAIN_WHOLE_TABLE=1 $(PYTEST)
-	$(MAKE) test-sagemaker test-smp-container-versions
+	$(MAKE) test-sagemaker test-mlflow test-smp-container-versions
 	$(PY) -m tests.soak --kills 50
 	$(PY) -m tests.soak --kills 50 --place s3
 
@@ -67,6 +68,16 @@ test-sagemaker: venv .venv-sagemaker/.installed .venv-sagemaker-v3/.installed
 	SMP_TRAIN_PYTHON=$(abspath $(PY)) .venv-sagemaker/bin/python -m pytest tests/sagemaker
 	SMP_TRAIN_PYTHON=$(abspath $(PY)) .venv-sagemaker-v3/bin/python -m pytest tests/sagemaker
 
+# MLflow with its server is nearly a gigabyte; the package's own part needs no torch.
+.venv-mlflow/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-mlflow
+	.venv-mlflow/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[mlflow]' 'mlflow==3.17.2' tqdm \
+		pytest pytest-timeout
+	touch $@
+
+test-mlflow: .venv-mlflow/.installed
+	.venv-mlflow/bin/python -m pytest tests/mlflow
+
 # The versions of SMP v2's last container, Python's too. Gigabytes: torch 2.5.1 brings CUDA's libraries with it.
 .venv-smp/.installed: pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; sys.version_info[:2] == (3, 11) or sys.exit("SMP v2 runs on Python 3.11; set PYTHON=python3.11")'
@@ -81,4 +92,4 @@ test-smp-container-versions: venv .venv-smp/.installed
 	$(PY) -m pytest tests/distributed/test_container_versions.py
 
 clean:
-	rm -rf .venv .venv-sagemaker .venv-sagemaker-v3 .venv-smp build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sagemaker .venv-sagemaker-v3 .venv-smp .venv-mlflow build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

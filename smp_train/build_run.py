@@ -204,8 +204,7 @@ def open_run_folder(args: Arguments, ranks: Runtime) -> tuple[RunFolder, Metrics
             folder.create()
     with distributed.together("opening the log"):
         setup_logging(ranks.rank, log_dir=folder.logs, level="DEBUG" if args.debug else "INFO")
-        boards = [board.replace("{run_dir}", str(folder.path)) for board in args.tensorboard_dir or ()]
-        metrics = MetricsWriter(folder.path, is_main=ranks.is_main, tensorboard_dir=boards)
+        metrics = MetricsWriter(folder.path, is_main=ranks.is_main)
     return folder, metrics
 
 

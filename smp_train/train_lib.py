@@ -27,6 +27,7 @@ from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.profiling import Profiler
+from smp_train.telemetry.trackers import NOT_TRACKED, Trackers, chosen
 
 log = get_logger()
 
@@ -64,6 +65,7 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
     except BaseException:
         run.screen.close()
         run.checkpoints.close()
+        run.metrics.close()
         # Destroying the process group waits for the peers, which may never come: the process ends without it.
         if ranks.world_size == 1:
             run.close()
@@ -77,6 +79,7 @@ def resume(run: Run) -> None:
     found = run.found
     if found is None:
         log.info("Starting at step 0")
+        track(run)
         return
     saver = run.backend.saver
     with Shown(f"Loading {found.path}", shown=run.runtime.is_main):
@@ -96,9 +99,20 @@ def resume(run: Run) -> None:
             "It was saved on another mesh (%s; here %s): weights, moments and the order of samples are the same; "
             "dropout is drawn by step and rank, so otherwise than there", then, here,
         )  # fmt: skip
+    track(run)
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
     if run.args.checkpoint_type == "full" and not run.args.evaluate_only:
         complete_models(run, found.step)
+
+
+def track(run: Run) -> None:
+    """Start the trackers that the flags name, on rank 0, at the step the run begins at. Not collective."""
+    if run.runtime.is_main:
+        of, step = run.start.run, run.progress.step
+        trackers = chosen(run.args, name=of.name, id=of.id, folder=run.folder.path, step=step)
+        facts = run.folder.read_run()
+        config = {**facts.pop("config", {}), **{name: facts[name] for name in facts if name not in NOT_TRACKED}}
+        run.metrics.trackers = Trackers(trackers, config) if trackers else None
 
 
 def data_position(run: Run, found: Checkpoint) -> int:

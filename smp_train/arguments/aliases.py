@@ -100,10 +100,6 @@ def _choice(known: dict[str, dict[str, Any]], otherwise: str) -> Reader:
     return read
 
 
-BOARDS: dict[str, dict[str, Any]] = {
-    "none": {"tensorboard_dir": None},
-    "tensorboard": {"tensorboard_dir": Implied(["{run_dir}/tensorboard"])},
-}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "linear": {"lr_decay_style": "linear", "min_lr": Implied(0.0)},
     "cosine": {"lr_decay_style": "cosine", "min_lr": Implied(0.0)},
@@ -135,8 +131,6 @@ TRANSLATED: tuple[Alias, ...] = (
     Alias("warmup_ratio", ("trainer",), ("warmup",), "a share of the run", _warmup_ratio),
     Alias("lr_scheduler_type", ("trainer",), ("lr_decay_style", "min_lr", "warmup"),
           "linear and cosine end at 0, constant has no warm-up", _choice(SCHEDULES, f"give {' or '.join(SCHEDULES)}")),
-    Alias("report_to", ("trainer",), ("tensorboard_dir",), "tensorboard (RUN_DIR/tensorboard) or none",
-          _choice(BOARDS, "give tensorboard or none; the numbers of each step are in metrics.jsonl")),
     Alias("fsdp", ("trainer",), ("sharding_strategy", "cpu_offload"), 'such as "full_shard auto_wrap"', _fsdp),
     Alias("ddp_timeout", ("trainer",), ("distributed_timeout_minutes",), "seconds",
           lambda text: {"distributed_timeout_minutes": read_float(text) / 60}),

@@ -26,8 +26,18 @@ class LoggingArguments:
     logging_freq_for_avg: int = flag(
         50, "Steps that speeds are averaged over", must=">=1",
         no_effect="speeds are averaged from one log line to the next")
+    report_to: list[str] | None = flag(
+        None, "Trackers that get the numbers of rank 0", shown="tensorboard with --tensorboard_dir",
+        choices=("tensorboard", "wandb", "mlflow", "all", "none"))
     tensorboard_dir: list[str] | None = flag(
-        None, "Folders for TensorBoard; {run_dir} in them is the run folder", must="folder", trainer="logging_dir")
+        None, "Folders for TensorBoard; {run_dir} in them is the run folder", shown="{run_dir}/tensorboard",
+        must="folder", trainer="logging_dir")
+    wandb_project: str | None = flag(
+        None, "Project of Weights & Biases", shown="WANDB_PROJECT; smp-train", idle_without="report_to")
+    mlflow_tracking_uri: str | None = flag(
+        None, "Server of MLflow", shown="MLFLOW_TRACKING_URI", idle_without="report_to")
+    mlflow_experiment_name: str | None = flag(
+        None, "Experiment of MLflow", shown="MLFLOW_EXPERIMENT_NAME; smp-train", idle_without="report_to")
     progress_bar: bool = flag(True, "Show a progress line where stderr is a terminal")
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
     use_profiler: bool = flag(False, "Record the PyTorch profiler")

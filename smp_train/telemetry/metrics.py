@@ -9,19 +9,21 @@ superseded records.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from smp_train.errors import ConfigError, install
+from smp_train.errors import ConfigError
 from smp_train.telemetry.logging_utils import get_logger
+
+if TYPE_CHECKING:
+    from smp_train.telemetry.trackers import Trackers
 
 FILE_NAME = "metrics.jsonl"
 
@@ -157,23 +159,17 @@ class Throughput:
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` and, if requested, to TensorBoard; does nothing on ranks other than the main one.
+    """Appends to `metrics.jsonl` and passes on to trackers; does nothing on ranks other than the main one.
 
     Every line is flushed. A disk failure during the run loses records, with one warning, and does not stop the run.
     """
 
-    def __init__(self, run_dir: str | Path, *, is_main: bool = True, tensorboard_dir: Sequence[str] = ()) -> None:
-        """Open the file, and one of TensorBoard in each folder of ``tensorboard_dir``. Not collective.
-
-        Raises:
-            ConfigError: the file cannot be opened, or TensorBoard is requested and not installed.
-        """
+    def __init__(self, run_dir: str | Path, *, is_main: bool = True) -> None:
+        """Open the file; `ConfigError` where that fails. Not collective."""
+        self.trackers: Trackers | None = None
         self._file: Any = None
-        self._boards: list[Any] = []
         self._failed = False
-        # Checked on every rank, so that all of them stop.
-        if tensorboard_dir and importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError(f"--tensorboard_dir needs TensorBoard: {install('tracking')}")
+        self._ended = ""
         if not is_main:
             return
         path = Path(run_dir) / FILE_NAME
@@ -185,16 +181,13 @@ class MetricsWriter:
                     self._file.write("\n")
         except OSError as failure:
             raise ConfigError(f"{path}: cannot write metrics ({failure.strerror}); set --run_dir") from None
-        if tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._boards = [SummaryWriter(folder) for folder in tensorboard_dir]
 
     def step(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Write a logged step, and return it. Fields of `STEP_FIELDS` missing in ``record`` are written as null."""
         full = {**dict.fromkeys(STEP_FIELDS), "time": time.time(), **record}
         self._write(full)
-        self._scalars("train", full)
+        if self.trackers is not None:
+            self.trackers.step(full)
         return full
 
     def event(self, name: str, **fields: Any) -> dict[str, Any]:
@@ -203,17 +196,19 @@ class MetricsWriter:
             raise ValueError(f"{name} is not one of {EVENTS}")
         record = {"event": name, "time": time.time(), **fields}
         self._write(record)
-        if name == "evaluate":
-            self._scalars("validation", fields)
+        self._ended = name if name in ("finish", "stop") else ""
+        if self.trackers is not None:
+            self.trackers.event(record)
         return record
 
     def close(self) -> None:
-        """Close the files; later calls do nothing."""
-        for writer in [self._file, *self._boards]:
-            if writer is not None:
-                with suppress(OSError):
-                    writer.close()
-        self._file, self._boards = None, []
+        """Close the file, and the trackers after what they have to take; later calls do nothing."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        trackers, self.trackers, self._file = self.trackers, None, None
+        if trackers is not None:
+            trackers.close(self._ended)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is None:
@@ -225,13 +220,6 @@ class MetricsWriter:
             if not self._failed:
                 get_logger().warning("%s: metrics are being lost (%s)", self._file.name, failure.strerror)
             self._failed = True
-
-    def _scalars(self, group: str, record: Mapping[str, Any]) -> None:
-        for board in self._boards:
-            for name, value in record.items():
-                if name not in ("step", "time") and isinstance(value, int | float):
-                    board.add_scalar(f"{group}/{name}", value, record["step"])
-            board.flush()
 
 
 def to_json(record: Mapping[str, Any]) -> str:

@@ -194,7 +194,8 @@ def test_releases_for_either_backend(bin_: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_could_be_installed_besides(bin_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch)
-    assert found("extras", packages.extras()) == Finding("extras", OK, "train, s3, hf, text, fast, report, tracking")
+    every = "train, s3, hf, text, fast, report, tracking, wandb, mlflow"
+    assert found("extras", packages.extras()) == Finding("extras", OK, every)
     versions(monkeypatch, boto3=None, orjson=None)
     assert found("extras", packages.extras()).fix.startswith("pip install '.[train,s3]'")
     assert found("packages", packages.extras()).seen == "without orjson"

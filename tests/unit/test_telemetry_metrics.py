@@ -2,8 +2,6 @@
 
 import json
 import math
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -103,40 +101,6 @@ def test_a_disk_that_fails_costs_one_warning_and_not_the_run(tmp_path, caplog, m
     assert [record.getMessage() for record in caplog.records] == [
         "/dev/full: metrics are being lost (No space left on device)"
     ]
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_tensorboard_that_is_not_installed_is_refused_on_every_rank(tmp_path, monkeypatch, is_main):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"\[tracking\]"):
-        MetricsWriter(tmp_path, is_main=is_main, tensorboard_dir=[str(tmp_path)])
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
-def test_tensorboard_gets_the_numbers_of_steps_and_evaluations(tmp_path, monkeypatch):
-    seen = []
-
-    class SummaryWriter:
-        def __init__(self, folder):
-            assert folder == str(tmp_path / "board")
-
-        def add_scalar(self, name, value, step):
-            seen.append((name, value, step))
-
-        def flush(self):
-            pass
-
-        def close(self):
-            seen.append("closed")
-
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=SummaryWriter))
-    writer = MetricsWriter(tmp_path, tensorboard_dir=[str(tmp_path / "board")])
-    writer.step({"step": 7, "loss": 2.0, "mfu": None})
-    writer.event("evaluate", step=7, loss=3.0)
-    writer.event("save", step=7, path="x")
-    writer.close()
-    assert seen == [("train/loss", 2.0, 7), ("validation/loss", 3.0, 7), "closed"]
 
 
 class Clock:

@@ -30,6 +30,8 @@ EXTRAS = {
     "fast": ("faster reading of shards", ("pysimdjson",)),
     "report": ("report.png", ("matplotlib",)),
     "tracking": ("TensorBoard", ("tensorboard",)),
+    "wandb": ("Weights & Biases", ("wandb",)),
+    "mlflow": ("MLflow", ("mlflow-skinny",)),
 }
 TORCH_SECONDS = 60
 """Limit for the import of torch, which is slow the first time on a shared file system."""
