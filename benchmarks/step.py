@@ -18,13 +18,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmarks.peers.bare import shard, update
 from smp_train import arguments, distributed, train_lib
 from smp_train.build_run import Run, build_run
-from smp_train.models.build import build_meta, decoder_layers, materialise
+from smp_train.models.build import build_meta, materialise
 from smp_train.models.initialization import initialise
 from smp_train.storage.paths import private_folder
 from smp_train.telemetry.logging_utils import get_logger
@@ -117,10 +115,7 @@ def bare_steps(run: Run) -> Callable[[int], float]:
     """Return the same for the shortest FSDP2 loop that trains the same model, averaging over ranks as FSDP2 does."""
     args, device = run.args, run.backend.topology.device
     model = build_meta(run.spec, attn_implementation=args.attn_implementation)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.bf16 else None, reduce_dtype=torch.float32)
-    for _, layer in decoder_layers(model):
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    shard(model, bf16=args.bf16)
     materialise(model, device)
     initialise(model, args.seed)
     optimizer = torch.optim.AdamW(
@@ -129,17 +124,10 @@ def bare_steps(run: Run) -> Callable[[int], float]:
     shape = (args.train_batch_size, run.train_data.seq_len)
     ids = torch.randint(run.spec.config.vocab_size, shape, device=device)
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        logits = model(input_ids=ids, use_cache=False).logits
-        F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
-        optimizer.step()
-
-    return timed(step, device)
+    return timed(lambda: update(model, optimizer, ids, args.grad_clip), device)
 
 
-def timed(step: Callable[[], None], device: torch.device) -> Callable[[int], float]:
+def timed(step: Callable[[], object], device: torch.device) -> Callable[[int], float]:
     """Return a function that makes n steps and returns the mean seconds of one, the device's work included."""
 
     def measure(count: int) -> float:

@@ -55,4 +55,5 @@ def test_the_forward_half_agrees_with_what_torch_counts() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, 32, dtype=torch.long))
-    assert counter.get_total_flops() == flops_per_token(config, 32) * 32 / 3
+    # transformers 5.17 computes the angles of the rotary embedding by a matrix product, too.
+    assert counter.get_total_flops() == pytest.approx(flops_per_token(config, 32) * 32 / 3, rel=1e-4)

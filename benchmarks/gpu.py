@@ -1,0 +1,111 @@
+"""What only a GPU can tell, in parts of at most eight minutes, for a machine that is borrowed and has no network.
+
+Each part runs its cells in order of worth and leaves out those that no longer fit in its time. Results are JSON and
+Markdown in ``--out``. ``--rehearse`` runs every cell's whole path on a CPU at sizes that take seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.cells import FAILED, WRONG, run_cells, table
+from benchmarks.parts import Setting
+from smp_train.errors import ConfigError
+from smp_train.telemetry.metrics import peak_flops
+
+PARTS = {
+    "right": "whether a GPU's numbers are the CPU's, and what a run survives",
+    "ladder": "share of the peak, tokens per second and memory: the defaults, then each switch",
+    "peers": "the same training by other programs, in turn (on a CPU too)",
+    "profile": "operators, streams and host waits of three steps",
+    "memory": "peak by phase and owner",
+    "io": "seconds of saving, loading, converting and starting",
+}
+ABOUT = ("device", "peak FLOP/s", "torch", "transformers", "python")
+SECONDS = 450.0
+REHEARSAL_SECONDS = 3600.0
+"""Of each part: a rehearsal leaves nothing out, on a machine however busy."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts; return 1 where one of `right` was wrong, or a rehearsal failed anywhere."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"  {part:<9}{about}" for part, about in PARTS.items()),
+    )  # fmt: skip
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--out", required=True, help="folder of the results")
+    parser.add_argument("--rehearse", action="store_true", help="run everything on a CPU at tiny sizes")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"most of each part (default {SECONDS:.0f})")
+    parser.add_argument("--processes", type=int, default=1, help="of each driver of `peers` (default 1)")
+    parser.add_argument("--untied", action="store_true", help="of `peers`: a model with a head of its own")
+    parser.add_argument("--only", default="", help="run the cells whose name contains this")
+    options = parser.parse_args(argv)
+    cuda = torch.cuda.is_available() and not options.rehearse
+    if not (cuda or options.rehearse or options.parts == ["peers"]):
+        raise ConfigError("benchmarks.gpu: there is no GPU here; --rehearse tries every part on the CPU")
+    out = Path(options.out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    setting = Setting("cuda" if cuda else "cpu", options.rehearse, str(out), options.processes, options.untied)
+    bad = False
+    for name in options.parts:
+        part = importlib.import_module(f"benchmarks.parts.{name}")
+        cells = [cell for cell in part.cells(setting) if options.only in cell.name]
+        seconds = REHEARSAL_SECONDS if options.rehearse else options.seconds
+        began = time.monotonic()
+        records = run_cells(name, cells, seconds=seconds, log=out / f"{name}.log", see=see)
+        facts = {**machine(cuda), "command": shlex.join(["python", "-m", "benchmarks.gpu", *argv]),
+                 "part": name, "minutes": (time.monotonic() - began) / 60}  # fmt: skip
+        sums = list(part.summary(records)) if hasattr(part, "summary") else []
+        write(out, name, facts, records, sums)
+        states = {record["state"] for record in records}
+        bad = bad or (WRONG in states and name == "right") or (options.rehearse and bool({WRONG, FAILED} & states))
+    return int(bad)
+
+
+def machine(cuda: bool) -> dict[str, Any]:
+    """Return what the figures depend on."""
+    device = torch.cuda.get_device_name(0) if cuda else f"CPU ({platform.machine()})"
+    return {
+        "date": time.strftime("%Y-%m-%d"), "device": device, "peak FLOP/s": peak_flops(device) if cuda else None,
+        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def see(record: dict[str, Any]) -> None:
+    """Print a record as it comes."""
+    told = {name: value for name, value in record.items() if not isinstance(value, list | dict)}
+    print(json.dumps(told, default=str), flush=True)
+
+
+def write(
+    out: Path, name: str, facts: dict[str, Any], records: list[dict[str, Any]], sums: list[dict[str, Any]]
+) -> None:
+    """Write the results of a part as JSON, and as Markdown to be pasted."""
+    whole = {"facts": facts, "cells": records, "summary": sums}
+    (out / f"{name}.json").write_text(json.dumps(whole, default=str, indent=1))
+    about = ", ".join(f"{key} {value}" for key, value in facts.items() if key in ABOUT and value is not None)
+    text = f"### `{name}`, {facts['date']}\n\n{about}; {facts['minutes']:.1f} minutes.\n\n`{facts['command']}`\n\n"
+    if sums:
+        text += table(sums, lead=()) + "\n\n"
+    (out / f"{name}.md").write_text(text + table(records) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ConfigError as failure:
+        print(f"smp-train: {failure}", file=sys.stderr)
+        sys.exit(failure.exit_code)

@@ -1,0 +1,31 @@
+"""`benchmarks.gpu --rehearse`: every part's whole path, on a CPU at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import PARTS
+from tests.harness import ROOT
+
+NEEDS = ("is not installed", "needs a GPU")
+"""Reasons for which a rehearsed cell may be skipped."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", PARTS)
+def test_every_cell_of_a_part_runs(part: str, tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "benchmarks.gpu", part, "--rehearse", "--processes", "2", "--out", str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    cells = json.loads((tmp_path / f"{part}.json").read_text())["cells"]
+    odd = [cell for cell in cells if cell["state"] != "ok" and not any(need in cell.get("why", "") for need in NEEDS)]
+    assert odd == []
+    assert any(cell["state"] == "ok" for cell in cells)
+    text = (tmp_path / f"{part}.md").read_text()
+    assert all(f"| {cell['cell']} |" in text for cell in cells)
