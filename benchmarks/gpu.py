@@ -11,7 +11,6 @@ import importlib
 import json
 import platform
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ REHEARSAL_SECONDS = 3600.0
 def main(argv: Sequence[str]) -> int:
     """Run the parts; return 1 where one of `right` was wrong, or a rehearsal failed anywhere."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="smp-train bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"  {part:<9}{about}" for part, about in PARTS.items()),
     )  # fmt: skip
     parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and not options.rehearse
     if not (cuda or options.rehearse or options.parts == ["peers"]):
-        raise ConfigError("benchmarks.gpu: there is no GPU here; --rehearse tries every part on the CPU")
+        raise ConfigError("bench gpu: there is no GPU here; --rehearse tries every part on the CPU")
     out = Path(options.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     setting = Setting("cuda" if cuda else "cpu", options.rehearse, str(out), options.processes, options.untied)
@@ -66,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         seconds = REHEARSAL_SECONDS if options.rehearse else options.seconds
         began = time.monotonic()
         records = run_cells(name, cells, seconds=seconds, log=out / f"{name}.log", see=see)
-        facts = {**machine(cuda), "command": shlex.join(["python", "-m", "benchmarks.gpu", *argv]),
+        facts = {**machine(cuda), "command": shlex.join(["smp-train", "bench", "gpu", *argv]),
                  "part": name, "minutes": (time.monotonic() - began) / 60}  # fmt: skip
         sums = list(part.summary(records)) if hasattr(part, "summary") else []
         write(out, name, facts, records, sums)
@@ -101,11 +100,3 @@ def write(
     if sums:
         text += table(sums, lead=()) + "\n\n"
     (out / f"{name}.md").write_text(text + table(records) + "\n")
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except ConfigError as failure:
-        print(f"smp-train: {failure}", file=sys.stderr)
-        sys.exit(failure.exit_code)

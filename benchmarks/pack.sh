@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # pack.sh [FOLDER [PACKAGE…]]: unpack what a GPU machine without a network lacks beside torch and transformers, for
-# Python 3.12 on x86_64 Linux, into FOLDER (default .gpu). There: PYTHONPATH=$PWD/.gpu:$PWD python3 -m benchmarks.gpu …
+# Python 3.12 on x86_64 Linux, into FOLDER (default .gpu). There: PYTHONPATH=$PWD/.gpu:$PWD python3 -m smp_train bench gpu …
 set -euo pipefail
 folder=${1:-.gpu}
 packages=(orjson isal pysimdjson tqdm)

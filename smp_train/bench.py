@@ -13,6 +13,7 @@ BENCHMARKS = {
     "step": "the train step against a bare FSDP2 loop",
     "checkpoint": "a save in the background against synchronous DCP and against one gathered file",
     "attention": "masks and kernels against transformers' own",
+    "gpu": "what only a GPU can tell, in parts; also the same training by other programs",
     "data": "loading, converting and fetching data against the original's way and datasets",
 }
 

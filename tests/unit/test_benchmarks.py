@@ -50,8 +50,9 @@ def test_a_cell_that_fails_or_dies_is_recorded_and_the_rest_goes_on(tmp_path: Pa
     found = {record["cell"]: record for record in records}
     # One process serves until it dies or a cell fails in it.
     assert [found[name]["cells of this process"] for name in ("one", "two", "three", "four")] == [1, 2, 1, 1]
-    assert "7" in found["die"]["why"] and "ValueError: broken" in found["broken"]["why"]
-    assert found["wrong"]["value"] == 2.0 and found["skip"]["why"] == "no such package"
+    assert "7" in found["die"]["why"]
+    assert "ValueError: broken" in found["broken"]["why"]
+    assert (found["wrong"]["value"], found["skip"]["why"]) == (2.0, "no such package")
     assert "ValueError: broken" in (tmp_path / "log").read_text()
 
 
@@ -104,7 +105,7 @@ def test_a_trace_is_summed_by_kind_and_stream() -> None:
         [
             kernel("sm90_xmma_gemm", 0, 400, 7), kernel("cudnn_sdpa_fprop", 400, 200, 7),
             kernel("ncclAllGather", 300, 300, 9), kernel("Memcpy DtoH", 900, 100, 11, "gpu_memcpy"),
-            kernel("cudaStreamSynchronize", 0, 50, 0, "cuda_runtime"), {"ph": "X", "cat": "cpu_op", "name": "aten::item", "ts": 0, "dur": 1},
+            kernel("cudaStreamSynchronize", 0, 50, 0, "cuda_runtime"), kernel("aten::item", 0, 1, 0, "cpu_op"),
             {"ph": "i", "name": "a mark", "ts": 5},
         ],
         steps=2,
@@ -120,10 +121,9 @@ def test_a_trace_is_summed_by_kind_and_stream() -> None:
 def test_on_a_cpu_a_trace_counts_the_own_time_of_operators() -> None:
     from benchmarks.parts.profile import sums
 
-    operators = [("aten::linear", 0, 10, 1), ("aten::addmm", 2, 6, 1), ("aten::mul", 10, 5, 1), ("aten::copy_", 0, 15, 2)]
-    found = sums(
-        [{"ph": "X", "cat": "cpu_op", "name": n, "ts": ts, "dur": dur, "tid": tid} for n, ts, dur, tid in operators], 1
-    )
+    linear = [("aten::linear", 0, 10, 1), ("aten::addmm", 2, 6, 1)]
+    rows = [*linear, ("aten::mul", 10, 5, 1), ("aten::copy_", 0, 15, 2)]
+    found = sums([{"ph": "X", "cat": "cpu_op", "name": n, "ts": ts, "dur": d, "tid": t} for n, ts, d, t in rows], 1)
     assert {name: 1000 * value for name, value in found["ms by name"].items()} == pytest.approx(
         {"aten::copy_": 15, "aten::addmm": 6, "aten::mul": 5, "aten::linear": 4}
     )

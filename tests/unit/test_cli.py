@@ -57,6 +57,13 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"the verbs are {verbs}" in capsys.readouterr().err
 
 
+ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: 8 bytes. Error code 12 (Cannot allocate memory)"
+LESS = (
+    "lower --train_batch_size or --max_context_width, give --activation_checkpointing full or "
+    "--sm_activation_offloading 1, or share the model among more GPUs"
+)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -66,6 +73,8 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
         (CheckpointError("broken"), 4, "error: broken"),
         (ConfigError("two\nlines"), 2, "error: two lines"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError("no room"), 1, f"error: out of memory: no room; {LESS}"),
+        (RuntimeError(ALLOCATOR), 1, f"error: out of memory: DefaultCPUAllocator: can't allocate memory: 8 bytes; {LESS}"),
         (KeyError("x"), 1, "internal error: KeyError: 'x' (run again with --debug 1 for the traceback)"),
     ],
 )
