@@ -23,7 +23,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 WAITS = re.compile(r"(Stream|Device|Event)Synchronize|^cudaMemcpy$|_local_scalar_dense|^aten::(item|nonzero)$")
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|cudnn.*sdpa|attention"),
-    ("matrix products", r"gemm|nvjet|cutlass|cublas|xmma|splitK"),
+    ("matrix products", r"gemm|nvjet|cutlass|cublas|xmma|splitK|aten::(mm|addmm_?|bmm)$"),
     ("communication", r"nccl"),
     ("optimizer", r"adam|multi_tensor|foreach"),
     ("compiled by Triton", r"^triton"),

@@ -20,7 +20,8 @@ NEEDS = ("is not installed", "needs a GPU")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", PARTS)
 def test_every_cell_of_a_part_runs(part: str, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "smp_train", "bench", "gpu", part, "--rehearse", "--processes", "2", "--out", str(tmp_path)]
+    options = ["--rehearse", "--processes", "2", "--out", str(tmp_path)]
+    line = [sys.executable, "-m", "smp_train", "bench", "gpu", part, *options]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     cells = json.loads((tmp_path / f"{part}.json").read_text())["cells"]
