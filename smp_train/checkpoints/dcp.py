@@ -52,9 +52,18 @@ class Reader(StorageReader):
     It is read once: with many ranks it is large, and slow to take apart.
     """
 
+    _metadata: Metadata | None = None
+
     def preload(self) -> None:
-        """Read the metadata. Raises `CheckpointError`."""
+        """Set the metadata. Raises `CheckpointError`."""
         raise NotImplementedError
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata that was read ahead."""
+        if self._metadata is None:
+            self.preload()
+        assert self._metadata is not None
+        return self._metadata
 
 
 def parsed_index(data: bytes, files: Mapping[str, int]) -> Metadata:

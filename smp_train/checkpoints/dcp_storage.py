@@ -14,7 +14,7 @@ from typing import IO, Any, BinaryIO
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -170,7 +170,7 @@ def _size(item: Any) -> int:
     return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize) + 4096
 
 
-class TreeReader(FileSystemReader, Reader):
+class TreeReader(Reader, FileSystemReader):
     """Reads one tree, and of it no other files than ``files`` (name: size in bytes); in S3 several entries at once."""
 
     def __init__(self, storage: Storage, place: str, files: Mapping[str, int]) -> None:
@@ -179,7 +179,6 @@ class TreeReader(FileSystemReader, Reader):
         self._storage = storage
         self.fs = _Files(storage)  # type: ignore[assignment]
         self.path = place
-        self._metadata: Metadata | None = None
         self._coming: Iterator[bytes] = iter(())
 
     def preload(self) -> None:
@@ -192,13 +191,6 @@ class TreeReader(FileSystemReader, Reader):
             self._metadata = parsed_index(data, self.files)
         except Exception as error:
             raise CheckpointError(f"{self._storage.location}/{index} cannot be read: {one_line(error)}") from error
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata read ahead."""
-        if self._metadata is None:
-            self.preload()
-        assert self._metadata is not None
-        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read and load this rank's share, in the order in which `FileSystemReader` asks for it."""

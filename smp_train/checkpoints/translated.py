@@ -81,10 +81,7 @@ class TensorReader(_WholeReader):
         self._tensors = tensors
 
     def preload(self) -> None:
-        """Nothing to do."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return metadata of one chunk for each tensor."""
+        """Describe each tensor as one chunk."""
         entries: dict[str, Any] = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=value.dtype),
@@ -93,7 +90,7 @@ class TensorReader(_WholeReader):
             )
             for name, value in self._tensors.items()
         }
-        return Metadata(entries, storage_meta=StorageMeta())
+        self._metadata = Metadata(entries, storage_meta=StorageMeta())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy what the plan asks for."""
@@ -122,7 +119,6 @@ class _Rearranged(_WholeReader):
     """Reads tensors each of which consists of parts of the chunks that other readers have."""
 
     def __init__(self) -> None:
-        self._metadata: Metadata | None = None
         self._sources: dict[MetadataIndex, _Source] = {}
         self._found: dict[str, tuple[TensorProperties, list[ChunkStorageMetadata]]] = {}
 
@@ -135,13 +131,6 @@ class _Rearranged(_WholeReader):
             self._sources[index] = source
             chunks = self._found.setdefault(key, (properties, []))[1]
             chunks.append(ChunkStorageMetadata(torch.Size(at), torch.Size(size)))
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata."""
-        if self._metadata is None:
-            self.preload()
-        assert self._metadata is not None
-        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each saved chunk once: readers load a chunk whole for every request."""

@@ -102,7 +102,7 @@ def normal(location: str | os.PathLike[str]) -> str:
     if not is_s3(text):
         raise ConfigError(f"{text}: {scheme[1]}:// is not supported; give a folder that all nodes share, or s3://")
     bucket, key = split(text)
-    return posixpath.join(SCHEME + bucket, posixpath.normpath("/" + key)[1:]).rstrip("/")
+    return posixpath.join(SCHEME + bucket, posixpath.normpath("/" + key.lstrip("/"))[1:]).rstrip("/")
 
 
 def wait_for(seen: Callable[[], bool]) -> bool:

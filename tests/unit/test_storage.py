@@ -141,7 +141,7 @@ def test_what_a_killed_writer_left_is_discarded(place, monkeypatch):
 
 def test_locations():
     assert storage.normal("a/../b") == os.path.abspath("b")
-    assert storage.normal("s3://b/x//y/") == "s3://b/x/y"
+    assert storage.normal("s3://b/x//y/") == storage.normal("s3://b//x///y") == "s3://b/x/y"
     for wrong in ("hdfs://x", "s3://"):
         with pytest.raises(ConfigError, match=wrong):
             storage.at(wrong)
