@@ -26,6 +26,7 @@ from smp_train.distributed.group import device_of
 from smp_train.errors import ConfigError
 from smp_train.evaluation import Evaluation
 from smp_train.models.hugging_face import trust_code
+from smp_train.models.lora import merge_adapters
 from smp_train.models.resolve import settled_flags
 from smp_train.telemetry.metrics import history, read_metrics
 
@@ -186,7 +187,7 @@ def load_model(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Return the transformers model of any checkpoint or folder, in evaluation mode, and its tokenizer or None.
 
-    Each process has the whole model; not collective.
+    Each process has the whole model, with adapters added into its weights; not collective.
 
     Args:
         location: checkpoint, folder of them, or Hugging Face model; also ``s3://``.
@@ -206,6 +207,8 @@ def load_model(
         loaded = inference.load(
             described, where, inference.dtype_of(dtype, where), attn_implementation=attn_implementation
         )
+        if described.spec.lora is not None:
+            merge_adapters(loaded)
         loaded.generation_config = described.generation_config()
         with described.opened_tokenizer(tokenizer) as found:
             return loaded, found

@@ -25,6 +25,7 @@ from smp_train.data.pipelines.data_pipeline import Loader, ValidationData
 from smp_train.distributed import Runtime
 from smp_train.distributed.degrees import plan
 from smp_train.errors import ConfigError
+from smp_train.inference import ids_of
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, names_model, resolve
@@ -120,6 +121,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
 
     ``opened`` releases what is held when this fails.
     """
+    check_own(resolved.own)
     resolved, start = settle(resolved, ranks)
     args = resolved.args
     folder, metrics = open_run_folder(args, ranks)
@@ -153,6 +155,9 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
                 tokenizer.set_ends(spec.config, checkpoints.tokenizer)
             if args.prompt and not checkpoints.tokenizer:
                 raise ConfigError("--prompt: the run has no tokenizer; give --tokenizer")
+            if args.prompt:  # what is wrong with it is to be known before the run, not when it ends
+                with tokenizer.from_files(checkpoints.tokenizer) as known:
+                    ids_of(known, args.prompt, spec.config)
     with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main:
             log.info(described(args, start, found))
@@ -196,6 +201,18 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     return run
 
 
+def check_own(own: Own) -> None:
+    """Raise `ConfigError` where the ranks' programs gave different things: they would not meet; collective."""
+    given = distributed.gather("comparing what the ranks were given", own.names)
+    for rank, names in enumerate(given):
+        if names != given[0]:
+            here, there = (" ".join(sorted(each.values())) or "nothing" for each in (names, given[0]))
+            raise ConfigError(
+                f"rank {rank} was given {here} and rank 0 {there}; give every rank the same, callbacks too, which are "
+                "called in rank 0's process alone"
+            )
+
+
 def open_run_folder(args: Arguments, ranks: Runtime) -> tuple[RunFolder, MetricsWriter]:
     """Create the run folder on rank 0, and open the log and the metrics in it; collective."""
     folder = RunFolder(args.run_dir)
@@ -236,7 +253,8 @@ def choose_loss(loss: losses.Loss, backend: Backend, spec: ModelSpec) -> None:
     """Let the backend compute a loss of the program's own, if that is a sum over counted tokens; collective."""
     with distributed.together("trying the loss"):
         backend.use_loss(loss)
-        losses.check_sum(loss, spec.config.vocab_size, backend.topology.device)
+        topology = backend.topology
+        losses.check_sum(loss, spec.config.vocab_size, topology.device, split=topology.cp_size > 1)
     log.info("Loss: %s, from all logits; loss and perplexity in the log are its own", named(loss))
 
 
@@ -384,6 +402,8 @@ def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> 
     It is --tokenizer, that of the weights, of the prepared training data, or of the checkpoint to resume or finetune.
     """
     where = args.tokenizer or tokenizer.beside(spec.pretrained)
+    if where is None and args.dataset:
+        where = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
     if where is None and args.training_dir:
         where = tokenizer.beside_data(read_weights(args.training_dir)[0])
     if where is not None:

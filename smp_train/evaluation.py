@@ -11,12 +11,14 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_train import backends, distributed, inference, train_utils
 from smp_train.arguments import Arguments, Resolved, parse
 from smp_train.arguments.groups import flags
+from smp_train.arguments.model_flags import ParallelArguments
+from smp_train.arguments.validation import check_values, refuse_natively
 from smp_train.arguments.verb_parser import VerbParser
 from smp_train.data.open_data import long_rows, open_evaluation, open_own
 from smp_train.data.pipelines.data_pipeline import ValidationData
@@ -34,11 +36,17 @@ if TYPE_CHECKING:
 
 OF_THE_RUN = ("max_context_width", "short", "long", "text_column", "bf16", "attn_implementation", "chunked_loss")
 """Flags whose default is what the checkpoint's run was given."""
-WITHOUT_USE = {
+INSTEAD = {
     "training_dir": "give --data", "test_dir": "give --data", "dataset": "give --data",
     "resume_from_checkpoint": "give --checkpoint",
 }  # fmt: skip
 """Flags of ``train`` in whose place this verb has others."""
+READ = {
+    *OF_THE_RUN, "trust_remote_code", "seed", "dataset_type", "zipped_data", "data_num_workers", "bad_rows", "max_bad",
+    "data_cache_dir", "dataset_config_name", "tokenizer", "chat_template", "val_batch_size", "config", "smp_config",
+    "debug", "distributed_backend", "distributed_timeout_minutes",
+}  # fmt: skip
+"""Flags with an effect here, besides those of parallelism."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -105,13 +113,19 @@ def run(
         batches: as --batches.
         model: as --model.
     """
-    for name, remedy in WITHOUT_USE.items():
+    for name, remedy in INSTEAD.items():
         if resolved.given(name):
             raise ConfigError(f"--{name} is for training; {remedy}")
+    if idle := [name for name in flags() if resolved.given_here(name) and name not in _effective()]:
+        raise ConfigError(f"--{idle[0]} has no effect on an evaluation; leave it out")
+    if resolved.args.backend == "smp":
+        raise ConfigError("--backend smp: evaluate is of the native backend; on SMP, use train --evaluate_only 1")
     if batches is not None and batches < 1:
         raise ConfigError(f"--batches {batches}: must be at least 1")
     args = resolved.args
-    args.evaluate_only = True
+    check_values(args)
+    args.evaluate_only, args.backend = True, "native"
+    refuse_natively(args)
     trust_code(args.trust_remote_code)
     ranks = distributed.detect()
     setup_logging(ranks.rank, level="DEBUG" if args.debug else "WARNING")
@@ -132,6 +146,10 @@ def run(
     rows = {place: Score(loss, perplexity(loss), count) for place, (loss, count) in found.items()}
     step = None if described.checkpoint is None else described.checkpoint.step
     return Evaluation(described.location, step, rows, Score(total, perplexity(total), tokens))
+
+
+def _effective() -> set[str]:
+    return READ | {field.name for field in fields(ParallelArguments)}
 
 
 def take_over(args: Arguments, described: inference.Described, given: set[str]) -> None:
@@ -155,7 +173,6 @@ def evaluate(
     opened: ExitStack,
 ) -> dict[str, tuple[float, int]]:
     """Return (loss in nats per counted token, counted tokens) of each data set; collective."""
-    args.backend = "native"
     backend, _ = backends.select(args, ranks, device)
     spec, seq_len = described.spec, args.max_context_width
     assert seq_len is not None

@@ -134,7 +134,8 @@ def continue_prompts(
         config = described.spec.config
         encoded = [encode(found, prompt, config, chat=chat) for prompt in prompts]
         model = inference.load(described, device, dtype, attn_implementation=attn_implementation)
-        model.generation_config = described.generation_config()
+        with distributed.together("reading how the model generates"):
+            model.generation_config = described.generation_config()
         shown = [None if not show else "" if chat else prompt for prompt in prompts]
         texts = [
             answer(model, found, each, ids, sampling, stream=stream) for each, ids in zip(shown, encoded, strict=True)
@@ -155,40 +156,10 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     return prompts
 
 
-def positions(config: Any) -> int:
-    """Return how many tokens a text of this model may have."""
-    found: int | None = getattr(config, "max_position_embeddings", None)
-    return sys.maxsize if found is None else found
-
-
 def encode(tokenizer: Any, prompt: str, config: Any, *, chat: bool = False) -> list[int]:
-    """Return the ids of a prompt on every rank; with ``chat`` of a user's turn and the beginning of the answer.
+    """Return `inference.ids_of` on every rank; only rank 0 needs the tokenizer. Collective."""
 
-    Only rank 0 needs the tokenizer. Raises `ConfigError` where the ids do not fit the model's vocabulary or positions.
-    Collective.
-    """
-
-    def ids() -> list[int]:
-        if chat:
-            if getattr(tokenizer, "chat_template", None) is None:
-                raise ConfigError("--chat: the tokenizer has no chat template; leave --chat out")
-            turns = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-            found = tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            found = tokenizer(prompt)["input_ids"]
-        if not found:
-            raise ConfigError(f"--prompt {prompt!r}: the tokenizer makes no token of it")
-        if max(found) >= config.vocab_size:
-            raise ConfigError(
-                f"--prompt {prompt!r}: has token {max(found)} and the model a vocabulary of {config.vocab_size}; give "
-                "the tokenizer that the model was trained with"
-            )
-        if len(found) >= positions(config):
-            raise ConfigError(f"--prompt: has {len(found)} tokens and the model {positions(config)} positions")
-        return list(map(int, found))
-
-    return distributed.on_main("reading the prompt", ids)
+    return distributed.on_main("reading the prompt", lambda: inference.ids_of(tokenizer, prompt, config, chat=chat))
 
 
 def answer(
@@ -250,7 +221,7 @@ def generate(
         out = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            max_new_tokens=min(sampling.num_tokens, positions(model.config) - len(ids)),
+            max_new_tokens=min(sampling.num_tokens, inference.positions(model.config) - len(ids)),
             eos_token_id=list(ends) or None,
             pad_token_id=padding,
             use_cache=True,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from smp_train.checkpoints import Checkpoint, foreign, tokenizer
 from smp_train.checkpoints.discovery import find, is_checkpoint_folder
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.build import build_meta, decoder_layers, materialise
-from smp_train.models.hugging_face import CONFIG_FILE, open_configuration
+from smp_train.models.hugging_face import CONFIG_FILE, GENERATION_FILE, open_configuration
 from smp_train.models.resolve import ModelSpec, resolve_saved
 from smp_train.storage.paths import place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GENERATION = "generation_config.json"
 
 
 def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
@@ -83,13 +82,17 @@ class Described:
             yield folder if files else None
 
     def generation_config(self) -> Any:
-        """Return transformers' GenerationConfig that lies beside the weights, or that of the model's configuration."""
+        """Return transformers' GenerationConfig that lay beside the weights, or that of the model's configuration."""
         from transformers import GenerationConfig
 
-        beside = place(self.location) / GENERATION
-        if self.checkpoint is None and beside.is_file():
-            return GenerationConfig.from_dict(json.loads(beside.read_text(encoding="utf-8")))
-        return GenerationConfig.from_model_config(self.spec.config)
+        if self.spec.generation is None:
+            return GenerationConfig.from_model_config(self.spec.config)
+        try:
+            return GenerationConfig.from_dict(dict(self.spec.generation))
+        except Exception as failure:  # anything, for a file of unknown origin
+            raise ConfigError(
+                f"{self.location}: transformers cannot read its {GENERATION_FILE}: {one_line(failure)}"
+            ) from None
 
 
 def describe(location: str, model: str | None = None) -> Described:
@@ -97,23 +100,35 @@ def describe(location: str, model: str | None = None) -> Described:
 
     ``location`` is a checkpoint of this program or a folder of them (the newest of the run that saved last), a Hugging
     Face folder or name, or, with ``model`` (a folder, a config.json or a name), a checkpoint of AWS's sample scripts.
-    All may be in S3. Raises `CheckpointError` and `ConfigError` on every rank.
+    All may be in S3. Of adapters, ``model`` are the weights that they belong to, where these have moved. Raises
+    `CheckpointError` and `ConfigError` on every rank.
     """
     kind = distributed.on_main(f"looking at {location}", lambda: _kind(location))
     if kind == "ours":
         found = find(location, strict=True)
         if found is None:
             raise CheckpointError(f"{location} holds no committed checkpoint")
-        adapter = found.meta.get("adapter")
-        spec = resolve_saved(found.model_config(), found.committed.model_type, found.path, adapter=adapter)
+        with distributed.together(f"reading the model of {location}"):
+            spec = resolve_saved(found.model_config(), found.committed.model_type, found.path, found.meta)
+            if model is not None and spec.lora is None:
+                raise ConfigError(f"--model {model}: {found.path} says which model it is; leave --model out")
+            if model is not None:
+                spec = replace(spec, pretrained=open_configuration(model).weights or model)
+            if spec.lora is not None and not place(spec.pretrained or "").exists():
+                raise CheckpointError(
+                    f"{found.path} holds adapters of {spec.pretrained}, which is not there; give those weights, --model"
+                )
         return Described(found.path, spec, found)
     with distributed.together(f"reading the model of {location}"):
         if kind == "foreign" and model is None:
-            raise ConfigError(f"{location} is a checkpoint of AWS's sample, without its configuration; give --model")
-        name, config, weights = open_configuration(model or location, location if model else None)
+            raise ConfigError(
+                f"{location} is a checkpoint of AWS's sample, which does not say which model it is; add --model FOLDER "
+                f"(one with its {CONFIG_FILE}) or --model NAME (on the hub)"
+            )
+        name, config, weights, generation = open_configuration(model or location, location if model else None)
         if weights is None:
             raise CheckpointError(f"{location} has a {CONFIG_FILE} and no weights")
-    return Described(location, ModelSpec(name, config.model_type, config, weights))
+    return Described(location, ModelSpec(name, config.model_type, config, weights, generation=generation))
 
 
 def _kind(location: str) -> str:
@@ -123,6 +138,37 @@ def _kind(location: str) -> str:
     if is_checkpoint_folder(path):
         return "ours"
     return "foreign" if foreign.has_trees(os.fspath(path)) else "files"
+
+
+def positions(config: Any) -> int:
+    """Return how many tokens a text of this model may have."""
+    found: int | None = getattr(config, "max_position_embeddings", None)
+    return sys.maxsize if found is None else found
+
+
+def ids_of(tokenizer: Any, prompt: str, config: Any, *, chat: bool = False) -> list[int]:
+    """Return the ids of a prompt; with ``chat`` of a user's turn and the beginning of the answer.
+
+    Raises `ConfigError` where they do not fit the model's vocabulary or positions. Not collective.
+    """
+    if chat:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError("--chat: the tokenizer has no chat template; leave --chat out")
+        turns = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        found = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        found = tokenizer(prompt)["input_ids"]
+    if not found:
+        raise ConfigError(f"--prompt {prompt!r}: the tokenizer makes no token of it")
+    if max(found) >= config.vocab_size:
+        raise ConfigError(
+            f"--prompt {prompt!r}: has token {max(found)} and the model a vocabulary of {config.vocab_size}; give "
+            "the tokenizer that the model was trained with"
+        )
+    if len(found) >= positions(config):
+        raise ConfigError(f"--prompt: has {len(found)} tokens and the model {positions(config)} positions")
+    return list(map(int, found))
 
 
 def load(described: Described, device: torch.device, dtype: torch.dtype, *, attn_implementation: str = "sdpa") -> Any:

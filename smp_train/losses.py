@@ -48,19 +48,21 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def check_sum(loss: Loss, vocab_size: int, device: torch.device) -> None:
+def check_sum(loss: Loss, vocab_size: int, device: torch.device, *, split: bool = False) -> None:
     """Raise `ConfigError` unless a loss is a sum over counted tokens, tried on two rows of random logits.
 
-    A mean would weigh tokens by the rows, micro-batches and ranks they happen to be on.
+    A mean would weigh tokens by the rows, micro-batches and ranks they happen to be on. Where ranks ``split`` sequences
+    (context parallelism), neither may what a token adds depend on its place or on its neighbours.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 6, vocab_size, generator=generator).to(device).requires_grad_()
     targets = torch.randint(vocab_size, (2, 6), generator=generator).to(device)
     targets[:, -1], targets[0, :2] = IGNORE_INDEX, IGNORE_INDEX
+    others = torch.where(targets.unsqueeze(2) == IGNORE_INDEX, 1 - 2 * logits.detach(), logits)
 
-    def of(rows: slice, tokens: slice = slice(None), *, counted: bool = True) -> float:
+    def of(rows: slice, tokens: slice = slice(None), *, counted: bool = True, given: Tensor = logits) -> float:
         wanted = targets[rows, tokens] if counted else torch.full_like(targets[rows, tokens], IGNORE_INDEX)
-        value = loss(logits[rows, tokens], wanted)
+        value = loss(given[rows, tokens], wanted)
         if not isinstance(value, Tensor) or value.ndim or (counted and not value.requires_grad):
             raise ConfigError(f"{what} returns no scalar tensor that depends on the logits; return a sum over tokens")
         return float(value.detach())
@@ -68,7 +70,8 @@ def check_sum(loss: Loss, vocab_size: int, device: torch.device) -> None:
     what, both, first, second = f"loss: {named(loss)}", slice(0, 2), slice(0, 1), slice(1, 2)
     try:
         whole, parts, nothing = of(both), (of(first), of(second)), of(first, counted=False)
-        part = of(first, slice(2, 6))
+        unchanged = of(both, given=others)
+        halves = (of(both, slice(0, 3)), of(both, slice(3, 6))) if split else parts
     except SmpTrainError:
         raise
     except Exception as problem:
@@ -81,7 +84,12 @@ def check_sum(loss: Loss, vocab_size: int, device: torch.device) -> None:
             f"{what} is {whole:.5g} of two rows and {parts[0]:.5g} and {parts[1]:.5g} of each alone; return the sum "
             "over counted tokens, not a mean: the run divides by the tokens of the global batch"
         )
-    if nothing != 0 or not math.isclose(part, parts[0], rel_tol=1e-3, abs_tol=1e-6):
+    if not math.isclose(whole, sum(halves), rel_tol=1e-3, abs_tol=1e-6):
+        raise ConfigError(
+            f"{what} is {whole:.5g} of whole sequences and {halves[0]:.5g} and {halves[1]:.5g} of their halves; set "
+            "--context_parallel_degree 1: with more, each rank has a part of a sequence"
+        )
+    if nothing != 0 or not math.isclose(unchanged, whole, rel_tol=1e-3, abs_tol=1e-6):
         raise ConfigError(
             f"{what} counts tokens whose target is {IGNORE_INDEX}; leave them out, and return 0 where all are"
         )

@@ -17,6 +17,7 @@ from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.configuration import changes_from
 from smp_train.models.resolve import ModelSpec, names_model, resolve_saved
 from smp_train.naming import Start
+from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import get_logger
 
 log = get_logger()
@@ -31,9 +32,7 @@ def model_to_resume(args: Arguments, start: Start) -> ModelSpec | None:
         return None
     if args.max_context_width is None:
         args.max_context_width = (found.meta.get("arguments") or {}).get("max_context_width")
-    return resolve_saved(
-        found.model_config(), found.committed.model_type, found.path, adapter=found.meta.get("adapter"), args=args
-    )
+    return resolve_saved(found.model_config(), found.committed.model_type, found.path, found.meta, args)
 
 
 def checkpoint_to_finetune(args: Arguments) -> None:
@@ -41,6 +40,11 @@ def checkpoint_to_finetune(args: Arguments) -> None:
     where = args.pretrained_checkpoint_file
     if args.finetune and where is not None and is_checkpoint_folder(where):
         found = newest_readable(where, None)
+        if args.lora_rank is not None and found is not None and found.path != normal(where):
+            raise ConfigError(
+                f"--pretrained_checkpoint_file {where}: its newest checkpoint may be another one on a resume, "
+                f"and adapters belong to one; name it, such as {found.path}"
+            )
         args.pretrained_checkpoint_file = where if found is None else found.path
 
 
@@ -122,13 +126,18 @@ def check_model(args: Arguments, spec: ModelSpec, found: Checkpoint) -> None:
             f"{found.path} is of a run {_adapters(saved)}, and this one is {_adapters(here)}; give the checkpoint's "
             "--lora_rank, --lora_alpha, --lora_target_modules and --lora_dropout"
         )
+    if saved and here and saved.get("base") != here["base"]:
+        moved = f"The adapters of {found.path} are of {saved.get('base')}, and this run adds them to {here['base']}"
+        if not args.allow_model_change:
+            raise CheckpointError(f"{moved}; give those weights, or --allow_model_change 1 where these are the same")
+        log.warning("%s", moved, extra=ALL_RANKS)
     if different:
         log.warning("The model is not that of %s: %s", found.path, "; ".join(different), extra=ALL_RANKS)
 
 
 def adapter_of(spec: ModelSpec) -> dict[str, Any] | None:
     """Return what a checkpoint says of the run's adapters: their settings, and where the adapted weights are."""
-    return None if spec.lora is None else {**spec.lora.to_json(), "base": spec.pretrained}
+    return None if spec.lora is None else {**spec.lora.to_json(), "base": normal(spec.pretrained or "")}
 
 
 def _adapters(of: Mapping[str, Any] | None) -> str:

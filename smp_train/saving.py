@@ -15,13 +15,12 @@ from smp_train import distributed, train_utils
 from smp_train.build_run import Run
 from smp_train.checkpoints import RunId, open_checkpoint
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
-from smp_train.checkpoints.export import CARD, export, export_weights
-from smp_train.checkpoints.model_card import model_card
+from smp_train.checkpoints.export import export, export_weights, files_beside
+from smp_train.checkpoints.model_folder import OPENS
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.runs import committed
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import SmpTrainError, redacted
-from smp_train.models.hugging_face import CONFIG_FILE
 from smp_train.progress import Progress
 from smp_train.resume import adapter_of
 from smp_train.telemetry.logging_utils import get_logger
@@ -48,6 +47,7 @@ def save(run: Run, *, force: bool) -> None:
         "model_config": run.spec.config.to_dict(),
         "arguments": json.loads(redacted(json.dumps(asdict(run.args)))),
         **({} if run.spec.lora is None else {"adapter": adapter_of(run.spec)}),
+        **({} if run.spec.generation is None else {"generation_config": run.spec.generation}),
         "mesh": run.backend.topology.mesh,
         "versions": versions(),
     }
@@ -130,7 +130,7 @@ def complete_models(run: Run, step: int) -> None:
 
 def _without_model(storage: CheckpointFolder, run: RunId, step: int) -> list[str]:
     own = [entry.name for entry in committed(storage, run) if entry.step == step]
-    return [name for name in own if not storage.has(name, f"{MODEL_FOLDER}/{CONFIG_FILE}")]
+    return [name for name in own if not any(storage.has(name, f"{MODEL_FOLDER}/{file}") for file in OPENS)]
 
 
 def save_final_model(run: Run) -> None:
@@ -151,13 +151,9 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     with distributed.together(what), Progress(what, shown=run.runtime.is_main):
         if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
-            like = run.spec.pretrained
+            found = open_checkpoint(checkpoint)
             if weights is None:
-                export(open_checkpoint(checkpoint), folder, like=like, replace=True)
+                export(found, folder, replace=True)
             else:
-                found = open_checkpoint(checkpoint)
-                name, files = os.path.basename(checkpoint), run.checkpoints.tokenizer
-                card = model_card(found.meta, name=name, step=found.step, tokenizer=bool(files))
-                files = {CARD: card.encode(), **files}
-                export_weights(weights, run.spec.config, folder, files=files, like=like, replace=True)
+                export_weights(weights, run.spec.config, folder, files=files_beside(found, folder), replace=True)
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

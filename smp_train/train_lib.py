@@ -86,7 +86,8 @@ def resume(run: Run) -> None:
         run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     with distributed.together(f"resuming from {found.path}"):
         consumed = data_position(run, found)
-    run.best = Best.of_meta(found.meta)
+    if run.start.continues:  # another run's best checkpoint is not among this one's
+        run.best = Best.of_meta(found.meta)
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
@@ -132,9 +133,8 @@ def fit(run: Run) -> bool:
     args, progress = run.args, run.progress
     if progress.step >= run.total_steps:
         log.info("Nothing left to do: step %d of %d is done", progress.step, run.total_steps)
+    if progress.step >= run.total_steps or ended_early(run):
         save(run, force=True)  # it may be on the nodes' own disks only
-        return False
-    if ended_early(run):
         return False
     if run.runtime.is_main:
         run.folder.reopen()
@@ -319,7 +319,11 @@ def put_prompt(run: Run, prompt: str) -> None:
     """Print what the trained model makes of a prompt; collective."""
     sampling = generation.Sampling(run.args.num_tokens, seed=run.args.seed)
     run.model.eval()
-    with from_files(run.checkpoints.tokenizer) as tokenizer, compile.disabled():
+    with ExitStack() as opened:
+        tokenizer: Any = None
+        with distributed.together("reading the tokenizer"):
+            tokenizer = opened.enter_context(from_files(run.checkpoints.tokenizer))  # rank 0 alone has it
+        opened.enter_context(compile.disabled())
         ids = generation.encode(tokenizer, prompt, run.spec.config)
         log.info("The prompt and what follows it:")
         generation.answer(run.model, tokenizer, prompt, ids, sampling)

@@ -42,6 +42,10 @@ class Resolved:
         """Return whether the user set ``name`` (rather than a default, the platform, or another setting)."""
         return self.sources[name].startswith((COMMAND_LINE, KEYWORD, "SM_HP_", "config file"))
 
+    def given_here(self, name: str) -> bool:
+        """Return whether the command line or the program itself sets ``name``, and no file that serves other runs."""
+        return self.sources[name].startswith((COMMAND_LINE, KEYWORD))
+
     @property
     def by_keywords(self) -> bool:
         """Whether a Python program gave the settings, rather than a command."""

@@ -35,7 +35,7 @@ def validate(
     own = own or Own()
     own.check()
     natively = args.backend == "native" or (args.backend == "auto" and not smp_installed())
-    _refuse(_values(args))
+    check_values(args)
     if natively:
         refuse_natively(args)
     plan(args, world_size, local_world_size or world_size, smp=not natively)
@@ -52,6 +52,11 @@ def refuse_natively(args: Arguments) -> None:
     )
     if args.fp8 and args.tensor_parallel_degree > 1:
         raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")
+
+
+def check_values(args: Arguments) -> None:
+    """Raise `ConfigError` for a value that its flag does not allow."""
+    _refuse(_values(args))
 
 
 def _refuse(problems: Iterator[str]) -> None:

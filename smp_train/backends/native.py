@@ -65,14 +65,14 @@ class NativeBackend(Backend):
             logger.warning("--fp8 1 without compilation is slower than bf16; give --use_torch_compile 1")
         if args.lora_rank is not None and (args.tensor_parallel_degree > 1 or args.fp8):
             raise ConfigError("--lora_rank needs --tensor_parallel_degree 1 and --fp8 0; adapters are not split")
-        if args.prompt and max(args.tensor_parallel_degree, args.context_parallel_degree) > 1:
-            raise ConfigError(
-                "--prompt needs --tensor_parallel_degree 1 and --context_parallel_degree 1; put it through the "
-                "checkpoint, by smp-train generate"
-            )
         self.args = args
         self.loss: losses.Loss | None = None
         self.cpu_offload = args.cpu_offload and device.type != "cpu"
+        if args.prompt and (max(args.tensor_parallel_degree, args.context_parallel_degree) > 1 or self.cpu_offload):
+            raise ConfigError(
+                "--prompt needs --tensor_parallel_degree 1, --context_parallel_degree 1 and --cpu_offload 0; put it "
+                "through the checkpoint, by smp-train generate"
+            )
         if args.cpu_offload != self.cpu_offload:
             logger.info("--cpu_offload 1 has no effect: on a CPU everything is in host memory")
         self.offload: activation_offloading.Offload | None = None

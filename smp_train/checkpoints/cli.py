@@ -68,13 +68,14 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a model that is there")
         if name == "export":
             made.add_argument("--merge", type=int, choices=(0, 1), default=0, help="add adapters into the weights")
+            made.add_argument("--model", help="these weights, where they have moved")
         made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run a tokenizer's own code")
     made = verb("import", "make a checkpoint of weights of any form", "see --pretrained_checkpoint_file", "folder")
     made.add_argument("--model", help="folder or name of the model; default: config.json beside the weights")
     made.add_argument("--step", type=int, help="step of the checkpoint; default: what the source says, else 0")
     made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a checkpoint of that step")
     made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the model's own code")
-    made = verb("prune", "delete all but the newest committed checkpoints of a run", "folder of checkpoints")
+    made = verb("prune", "delete all but a run's newest committed checkpoints, and its best", "folder of checkpoints")
     made.add_argument("--run_name", help="name or id of the run; needed where the folder holds several")
     made.add_argument("--keep", type=int, required=True, help="how many of each model type to keep, at least 1")
     made.add_argument("--damaged", type=int, choices=(0, 1), default=0, help="delete those set aside as damaged, too")
@@ -165,7 +166,7 @@ def show(options: argparse.Namespace) -> int:
             "saved": _at(saved) or "unknown", "step": found.step,
             "bytes": sum(record.size for record in found.committed.files.values()),
         }  # fmt: skip
-        left_out = ("model_config", "arguments", "step", "run", "model_type")
+        left_out = ("model_config", "generation_config", "arguments", "step", "run", "model_type")
         facts |= {key: value for key, value in found.meta.items() if key not in left_out}
     kinds: dict[str, list[int]] = {}
     for reader in readers:
@@ -212,7 +213,7 @@ def export_model(options: argparse.Namespace) -> int:
         export(
             found, options.target, dtype=DTYPES.get(options.dtype), tokenizer=options.tokenizer,
             shard_bytes=int(options.max_shard_gb * 1e9), replace=bool(options.overwrite),
-            merge=bool(options.merge), on_progress=progress.at,
+            merge=bool(options.merge), base=options.model, on_progress=progress.at,
         )  # fmt: skip
     print(f"wrote step {found.step} of {found.path} to {options.target}")
     return 0
@@ -338,9 +339,11 @@ def _prune(storage: CheckpointFolder, options: argparse.Namespace) -> None:
                 for done in storage.sweep(ABANDONED_SECONDS):
                     print(done)
         seen: Counter[str] = Counter()
-        for entry in committed(storage, storage.run):
+        entries = committed(storage, storage.run)
+        best = _best_of(storage, entries[0].name) if entries else None
+        for entry in entries:
             seen[entry.model_type] += 1
-            if seen[entry.model_type] > options.keep:
+            if seen[entry.model_type] > options.keep and entry.step != best:
                 if not options.dry_run:
                     storage.delete(entry.name)
                 print(f"{deleted} {entry.name}")
@@ -350,6 +353,15 @@ def _prune(storage: CheckpointFolder, options: argparse.Namespace) -> None:
                     if not options.dry_run:
                         storage.drop_aside(name, kind)
                     print(f"{deleted} {name}, which is {kind}")
+
+
+def _best_of(storage: CheckpointFolder, newest: str) -> int | None:
+    """Return the step that the run keeps by --keep_best, as its newest checkpoint says."""
+    try:
+        meta = open_checkpoint(os.path.join(storage.location, newest)).meta
+        return meta["best"]["step"] if meta["arguments"]["keep_best"] else None
+    except (CheckpointError, KeyError, TypeError):
+        return None
 
 
 def newest(location: str) -> Checkpoint:

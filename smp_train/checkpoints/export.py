@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smp_train.checkpoints.dcp import Reader, read_tensor, saved_entries
 from smp_train.checkpoints.discovery import Checkpoint
-from smp_train.checkpoints.model_card import model_card
+from smp_train.checkpoints.model_card import TAG, hub_name, model_card
 from smp_train.checkpoints.model_folder import put, put_made, stream, writing
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
@@ -21,18 +21,17 @@ from smp_train.checkpoints.tokenizer import tokenizer_files
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hub_names import canonical_name, hub_names, named_once, note, to_hub
-from smp_train.models.hugging_face import model_of
-from smp_train.models.lora import merged
-from smp_train.models.resolve import resolve_saved
+from smp_train.models.hugging_face import GENERATION_FILE, model_of
+from smp_train.models.lora import merge_adapters
+from smp_train.models.resolve import ModelSpec, resolve_saved
 from smp_train.models.streamed import FORMAT_DTYPES
 from smp_train.models.weight_files import INDEXES, WeightFiles
 from smp_train.storage import Storage
-from smp_train.storage.paths import Place, place
+from smp_train.storage.paths import place
 
 SHARD_BYTES = 5_000_000_000
 MODEL = "model."
 CARD = "README.md"
-GENERATION = "generation_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in FORMAT_DTYPES.items()}
 
@@ -58,67 +57,92 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     tokenizer: str | None = None,
-    like: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
     merge: bool = False,
+    base: str | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write the model of ``checkpoint`` to ``folder``, also in S3, as Hugging Face has it. No collective.
 
     Names and layout are the hub's: safetensors in files of about ``shard_bytes``, with an index where there are
-    several; config.json, generation_config.json, a model card (README.md), and the files of ``tokenizer`` (a folder or
-    a name; by default the checkpoint's). ``dtype`` is that of the checkpoint unless given. Host memory: one parameter
-    and what it is converted to. config.json is written last: without it the folder opens nowhere.
+    several; config.json, generation_config.json, a model card (README.md, unless the user's own is there), and the
+    files of ``tokenizer`` (a folder or a name; by default the checkpoint's). ``dtype`` is that of the checkpoint unless
+    given. Host memory: one parameter and what it is converted to. config.json is written last: without it the folder
+    opens nowhere.
 
     Of a run with adapters these alone are written, as peft has them (adapter_model.safetensors, adapter_config.json);
-    with ``merge`` the weights they belong to, with the adapters added in, in host memory as a whole.
+    with ``merge`` the weights they belong to (``base``, by default where these were), with the adapters added in, in
+    host memory as a whole.
 
-    ``like`` is where the weights were once read: a generation_config.json beside them is copied. ``on_progress`` is
-    called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model, which ``replace``
-    removes once this one is whole; `CheckpointError` where the checkpoint does not hold a whole model.
+    ``on_progress`` is called with the bytes done and in all. Raises `ConfigError` where ``folder`` holds a model, which
+    ``replace`` removes once this one is whole; `CheckpointError` where the checkpoint does not hold a whole model.
     """
-    if "adapter" in checkpoint.meta:
-        files = checkpoint.tokenizer() if tokenizer is None else tokenizer_files(tokenizer)
-        return _export_adapter(checkpoint, folder, files, dtype=dtype, replace=replace, merge=merge)
-    if merge:
+    files = files_beside(checkpoint, folder, tokenizer)
+    if merge and "adapter" not in checkpoint.meta:
         raise ConfigError(f"{checkpoint.path} has no adapters; leave --merge out")
+    if merge:
+        weights, config = _merged(checkpoint, base, dtype)
+        export_weights(weights, config, folder, files=files, shard_bytes=shard_bytes, replace=replace)
+        return
+    if base is not None:
+        raise ConfigError(f"--model {base}: are weights to add adapters into; give --merge 1, or leave --model out")
+    if "adapter" in checkpoint.meta:
+        _export_adapter(checkpoint, folder, files, dtype=dtype, replace=replace)
+        return
     config, plain = _plain_model(checkpoint.model_config())
     note(plain)
     items = _items_of_model(plain, checkpoint.reader_of(gather_state(plain)), dtype, checkpoint.path)
-    files = checkpoint.tokenizer() if tokenizer is None else tokenizer_files(tokenizer)
-    name = os.path.basename(checkpoint.path)
-    card = model_card(checkpoint.meta, name=name, step=checkpoint.step, tokenizer=bool(files))
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes, on_progress)
-        _describe(out, plain, config, items, {CARD: card.encode(), **files}, like)
+        _describe(out, plain, config, items, files)
+
+
+def files_beside(
+    checkpoint: Checkpoint, folder: str | os.PathLike[str], tokenizer: str | None = None
+) -> dict[str, bytes]:
+    """Return the small files of a model that is exported to ``folder``: tokenizer, model card, generation_config.json.
+
+    No card where the user's own README.md is there, and no settings of generation where none are known.
+    """
+    files = checkpoint.tokenizer() if tokenizer is None else tokenizer_files(tokenizer)
+    card = model_card(
+        checkpoint.meta, name=os.path.basename(checkpoint.path), step=checkpoint.step, tokenizer=bool(files)
+    )
+    there = place(folder) / CARD
+    if not there.is_file() or TAG.encode() in there.read_bytes():
+        files[CARD] = card.encode()
+    if "generation_config" in checkpoint.meta:
+        files[GENERATION_FILE] = (json.dumps(checkpoint.meta["generation_config"], indent=2) + "\n").encode()
+    return files
+
+
+def _merged(checkpoint: Checkpoint, base: str | None, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], Any]:
+    """Return the weights with the adapters added in, by the names of the hub, and the model's configuration."""
+    spec = _adapted(checkpoint)
+    model: Any = build_meta(spec)
+    materialise(model, "cpu")
+    load_weights(model, base or spec.pretrained or "")
+    checkpoint.load(gather_state(model))
+    merge_adapters(model)
+    return {
+        canonical_name(key): value.detach() if dtype is None or not value.is_floating_point() else value.to(dtype)
+        for key, value in named_once(model).items()
+    }, spec.config
+
+
+def _adapted(checkpoint: Checkpoint) -> ModelSpec:
+    return resolve_saved(
+        checkpoint.model_config(), checkpoint.committed.model_type, checkpoint.path, checkpoint.meta
+    )
 
 
 def _export_adapter(
     checkpoint: Checkpoint, folder: str | os.PathLike[str], files: Mapping[str, bytes], *, dtype: torch.dtype | None,
-    replace: bool, merge: bool,
+    replace: bool,
 ) -> None:  # fmt: skip
-    spec = resolve_saved(
-        checkpoint.model_config(), checkpoint.committed.model_type, checkpoint.path, adapter=checkpoint.meta["adapter"]
-    )
+    spec = _adapted(checkpoint)
     assert spec.lora is not None
-    base = spec.pretrained
-    assert base is not None
-    name = os.path.basename(checkpoint.path)
-    card = model_card(checkpoint.meta, name=name, step=checkpoint.step, tokenizer=bool(files), base=base)
-    files = {CARD: card.encode(), **files}
-    if merge:
-        model: Any = build_meta(spec)
-        materialise(model, "cpu")
-        load_weights(model, base)
-        checkpoint.load(gather_state(model))
-        with torch.no_grad():
-            weights = {
-                canonical_name(key): value if dtype is None or not value.is_floating_point() else value.to(dtype)
-                for key, value in merged(model).items()
-            }
-        export_weights(weights, spec.config, folder, files=files, like=base, replace=replace)
-        return
     reader = checkpoint.reader()
     tensors = {
         "base_model.model." + key.removeprefix(MODEL): read_tensor(reader, key).to(dtype or torch.float32)
@@ -131,7 +155,7 @@ def _export_adapter(
             for _ in _write_safetensors(file, items):
                 pass
         put_all(out, files)
-        put_made(out, spec.lora.config(base).save_pretrained)
+        put_made(out, spec.lora.config(hub_name(spec.pretrained or "")).save_pretrained)
 
 
 def export_weights(
@@ -140,13 +164,12 @@ def export_weights(
     folder: str | os.PathLike[str],
     *,
     files: Mapping[str, bytes] | None = None,
-    like: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
 ) -> None:
     """Write a whole model that is in host memory, under Hugging Face names, as `export` does. No collective.
 
-    ``files`` are those of the tokenizer and the model card, by name.
+    ``files`` are those of `files_beside`.
     """
     config, plain = _plain_model(config)
     missing = [name for name in named_once(plain) if name not in weights]
@@ -156,11 +179,11 @@ def export_weights(
     items = [Item(tensors, partial(dict, tensors)) for tensors in found]
     with writing(folder, replace) as out:
         write_weights(out, items, shard_bytes)
-        _describe(out, plain, config, items, files or {}, like)
+        _describe(out, plain, config, items, files or {})
 
 
 def _describe(
-    out: Storage, plain: nn.Module, config: Any, items: Iterable[Item], files: Mapping[str, bytes], like: str | None
+    out: Storage, plain: nn.Module, config: Any, items: Iterable[Item], files: Mapping[str, bytes]
 ) -> None:
     """Write the files beside the weights, config.json last."""
     from transformers import GenerationConfig
@@ -169,10 +192,7 @@ def _describe(
     dtypes = {value.dtype for item in items for value in item.tensors.values() if value.dtype.is_floating_point}
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", max(dtypes, key=lambda d: d.itemsize))
     put_all(out, files)
-    generation = None if like is None else _folder_of(like) / GENERATION
-    if generation is not None and generation.is_file():
-        put(out, GENERATION, generation.read_bytes())
-    else:
+    if GENERATION_FILE not in files:
         put_made(out, GenerationConfig.from_model_config(config).save_pretrained)
     put_made(out, config.save_pretrained)
 
@@ -284,8 +304,3 @@ def put_all(out: Storage, files: Mapping[str, bytes]) -> None:
     """Write small files."""
     for name, content in files.items():
         put(out, name, content)
-
-
-def _folder_of(weights: str) -> Place:
-    there = place(weights)
-    return there if there.is_dir() else there.parent

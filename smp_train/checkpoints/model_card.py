@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+TAG = "tags: [smp-train]"
+"""A line of every card."""
+_CACHED = re.compile(r"/models--(.+?)/snapshots/")
 
-def model_card(
-    meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool, base: str | None = None
-) -> str:
+
+def model_card(meta: Mapping[str, Any], *, name: str, step: int, tokenizer: bool) -> str:
     """Return the model card, Markdown with the hub's YAML header, of a checkpoint's ``meta.json``.
 
     Only what the checkpoint knows is stated; secrets were removed from its arguments when it was saved.
     """
     args = meta.get("arguments") or {}
-    base = base or _base(args)
+    base = (meta.get("adapter") or {}).get("base") or _base(args)
+    base = base and hub_name(str(base))
     data = [str(place) for place in [*(args.get("training_dir") or ()), args.get("dataset")] if place]
     data = ["synthetic"] if args.get("use_synthetic_data") else data
     header = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -33,7 +37,7 @@ def model_card(
         "training loss": _number(meta.get("loss")),
         "validation loss": _number(meta.get("validation_loss")),
     }
-    lines = [*header, "tags: [smp-train]", "---", "", f"# {name}", "", "| | |", "|---|---|"]
+    lines = [*header, TAG, "---", "", f"# {name}", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items() if value not in (None, "")]
     versions = meta.get("versions") or {}
     if versions:
@@ -45,6 +49,12 @@ def model_card(
             "```",
         ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def hub_name(location: str) -> str:
+    """Return the name on the hub of a model that lies in the hub's cache; any other location as it is."""
+    cached = _CACHED.search(location)
+    return cached[1].replace("--", "/", 1) if cached else location
 
 
 def _base(args: Mapping[str, Any]) -> str | None:

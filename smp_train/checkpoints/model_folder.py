@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from smp_train import storage
 from smp_train.errors import CheckpointError, ConfigError
-from smp_train.models.hugging_face import CONFIG_FILE
+from smp_train.models.hugging_face import ADAPTER_FILE, CONFIG_FILE
 from smp_train.models.weight_files import INDEXES, weight_files
 from smp_train.storage import Storage
 from smp_train.storage.paths import Place, names_in, place
@@ -23,7 +23,10 @@ from smp_train.storage.paths import Place, names_in, place
 SCRATCH = ".partial"
 """Sub-folder in which a model is written that is to replace another one."""
 OF_A_MODEL = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
-"""What transformers calls the weights it writes; others beside them, such as an adapter's, are none of ours."""
+"""What transformers calls the weights it writes; others beside them are none of ours."""
+OPENS = (CONFIG_FILE, ADAPTER_FILE)
+"""Files without which a model, or an adapter, does not open. transformers opens an adapter before a model beside it."""
+OF_AN_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
 @contextmanager
@@ -38,7 +41,7 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
     there, folder = place(location), storage.at(location)
     with _explained(there):
         names = set(names_in(there))
-        held = [name for name in (CONFIG_FILE, *INDEXES) if name in names] + weight_files(there)
+        held = [name for name in (*OPENS, *INDEXES) if name in names] + weight_files(there)
     if not held:
         yield folder
         return
@@ -54,11 +57,11 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
             folder.delete_folder(SCRATCH)
         raise
     with _explained(there):
-        # config.json, without which the folder does not open, goes first and comes last: the next time mends what a
-        # kill in between leaves.
-        new = sorted(folder.files(SCRATCH), key=lambda name: (name == CONFIG_FILE, name))
+        # The file without which the folder does not open goes first and comes last: the next time mends what a kill in
+        # between leaves.
+        new = sorted(folder.files(SCRATCH), key=lambda name: (name in OPENS, name))
         for name in old:
-            if name == CONFIG_FILE or name not in new:
+            if name in OPENS or name not in new:
                 folder.delete(name)
         for name in new:
             folder.move(f"{SCRATCH}/{name}", name)
@@ -66,12 +69,16 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
 
 
 def _files_of_the_model(there: Place, names: set[str]) -> list[str]:
-    """Return config.json, the weights that are transformers' or in an index, then the indexes: by them it is known."""
+    """Return what it opens by, the weights that are transformers', peft's or in an index, then the indexes.
+
+    By these it is known.
+    """
     found = {name for name in names if OF_A_MODEL.fullmatch(name)}
+    found |= {name for name in names if ADAPTER_FILE in names and OF_AN_ADAPTER.fullmatch(name)}
     for index in names & set(INDEXES):
         with contextlib.suppress(ValueError, KeyError, AttributeError):
             found |= names & set(json.loads((there / index).read_text(encoding="utf-8"))["weight_map"].values())
-    return [name for name in (CONFIG_FILE, *sorted(found), *INDEXES) if name in names]
+    return [name for name in (*OPENS, *sorted(found), *INDEXES) if name in names]
 
 
 @contextmanager
@@ -107,9 +114,9 @@ def put(folder: Storage, name: str, data: bytes) -> None:
 
 
 def put_made(folder: Storage, make: Callable[[str], Any]) -> None:
-    """Write the files that ``make`` writes to a folder of this machine, config.json last."""
+    """Write the files that ``make`` writes to a folder of this machine, that which a model opens by last."""
     with tempfile.TemporaryDirectory() as made:
         make(made)
         files = [path for path in Path(made).rglob("*") if path.is_file()]
-        for path in sorted(files, key=lambda path: (path.name == CONFIG_FILE, path.name)):
+        for path in sorted(files, key=lambda path: (path.name in OPENS, path.name)):
             put(folder, path.relative_to(made).as_posix(), path.read_bytes())

@@ -33,6 +33,10 @@ def load_weights(
         found = find(path, strict=True)
         if found is None:
             raise CheckpointError(f"{path} holds no committed checkpoint to start from")
+        if "adapter" in found.meta:
+            raise CheckpointError(
+                f"{found.path} holds adapters alone; start from what smp-train checkpoint export --merge 1 makes of it"
+            )
         found.load(gather_state(model, base=True))
     elif kind == "foreign":
         trees = foreign.find(os.fspath(path), model.config, strict=True)

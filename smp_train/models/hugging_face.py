@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError, first_line, one_line
@@ -21,11 +21,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 CONFIG_FILE = "config.json"
+# Settings of an adapter, as peft has them.
 ADAPTER_FILE = "adapter_config.json"
-# Metadata of a checkpoint of ours; "model_config" in it is the configuration.
+# How the model generates text: its end tokens, its temperature.
+GENERATION_FILE = "generation_config.json"
+# Metadata of a checkpoint of ours; "model_config" in it is the configuration, "generation_config" the settings above.
 OUR_META = "meta.json"
 # Commit marker of a checkpoint of ours; its "root" is the sub-folder with the files, for a checkpoint saved to S3.
 OUR_MARK = "COMMITTED"
+BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Files of the configuration, of the tokenizer and of its chat template."""
 
 logger = logging.getLogger("smp_train.models")
 _trusted = False
@@ -94,17 +99,28 @@ def _refuse_kernels(fields: Any, where: object) -> None:
             left += [value] if isinstance(value, dict) else []
 
 
-def open_configuration(location: str, weights: str | None = None) -> tuple[str, PretrainedConfig, str | None]:
-    """Return (name, configuration, weights) of a folder, of one config.json (random weights), or of a model on the hub.
+class Opened(NamedTuple):
+    """What a location says of its model."""
+
+    name: str
+    config: PretrainedConfig
+    weights: str | None
+    """Their folder or file; None for random ones."""
+    generation: dict[str, Any] | None
+    """Contents of generation_config.json, where there is one."""
+
+
+def open_configuration(location: str, weights: str | None = None) -> Opened:
+    """Return what a folder, one config.json (random weights), or a model on the hub says of its model.
 
     ``weights`` take the place of weights beside the configuration.
     """
-    path = place(location)
+    folder = path = place(location)
     name = location
     if path.is_file():
         # A checkpoint saved to S3 has its files in a sub-folder.
         inner = path.name == OUR_META and (path.parent.parent / OUR_MARK).is_file()
-        config, name = _load_config(path), (path.parent.parent if inner else path.parent).name
+        config, name, folder = _load_config(path), (path.parent.parent if inner else path.parent).name, path.parent
     elif path.is_dir():
         name = path.name
         if not (path / CONFIG_FILE).is_file():
@@ -124,7 +140,19 @@ def open_configuration(location: str, weights: str | None = None) -> tuple[str, 
         folder = _download(location, with_weights=weights is None)
         config = _load_config(folder / CONFIG_FILE)
         weights = weights or (str(folder) if weight_files(folder) else None)
-    return name, config, weights
+    return Opened(name, config, weights, _generation_in(folder))
+
+
+def _generation_in(folder: Place) -> dict[str, Any] | None:
+    """Return how the model of a folder, or of a checkpoint of ours, generates; None where it does not say."""
+    for file, key in ((GENERATION_FILE, None), (OUR_META, "generation_config")):
+        if (folder / file).is_file():
+            try:
+                fields = json.loads((folder / file).read_text(encoding="utf-8"))
+                return fields if key is None else fields.get(key)
+            except (ValueError, RecursionError, AttributeError) as failure:
+                raise ConfigError(f"{folder / file} cannot be read: {one_line(failure)}; mend or remove it") from None
+    return None
 
 
 def _load_config(path: Place) -> PretrainedConfig:
@@ -208,9 +236,9 @@ def _download(name: str, *, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["*.json", *["*.safetensors"] * with_weights]))
+        folder = Path(snapshot_download(name, allow_patterns=[*BESIDE_WEIGHTS, *["*.safetensors"] * with_weights]))
         if with_weights and not weight_files(folder):
-            folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.bin"]))
+            folder = Path(snapshot_download(name, allow_patterns=[*BESIDE_WEIGHTS, "*.bin"]))
         return folder
     except Exception as failure:  # no network, no such model, no access: each raises its own class
         raise ConfigError(

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from smp_train.errors import ConfigError, install, one_line
-from smp_train.models.hub_names import canonical_name, named_once
+from smp_train.models.hub_names import canonical_name
 from smp_train.models.recording import PROGRAMS, construct_on_meta
 
 ALL_LINEAR = "all-linear"
 """Every linear layer but the head."""
-_ADAPTER = re.compile(r"\.lora_[A-Z]")
+_ADAPTER = re.compile(r"(?:^|\.)lora_[A-Z]")
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,25 @@ def is_adapted(model: nn.Module) -> bool:
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
-def inject(model: nn.Module, lora: Lora) -> None:
+def inject(model: Any, lora: Lora) -> None:
     """Give a model on meta, made by `construct_on_meta`, its adapters, and freeze all else.
 
-    The adapters' initialization is recorded like the model's own. Raises `ConfigError` for a name that no module has.
+    The adapters' initialization is recorded like the model's own. Raises `ConfigError` for a name that no linear layer
+    has.
     """
     from peft import inject_adapter_in_model
 
     config = lora.config()
-    names = [name for name, _ in model.named_modules()]
-    for target in lora.target_modules:
-        if target != ALL_LINEAR and not any(f".{name}".endswith(f".{target}") for name in names):
-            linear = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if _has_weight(each)})
-            raise ConfigError(f"--lora_target_modules {target}: no module has that name; there are {', '.join(linear)}")
+    linear = {name: module for name, module in model.named_modules() if _has_weight(module)}
+    for target in set(lora.target_modules) - {ALL_LINEAR}:
+        named = [module for name, module in linear.items() if f".{name}".endswith(f".{target}")]
+        if not named:
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ConfigError(f"--lora_target_modules {target}: no linear layer has that name; there are {known}")
+        if model.config.tie_word_embeddings and model.get_output_embeddings() in named:
+            raise ConfigError(
+                f"--lora_target_modules {target}: the head of this model is its embedding; leave it out"
+            )
     before = model.__dict__[PROGRAMS]
     try:
         construct_on_meta(lambda: inject_adapter_in_model(config, model))
@@ -90,13 +97,16 @@ def inject(model: nn.Module, lora: Lora) -> None:
     model.__dict__[PROGRAMS] = {name: before.get(name) or program for name, program in added.items()}
 
 
-def merged(model: nn.Module) -> dict[str, Tensor]:
-    """Add the adapters of a materialised model into its weights, and return these by their names."""
-    for module in model.modules():
-        if hasattr(module, "lora_A") and hasattr(module, "merge"):
-            merge: Any = module.merge
-            merge()
-    return {name: value for name, value in named_once(model).items() if not is_adapter(name)}
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Add the adapters of a materialised model, which is not sharded, into its weights, and remove them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, module.get_base_layer())
 
 
 def _has_weight(module: nn.Module) -> bool:

@@ -42,6 +42,8 @@ class ModelSpec:
     """Folder or file of the weights to start from, None for random initial weights."""
     lora: Lora | None = None
     """Adapters that are trained in place of the weights."""
+    generation: Mapping[str, Any] | None = None
+    """Contents of the generation_config.json that lies beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,13 @@ def resolve(args: Any) -> ModelSpec:
     location, weights = _configuration_and_weights(args, given)
     if location:
         try:
-            name, config, weights = open_configuration(location, weights)
+            name, config, weights, generation = open_configuration(location, weights)
         except ConfigError as failure:
             if location != getattr(args, "hf_pretrained_model_name_or_dir", None):
                 raise
             raise ConfigError(f"--hf_pretrained_model_name_or_dir: {failure}") from None
         laid = with_flags(config, given, weights, location)
-        return ModelSpec(name or config.model_type, _our_name(config), laid, weights, _lora(args, weights))
+        return ModelSpec(name or config.model_type, _our_name(config), laid, weights, _lora(args, weights), generation)
     if weights is not None and not _described(args, given):
         raise ConfigError(
             f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
@@ -132,19 +134,22 @@ def names_model(args: Any) -> bool:
 
 
 def resolve_saved(
-    config: PretrainedConfig, model_type: str, location: str, *, adapter: Mapping[str, Any] | None, args: Any = None
+    config: PretrainedConfig, model_type: str, location: str, meta: Mapping[str, Any], args: Any = None
 ) -> ModelSpec:
     """Return the model of a checkpoint at ``location``, with those flags of ``args`` applied that change no shape.
 
-    ``adapter`` is what ``meta.json`` says of its adapters, and the weights that these belong to.
+    ``meta`` is its ``meta.json``, which names the weights that its adapters belong to. Adapters of ``args`` take the
+    place of its own, so that `smp_train.resume.check_model` finds a difference.
     """
     config = config if args is None else with_flags(config, _given(args), location, location)
+    adapter, generation = meta.get("adapter"), meta.get("generation_config")
     if adapter is None:
-        return ModelSpec(model_type, model_type, config)
+        return ModelSpec(model_type, model_type, config, lora=_lora(args, location), generation=generation)
     from smp_train.models.lora import Lora
 
     try:
-        return ModelSpec(model_type, model_type, config, str(adapter["base"]), Lora.of_json(adapter))
+        lora, base = _lora(args, location) or Lora.of_json(adapter), str(adapter["base"])
+        return ModelSpec(model_type, model_type, config, base, lora, generation)
     except (KeyError, TypeError, ValueError) as failure:
         raise CheckpointError(f"{location}: its adapters cannot be read from meta.json ({one_line(failure)})") from None
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import transformers_major
+from smp_train.models.lora import is_adapted
 
 PLAIN_HEADS = frozenset(
     {"falcon", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "mixtral", "opt", "phi", "qwen2", "qwen3", "stablelm"}
@@ -30,10 +31,11 @@ def check_loss(config: Any) -> None:
         )
 
 
-def can_chunk(model: nn.Module) -> bool:
+def can_chunk(model: Any) -> bool:
     """Return whether the loss can be computed from the last hidden states and the head's weight, in chunks."""
     config: Any = model.config
-    return config.model_type in PLAIN_HEADS
+    head: Any = model.get_output_embeddings()
+    return config.model_type in PLAIN_HEADS and not is_adapted(head)
 
 
 def packed_inputs(model: nn.Module, position_ids: Tensor) -> dict[str, Tensor]:

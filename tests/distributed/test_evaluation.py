@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from smp_train.checkpoints.cli import main as checkpoint_verb
 from tests import harness
 from tests.training import SAMPLE, flags, records, steps, train
 
@@ -86,11 +87,23 @@ def test_early_stopping_and_the_best_checkpoint(world: int, tmp_path: Path) -> N
     (meta,) = (tmp_path / "checkpoints/llama_v2-4steps").glob("*/meta.json")
     best = json.loads(meta.read_text())["best"]
     assert (best["step"], best["since"]) == (1, 3)
+    prune = ["prune", str(tmp_path / "checkpoints"), "--keep", "1"]
+    assert checkpoint_verb(prune) == 0
+    assert len(list((tmp_path / "checkpoints").glob("*/COMMITTED"))) == 2
     harness.run(train, world, [*patient, *resume])
     assert len(steps(tmp_path)) == 4
     harness.run(train, world, [*patient, *resume, "--early_stopping=5"])
     assert json.loads((tmp_path / "run" / "DONE").read_text())["step"] == 6
     assert (tmp_path / "checkpoints/llama_v2-1steps/COMMITTED").exists()
+
+
+def test_another_run_begins_without_the_best_of_the_one_it_starts_from(tmp_path: Path) -> None:
+    harness.run(train, 1, flags(tmp_path / "one", **STALE, max_steps=9, checkpoint_freq=4, early_stopping=3))
+    found = {"resume_from_checkpoint": tmp_path / "one/checkpoints", "run_name": "two"}
+    harness.run(train, 1, flags(tmp_path / "two", **STALE, **found, max_steps=6, checkpoint_freq=4, early_stopping=3))
+    assert [record["step"] for record in steps(tmp_path / "two")] == [5, 6]
+    kept = sorted(path.parent.name for path in (tmp_path / "two/checkpoints").glob("*/COMMITTED"))
+    assert kept == ["llama_v2-5steps", "llama_v2-6steps"]
 
 
 def test_a_falling_loss_moves_the_best_checkpoint(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,7 @@ def test_draws_follow_the_seed(trained: Path) -> None:
         (["--chat"], ConfigError, "--chat"),
         (["--top_p", "2"], ConfigError, "--top_p"),
         (["--checkpoint", "/nowhere"], ConfigError, "/nowhere"),
+        (["--model", "/nowhere"], ConfigError, "leave --model out"),
         (["--checkpoint", str(SAMPLE)], ConfigError, "config.json"),
     ],
     ids=lambda value: str(value)[:20],
@@ -147,6 +149,34 @@ def train_and_print(command_line: list[str]) -> str:
     with contextlib.redirect_stdout(out):
         assert train(command_line) == 0
     return out.getvalue()
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(harness.RankFailed, match=r"ConfigError.*64 positions"):
+        harness.run(train, 1, flags(tmp_path, **DATA, prompt=PROMPT * 20))
+    assert not [record for record in records(tmp_path) if "event" not in record]
+
+
+def test_how_the_base_generates_goes_with_its_checkpoints(exported: Path, tmp_path: Path) -> None:
+    model, tokenizer = reference(exported)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    new = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)[0].tolist()[ids.shape[1] :]
+    end = next(token for token in new[2:] if token not in new[:2])
+    base = shutil.copytree(exported, tmp_path / "base")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end], "temperature": 0.25}))
+    still = {"lr": 1e-20, "min_lr": 0, "weight_decay": 0, "max_steps": 2}
+    first = DATA | NO_MODEL | UNVALIDATED | still
+    harness.run(train, 1, flags(tmp_path, **first, hf_pretrained_model_name_or_dir=base))
+    again = first | {"resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": 3}
+    harness.run(train, 1, flags(tmp_path, **again, save_final_model=1, model_dir=tmp_path / "model"))
+    words = ["--prompt", PROMPT, "--num_tokens", "20"]
+    expected = tokenizer.decode([*ids[0].tolist(), *new[: new.index(end) + 1]], skip_special_tokens=True) + "\n"
+    for place in (tmp_path / "checkpoints", tmp_path / "model"):
+        assert verb("generate", "--checkpoint", place, *words) == expected
+    assert json.loads((tmp_path / "model/generation_config.json").read_text())["temperature"] == 0.25
+    (base / "generation_config.json").write_text("[broken")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        verb("generate", "--checkpoint", base, *words)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -183,6 +213,8 @@ def test_evaluate_text_as_transformers_does(trained: Path, exported: Path, tmp_p
     [
         (["--data", str(SAMPLE / "test"), "--training_dir", "x"], ConfigError, "--training_dir"),
         (["--data", str(SAMPLE / "test"), "--batches", "0"], ConfigError, "--batches 0"),
+        (["--data", str(SAMPLE / "test"), "--val_batch_size", "0"], ConfigError, "--val_batch_size 0"),
+        (["--data", str(SAMPLE / "test"), "--lr", "1e-3"], ConfigError, "--lr has no effect"),
         (["--data", str(SAMPLE / "tokenizer.json")], DataError, "tokenizer.json"),
         (["--data", str(SAMPLE / "test"), "--checkpoint", str(SAMPLE / "test")], ConfigError, "config.json"),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from smp_train.errors import CheckpointError, ConfigError
 from tests import harness
 from tests.training import SAMPLE, TINY, flags, read_checkpoint, steps, train
 from tests.versions import FAMILIES, SMALL
@@ -101,13 +103,14 @@ def initial_adapters(command_line: list[str]) -> tuple[dict[str, Any], list[Any]
     return seen, rows
 
 
-def test_losses_are_those_of_peft(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "lm_head")], ids=" ".join)
+def test_losses_are_those_of_peft(targets: tuple[str, ...], base: Path, tmp_path: Path) -> None:
     from smp_train.models.lora import Lora
 
     constant = {"lr_decay_style": "constant", "weight_decay": 0, "adam_epsilon": 1e-8, "beta2": 0.95}
-    command = options(tmp_path, base, **constant)
+    command = [*options(tmp_path, base, **constant), "--lora_target_modules", *targets]
     (adapters, rows), *_ = harness.run(initial_adapters, 1, command)
-    expected = reference(base, rows, Lora(4, 16.0), adapters)
+    expected = reference(base, rows, Lora(4, 16.0, targets), adapters)
     assert all(not value.any() for name, value in adapters.items() if ".lora_B." in name)
     assert all(value.any() for name, value in adapters.items() if ".lora_A." in name)
     assert [record["loss"] for record in steps(tmp_path)] == pytest.approx(expected, rel=1e-5)
@@ -146,19 +149,28 @@ def test_a_checkpoint_is_small_and_resumes_bit_for_bit(base: Path, trained: Path
         assert again.keys() == whole.keys()
         if number == 0:
             assert all(torch.equal(again[name], whole[name]) for name in whole)
-    with pytest.raises(harness.RankFailed, match="lora_rank"):
-        harness.run(train, 1, options(tmp_path / "2", base, **found, lora_rank=2))
+    two = {"lora_rank": 2}
+    for command in (options(tmp_path / "2", base, **found, **two), flags(tmp_path / "3", **no_model | two)):
+        with pytest.raises(harness.RankFailed, match=r"rank 4.*rank 2.*lora_rank"):
+            harness.run(train, 1, command)
 
 
 def test_exports_open_in_peft_and_in_transformers(base: Path, trained: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from smp_train import load_model
     from smp_train.checkpoints.cli import main
 
+    whole = (str(trained / "checkpoints"), str(tmp_path / "merged"))
     assert main(["export", str(trained / "checkpoints"), str(tmp_path / "adapter")]) == 0
-    assert main(["export", str(trained / "checkpoints"), str(tmp_path / "merged"), "--merge"]) == 0
+    # Over an adapter: transformers would open that in place of the model.
+    assert main(["export", str(trained / "checkpoints"), str(tmp_path / "merged")]) == 0
+    assert main(["export", *whole, "--merge", "--overwrite", "1", "--dtype", "bfloat16"]) == 0
+    assert main(["export", *whole, "--merge", "1", "--overwrite", "1", "--model", str(base)]) == 0
     assert not list((tmp_path / "merged").glob("adapter*"))
+    with pytest.raises(ConfigError, match="--model"):
+        main(["export", *whole, "--overwrite", "1", "--model", str(base)])
     ids = AutoTokenizer.from_pretrained(tmp_path / "merged")(PROMPT, return_tensors="pt")["input_ids"]
     plain = AutoModelForCausalLM.from_pretrained(base)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
@@ -166,6 +178,9 @@ def test_exports_open_in_peft_and_in_transformers(base: Path, trained: Path, tmp
     with torch.no_grad():
         expected = adapted(ids).logits
         torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        loaded, _ = load_model(str(trained / "checkpoints"))
+        torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert loaded.state_dict().keys() == merged.state_dict().keys()
         assert not torch.allclose(plain(ids).logits, expected, atol=1e-3)
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["r"]) == (str(base), 4)
@@ -200,13 +215,35 @@ def test_generate_and_evaluate_with_adapters(world: int, base: Path, trained: Pa
         ({"lora_target_modules": "q_porj"}, "q_porj"),
         ({"hf_pretrained_model_name_or_dir": None, "model_type": "llama_v2", "model_size": "7b"}, "lora_rank"),
         ({"fp8": 1, "bf16": 1}, "fp8|FP8"),
+        ({"lora_target_modules": "embed_tokens"}, "embed_tokens.*linear"),
+        ({"pretrained_checkpoint_file": "checkpoints"}, "newest.*-4steps"),
+        ({"pretrained_checkpoint_file": "checkpoints/llama_v2-4steps"}, "adapters alone.*--merge 1"),
     ],
     ids=str,
 )
-def test_refused_by_name(changes: dict[str, Any], named: str, base: Path, tmp_path: Path) -> None:
+def test_refused_by_name(changes: dict[str, Any], named: str, base: Path, trained: Path, tmp_path: Path) -> None:
+    if file := changes.get("pretrained_checkpoint_file"):
+        changes = {"finetune": 1, "pretrained_checkpoint_file": trained / file}
     with pytest.raises(harness.RankFailed, match=named) as failed:
         harness.run(train, 1, options(tmp_path, base, **changes))
-    assert "ConfigError" in str(failed.value)
+    assert "ConfigError" in str(failed.value) or "CheckpointError" in str(failed.value)
+
+
+def test_adapters_follow_weights_that_have_moved(base: Path, tmp_path: Path) -> None:
+    from tests.distributed.test_from_a_checkpoint import verb
+
+    first, then = tmp_path / "first", tmp_path / "then"
+    shutil.copytree(base, first)
+    harness.run(train, 1, options(tmp_path, first, max_steps=2))
+    first.rename(then)
+    words = ["--checkpoint", tmp_path / "checkpoints", "--prompt", PROMPT]
+    with pytest.raises(CheckpointError, match=r"first.*--model"):
+        verb("generate", *words)
+    assert verb("generate", *words, "--model", then).startswith(PROMPT)
+    again = options(tmp_path, then, max_steps=3, resume_from_checkpoint=tmp_path / "checkpoints")
+    with pytest.raises(harness.RankFailed, match=r"CheckpointError.*first.*then.*--allow_model_change 1"):
+        harness.run(train, 1, again)
+    harness.run(train, 1, [*again, "--allow_model_change=1"])
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"llama_v2"}))

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import smp_train
 from smp_train.data.source import Row, Source
-from smp_train.errors import DataError, SmpTrainError
+from smp_train.errors import ConfigError, DataError, SmpTrainError
 from tests import harness
 from tests.training import SAMPLE, TINY, alike, flags, numbers, read_checkpoint, records, same, train
 
@@ -189,7 +189,7 @@ def test_a_bad_own_row_stops_all_by_name(then: Any, named: str, tmp_path: Path) 
 
 
 def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
-    assert logits.dtype == torch.float32
+    assert (type(logits), logits.dtype) == (Tensor, torch.float32)
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.1)
 
 
@@ -209,12 +209,38 @@ def test_own_loss_is_the_same_on_every_mesh(tmp_path: Path) -> None:
         with_loss, 4, tmp_path / "many", smoothed, gradient_accumulation_steps=2, hybrid_shard_degree=2,
         tensor_parallel_degree=2,
     )  # fmt: skip
+    harness.run(with_loss, 2, tmp_path / "context", smoothed, gradient_accumulation_steps=4, context_parallel_degree=2)
     alike(numbers(tmp_path / "plain"), numbers(tmp_path / "default"))
     alike(numbers(tmp_path / "many"), numbers(tmp_path / "one"))
+    alike(numbers(tmp_path / "context"), numbers(tmp_path / "one"))
     assert numbers(tmp_path / "one")[0][1] != pytest.approx(numbers(tmp_path / "plain")[0][1], rel=1e-2)
     assert json.loads((tmp_path / "one" / "run" / "run.json").read_text())["own"] == {
         "training_data": f"{__name__}.Numbers", "validation_data": f"{__name__}.Numbers", "loss": f"{__name__}.smoothed"
     }  # fmt: skip
+
+
+def by_place(logits: Tensor, targets: Tensor) -> Tensor:
+    each = cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (each * torch.arange(targets.shape[1])).sum()
+
+
+def test_a_loss_that_context_parallelism_would_change_is_refused(tmp_path: Path) -> None:
+    harness.run(with_loss, 1, tmp_path / "one", by_place, max_steps=1)
+    with pytest.raises(harness.RankFailed, match=r"ConfigError.*by_place.*--context_parallel_degree 1"):
+        harness.run(with_loss, 2, tmp_path / "two", by_place, context_parallel_degree=2)
+
+
+def on_rank_0_alone(folder: Path) -> str:
+    mine = {"on_step": print} if smp_train.distributed.detect().is_main else {}
+    with pytest.raises(ConfigError) as failure:
+        smp_train.train(**settings(folder), **mine)
+    return str(failure.value)
+
+
+def test_ranks_with_other_callbacks_are_told(tmp_path: Path) -> None:
+    messages = harness.run(on_rank_0_alone, 2, tmp_path)
+    assert messages[0] == messages[1]
+    assert "rank 1 was given nothing and rank 0 builtins.print" in messages[0]
 
 
 @pytest.fixture(scope="module")

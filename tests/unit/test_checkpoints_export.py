@@ -66,29 +66,35 @@ def test_the_round_trip_gives_the_same_logits_and_files(family: str, tmp_path: P
         assert seen[-1][0] == seen[-1][1] == sum(v.nbytes for file in files for v in load_file(file).values())
 
 
-def test_another_dtype_what_generation_begins_with_and_one_reading_of_the_index(
+def test_another_dtype_and_one_reading_of_the_index(
     llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, path = llama
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
     read: list[str] = []
     once = TreeReader.preload
     monkeypatch.setattr(TreeReader, "preload", lambda self: (read.append(str(self.path)), once(self))[1])
-    like = str(tmp_path / "model.safetensors")
-    export(open_checkpoint(path), tmp_path / "half", dtype=torch.bfloat16, like=like)
+    export(open_checkpoint(path), tmp_path / "half", dtype=torch.bfloat16)
     exact = load_file(theirs / "model.safetensors")
     for name, value in load_file(tmp_path / "half" / "model.safetensors").items():
         assert torch.equal(value, exact[name].bfloat16())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert json.loads((tmp_path / "half" / "generation_config.json").read_text())["temperature"] == 0.25
     assert len(read) == 1
 
 
-def test_a_model_that_is_there_is_not_overwritten_unasked(llama: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_there_is_not_overwritten_unasked(own: bool, llama: tuple[Path, Path], tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    if own:
+        card.write_text("# My project\n")
     export(open_checkpoint(llama[1]), tmp_path)
+    first = card.read_text()
+    assert first == "# My project\n" if own else "| steps | 4 |" in first
     with pytest.raises(ConfigError, match="--overwrite 1"):
         export(open_checkpoint(llama[1]), tmp_path)
+    if not own:
+        card.write_text(first.replace("| steps | 4 |", "| steps | 3 |"))
     export(open_checkpoint(llama[1]), tmp_path, replace=True)
+    assert card.read_text() == first
 
 
 def test_what_is_not_a_whole_model_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:

@@ -63,6 +63,17 @@ def test_a_model_that_does_not_get_whole_replaces_nothing(tmp_path: Path) -> Non
     assert contents(tmp_path / "m") == {**OLD, **OTHERS}
 
 
+def test_no_adapter_stays_beside_a_model_that_replaces_it(tmp_path: Path) -> None:
+    """Transformers would open the adapter, and the weights it names, in place of the model."""
+    for name in ("adapter_config.json", "adapter_model.safetensors", "notes.md"):
+        (tmp_path / name).write_bytes(b"mine")
+    with pytest.raises(ConfigError, match="holds a model already"), writing(tmp_path):
+        pass
+    with writing(tmp_path, replace=True) as out:
+        write(out)
+    assert contents(tmp_path) == {**NEW, "notes.md": b"mine"}
+
+
 def test_a_replacement_that_is_cut_short_opens_as_neither_and_is_mended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
