@@ -114,6 +114,18 @@ def test_what_padding_holds_changes_no_bit_of_the_loss(family: str) -> None:
         torch.testing.assert_close(slope, same, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_a_trained_model_generates_as_with_sdpa(family: str) -> None:
+    """With cached keys, and beyond a window."""
+    theirs, ours, _ = pair(family)
+    prompt = torch.randint(3, 64, (1, 20), generator=torch.Generator().manual_seed(1))
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "eos_token_id": None}
+    settings["attention_mask"] = torch.ones_like(prompt)
+    found = [model.eval().generate(prompt, **settings) for model in (ours, theirs)]
+    theirs.train()
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
