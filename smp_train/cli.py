@@ -55,7 +55,7 @@ VERBS: dict[str, Verb] = {
     "data": Verb("inspect or verify a data set, audit what a run used of it", "smp_train.data.cli"),
     "checkpoint": Verb("list, verify, export, import and prune checkpoints", "smp_train.checkpoints.cli"),
     "bench": Verb("measure speed", "smp_train.bench"),
-    "report": Verb("draw report.png from a run folder", "smp_train.telemetry.report"),
+    "report": Verb("write a page and pictures of runs, also beside a running one", "smp_train.telemetry.report"),
 }
 
 COLLECTIVE = {"generate", "evaluate"}

@@ -76,7 +76,7 @@ class RunFolder:
             }
             with self.attempts.open("a", encoding="utf-8") as file:
                 file.write(redacted(json.dumps(record, default=str)) + "\n")
-            _write_atomic(self.run_json, redacted(json.dumps(record, default=str, indent=2)) + "\n")
+            write_atomic(self.run_json, redacted(json.dumps(record, default=str, indent=2)) + "\n")
         except OSError as failure:
             raise self._unwritable(failure) from None
 
@@ -111,7 +111,7 @@ class RunFolder:
         self.stopped.unlink(missing_ok=True)
 
     def _mark(self, marker: Path, step: int) -> None:
-        _write_atomic(marker, json.dumps({"step": step, "time": time.time()}) + "\n")
+        write_atomic(marker, json.dumps({"step": step, "time": time.time()}) + "\n")
 
     def _unwritable(self, failure: OSError) -> ConfigError:
         return ConfigError(f"{self.path}: cannot write the run folder ({failure.strerror}); set --run_dir")
@@ -128,7 +128,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def _write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Replace a file atomically and durably: readers see the old content or the new one, also after a crash."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("w", encoding="utf-8") as file:

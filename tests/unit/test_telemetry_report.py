@@ -1,6 +1,9 @@
-"""The report as an image of the right size that changes with what it shows, and its refusals."""
+"""The report as images of the right size and a page that change with what they show, and its refusals."""
 
 import json
+import os
+import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -8,8 +11,10 @@ import sys
 import pytest
 
 from smp_train.errors import ConfigError
+from smp_train.telemetry import page
 from smp_train.telemetry.metrics import MetricsWriter
-from smp_train.telemetry.report import main, smooth, write_report
+from smp_train.telemetry.report import main, write_report
+from smp_train.telemetry.run_data import POINTS, RunData, read_runs, smooth, thinned
 from smp_train.telemetry.run_folder import RunFolder
 
 
@@ -47,14 +52,15 @@ def labels(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_the_command_writes_a_png_of_1200_by_800_and_names_it(tmp_path, capsys):
+def test_the_command_writes_pngs_of_1200_by_800_and_a_page_and_names_them(tmp_path, capsys):
     write_metrics(tmp_path)
     assert main([str(tmp_path)]) == 0
-    path = tmp_path / "report.png"
-    assert capsys.readouterr().out == f"{path}\n"
-    assert struct.unpack(">II", path.read_bytes()[16:24]) == (1200, 800)
+    names = ["report.png", "report-panels.png", "report.html"]
+    assert capsys.readouterr().out == "".join(f"{tmp_path / name}\n" for name in names)
+    for name in names[:2]:
+        assert struct.unpack(">II", (tmp_path / name).read_bytes()[16:24]) == (1200, 800)
     assert main([str(tmp_path)]) == 0
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "report.png"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*names, "metrics.jsonl"])
 
 
 def test_what_is_drawn_is_what_the_run_said(tmp_path, monkeypatch):
@@ -104,3 +110,158 @@ def test_the_command_line_can_import_it_without_torch_or_matplotlib():
     code = "import sys, smp_train.telemetry.report; print({'torch', 'matplotlib'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
+
+
+def of_page(path):
+    """Return what a page draws."""
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    return json.loads(data)
+
+
+def write_run(folder, name, *, lr=1e-3, kill_at=40, last=60, **facts):
+    """Write a run that was killed, resumed from an earlier checkpoint, and goes on."""
+    run = RunFolder(folder)
+    run.create()
+    for first, end in ((0, kill_at), (kill_at - 10, last)):
+        config = {"run_name": name, "lr": lr, "max_steps": end, "training_dir": "s3://key:planted@b/x?sig=planted"}
+        run.write_run(config={**config, **facts}, mesh={"shard": 2}, total_steps=last, sources={"lr": "command line"})
+        writer = MetricsWriter(folder)
+        writer.event("resume" if first else "start", step=first)
+        for step in range(first + 1, end + 1):
+            shares = {"step_sec": 2.0, "data_wait_sec": 0.1}
+            shares = {"time_shares": {"compute": 0.9, "data": 0.1}} if first else shares
+            writer.step({"step": step, "loss": 8 - step / 20, "lr": lr, "tokens": step, "grad_norm": 1.0, **shares})
+            if step % 20 == 0:
+                writer.event("evaluate", step=step, loss=8 - step / 25)
+                writer.event("save", step=step, checkpoint="c")
+        writer.close()
+    return run
+
+
+def test_the_page_holds_what_counts_of_a_killed_run_and_no_secret(tmp_path):
+    run = write_run(tmp_path, "</script><b>mine", remark="<script>alert(1)</script>")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "lo')  # killed while it wrote
+    path = page.write_page(read_runs([str(tmp_path)]), tmp_path / "report.html")
+    assert b"planted" not in path.read_bytes()
+    assert not re.search(r"(src|href)=[\"'](?!data:)|url\(|@import|fetch\(", path.read_text()), "nothing from elsewhere"
+    (found,) = of_page(path)["runs"]
+    assert found["name"] == "</script><b>mine"
+    assert found["columns"]["step"] == [*range(1, 61)]
+    assert found["columns"]["share data"] == [5.0] * 30 + [10.0] * 30
+    assert found["columns"]["share compute"] == [None] * 30 + [90.0] * 30
+    assert [(each["first"], each["last"], each["how"]) for each in found["attempts"]] == [
+        (0, 40, "killed or failed"), (30, 60, "running"),
+    ]  # fmt: skip
+    assert [(each["event"], each["step"]) for each in found["events"]] == [
+        ("start", 0), ("evaluate", 20), ("save", 20), ("resume", 30),
+        *((event, step) for step in (40, 60) for event in ("evaluate", "save")),
+    ]  # fmt: skip
+    assert found["starts"][1]["changes"] == {"max_steps": [40, 60]}
+    assert found["given"] == ["lr"]
+    assert (found["summary"]["state"], found["summary"]["step"]) == ("running", "60 of 60")
+    run.mark_done(60)
+    assert of_page(page.write_page(read_runs([str(tmp_path)]), path))["runs"][0]["summary"]["state"] == "finished"
+
+
+def test_several_runs_lie_over_each_other(tmp_path, capsys):
+    for name in ("one", "two"):
+        write_run(tmp_path / name, "same", lr={"one": 1e-3, "two": 2e-3}[name])
+    folders, out = [str(tmp_path / name) for name in ("one", "two")], tmp_path / "out.html"
+    assert main([*folders, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "out-panels.png"), str(out)]
+    assert [run["name"] for run in of_page(out)["runs"]] == folders
+    with pytest.raises(ConfigError, match="twice"):
+        main([folders[0], folders[0]])
+
+
+def test_many_steps_are_thinned_to_those_that_matter():
+    numbers = range(100_000)
+    steps = [{"step": step, "loss": 5.0 - (step == 70_001), "grad_norm": 1.0 + (step == 5_555)} for step in numbers]
+    kept = [record["step"] for record in thinned(steps)]
+    assert kept == sorted(set(kept))
+    assert {5_555, 70_001, 99_999} <= set(kept)
+    assert POINTS / 5 <= len(kept) <= 2 * POINTS
+    assert thinned(steps[:POINTS]) == steps[:POINTS]
+
+
+def test_a_live_page_follows_the_run_to_its_end(tmp_path, monkeypatch, capsys):
+    run, out, seen = write_run(tmp_path, "mine"), tmp_path / "report.html", []
+
+    def meanwhile(seconds):
+        found = of_page(out)
+        seen.append((found["live"], found["runs"][0]["columns"]["step"][-1]))
+        writer = MetricsWriter(tmp_path)
+        writer.step({"step": 60 + len(seen), "loss": 5.0})
+        writer.close()
+        if len(seen) == 3:
+            run.mark_stopped(63)
+
+    monkeypatch.setattr(page.time, "sleep", meanwhile)
+    assert main([str(tmp_path), "--live", "2"]) == 0
+    assert seen == [(2, 60), (2, 61), (2, 62)]
+    assert of_page(out)["live"] == 0
+    assert of_page(out)["runs"][0]["columns"]["step"][-1] == 63
+    assert capsys.readouterr().out.splitlines()[0] == str(out)
+
+
+def test_a_live_page_ends_some_time_after_a_process_that_was_killed(tmp_path, monkeypatch):
+    run = write_run(tmp_path, "mine")
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    facts = json.loads(run.run_json.read_text())
+    run.run_json.write_text(json.dumps({**facts, "pid": gone.pid}))
+    now = [0.0]
+    monkeypatch.setattr(page.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(page.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    page.follow([str(tmp_path)], tmp_path / "report.html", 7.0)
+    assert page.GRACE_SECONDS <= now[0] < page.GRACE_SECONDS + 7
+    found = of_page(tmp_path / "report.html")
+    assert (found["live"], found["runs"][0]["attempts"][-1]["how"]) == (0, "killed or failed")
+
+
+def test_a_run_that_is_being_set_up_has_a_page(tmp_path):
+    run = RunFolder(tmp_path)
+    run.create()
+    run.write_run(config={"run_name": "mine"})
+    assert RunData(tmp_path).to_json()["columns"]["step"] == []
+    assert os.path.exists(page.write_page([RunData(tmp_path)], tmp_path / "report.html"))
+
+
+def test_without_matplotlib_there_is_the_page(tmp_path, monkeypatch, capsys):
+    write_metrics(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path / 'report.html'}\n"
+    assert "pip install '.[report]'" in shown.err
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_browser_draws_the_page_without_an_error(tmp_path, width, count):
+    folders = [str(write_run(tmp_path / name, name).path) for name in "ab"[:count]]
+    path = page.write_page(read_runs(folders), tmp_path / "report.html")
+    wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    looked = f"<script>document.body.dataset.wide = {wide}</script></body>"
+    path.write_text(path.read_text().replace("</body>", looked))
+    command = [
+        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+        f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},900", "--virtual-time-budget=2000",
+        "--host-resolver-rules=MAP * ~NOTFOUND", path.as_uri(),
+    ]  # fmt: skip
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert "CONSOLE" not in shown.stderr
+    titles = re.findall(r"<figcaption>([^<]+)<", shown.stdout)
+    assert titles == ["Loss", "Learning rate", "Gradient norm", "Step time", "Shares of a step's time"]
+    # Of each run: the loss, its mean, validation, rate, norm, step time, and two shares.
+    assert f'data-drawn="{8 * count}"' in shown.stdout
+    assert shown.stdout.count('class="line"') == 8 * count
+    assert shown.stdout.count('class="attempt"') == 2 * count
+    assert 'data-wide="0"' in shown.stdout, "the page is as wide as the window"
+    assert "max_steps 40 → 60" in shown.stdout

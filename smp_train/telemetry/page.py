@@ -1,0 +1,55 @@
+"""`report.html`: one page of one run or of several, with its data, style and script inside; nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import smp_train
+from smp_train.errors import ConfigError, redacted
+from smp_train.telemetry.run_data import RunData, read_runs
+from smp_train.telemetry.run_folder import write_atomic
+
+FILE_NAME = "report.html"
+GRACE_SECONDS = 60.0
+"""A process that is gone may be started again by its launcher: so long its page is kept up to date."""
+
+
+def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) -> Path:
+    """Write the page of runs, atomically; ``live``: seconds after which it loads itself again, 0 for never.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    data = {
+        "runs": [run.to_json() for run in runs], "written": time.time(), "version": smp_train.__version__, "live": live
+    }  # fmt: skip
+    template = resources.files("smp_train.telemetry").joinpath("page.html").read_text(encoding="utf-8")
+    # Inside <script> a "<" could end it.
+    text = redacted(json.dumps(data, default=str)).replace("<", "\\u003c")
+    try:
+        write_atomic(Path(path), template.replace("@DATA@", text))
+    except OSError as failure:
+        raise ConfigError(f"{path}: cannot write the report ({failure.strerror}); set --out") from None
+    return Path(path)
+
+
+def follow(folders: Sequence[str], path: str | Path, every: float) -> None:
+    """Write the page every so many seconds until all runs have ended; the last one no longer loads itself again."""
+    ended_at: float | None = None
+    while True:
+        runs = read_runs(folders)
+        states = {run.state for run in runs}
+        if "running" in states:
+            ended_at = None
+        elif ended_at is None:
+            ended_at = time.monotonic()
+        marked = states <= {"finished", "stopped"}
+        over = ended_at is not None and (marked or time.monotonic() - ended_at >= GRACE_SECONDS)
+        write_page(runs, path, live=0 if over else every)
+        if over:
+            return
+        time.sleep(every)
