@@ -22,8 +22,9 @@ from smp_train.checkpoints.node_local import check_saver, is_node_local
 from smp_train.data.blend import read_weights
 from smp_train.data.open_data import open_data
 from smp_train.data.pipelines.data_pipeline import Loader, ValidationData
-from smp_train.distributed import Runtime
+from smp_train.distributed import Runtime, heartbeat
 from smp_train.distributed.degrees import plan
+from smp_train.distributed.watch import watch
 from smp_train.errors import ConfigError
 from smp_train.inference import ids_of
 from smp_train.learning_rates import Schedule, schedule
@@ -108,6 +109,7 @@ class Run:
     def close(self) -> None:
         """Close files, leave the process group, and restore signal handlers."""
         self.screen.close()
+        heartbeat.end()
         self.metrics.close()
         if self.audit is not None:
             self.audit.close()
@@ -128,6 +130,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     opened.callback(metrics.close)
     stop = StopRequest(folder.stop)
     opened.callback(stop.close)
+    watch(ranks, folder.logs, report_seconds=args.hang_report_seconds, end_seconds=args.train_timeout_seconds)
+    opened.callback(heartbeat.end)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
     log.info(
         "smp-train %s, torch %s, %d x %s on %d node(s), started by %s", smp_train.__version__, torch.__version__,

@@ -13,17 +13,15 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from smp_train import __version__, distributed
 from smp_train.arguments.values import is_bool, nearest
-from smp_train.distributed import failures, start_attempted, world_size
+from smp_train.distributed import failures, heartbeat, start_attempted, world_size
 from smp_train.errors import (
     CAUSE_VARIABLE,
-    LOST_PEER,
     ConfigError,
     LostPeerError,
     SmpTrainError,
@@ -112,6 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(problem: Exception, failing: Failing) -> int:
     """Report a failure and return its exit code."""
+    heartbeat.end()
+    if order := heartbeat.ordered():  # the watcher has said why
+        time.sleep(GIVE_WAY_SECONDS)
+        failures.write_error_file(order["end"], 1)
+        failures.write_cause()
+        return 1
     error = explained(problem)
     code, text = (error.exit_code, f"error: {error}") if isinstance(error, SmpTrainError) else (1, _internal(error))
     _report(error, text, code, failing)
@@ -274,12 +278,10 @@ def _report(error: Exception, text: str, code: int, failing: Failing) -> None:
     if not repeats or runtime is None or runtime.rank == 0:
         # One write: unbuffered print makes two, as under torchrun, and ranks share the stream.
         sys.stderr.write(f"smp-train: {where}{text}\n")
-    cause = os.environ.get(CAUSE_VARIABLE)
-    if lost and cause:
-        with suppress(OSError), open(cause, "w", encoding="utf-8") as file:
-            file.write(LOST_PEER)
+    if lost:
+        failures.write_cause()
     if runtime is not None and (lost or repeats):
-        blamed = cause or failures.ERROR_FILE in os.environ
+        blamed = CAUSE_VARIABLE in os.environ or failures.ERROR_FILE in os.environ
         wait_for_request(GIVE_WAY_SECONDS if blamed else QUIET_SECONDS)
     failures.write_error_file(text, code, callstack)
 

@@ -19,7 +19,7 @@ from smp_train.checkpoints.export import export, export_weights, files_beside
 from smp_train.checkpoints.model_folder import OPENS
 from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.runs import committed
-from smp_train.distributed import ALL_RANKS
+from smp_train.distributed import ALL_RANKS, heartbeat
 from smp_train.errors import SmpTrainError, redacted
 from smp_train.progress import Progress
 from smp_train.resume import adapter_of
@@ -37,6 +37,7 @@ def save(run: Run, *, force: bool) -> None:
     progress = run.progress
     if run.saved_step == progress.step:
         return
+    heartbeat.at(heartbeat.SAVE)
     meta = {
         "tokens": progress.tokens,
         **run.losses,
@@ -64,6 +65,7 @@ def save(run: Run, *, force: bool) -> None:
 
 def report_saves(run: Run) -> None:
     """Wait for a save in progress, and log what has been committed; collective."""
+    heartbeat.at(heartbeat.SAVE)
     with Progress(f"Finishing the save of step {run.saved_step}", shown=run.runtime.is_main):
         finished = run.checkpoints.finish()
     for saved in finished:
@@ -84,6 +86,7 @@ def notify(run: Run, event: str, record: Mapping[str, Any]) -> None:
     """
     if getattr(run.own, event) is None:
         return
+    heartbeat.at(heartbeat.CALLBACK)
     try:
         with distributed.together(f"calling {event}"):
             if run.runtime.is_main:

@@ -16,7 +16,7 @@ from smp_train.build_run import Progress, Run, build_run, layout
 from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.tokenizer import from_files
 from smp_train.data.pipelines.data_pipeline import Batch
-from smp_train.distributed import Runtime
+from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
@@ -63,6 +63,7 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
         run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
         finish(run)
     except BaseException:
+        heartbeat.end()
         run.screen.close()
         run.checkpoints.close()
         run.metrics.close()
@@ -198,6 +199,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     args, progress, topology = run.args, run.progress, run.backend.topology
     failure: Exception | None = None
     taken = run.train_data.step_samples(progress.consumed)
+    heartbeat.at(heartbeat.DATA, progress.step + 1)
     with run.throughput.data_wait():
         try:
             micro_batches = next(batches)
@@ -208,6 +210,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             failure = error
             micro_batches = [Batch.blank(args.train_batch_size, run.train_data.seq_len)]
             micro_batches *= args.gradient_accumulation_steps
+    heartbeat.at(heartbeat.VOTE)
     vote = train_utils.Vote(
         run.backend,
         tokens=sum(batch.counted_tokens() for batch in micro_batches),
@@ -221,6 +224,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         run.backend, run.model, run.optimizer, micro_batches, tokens=vote.tokens, lr=run.schedule(progress.step),
         max_grad_norm=args.grad_clip, held=vote.held,
     )  # fmt: skip
+    heartbeat.at(heartbeat.OUTCOME)
     tokens, stopped, failed = vote.outcome()
     if failed or tokens == 0:
         save_last(run)
@@ -248,6 +252,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
 def log_step(run: Run, result: train_utils.StepResult) -> None:
     """Copy the step's numbers to the host, log them, and raise where the loss or the gradient norm is not finite."""
     progress = run.progress
+    heartbeat.at(heartbeat.LOG)
     loss, grad_norm = train_utils.read(run.backend, result)
     record = {
         "step": progress.step,
@@ -295,6 +300,7 @@ def validate(run: Run) -> bool:
     """
     if run.validation is None:
         raise ConfigError("there is no validation data; give --test_dir")
+    heartbeat.at(heartbeat.VALIDATION)
     try:
         shown = Shown(f"Validation at step {run.progress.step}", len(run.validation), "batches", run.runtime.is_main)
         with run.throughput.pause(), shown:
@@ -332,6 +338,7 @@ def put_prompt(run: Run, prompt: str) -> None:
 def finish(run: Run) -> None:
     """Write the final model if asked for, and the marker that tells a launcher how the run ended."""
     at, stopped = run.progress.step, run.stopped
+    heartbeat.at(heartbeat.SAVE)
     if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)
     if run.args.prompt and not stopped:

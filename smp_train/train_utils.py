@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from smp_train import distributed
 from smp_train.backends.base import Backend
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
+from smp_train.distributed import heartbeat
 from smp_train.errors import DataError
 from smp_train.parallel.optimizer import ShardedAdamW
 
@@ -125,12 +126,16 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     total: Tensor | None = None
     for index, batch in enumerate(micro_batches):
+        heartbeat.at(heartbeat.FORWARD)
         with backend.accumulation(model, last=index == len(micro_batches) - 1):
             loss = _loss_sum(backend, model, batch) / tokens
+            heartbeat.at(heartbeat.BACKWARD)
             loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
+    heartbeat.at(heartbeat.CLIP)
     grad_norm = backend.clip_grad_norm(model, max_grad_norm)
+    heartbeat.at(heartbeat.UPDATE)
     if held is not None:
         # With --cpu_offload 1 the optimizer runs on the host; copying here waits for the value, its own copy would not.
         held = held.to(optimizer.param_groups[0]["params"][0].device)

@@ -57,7 +57,12 @@ class RuntimeArguments:
     distributed_backend: str = flag(
         "auto", "Communication; auto: nccl on GPUs, else gloo. gloo trains on the CPU",
         choices=("auto", "nccl", "smddp", "gloo"), trainer="ddp_backend")
-    distributed_timeout_minutes: float = flag(30.0, "Longest wait inside a collective", must=">0")
+    distributed_timeout_minutes: float = flag(
+        30.0, "Longest wait inside a collective, as at the start or in a save", must=">0")
+    train_timeout_seconds: float = flag(
+        300.0, "End the run when a step stands still for so long, and ten times its usual time; 0: never", must=">=0")
+    hang_report_seconds: float = flag(
+        30.0, "Name the missing rank when a step stands still for so long, and ten times its usual time", must=">0")
     prompt: str | None = flag(None, "Text that the model continues when the run ends")
     num_tokens: int = flag(64, "Tokens of the continuation, at most", must=">=1", idle_without="prompt")
 

@@ -20,6 +20,7 @@ from smp_train.checkpoints.owner import ADVICE, Owner
 from smp_train.checkpoints.saver import HUGGING_FACE, LibrarySaver, Saver
 from smp_train.checkpoints.state import present
 from smp_train.checkpoints.target import Policy, Target
+from smp_train.distributed import heartbeat
 from smp_train.distributed.agree import alone, rank
 from smp_train.errors import CheckpointError, ConfigError
 from smp_train.storage import is_s3
@@ -189,7 +190,9 @@ class CheckpointManager:
     def staged(self) -> None:
         """Wait until the state of the save under way is copied: to be called before each update of it."""
         if self._pending is not None:
+            heartbeat.at(heartbeat.SAVE)
             self._pending.staged()
+            heartbeat.at(heartbeat.UPDATE)
 
     def busy(self) -> bool:
         """Return whether a save of this rank's is still being written; peers may be further or less far."""

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from smp_train.distributed import group
+from smp_train.distributed import group, heartbeat
+from smp_train.distributed.agree import unless
+from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
+
+T = TypeVar("T")
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FIRST = "failed"
@@ -36,13 +44,22 @@ def write_error_file(text: str, code: int, callstack: str = "") -> None:
         json.dump({"message": {"message": text, "errorCode": code, "extraInfo": extra}}, file)
 
 
+def write_cause() -> None:
+    """Leave word for the launcher that this rank ends because of another; never raises."""
+    path = os.environ.get(CAUSE_VARIABLE)
+    if path:
+        with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            file.write(LOST_PEER)
+
+
 def tell_peers(text: str) -> None:
     """Leave in the store why this rank fails, if no other rank was first; never raises."""
     met = group.meeting()
     if met is None:
         return
+    text = f"rank {met.runtime.rank} on {met.runtime.hostname} failed: {text}"
     with suppress(Exception):  # rank 0 may be gone, and the store with it
-        _connect(met).compare_set(FIRST, "", f"rank {met.runtime.rank} on {met.runtime.hostname} failed: {text}")
+        within(2 * PATIENCE_SECONDS, lambda: connect(met).compare_set(FIRST, "", text))
 
 
 def first_failure() -> str:
@@ -53,27 +70,54 @@ def first_failure() -> str:
     met = group.meeting()
     if met is None:
         return ""
+    here, port = met.runtime.hostname, met.runtime.master_port
     try:
-        store = _connect(met)
-        store.append(SURVIVORS, f"{met.runtime.rank} ")
-        silent = [met.runtime.rank]
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while silent and time.monotonic() < deadline and not store.check([FIRST]):
-            heard = set(map(int, store.get(SURVIVORS).split()))
-            silent = [rank for rank in range(met.runtime.world_size) if rank not in heard]
-            time.sleep(POLL_SECONDS)
-        if store.check([FIRST]):
-            return store.get(FIRST).decode()
-        if not silent:
-            return ""
-        named = [f"{rank} on {store.get(f'here/{rank}').decode()}" for rank in silent[:8]]
+        return within(3 * PATIENCE_SECONDS, lambda: _ask_store(met))
     except Exception:  # the rank or agent that serves the store is gone
-        return f"the store at {met.runtime.master_addr}:{met.runtime.master_port} does not answer"
+        return heartbeat.killed_here(here) or f"the store at {met.runtime.master_addr}:{port} does not answer"
+
+
+def _ask_store(met: group.Meeting) -> str:
+    store = connect(met)
+    store.append(SURVIVORS, f"{met.runtime.rank} ")
+    silent = [met.runtime.rank]
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while silent and time.monotonic() < deadline and not store.check([FIRST]):
+        heard = set(map(int, store.get(SURVIVORS).split()))
+        silent = [rank for rank in range(met.runtime.world_size) if rank not in heard]
+        if killed := heartbeat.killed_here(met.runtime.hostname, heard):
+            return killed
+        time.sleep(POLL_SECONDS)
+    if store.check([FIRST]):
+        return str(store.get(FIRST).decode())
+    if not silent:
+        return ""
+    named = [f"{rank} on {store.get(f'here/{rank}').decode()}" for rank in silent[:8]]
     which = f"ranks {', '.join(named)}, one of which was" if len(silent) > 1 else f"rank {named[0]}, which was"
     return f"no word from {which} killed, hangs or is cut off"
 
 
-def _connect(met: group.Meeting) -> Any:
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, or raise `TimeoutError`: torch waits without limit for a server that is stopped."""
+    done: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            value = work()
+        except Exception as failure:
+            done.put(partial(unless, failure, None))
+        else:
+            done.put(lambda: value)
+
+    threading.Thread(target=run, name="smp-train-store", daemon=True).start()
+    try:
+        answer = done.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    return answer()
+
+
+def connect(met: group.Meeting) -> Any:
     """Return a new connection to the store: a thread may be waiting in the group's own."""
     import torch.distributed as dist
 

@@ -62,6 +62,9 @@ def start(
     _attempted = True
     device = device_of(runtime, distributed_backend)
     backend = _group_backend(device, distributed_backend)
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # collectives that the flight recorder keeps, for `watch`
+        newer = hasattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if newer else "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
     # torch before 2.6, of a group for GPUs: objects go through its backend for the CPU, as they should.
     warnings.filterwarnings("ignore", message="Multiple backends are registered")
     limit = min(rendezvous_seconds, timeout_seconds)

@@ -1,0 +1,150 @@
+"""A rank stops, dies or stands still: it is named within seconds, and the others end; slow ones are not blamed."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.harness import as_torchrun
+from tests.system.command import Ranks, torchrun
+from tests.system.test_failing_ranks import FAR, running
+from tests.training import flags, train
+
+pytestmark = [pytest.mark.system, pytest.mark.slow]
+
+HANGS: dict[str, Any] = {"max_steps": FAR, "checkpoint_freq": FAR, "lr_decay_iters": 100, "hang_report_seconds": 2}
+
+
+def two_nodes(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return torchrun's variables of ranks on two nodes."""
+    half = world // 2
+    place = {"LOCAL_RANK": rank % half, "LOCAL_WORLD_SIZE": half, "GROUP_RANK": rank // half, "GROUP_WORLD_SIZE": 2}
+    return as_torchrun(rank, world, port) | {name: str(value) for name, value in place.items()}
+
+
+def log(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted((folder / "run/logs").glob("rank-*.log")))
+
+
+@pytest.mark.core
+def test_a_stopped_rank_0_is_named_and_ended(tmp_path: Path) -> None:
+    """It serves the store where ranks meet."""
+    words = flags(tmp_path, **HANGS, train_timeout_seconds=3)
+    with Ranks(tmp_path, 3, "train", *words, launcher=as_torchrun) as ranks:
+        running(ranks[0], tmp_path, 4)
+        ranks[0].signal(signal.SIGSTOP)
+        assert ranks.codes() == [-signal.SIGKILL, 1, 1], ranks.err
+        (line,) = (line for line in ranks.err.splitlines() if line.startswith("smp-train: "))
+        assert re.search(r"error: no progress.*: rank 0 on \S+ is stopped, in step \d+", line)
+
+
+def test_a_stopped_rank_is_named_and_may_go_on(tmp_path: Path) -> None:
+    words = flags(tmp_path, **HANGS)
+    with Ranks(tmp_path, 4, "train", *words, launcher=as_torchrun) as ranks:
+        running(ranks[0], tmp_path, 5)
+        ranks[2].signal(signal.SIGSTOP)
+        ranks[0].until(lambda: "rank 2 on" in log(tmp_path), "name of the missing rank")
+        (line,) = (line for line in log(tmp_path).splitlines() if "rank 2 on" in line)
+        assert re.search(r"no progress for \d+ s.*: rank 2 on \S+ is stopped, in step \d+, .*; 3 others wait", line)
+        recorded = tmp_path / "run/logs/flight-recorder-rank-0.json"
+        ranks[0].until(recorded.exists, "record of the collectives")
+        ranks[2].signal(signal.SIGCONT)
+        ranks[0].until(lambda: "The run goes on" in log(tmp_path), "word of it")
+
+
+def test_a_stopped_rank_of_another_node(tmp_path: Path) -> None:
+    words = flags(tmp_path, **HANGS, train_timeout_seconds=8)
+    with Ranks(tmp_path, 4, "train", *words, launcher=two_nodes) as ranks:
+        running(ranks[0], tmp_path, 5)
+        ranks[3].signal(signal.SIGSTOP)
+        assert ranks.codes() == [1, 1, 1, -signal.SIGKILL], ranks.err
+        line = next(line for line in ranks[0].complaints)
+        assert re.search(r"rank 3 on \S+ is stopped, in step \d+, .*; 3 others wait", line)
+        assert "lost touch" not in ranks.err
+
+
+def test_a_node_that_stops_whole(tmp_path: Path) -> None:
+    """The node of the store: the other one reports by itself."""
+    words = flags(tmp_path, **HANGS, train_timeout_seconds=0)
+    with Ranks(tmp_path, 4, "train", *words, launcher=two_nodes) as ranks:
+        running(ranks[0], tmp_path, 5)
+        for rank in (0, 1):
+            ranks[rank].signal(signal.SIGSTOP)
+        ranks[2].until(lambda: "is cut off" in log(tmp_path), "name of the missing rank")
+        assert re.search(r"no progress for .*: rank 0 on \S+ is cut off", log(tmp_path))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_is_named_with_its_step(rank: int, tmp_path: Path) -> None:
+    with Ranks(tmp_path, 3, "train", *flags(tmp_path, **HANGS), launcher=as_torchrun) as ranks:
+        running(ranks[0], tmp_path, 5)
+        ranks[rank].signal(signal.SIGKILL)
+        codes = ranks.codes(120)
+    assert [codes.pop(rank), *codes] == [-signal.SIGKILL, 1, 1]
+    assert re.search(rf"rank {rank} on \S+ was killed in step \d+, \w+", ranks.err)
+
+
+def test_under_torchrun_the_missing_rank_is_its_root_cause(tmp_path: Path) -> None:
+    with torchrun(tmp_path, 2, "train", *flags(tmp_path, **HANGS, train_timeout_seconds=5)) as command:
+        running(command, tmp_path, 5)
+        command.signal(signal.SIGSTOP, rank=1)
+        assert command.code() == 1
+        assert re.search(r"Root Cause [^=]*=*\s.*\n.*\n  rank +: 1 ", command.err), command.err
+
+
+def train_slowly(command_line: list[str]) -> int:
+    """Train; rank 1 takes long over its first step and over each save and validation, then hangs in its data."""
+    from smp_train import saving, train_lib, train_utils
+    from smp_train.checkpoints import CheckpointManager
+
+    steps, save, evaluate = [0], CheckpointManager.save, train_utils.evaluate
+    train_step = train_utils.train_step
+    late = 4.0
+
+    def slow(self: Any, *given: Any, **named: Any) -> Any:
+        time.sleep(late)
+        return save(self, *given, **named)
+
+    def slow_validation(*given: Any) -> Any:
+        time.sleep(late)
+        return evaluate(*given)
+
+    def slow_first_step(*given: Any, **named: Any) -> Any:
+        steps[0] += 1
+        time.sleep(late if steps[0] == 1 else 0)
+        return train_step(*given, **named)
+
+    def slow_check(attention_mask: Any, samples: Any) -> None:
+        time.sleep(late if steps[0] == 14 else 0)
+
+    open_run = train_lib.build_run
+
+    def build(resolved: Any, ranks: Any, *given: Any) -> Any:
+        run = open_run(resolved, ranks, *given)
+        if ranks.rank == 1:
+            CheckpointManager.save = slow  # type: ignore[method-assign]
+            train_utils.evaluate, train_utils.train_step = slow_validation, slow_first_step  # type: ignore[assignment]
+            run.backend.check_rows = slow_check  # type: ignore[method-assign]
+        return run
+
+    assert saving
+    train_lib.build_run = build
+    return train(command_line)
+
+
+def test_slow_steps_that_are_no_hang_and_one_that_is(tmp_path: Path) -> None:
+    words = flags(
+        tmp_path, max_steps=16, checkpoint_freq=5, checkpoint_type="sharded", validation_freq=6, hang_report_seconds=1,
+        validation_batches=1,
+    )  # fmt: skip
+    harness.run(train_slowly, 2, words)
+    lines = [line for line in log(tmp_path).splitlines() if "no progress" in line]
+    assert len(lines) == 1, lines
+    assert re.search(r"rank 1 on \S+ is in step 15, reading data, at slow_check \(test_hangs", lines[0])
+    assert "The run goes on" in log(tmp_path)
