@@ -120,9 +120,7 @@ class ParallelArguments:
     context_parallel_degree: int = flag(
         1, "Processes that share each sequence; part of the shard degree", must=">=1", smp_key=True)
     expert_parallel_degree: int = flag(
-        1, "Processes that share the experts of a layer", must=">=1", smp_key=True,
-        only_natively=Only((1,), "a degree of its own for experts is SMP's (--backend smp); --tensor_parallel_degree "
-                                 "distributes a layer's experts"))
+        1, "Processes that share the experts of a layer", must=">=1", smp_key=True)
     bf16: bool = flag(
         True, "Compute in bfloat16, with weights and optimizer in float32; 0: all in float32", fsdp2="mixed_precision")
     fp8: bool = flag(False, "Compute the decoder's linear layers in 8-bit floating point (Hopper, torchao)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,18 +19,19 @@ from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import rank
-from smp_train.distributed.degrees import plan
+from smp_train.distributed.degrees import check_model, plan
 from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.attention import Attention
 from smp_train.models.initialization import initialise
 from smp_train.models.lora import is_adapter
-from smp_train.models.traits import can_chunk, check_experts
+from smp_train.models.traits import can_chunk, check_experts, split_sizes
 from smp_train.parallel import (
     activation_checkpointing,
     activation_offloading,
     compile,
     context_parallel,
+    expert_parallel,
     float8,
     fsdp,
     grad_norm,
@@ -97,10 +99,19 @@ class NativeBackend(Backend):
         context_parallel.check(degrees.context, seq_len, args.attn_implementation, config)
         tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
         activation_checkpointing.check(args.activation_checkpointing, config.model_type, compiled=self.compiled)
-        if degrees.tensor > 1:
+        if degrees.expert > 1:
+            check_model(split_sizes(config), seq_len=seq_len, tensor=degrees.tensor, expert=degrees.expert)
+        if max(degrees.tensor, degrees.expert) > 1:
             # Splitting a model on meta finds parameters without a rule.
-            model = build.build_meta(spec, attn_implementation=args.attn_implementation)
-            tensor_parallel.apply(model, build.decoder_layers(model), self.mesh.tensor)
+            self._split(build.build_meta(spec, attn_implementation=args.attn_implementation))
+
+    def _split(self, model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+        """Split a model on meta over the expert and the tensor ranks; return the former's modules by layer."""
+        named = build.decoder_layers(model)
+        experts = {} if self.mesh.experts is None else expert_parallel.distribute(named, self.mesh.experts)
+        if self.mesh.degrees.tensor > 1:
+            tensor_parallel.apply(model, named, self.mesh.tensor)
+        return experts
 
     def use_loss(self, loss: losses.Loss) -> None:
         """See `Backend.use_loss`."""
@@ -109,15 +120,14 @@ class NativeBackend(Backend):
     def build(self, spec: ModelSpec, *, seed: int, seq_len: int, initial: bool = True) -> nn.Module:
         """Build on the meta device, apply parallelism, then allocate each rank's part and fill in the weights.
 
-        The order matters: context and tensor parallelism, FP8 linear layers, activation checkpointing, compilation (of
-        the checkpointed forward), activation offloading (around compiled code), sharding, weights.
+        The order matters: context, expert and tensor parallelism, FP8 linear layers, activation checkpointing,
+        compilation (of the checkpointed forward), activation offloading (around compiled code), sharding, weights.
         """
         args = self.args
         device = self.topology.device
         degrees = self.mesh.degrees
         model = build.build_meta(spec, attn_implementation=args.attn_implementation)
-        named = build.decoder_layers(model)
-        layers = [layer for _, layer in named]
+        layers = [layer for _, layer in build.decoder_layers(model)]
         if degrees.context > 1:
             self.context = context_parallel.ContextSplit(self.mesh.context, seq_len)
             self.context.apply(model)
@@ -125,8 +135,7 @@ class NativeBackend(Backend):
             self.attention = Attention(
                 model, device, half=args.bf16, packed=args.short == "pack", compiled=self.compiled
             )
-        if degrees.tensor > 1:
-            tensor_parallel.apply(model, named, self.mesh.tensor)
+        experts = self._split(model)
         if args.fp8:
             logger.info("FP8: %d linear layers", float8.apply(layers))
         self._checkpoint_and_compile(layers)
@@ -138,13 +147,15 @@ class NativeBackend(Backend):
             )  # fmt: skip
         if args.sm_activation_offloading:
             horizon = args.activation_loading_horizon
-            self.offload = activation_offloading.apply(layers, device=device, horizon=horizon)
+            units = itertools.chain.from_iterable(experts.values())
+            self.offload = activation_offloading.apply(layers, device=device, horizon=horizon, units=units)
             if horizon >= len(layers):
                 logger.info("--activation_loading_horizon %d covers all layers: none is offloaded", horizon)
         fsdp.shard(
             model, layers, self.mesh.parameters, param_dtype=torch.bfloat16 if args.bf16 else None,
             reshard_after_forward=args.sharding_strategy not in mesh.KEEP_UNSHARDED_STRATEGIES,
             forward_prefetch=args.forward_prefetch, cpu_offload=self.cpu_offload,
+            experts=experts, experts_mesh=self.mesh.parameters_of_experts,
         )  # fmt: skip
         tensor = self.mesh.tensor if degrees.tensor > 1 else None
         loss_head.attach(

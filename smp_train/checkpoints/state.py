@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from smp_train.distributed.dtensor import local_tensor, part_of
-from smp_train.models.hub_names import HubNames, canonical_name, hub_names, is_split
+from smp_train.distributed.dtensor import DTensor, Shard, local_tensor, part_of
+from smp_train.models.hub_names import HubNames, HubTensor, canonical_name, hub_names, is_split
 from smp_train.models.lora import is_adapted, is_adapter
 
 
@@ -95,6 +96,11 @@ class _Blocks:
         self._split = tensors if is_split(param, tensors) else ()
         part = part_of(param) if self._split else None
         self._held = {each.name: found[0] for each in self._split if part and (found := each.within(part))}
+        self._columns: DeviceMesh | None = None
+        """The ranks that have the other columns of these tensors, where they lie by columns."""
+        for dim, placement in enumerate(param.placements if self._held and isinstance(param, DTensor) else ()):
+            if getattr(placement, "dim", 0):
+                self._columns = DeviceMesh.from_group(param.device_mesh.get_group(dim), param.device.type)
 
     def of(self, value: Any) -> dict[str, Any]:
         """Return by the hub's names the parameter's ``value``: itself, a moment, or a number of all of it."""
@@ -103,7 +109,7 @@ class _Blocks:
         if isinstance(value, torch.Tensor) and value.size() == self._shape:
             local = local_tensor(value)
             return {
-                each.name: local[self._held[each.name]] if each.name in self._held else _elsewhere(each.shape, value)
+                each.name: self._here(local, each) if each.name in self._held else _elsewhere(each.shape, value)
                 for each in self._split
             }
         if not isinstance(value, torch.Tensor):
@@ -111,6 +117,16 @@ class _Blocks:
         # Each block has the number; a rank without any block reads that of the first.
         here = self._held or {self._split[0].name: ...}
         return {each.name: value if each.name in here else _elsewhere(value.size(), value) for each in self._split}
+
+
+    def _here(self, local: torch.Tensor, tensor: HubTensor) -> torch.Tensor:
+        block = local[self._held[tensor.name]]
+        if self._columns is None:
+            return block
+        shape = torch.Size(tensor.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        last = [Shard(len(shape) - 1)]
+        return DTensor.from_local(block, self._columns, last, run_check=False, shape=shape, stride=stride)
 
 
 def _elsewhere(shape: Sequence[int], value: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,11 @@ HYBRID_STRATEGIES = ("hybrid_shard", "_hybrid_shard_zero2")
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks each dimension of the mesh has; their product is the world size."""
+    """How many ranks each dimension of the mesh has; their product is the world size.
+
+    Expert ranks read rows of their own. Between them they share a layer's experts; all other parameters are sharded
+    over them on the native backend, and replicated on SMP.
+    """
 
     replicate: int = 1
     shard: int = 1
@@ -70,12 +74,15 @@ def plan(args: Arguments, world_size: int, local_world_size: int, *, smp: bool) 
         degree = getattr(args, name)
         if degree and world_size % degree:
             raise ConfigError(f"--{name} {degree} does not divide {processes} of this run; {_would(world_size)}")
-    if tensor > 1 and expert > 1:
-        raise ConfigError("--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1")
+    if smp and tensor > 1 and expert > 1:
+        raise ConfigError("--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP")
+    others = " and ".join(
+        f"--{name}_parallel_degree {degree}" for name, degree in (("tensor", tensor), ("expert", expert)) if degree > 1
+    )
+    if world_size % (tensor * expert):
+        raise ConfigError(f"{others} do not divide {processes} of this run together")
     ranks = world_size // (tensor * expert)
-    of = f"{processes} of this run"
-    if tensor * expert > 1:
-        of = f"the {ranks} ranks left by --{'expert' if expert > 1 else 'tensor'}_parallel_degree {tensor * expert}"
+    of = f"the {ranks} ranks left by {others}" if others else f"{processes} of this run"
     if ranks % context:
         raise ConfigError(f"--context_parallel_degree {context} does not divide {of}; {_would(ranks)}")
     if args.hybrid_shard_degree:
@@ -122,9 +129,11 @@ def check_model(sizes: Mapping[str, int], *, seq_len: int, tensor: int = 1, cont
             f"--context_parallel_degree {context} needs; make it a multiple of {2 * context}"
         )
     experts = sizes.get("experts", 0)
-    if experts % expert:
+    if expert > 1 and experts % (expert * tensor):
+        times = f" times --tensor_parallel_degree {tensor}" if tensor > 1 else ""
         raise ConfigError(
-            f"--expert_parallel_degree {expert} does not divide the {experts} experts of this model; {_would(experts)}"
+            f"--expert_parallel_degree {expert}{times} does not divide the {experts} experts of this model; "
+            f"{_would(experts)}"
         )
     per_rank = seq_len // context
     fitting = [d for d in divisors(per_rank) if all(size % d == 0 for size in sizes.values())]

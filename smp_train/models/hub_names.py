@@ -159,8 +159,12 @@ def _block(name: str, view: Tensor, param: Tensor) -> HubTensor | None:
 
 
 def is_split(param: Any, tensors: Sequence[HubTensor]) -> bool:
-    """Return whether a parameter is split into whole tensors of the hub on every rank; same result on all ranks."""
+    """Return whether a parameter is split into tensors of the hub that lie whole, or by their last dimension alone.
+
+    The result is the same on all ranks.
+    """
     if any(each.expert is None for each in tensors):
         return False
     placements = param.placements if isinstance(param, DTensor) else ()
-    return all(not hasattr(placement, "dim") or placement.dim == 0 for placement in placements)
+    inner = [dim for dim in (getattr(placement, "dim", 0) for placement in placements) if dim]
+    return inner in ([], [param.dim() - 1])

@@ -155,11 +155,16 @@ class LayerPass:
 
     def __init__(self, offload: Offload, previous: LayerPass | None, *, away: bool, staying: Iterable[Tensor]) -> None:
         self.offload, self.previous, self.away = offload, previous, away
-        self.staying = {_storage_id(plain) for plain in map(_plain, staying) if plain is not None}
+        self.staying: set[int] = set()
+        self.keep(staying)
         # Strong references during the forward pass, so that no other storage can reuse an address.
         self.fresh: dict[int, Stored] = {}
         self.stored: list[weakref.ref[Stored]] = []
         self.announced = False
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Leave these on the device."""
+        self.staying |= {_storage_id(plain) for plain in map(_plain, tensors) if plain is not None}
 
     def pack(self, tensor: Tensor) -> Tensor | Packed:
         """Hook for a tensor that autograd saves: register it for offloading, or return it to stay on the device."""
@@ -212,6 +217,7 @@ class Offload:
     def __init__(self, lane: Lane, pool: HostPool, *, horizon: int) -> None:
         self.lane, self.pool, self.horizon = lane, pool, horizon
         self._latest: LayerPass | None = None
+        self._running: LayerPass | None = None
 
     def around(self, layer: nn.Module, *, first: bool, away: bool) -> Callable[..., Any]:
         """Return the layer's forward with saved tensors intercepted, and with ``away`` sent to the host."""
@@ -223,8 +229,10 @@ class Offload:
             shared = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad)
             staying = (*layer.parameters(), *layer.buffers(), *shared)
             this = LayerPass(self, None if first else self._latest, away=away, staying=staying)
+            self._running = this
             with torch.autograd.graph.saved_tensors_hooks(this.pack, this.unpack):
                 output = forward(*args, **kwargs)
+            self._running = None
             this.close()
             # The previous layer's device-to-host copy overlapped this forward; release its device memory.
             for stored in self._latest.alive() if self._latest is not None else ():
@@ -234,8 +242,22 @@ class Offload:
 
         return offloaded
 
+    def keep_parameters(self, module: nn.Module) -> None:
+        """Keep on the device the parameters of a part of a layer that are gathered only when it runs."""
+        forward = module.forward
 
-def apply(layers: list[nn.Module], *, device: torch.device, horizon: int, lane: Lane | None = None) -> Offload:
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            if self._running is not None:
+                self._running.keep(module.parameters())
+            return forward(*args, **kwargs)
+
+        module.forward = kept
+
+
+def apply(
+    layers: list[nn.Module], *, device: torch.device, horizon: int, lane: Lane | None = None,
+    units: Iterable[nn.Module] = (),
+) -> Offload:  # fmt: skip
     """Send the activations of the decoder ``layers`` to host memory between forward and backward pass.
 
     Call it after activation checkpointing, so that a checkpointed layer's input is what is sent, and before sharding.
@@ -247,11 +269,14 @@ def apply(layers: list[nn.Module], *, device: torch.device, horizon: int, lane: 
         horizon: While a layer's backward pass runs, the activations of this many layers before it are on the device or
             on their way; at least 1. The last ``horizon`` layers' are never sent.
         lane: Where copies run.
+        units: Modules inside layers whose parameters are sharded apart from their layer's.
     """
     offload = Offload(lane or Lane(device), HostPool(pin_memory=device.type == "cuda"), horizon=horizon)
     for index, layer in enumerate(layers):
         away = index < len(layers) - horizon
         layer.forward = offload.around(layer, first=index == 0, away=away)
+    for module in units:
+        offload.keep_parameters(module)
     return offload
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,10 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from smp_train.distributed.dtensor import Shard, local_tensor
+
+STACKED = 3
+"""Dimensions of the parameter that holds a matrix of each expert."""
+
 
 def shard(
     model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, *, param_dtype: torch.dtype | None,
     reshard_after_forward: bool, forward_prefetch: bool = False, cpu_offload: bool = False,
+    experts: Mapping[nn.Module, list[nn.Module]] = MappingProxyType({}), experts_mesh: DeviceMesh | None = None,
 ) -> None:  # fmt: skip
     """Shard ``model`` in place over ``mesh``, 1-D, or 2-D as (replicate, shard).
 
@@ -30,15 +39,24 @@ def shard(
             where the host is slow, and one more layer is in memory. (The backward pass always gathers one layer ahead.)
         cpu_offload: Keep parameters, gradients and so the optimizer's state in host memory, in page-locked memory for
             CUDA; only gathered parameters are on the device.
+        experts: By layer, its modules whose parameters lie on ``experts_mesh`` instead, each a unit of its own.
+        experts_mesh: As ``mesh``.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "shard_placement_fn": _dimension(mesh),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy(),
     }
+    # Their inputs are of the layer's type already; routing weights stay in float32.
+    policy = dataclasses.replace(options["mp_policy"], cast_forward_inputs=False)
     for layer in layers:
         # The last layer's backward pass follows its forward pass at once: freeing it would cost a second all-gather.
-        fully_shard(layer, **options, reshard_after_forward=reshard_after_forward and layer is not layers[-1])
+        frees = reshard_after_forward and layer is not layers[-1]
+        for module in experts.get(layer, ()):
+            own = {"mesh": experts_mesh, "mp_policy": policy, "shard_placement_fn": _dimension(experts_mesh)}
+            fully_shard(module, **{**options, **own}, reshard_after_forward=frees)
+        fully_shard(layer, **options, reshard_after_forward=frees)
     units = list(layers)
     head = separate_head(model)
     if head is not None:
@@ -49,10 +67,12 @@ def shard(
     if forward_prefetch:
         for module, following in zip([model, *units[:-1]], units, strict=True):
             assert isinstance(module, FSDPModule)
-            module.set_modules_to_forward_prefetch([following])  # type: ignore[list-item]
+            module.set_modules_to_forward_prefetch([following, *experts.get(following, ())])  # type: ignore[list-item]
+    apart = {module for modules in experts.values() for module in modules}
     for module in model.modules():
+        own_mesh = experts_mesh if module in apart else mesh
         # One rank has nothing to sum: with a factor FSDP2 would copy each gradient to divide it.
-        if isinstance(module, FSDPModule) and mesh.size() > 1:
+        if isinstance(module, FSDPModule) and own_mesh is not None and own_mesh.size() > 1:
             if hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(1.0)
             else:  # torch 2.6 and 2.7
@@ -68,6 +88,21 @@ def separate_head(model: nn.Module) -> nn.Module | None:
     if not isinstance(head, nn.Linear) or embedding is None or head.weight is embedding.weight:
         return None
     return head
+
+
+def _dimension(mesh: DeviceMesh | None) -> Callable[[nn.Parameter], Shard | None]:
+    """Return FSDP2's choice of the dimension that shards: the last one of stacked experts fewer than the ranks.
+
+    By whole experts some ranks would hold none, and FSDP2 would pad what it gathers to as many experts as ranks.
+    """
+    ranks = 1 if mesh is None else mesh.size(-1)
+
+    def choose(parameter: nn.Parameter) -> Shard | None:
+        shape = local_tensor(parameter).shape
+        uneven = len(shape) == STACKED and shape[0] % ranks
+        return Shard(STACKED - 1) if uneven and shape[-1] % ranks == 0 else None
+
+    return choose
 
 
 def accumulate(model: nn.Module, *, last: bool) -> None:

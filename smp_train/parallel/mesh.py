@@ -1,7 +1,8 @@
 """The device mesh of a run.
 
-Dimensions, outermost first: ``replicate`` x ``shard`` x ``context`` x ``tensor``. Neighbouring ranks share a node, so
-the innermost dimensions, which communicate most, use the fastest links.
+Dimensions, outermost first: ``replicate`` x ``shard`` x ``expert`` x ``context`` x ``tensor``; ``expert`` is left out where
+its degree is 1. Neighbouring ranks share a node, so the innermost dimensions, which communicate most, use the fastest
+links.
 """
 
 from __future__ import annotations
@@ -26,27 +27,37 @@ class Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.degrees = degrees
-        self.root: DeviceMesh = init_device_mesh(
-            device_type,
-            (degrees.replicate, degrees.shard, degrees.context, degrees.tensor),
-            mesh_dim_names=("replicate", "shard", "context", "tensor"),
-        )
-        # Parameters are sharded over shard x context: context ranks see the same rows but split the work on them.
-        if degrees.context > 1:
-            self._shard = self.root["shard", "context"]._flatten("shard_context")
-        else:
-            self._shard = self.root["shard"]
+        sizes = {
+            "replicate": degrees.replicate, "shard": degrees.shard, "expert": degrees.expert,
+            "context": degrees.context, "tensor": degrees.tensor,
+        }  # fmt: skip
+        if degrees.expert == 1:
+            del sizes["expert"]
+        self.root: DeviceMesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        # Parameters are sharded over shard x expert x context: context ranks see the same rows but split the work on
+        # them. Experts are distributed over expert x tensor, and those of one such rank sharded over shard x context.
+        self.parameters = self._parameters("shard", "expert", "context")
+        """The mesh for `fully_shard`: 1-D when every rank holds its own shard, else (replicate, shard)."""
+        self.parameters_of_experts = self.parameters
+        """The same for a layer's experts."""
+        self.experts: DeviceMesh | None = None
+        """The ranks between which a layer's experts are distributed, None without an expert dimension."""
+        if degrees.expert > 1:
+            self.parameters_of_experts = self._parameters("shard", "context")
+            self.experts = self._flat("expert", "tensor")[0]
         # Groups connect through the store, which rank 0 may serve. Without the barrier rank 0 could refuse the
         # configuration and exit first, and its peers would report a lost connection instead of that message.
         dist.barrier()
 
-    @property
-    def parameters(self) -> DeviceMesh:
-        """The mesh for `fully_shard`: 1-D when every rank holds its own shard, else (replicate, shard)."""
-        if self.degrees.replicate == 1:
-            return self._shard
-        shard = "shard" if self.degrees.context == 1 else "shard_context"
-        return self.root["replicate", shard]
+    def _flat(self, *names: str) -> tuple[DeviceMesh, str]:
+        """Return the ranks of several dimensions as one dimension, and its name."""
+        several = tuple(name for name in self.root.mesh_dim_names or () if name in names and self.root[name].size() > 1)
+        flat = "_".join(several) or names[0]
+        return (self.root[several]._flatten(flat) if len(several) > 1 else self.root[flat]), flat
+
+    def _parameters(self, *names: str) -> DeviceMesh:
+        mesh, flat = self._flat(*names)
+        return mesh if self.degrees.replicate == 1 else self.root["replicate", flat]
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -66,4 +77,5 @@ class Mesh:
             group = dist.group.WORLD
             assert group is not None
             return group
-        return self.root["replicate", "shard", "context"]._flatten("loss").get_group()
+        others = tuple(name for name in self.root.mesh_dim_names or () if name != "tensor")
+        return self.root[others]._flatten("loss").get_group()

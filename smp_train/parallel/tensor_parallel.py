@@ -126,7 +126,10 @@ def _split_layer(layer: nn.Module, name: str, plan: dict[str, str], mesh: Device
     blocks = {child_name.rpartition(".")[0] for child_name in styles}
     for moe, stacked in mixtures.items():
         try:
-            expert_parallel.distribute_experts(layer.get_submodule(moe), stacked, mesh)
+            # Experts that have a dimension of their own are distributed already.
+            own = any(isinstance(parameter, DTensor) for parameter in stacked.parameters())
+            split = expert_parallel.repeat_router if own else expert_parallel.distribute_experts
+            split(layer.get_submodule(moe), stacked, mesh)
         except ValueError as cause:
             raise UnknownSplit(moe, str(cause)) from cause
     for block in blocks:

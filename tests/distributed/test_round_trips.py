@@ -30,6 +30,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "fsdp4": {},
     "hsdp2x2": {"hybrid_shard_degree": 2},
     "tp2-fsdp2": {"tensor_parallel_degree": 2},
+    "ep2-fsdp2": {"expert_parallel_degree": 2},
 }
 COMMON = {"bf16": 0, "use_synthetic_data": 1}
 NOT_SPLIT = ("gpt2", "falcon")
@@ -48,7 +49,8 @@ def hand_on(folder: str, source: str) -> None:
     device = distributed.start(ranks, timeout_seconds=300)
     for mesh, options in MESHES.items():
         for family in FAMILIES:
-            args = command(family, **({} if family in NOT_SPLIT and mesh.startswith("tp") else options))
+            split = family not in NOT_SPLIT if mesh.startswith("tp") else family == "mixtral" or mesh[:2] != "ep"
+            args = command(family, **(options if split else {}))
             backend, _ = backends.select(args, ranks, device)
             spec = resolve(args)
             model = backend.build(spec, seed=2, seq_len=16)

@@ -37,6 +37,14 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel_degree": 2}), "tp2-fsdp2": (4, {"tensor_parallel_degree": 2}),
     "tp2-hsdp2x2": (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}),
     "cp2": (2, {"context_parallel_degree": 2}),
+    "ep2": (2, {"expert_parallel_degree": 2}), "ep2-fsdp2": (4, {"expert_parallel_degree": 2}),
+    "ep4": (4, {"expert_parallel_degree": 4}),
+    "ep2-hsdp2": (4, {"expert_parallel_degree": 2, "hybrid_shard_degree": 1}),
+    "ep2-tp2": (4, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    "ep2-tp2-fsdp2": (8, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    "ep2-cp2-hsdp2x2": (
+        8, {"expert_parallel_degree": 2, "context_parallel_degree": 2, "hybrid_shard_degree": 2}
+    ),
 }  # fmt: skip
 CHECKPOINTING = ("none", "full", "selective:op", "selective:2")
 MODES = list(itertools.product(CHECKPOINTING, (0, 1), (1, 0)))
