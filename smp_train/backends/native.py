@@ -59,8 +59,16 @@ class NativeBackend(Backend):
         build.check_attention(args.attn_implementation, device)
         if args.fp8:
             float8.check(device)
+        asked = args.use_torch_compile
+        if args.expert_parallel_degree > 1 and checkpointing.read(args.activation_checkpointing)[1]:
+            if asked:
+                raise ConfigError(
+                    f"--activation_checkpointing {args.activation_checkpointing} with --expert_parallel_degree above 1 "
+                    "needs --use_torch_compile 0: a checkpoint with exchanges in it is not compiled; or use full"
+                )
+            asked = False
         self.compiled = compile.chosen(
-            args.use_torch_compile, device=device, backend=args.torch_compile_backend,
+            asked, device=device, backend=args.torch_compile_backend,
             training=not args.evaluate_only,
         )  # fmt: skip
         if args.fp8 and not self.compiled:
@@ -175,13 +183,14 @@ class NativeBackend(Backend):
         return model
 
     def _checkpoint_and_compile(self, layers: list[nn.Module]) -> None:
-        """Checkpoint, then compile what that made of a layer; whole layers of DTensors the other way round.
+        """Checkpoint, then compile what that made of a layer; whole split layers the other way round.
 
         AOTAutograd cannot save a mesh across a checkpoint inside compiled code (torch 2.13: "expected all
-        tensors_saved_with_vc_check to be Tensors"); around compiled code, a checkpoint asks nothing of it.
+        tensors_saved_with_vc_check to be Tensors"), and a break inside one leaves a whole layer uncompiled; around
+        compiled code, a checkpoint asks nothing of it.
         """
-        args = self.args
-        outside = self.mesh.degrees.tensor > 1 and not checkpointing.read(args.activation_checkpointing)[1]
+        args, degrees = self.args, self.mesh.degrees
+        outside = max(degrees.tensor, degrees.expert) > 1 and not checkpointing.read(args.activation_checkpointing)[1]
         if outside and self.compiled:
             compile.apply(layers, backend=args.torch_compile_backend)
         count = activation_checkpointing.apply(layers, args.activation_checkpointing)

@@ -63,12 +63,14 @@ def _distribute(experts: Any, mesh: DeviceMesh) -> None:
     experts.forward = partial(_exchange, experts.forward, experts.num_experts, mesh.get_group())
 
 
+@torch.compiler.disable
 def _exchange(
     compute: Callable[..., Tensor], share: int, group: dist.ProcessGroup, hidden: Tensor, index: Tensor, weights: Tensor
 ) -> Tensor:
     """Return the sum over the experts of each token of their weighted outputs, ``[tokens, width]``.
 
-    The host waits for the device once, for the numbers of tokens to send and to receive.
+    The host waits for the device once, for the numbers of tokens to send and to receive. Compiled layers break here:
+    these numbers, and so all shapes, change from step to step.
 
     Args:
         compute: The forward of this rank's experts, as this function from ``hidden`` on.

@@ -1,6 +1,6 @@
 """The device mesh of a run.
 
-Dimensions, outermost first: ``replicate`` x ``shard`` x ``expert`` x ``context`` x ``tensor``; ``expert`` is left out where
+Dimensions, outermost first: ``replicate`` x ``shard`` x ``expert`` x ``context`` x ``tensor``, without ``expert`` where
 its degree is 1. Neighbouring ranks share a node, so the innermost dimensions, which communicate most, use the fastest
 links.
 """
