@@ -68,13 +68,17 @@ class NativeBackend(Backend):
                 )
             asked = False
         self.compiled = compile.chosen(
-            asked, device=device, backend=args.torch_compile_backend,
-            training=not args.evaluate_only,
-        )  # fmt: skip
+            asked, device=device, backend=args.torch_compile_backend, training=not args.evaluate_only
+        )
         if args.fp8 and not self.compiled:
             logger.warning("--fp8 1 without compilation is slower than bf16; give --use_torch_compile 1")
-        if args.lora_rank is not None and (args.tensor_parallel_degree > 1 or args.fp8):
-            raise ConfigError("--lora_rank needs --tensor_parallel_degree 1 and --fp8 0; adapters are not split")
+        if args.lora_rank is not None and (
+            max(args.tensor_parallel_degree, args.expert_parallel_degree) > 1 or args.fp8
+        ):  # fmt: skip
+            raise ConfigError(
+                "--lora_rank needs --tensor_parallel_degree 1, --expert_parallel_degree 1 and --fp8 0; adapters are "
+                "not split"
+            )
         self.args = args
         self.loss: losses.Loss | None = None
         self.cpu_offload = args.cpu_offload and device.type != "cpu"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,12 @@ PLAIN = ("none", 0, 0)
 SOME = [("none", 1, 1), ("full", 0, 1), ("selective:op", 0, 0), ("selective:2", 1, 0)]
 """Every value of each, trained where SMP_TRAIN_WHOLE_TABLE is not 1."""
 CORE = {
-    ("llama", "fsdp2"), ("mixtral", "tp2"), ("mistral", "cp2"), ("gpt2", "one"), ("falcon", "tp2"),
+    ("llama", "fsdp2"), ("mixtral", "tp2"), ("mixtral", "ep2"), ("mistral", "cp2"), ("gpt2", "one"), ("falcon", "tp2"),
 }  # fmt: skip
 
 UNSUPPORTED: list[tuple[str, str, str, str]] = [
     # family, mesh, checkpointing (regular expressions), what the refusal says
+    ("(?!mixtral).*", "ep.*", ".*", "parallel_degree"),
     ("gpt2|falcon", "tp2.*", ".*", "tensor_parallel_degree"),
     ("falcon", "cp2", ".*", "context_parallel_degree"),
     ("falcon", ".*", "selective:op", "selective:op"),
@@ -108,13 +110,18 @@ def train_modes(family: str, mesh: str, modes: list[tuple[str, int, int]]) -> di
         return train_here(family, mesh, modes, ranks, device)
 
 
-def train_cell(command_line: list[str], ranks: Any, device: Any) -> list[tuple[float, float]]:
+def train_cell(
+    command_line: list[str], ranks: Any, device: Any, change: Callable[[Any], None] = lambda model: None,
+    each: Callable[[], None] = lambda: None,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Return (global loss, gradient norm) of each step of a model that ``change`` changes; ``each`` is called after."""
     import torch
 
     from smp_train import train_utils
 
     args, backend, spec = built(ranks, device, command_line)
     model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
+    change(model)
     optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     results = []
     for step in range(STEPS):
@@ -124,6 +131,7 @@ def train_cell(command_line: list[str], ranks: Any, device: Any) -> list[tuple[f
             backend, model, optimizer, [batch], tokens=torch.tensor(tokens), lr=1e-2, max_grad_norm=1.0
         )
         results.append((backend.sum_over_data(result.loss.clone()).item(), result.grad_norm.item()))
+        each()
     return results
 
 

@@ -40,7 +40,7 @@ WRITTEN: dict[str, tuple[int, dict[str, Any], str, str]] = {
 
 
 MIXTRAL_NATIVE = {key: value for key, value in MIXTRAL.items() if key != "moe"}
-FOR_BOTH = {*MIXTRAL, *NEOX, "tie_word_embeddings"} - {"moe"}
+FOR_BOTH = {*MIXTRAL, *NEOX, "tie_word_embeddings", "expert_parallel_degree"} - {"moe"}
 
 
 def write(tmp_path: Path, world: int, kind: str = "sharded", form: str = "tp{tp}_ep{ep}", **changes: Any) -> Any:
@@ -287,10 +287,19 @@ def test_resumes_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_native
-@pytest.mark.parametrize(("name", "world"), [("tp2 mixtral", 4), ("ep2 mixtral", 2)])
-def test_experts_resume_under_native_tensor_parallelism(name: str, world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "world", "degrees"),
+    [
+        ("tp2 mixtral", 4, {"tensor_parallel_degree": 2}),
+        ("tp2 mixtral", 4, {"expert_parallel_degree": 2}),
+        ("ep2 mixtral", 2, {"tensor_parallel_degree": 2}),
+        ("ep2 mixtral", 4, {"expert_parallel_degree": 4}),
+        ("ep2 mixtral", 2, {}),
+    ],
+)
+def test_experts_resume_on_native_degrees(name: str, world: int, degrees: dict[str, int], tmp_path: Path) -> None:
     folder, saved = written(tmp_path, name)
-    line = native(tmp_path / "native", folder.parent, **MIXTRAL_NATIVE, tensor_parallel_degree=2)
+    line = native(tmp_path / "native", folder.parent, **MIXTRAL_NATIVE, **degrees)
     step, _, found = harness.run(smp_trees.take_up, world, line)[0]
     assert step == 2
     same(saved, found)

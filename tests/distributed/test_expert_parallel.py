@@ -1,0 +1,218 @@
+"""Experts distributed over ranks: the same weights, numbers and checkpoints as of one process.
+
+The cells of `test_same_numbers` with an expert dimension compare losses and gradient norms on every mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.distributed.test_lora import PROMPT, base_model, options
+from tests.distributed.test_same_numbers import PLAIN, arguments_of, train_cell
+from tests.tiers import core
+from tests.training import SAMPLE, alike, built, flags, group, numbers, read_checkpoint, records, same, train
+
+MIXTRAL: dict[str, Any] = {"model_type": "mixtral", "num_local_experts": 4}
+TWO, FOUR = {"expert_parallel_degree": 2}, {"expert_parallel_degree": 4}
+HELD: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    # degrees on four ranks, and the shape of a rank's part of a stack of [experts, 96, 32]
+    "ep4": (FOUR, (1, 96, 32)),
+    "ep2-fsdp2": (TWO, (1, 96, 32)),
+    "ep2-hsdp2": ({**TWO, "hybrid_shard_degree": 1}, (2, 96, 32)),
+    "ep2-tp2": ({**TWO, "tensor_parallel_degree": 2}, (1, 96, 32)),
+    "ep2-cp2": ({**TWO, "context_parallel_degree": 2}, (1, 96, 32)),
+    # Two experts, so one on each expert rank: by columns.
+    "ep2-fsdp2, few": ({**TWO, "num_local_experts": 2}, (1, 96, 16)),
+    "fsdp4, few": ({"num_local_experts": 2}, (2, 96, 8)),
+    "tp2-fsdp2, few": ({"num_local_experts": 2, "tensor_parallel_degree": 2}, (1, 96, 16)),
+}
+
+
+def weights(cases: list[tuple[dict[str, Any], str | None]]) -> list[dict[str, Any]]:
+    """Return, per case of degrees and pretrained weights, the weights put together, and the shape of a part of them."""
+    from smp_train.distributed.dtensor import local_tensor
+    from smp_train.models.resolve import resolve
+
+    found = []
+    with group() as (ranks, device):
+        for changes, folder in cases:
+            given = {**MIXTRAL, **changes}
+            if folder is not None:
+                given["hf_pretrained_model_name_or_dir"] = folder
+            args, backend, _ = built(ranks, device, **given)
+            model = backend.build(resolve(args), seed=3, seq_len=16)
+            whole: dict[str, Any] = {}
+            for name, parameter in model.named_parameters():
+                whole[name] = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+                if name.endswith("0.mlp.experts.gate_up_proj"):
+                    whole["part"] = tuple(local_tensor(parameter).shape)
+            found.append(whole if ranks.rank == 3 or ranks.world_size == 1 else {"part": whole["part"]})
+    return found
+
+
+def pretrained(folder: Path) -> None:
+    """Write a Mixtral of random weights as a folder of the hub's."""
+    import torch
+
+    from smp_train.arguments import parse
+    from smp_train.models.hugging_face import model_of
+    from smp_train.models.resolve import resolve
+
+    torch.manual_seed(1)
+    model_of(resolve(parse(flags(folder, **MIXTRAL)).args).config).save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_one_process_on_every_mesh(tmp_path: Path) -> None:
+    harness.run(pretrained, 1, tmp_path)
+    cases: list[tuple[dict[str, Any], str | None]] = [(changes, None) for changes, _ in HELD.values()]
+    widths = dict.fromkeys(
+        ("model_type", "vocab_size", "hidden_width", "num_layers", "num_heads", "num_key_value_heads",
+         "intermediate_size", "num_local_experts")
+    )  # fmt: skip
+    cases += [({**widths, **degrees}, str(tmp_path)) for degrees in (TWO, FOUR)]
+    own = [({key: value for key, value in changes.items() if not key.endswith("_degree")}, at) for changes, at in cases]
+    (one,) = harness.run(weights, 1, own)
+    split = harness.run(weights, 4, cases)
+    for (name, (_, shape)), *parts in zip(HELD.items(), *split, strict=False):
+        assert [part["part"] for part in parts] == [shape] * 4, name
+    for expected, found in zip(one, split[3], strict=True):
+        del expected["part"], found["part"]
+        same(expected, found)
+
+
+def without_tokens(degrees: dict[str, Any]) -> list[tuple[float, float]]:
+    """Train with routers of zeros, by which all tokens go to the first two experts, and those alone have gradients."""
+    import torch
+
+    from smp_train.distributed.dtensor import local_tensor
+
+    def zeros(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.requires_grad_(False)
+                with torch.no_grad():
+                    local_tensor(parameter).zero_()
+
+    with group() as (ranks, device):
+        line = arguments_of("mixtral", "one", PLAIN, ranks.world_size, **degrees)
+        return train_cell(line, ranks, device, change=zeros)
+
+
+def test_ranks_without_tokens_take_part_with_gradients_of_zero() -> None:
+    ((expected),) = harness.run(without_tokens, 1, {})
+    for found in harness.run(without_tokens, 4, FOUR):
+        alike(found, expected)
+
+
+COMPILED = {"use_torch_compile": 1, "torch_compile_backend": "aot_eager"}
+
+
+def compiled(degrees: dict[str, Any]) -> tuple[list[tuple[float, float]], int, int]:
+    """Return the numbers of each step, and how many graphs there are after two steps and after all three."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    torch.compiler.reset()
+    seen: list[int] = []
+    with group() as (ranks, device):
+        line = arguments_of("mixtral", "one", ("full", 0, 1), ranks.world_size, **degrees, **COMPILED)
+        found = train_cell(line, ranks, device, each=lambda: seen.append(counters["stats"]["unique_graphs"]))
+    return found, seen[1], seen[2]
+
+
+@pytest.mark.slow
+def test_compiled_layers_break_at_the_experts_alone() -> None:
+    ((expected, *_),) = harness.run(compiled, 1, {})
+    for found, early, late in harness.run(compiled, 2, TWO):
+        alike(found, expected)
+        assert early == late  # numbers of tokens differ from step to step, and nothing is compiled again
+        assert early > 2
+
+
+MESHES = {
+    "one": (1, {"train_batch_size": 4}),
+    "ep2": (2, {"train_batch_size": 2, **TWO}),
+    "ep2-fsdp2": (4, {"train_batch_size": 1, **TWO}),
+    "ep4": (4, {"train_batch_size": 1, **FOUR}),
+    "ep2-tp2": (4, {"train_batch_size": 2, **TWO, "tensor_parallel_degree": 2}),
+}
+KEPT = {**MIXTRAL, "lr_decay_iters": 6, "checkpoint_freq": 2, "num_kept_checkpoints": 0, "attn_pdrop": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", core(["ep2 one ep4", "ep2-tp2 ep2-fsdp2 one"], "ep2 one ep4".__eq__))
+def test_resume_on_other_degrees(chain: str, tmp_path: Path) -> None:
+    harness.run(train, 1, flags(tmp_path / "one", **KEPT, **MESHES["one"][1], max_steps=6))
+    for number, mesh in enumerate(chain.split()):
+        world, changes = MESHES[mesh]
+        resumed = {"resume_from_checkpoint": tmp_path / "checkpoints", "max_steps": 2 * number + 2}
+        harness.run(train, world, flags(tmp_path, **KEPT, **changes, **resumed))
+    alike(numbers(tmp_path), numbers(tmp_path / "one"))
+    ours, theirs = (read_checkpoint(at / "checkpoints" / "mixtral-6steps") for at in (tmp_path, tmp_path / "one"))
+    assert ours.keys() == theirs.keys()
+    assert any("experts.3.w2.weight.exp_avg_sq" in name for name in ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [4, 2])
+def test_resume_on_the_same_degrees_is_bit_exact(experts: int, tmp_path: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    world, changes = MESHES["ep2-fsdp2"]
+    given = {**KEPT, **changes, "num_local_experts": experts, "attn_pdrop": 0.1}
+    harness.run(train, world, flags(straight, **given, max_steps=4))
+    for last in (2, 4):
+        resumable = {"resume_from_checkpoint": broken / "checkpoints", "max_steps": last}
+        harness.run(train, world, flags(broken, **given, **resumable))
+    same(*(read_checkpoint(folder / "checkpoints" / "mixtral-4steps") for folder in (broken, straight)))
+    assert numbers(broken) == numbers(straight)
+
+
+def text(of: list[str]) -> str:
+    """Train on this rank; return what it prints of the prompt."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert train(of) == 0
+    return out.getvalue().partition(PROMPT)[2].rpartition("\n20")[0]  # up to the next line of the log
+
+
+@pytest.mark.slow
+def test_finetuning_with_validation_a_prompt_and_a_final_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = base_model(tmp_path / "base", "mixtral")
+    given = {"test_dir": SAMPLE / "test", "validation_freq": 2, "validation_batches": 1, "prompt": PROMPT}
+    given |= {"lora_rank": None, "lora_alpha": None, "save_final_model": 1}
+    said = []
+    for name, world, rows, degrees in (("one", 1, 2, {}), ("ep2", 2, 1, TWO)):
+        given |= {"train_batch_size": rows, "val_batch_size": rows, "model_dir": tmp_path / name / "model"}
+        said.append(harness.run(text, world, options(tmp_path / name, base, **given, **degrees))[0])
+    assert said[0]
+    assert said[0] == said[1]
+    alike(numbers(tmp_path / "ep2"), numbers(tmp_path / "one"))
+    one, two = ([r["loss"] for r in records(tmp_path / at) if r.get("event") == "evaluate"] for at in ("one", "ep2"))
+    assert two == pytest.approx(one, rel=1e-5)
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict() for name in ("one", "ep2")]
+    assert models[0].keys() == models[1].keys()
+    assert all(value.allclose(models[1][name], rtol=1e-3, atol=1e-5) for name, value in models[0].items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "llama_v2"}, "--expert_parallel_degree 2: this model has no experts"),
+        ({**MIXTRAL, "num_local_experts": 3}, "--expert_parallel_degree 2 does not divide the 3 experts"),
+        ({**MIXTRAL, **COMPILED, "activation_checkpointing": "selective:op"}, "--use_torch_compile 0"),
+        ({**MIXTRAL, "lora_rank": 4}, "--lora_rank needs"),
+    ],
+    ids=["dense", "three", "selective:op", "lora"],
+)
+def test_refused_by_name(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(harness.RankFailed, match=says):
+        harness.run(train, 2, flags(tmp_path, **changes, **TWO))
