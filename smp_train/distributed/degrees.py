@@ -75,7 +75,9 @@ def plan(args: Arguments, world_size: int, local_world_size: int, *, smp: bool) 
         if degree and world_size % degree:
             raise ConfigError(f"--{name} {degree} does not divide {processes} of this run; {_would(world_size)}")
     if smp and tensor > 1 and expert > 1:
-        raise ConfigError("--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP")
+        raise ConfigError(
+            "--tensor_parallel_degree and --expert_parallel_degree cannot both be above 1 on SMP; --backend native can"
+        )
     others = " and ".join(
         f"--{name}_parallel_degree {degree}" for name, degree in (("tensor", tensor), ("expert", expert)) if degree > 1
     )

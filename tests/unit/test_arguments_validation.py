@@ -150,7 +150,7 @@ def test_combinations_are_refused(line: str, said: str) -> None:
 REFUSED = {name: flag.only for name, flag in flags().items() if flag.only}
 REFUSED_NATIVELY = {name: flag.only_natively for name, flag in flags().items() if flag.only_natively}
 ON = {
-    "expert_parallel_degree": "2", "limit_all_gathers": "0", "backward_fetch_policy": "backward_post", "moe": "1",
+    "limit_all_gathers": "0", "backward_fetch_policy": "backward_post", "moe": "1",
     "checkpoint_type": "async_local", "data_type": "bert",
 }  # fmt: skip
 

@@ -19,7 +19,8 @@ TWO_OF_EACH = Degrees(2, 2, 2, 2)
 
 
 def in_full(given: dict) -> dict:
-    return {f"{name}_parallel_degree" if name in ("tensor", "context") else name: given[name] for name in given}
+    kinds = ("tensor", "context", "expert")
+    return {f"{name}_parallel_degree" if name in kinds else name: given[name] for name in given}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,9 @@ def in_full(given: dict) -> dict:
         ({"sharding_strategy": "full_shard", "context": 4}, Degrees(1, 4, 4, 1)),
         ({"sharding_strategy": "hybrid_shard", "hybrid_shard_degree": 4, "tensor": 2, "context": 2}, TWO_OF_EACH),
         ({"sharding_strategy": "no_shard", "context": 2}, Degrees(8, 1, 2, 1)),
+        ({"sharding_strategy": "full_shard", "expert": 4}, Degrees(1, 4, 1, 1, 4)),
+        ({"hybrid_shard_degree": 2, "expert": 4}, Degrees(2, 2, 1, 1, 4)),
+        ({"sharding_strategy": "full_shard", "expert": 2, "tensor": 2, "context": 2}, Degrees(1, 2, 2, 2, 2)),
     ],
 )
 def test_layouts_of_two_nodes(given: dict, expected: Degrees) -> None:
@@ -70,6 +74,8 @@ def test_ranks_that_share_the_state_on_16_nodes_of_8(changes: dict, native: int,
         (6, {"tensor": 4}, r"--tensor_parallel_degree 4 does not divide the 6 processes of this run; 1, 2, 3, 6 would"),
         (8, {"context": 3}, r"--context_parallel_degree 3 does not divide the 8 processes"),
         (8, {"tensor": 4, "context": 4}, r"does not divide the 2 ranks left by --tensor_parallel_degree 4"),
+        (12, {"tensor": 4, "expert": 2}, r"4 and --expert_parallel_degree 2 do not divide the 12 processes"),
+        (8, {"expert": 4, "hybrid_shard_degree": 4}, r"divide the 2 ranks left by --expert_parallel_degree 4"),
         (8, {"hybrid_shard_degree": 2, "context": 4}, r"the shard degree 2 of --hybrid_shard_degree 2; 1, 2 would"),
     ],
 )
