@@ -24,8 +24,12 @@ from smp_train.parallel.sequence import SEQUENCE, gather_hidden, on_hidden_state
 
 
 def stacked(layer: nn.Module) -> list[tuple[str, Any]]:
-    """Return the modules of a layer, with their names, that hold the weights of all its experts, stacked."""
-    return [(name, module) for name, module in layer.named_modules() if hasattr(module, "_is_expert_parallel")]
+    """Return the modules of a layer, with their names, that hold the weights of all its experts, stacked.
+
+    transformers marks their classes: it chooses their kernel by what it sets on them.
+    """
+    modules = layer.named_modules()
+    return [(name, each) for name, each in modules if hasattr(each, "num_experts") and hasattr(each, "is_transposed")]
 
 
 def distribute(layers: Iterable[tuple[str, nn.Module]], mesh: DeviceMesh) -> dict[nn.Module, list[nn.Module]]:

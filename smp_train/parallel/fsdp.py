@@ -95,7 +95,7 @@ def _dimension(mesh: DeviceMesh | None) -> Callable[[nn.Parameter], Shard | None
 
     By whole experts some ranks would hold none, and FSDP2 would pad what it gathers to as many experts as ranks.
     """
-    ranks = 1 if mesh is None else mesh.size(-1)
+    ranks = 1 if mesh is None else mesh.size(mesh.ndim - 1)
 
     def choose(parameter: nn.Parameter) -> Shard | None:
         shape = local_tensor(parameter).shape
