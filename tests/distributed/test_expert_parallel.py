@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def text(of: list[str]) -> str:
     """Train on this rank; return what it prints of the prompt."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert train(of) == 0
-    return out.getvalue().partition(PROMPT)[2].rpartition("\n20")[0]  # up to the next line of the log
+    return re.split(r"\n\d{4}-\d\d-", out.getvalue().partition(PROMPT)[2])[0]  # up to the next line of the log
 
 
 @pytest.mark.slow
