@@ -332,6 +332,7 @@ def test_one_compilation_serves_packed_whole_and_short_batches(kernel: Varlen) -
         return Row(random.integers(3, 64, sum(sizes)), None, np.array(sizes))
 
     batches = [
+        collate([packed(9, 7, 8, 8), packed(8, 8, 8, 8)], ["", ""], WIDTH),  # as many bounds as the longest has tokens
         collate([packed(9, 17, 6), packed(20, 5)], ["", ""], WIDTH), rows_of("whole"),
         collate([packed(1, 1, 1), packed(4, 28)], ["", ""], WIDTH), rows_of("short"),
         collate_filled([packed(30, 2)], [""], 2, WIDTH), Batch.blank(2, WIDTH),

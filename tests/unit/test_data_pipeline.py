@@ -287,6 +287,9 @@ def test_rows_become_a_batch():
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 1, 1]]
     assert batch.attention_mask.dtype == torch.int64
     assert batch.counted_tokens() == 3 + 1 + 2
+    batch = collate([ROWS["full"], ROWS["short"], ROWS["short"]._replace(counted=np.array([True, False]))], [""] * 3, 4)
+    assert batch.labels.tolist() == [[1, 2, 3, 4], [5, 6, -100, -100], [5, -100, -100, -100]]
+    assert batch.attention_mask is None, "no token attends to padding behind it"
     with pytest.raises(DataError, match=r"a:7: .*6 .* 4 .*--max_context_width"):
         collate([ROWS["long"]], ["a:7"], 4, long="error")
 
