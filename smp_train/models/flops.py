@@ -31,9 +31,9 @@ def flops_per_token(
 
     N: active parameters in matrix products (with the output head; without embedding look-ups, norms and biases); L
     layers, H heads, d head size, S ``seq_len``. Recomputation under activation checkpointing does not count. The
-    formula is that of PaLM (Chowdhery et al. 2022, appendix B), also used by nanoGPT: attention counts the full S x S
-    matrix, sliding window or not. ``causal`` counts half of it, as torchtitan does; the two are not comparable.
-    ``frozen`` weights have no gradient: ``4 N``, without what adapters add.
+    formula is that of PaLM (Chowdhery et al. 2022, appendix B), also used by nanoGPT and torchtitan: attention counts
+    the full S x S matrix, whatever the window and the documents. ``causal`` counts half of it; the two are not
+    comparable. ``frozen`` weights have no gradient: ``4 N``, without what adapters add.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * seq_len
