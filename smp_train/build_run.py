@@ -6,6 +6,7 @@ import math
 import platform
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -92,6 +93,8 @@ class Run:
     """What a program gave besides flags; without callbacks once one has failed."""
     losses: dict[str, float] = field(default_factory=dict)
     """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
+    unread: tuple[dict[str, Any], train_utils.Reading] | None = None
+    """The record of a step that is logged once its numbers are on the host."""
     result: train_utils.StepResult | None = None
     """Result, on the device, of the last completed step of this start."""
     screen: Screen = field(default_factory=Screen)

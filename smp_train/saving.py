@@ -108,7 +108,7 @@ def end_saves(run: Run) -> None:
 
 def save_last(run: Run) -> None:
     """Save the last completed step, unless it is saved, before the run fails for a reason of its own; collective."""
-    if run.result is not None and not all(map(math.isfinite, train_utils.read(run.backend, run.result))):
+    if run.result is not None and not all(map(math.isfinite, train_utils.Reading(run.backend, run.result).numbers())):
         log.warning("Step %d is not saved: its loss is not a number", run.progress.step, extra=ALL_RANKS)
         end_saves(run)
         return

@@ -60,7 +60,8 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
         opened.pop_all()
     try:
         resume(run)
-        run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
+        with train_utils.garbage_collected_together():
+            run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
         finish(run)
     except BaseException:
         heartbeat.end()
@@ -162,6 +163,7 @@ def fit(run: Run) -> bool:
             # A request during the last step changes nothing: the run is finished.
             stopped = step(run, batches) and progress.step < run.total_steps
         run.screen.step()
+        train_utils.collect_garbage(progress.step)
         last = stopped or progress.step == run.total_steps
         better = False
         if not stopped and args.validation_freq and (last or progress.step % args.validation_freq == 0):
@@ -226,6 +228,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     )  # fmt: skip
     heartbeat.at(heartbeat.OUTCOME)
     tokens, stopped, failed = vote.outcome()
+    write_log(run)
     if failed or tokens == 0:
         save_last(run)
     if failed:
@@ -242,43 +245,53 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     run.throughput.add(samples=taken, tokens=taken * run.train_data.seq_len)
     if run.audit is not None:
         run.audit.step(progress.step, [name for batch in micro_batches for name in batch.samples if name])
-    last = stopped or progress.step == run.total_steps
     # Also before a save: non-finite weights must not replace good checkpoints.
-    if last or progress.step % args.logging_freq == 0 or run.checkpoints.due(progress.step):
-        log_step(run, result)
+    now = stopped or progress.step == run.total_steps or run.checkpoints.due(progress.step)
+    if now or progress.step % args.logging_freq == 0:
+        numbers = {"tokens": progress.tokens, "consumed": progress.consumed}
+        run.unread = {"step": progress.step, **numbers}, train_utils.Reading(run.backend, result)
+        validates = args.validation_freq and progress.step % args.validation_freq == 0
+        if now or validates or topology.device.type not in READ_LATER:
+            write_log(run)
     return stopped
 
 
-def log_step(run: Run, result: train_utils.StepResult) -> None:
-    """Copy the step's numbers to the host, log them, and raise where the loss or the gradient norm is not finite."""
-    progress = run.progress
+READ_LATER = {"cuda"}
+"""Types of devices that work behind the host: a step's numbers are read when the next step is queued."""
+
+
+def write_log(run: Run) -> None:
+    """Log the step that is not logged yet, if there is one, and raise where its numbers are not finite; collective."""
+    if run.unread is None:
+        return
     heartbeat.at(heartbeat.LOG)
-    loss, grad_norm = train_utils.read(run.backend, result)
+    (numbers, reading), run.unread = run.unread, None
+    loss, grad_norm = reading.numbers()
+    step = numbers["step"]
     record = {
-        "step": progress.step,
+        "step": step,
         "loss": loss,
         "perplexity": perplexity(loss),
         "grad_norm": grad_norm,
-        "lr": run.schedule(progress.step - 1),
+        "lr": run.schedule(step - 1),
         **run.throughput.window(),
         "memory_gib": memory_gib(run.backend.topology.device),
-        "tokens": progress.tokens,
-        "consumed": progress.consumed,
+        **numbers,
     }
     log.info(batch_line(record))
     record = run.metrics.step(record)
     run.losses["loss"] = loss
-    next_save = min(run.checkpoints.next_due(progress.step) or run.total_steps, run.total_steps)
+    next_save = min(run.checkpoints.next_due(step) or run.total_steps, run.total_steps)
     run.screen.figures(record, next_save=next_save, saving=run.checkpoints.busy())
     if run.checkpoints.poll():
         report_saves(run)
     if run.args.enable_memory_profiling:
-        log.info(memory_report(run.backend.topology.device, f"step {progress.step}"))
+        log.info(memory_report(run.backend.topology.device, f"step {step}"))
     notify(run, "on_step", record)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         end_saves(run)
         raise SmpTrainError(
-            f"step {progress.step}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved of it. "
+            f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved of it. "
             "Resume from the last checkpoint with a lower --lr or --grad_clip, and look at the data of this step"
         )
 

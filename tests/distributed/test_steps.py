@@ -1,0 +1,85 @@
+"""What a step asks of the host: nothing is waited for, logged steps are read a step later, no garbage holds tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.training import flags, records, steps, train
+
+WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::unique_dim")
+"""Operations with a result on the host, or of a size to be known there: on a GPU, a wait for all that is queued."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {}, "none": {"activation_checkpointing": "none", "gradient_accumulation_steps": 2},
+    "selective:op": {"activation_checkpointing": "selective:op"},
+    "offloading": {"sm_activation_offloading": 1, "activation_loading_horizon": 1},
+    "saves": {"checkpoint_freq": 3, "checkpoint_type": "sharded", "validation_freq": 2, "validation_batches": 1},
+    "clipped and decayed": {"grad_clip": 0.01, "weight_decay": 0.3, "tie_word_embeddings": 1},
+}  # fmt: skip
+
+
+def watched(command_lines: dict[str, list[str]]) -> dict[str, list[tuple[list[str], int]]]:
+    """Train, with logged steps read later as on a GPU; return per step the waits, and the tensors in cyclic garbage."""
+    import gc
+
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+    from smp_train import train_lib
+    from smp_train.data.pipelines.batch import Batch
+
+    counted_tokens = Batch.counted_tokens
+
+    def on_the_host(batch: Batch) -> int:
+        with _disable_current_modes():  # the batch is not on the device yet
+            return counted_tokens(batch)
+
+    Batch.counted_tokens = on_the_host  # type: ignore[method-assign]
+
+    class Noting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waits: list[str] = []
+
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if operation._schema.name in WAITS:
+                self.waits.append(operation._schema.name)
+            return operation(*args, **(kwargs or {}))
+
+    found: dict[str, list[tuple[list[str], int]]] = {}
+    step, train_lib.READ_LATER = train_lib.step, {"cpu"}
+
+    def noting(*args: Any) -> Any:
+        gc.collect()
+        with Noting() as noted:
+            result = step(*args)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found[name].append((noted.waits, sum(isinstance(item, torch.Tensor) for item in gc.garbage)))
+        gc.set_debug(0)
+        gc.garbage.clear()
+        return result
+
+    train_lib.step = noting
+    for name, words in command_lines.items():
+        found[name] = []
+        assert train(words) == 0
+    return found
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_step_waits_for_nothing_and_leaves_no_tensor_behind(world: int, tmp_path: Path) -> None:
+    lines = {
+        name: flags(tmp_path / name, num_layers=3, max_steps=4, logging_freq=1, **changes)
+        for name, changes in VARIANTS.items()
+    }
+    for of_rank in harness.run(watched, world, lines):
+        for name, found in of_rank.items():
+            assert found == [([], 0)] * 4, name
+    for name in VARIANTS:
+        assert [record["step"] for record in steps(tmp_path / name)] == [1, 2, 3, 4]
+    events = [record.get("event") or record["step"] for record in records(tmp_path / "saves")]
+    assert events == ["start", 1, 2, "evaluate", 3, "save", 4, "evaluate", "save", "finish"]
