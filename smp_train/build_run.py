@@ -32,6 +32,7 @@ from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, names_model, resolve
 from smp_train.naming import Start, described, how_to_resume, output, settle
+from smp_train.parallel import compile
 from smp_train.progress import Progress as Shown
 from smp_train.resume import (
     check_model,
@@ -142,6 +143,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     )  # fmt: skip
     log.info(output(args))
     backend = choose_backend(resolved, ranks, device)
+    if backend.compiled:
+        compile.keep_in(folder.path)
     topology = backend.topology
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
     spec, seq_len = choose_model(args, backend, start)

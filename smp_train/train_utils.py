@@ -136,7 +136,7 @@ def train_step(
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
     heartbeat.at(heartbeat.CLIP)
-    grad_norm = backend.clip_grad_norm(model, max_grad_norm)
+    grad_norm = backend.clip_grad_norm(model, max_grad_norm, optimizer)
     heartbeat.at(heartbeat.UPDATE)
     if held is not None:
         # With --cpu_offload 1 the optimizer runs on the host; copying here waits for the value, its own copy would not.

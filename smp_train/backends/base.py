@@ -102,8 +102,11 @@ class Backend(ABC):
         """Return the context of a micro-batch's forward and backward pass; ``last``: of the global batch."""
 
     @abstractmethod
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Clip gradients to a global 2-norm of ``max_norm`` (0: no clipping) and return the norm before clipping."""
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+        """Clip gradients to a global 2-norm of ``max_norm`` (0: no clipping) and return the norm before clipping.
+
+        A backend may leave it to the next step of a fused ``optimizer`` to scale the gradients as it reads them.
+        """
 
     def decays(self, name: str, parameter: Tensor) -> bool:
         """Return whether weight decay applies to a parameter: to matrices, not to norms and biases."""

@@ -19,7 +19,8 @@ from smp_train.backends.base import Backend, Topology
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.distributed import rank
-from smp_train.distributed.degrees import check_model, plan
+from smp_train.distributed.agree import ALL_RANKS
+from smp_train.distributed.degrees import advice_for_nodes, check_model, plan
 from smp_train.errors import ConfigError
 from smp_train.models import build
 from smp_train.models.attention import Attention
@@ -79,7 +80,7 @@ class NativeBackend(Backend):
                 "--lora_rank needs --tensor_parallel_degree 1, --expert_parallel_degree 1 and --fp8 0; adapters are "
                 "not split"
             )
-        self.args = args
+        self.args, self.local_world_size = args, ranks.local_world_size
         self.loss: losses.Loss | None = None
         self.cpu_offload = args.cpu_offload and device.type != "cpu"
         if args.prompt and (max(args.tensor_parallel_degree, args.context_parallel_degree) > 1 or self.cpu_offload):
@@ -106,6 +107,10 @@ class NativeBackend(Backend):
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
         """See `Backend.check`."""
         super().check(spec, seq_len=seq_len)
+        tokens = self.args.train_batch_size * seq_len // (self.mesh.degrees.context * self.mesh.degrees.tensor)
+        advice = advice_for_nodes(self.mesh.degrees, self.local_world_size, tokens)
+        if advice and self.topology.device.type == "cuda" and not self.args.evaluate_only:
+            logger.warning("%s", advice, extra=ALL_RANKS)
         args, degrees, config = self.args, self.mesh.degrees, spec.config
         check_experts(config)
         context_parallel.check(degrees.context, seq_len, args.attn_implementation, config)
@@ -227,11 +232,14 @@ class NativeBackend(Backend):
         fsdp.accumulate(model, last=last)
         yield
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
         """See `Backend.clip_grad_norm`."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = grad_norm.global_norm(gradients)
-        if max_norm > 0:
+        if optimizer is not None:
+            # The attribute that `torch.amp.GradScaler` sets: the fused kernel divides gradients by it.
+            optimizer.grad_scale = grad_norm.divisor(max_norm, norm) if max_norm > 0 else None  # type: ignore[attr-defined]
+        elif max_norm > 0:
             grad_norm.clip(gradients, max_norm, norm)
         return norm
 

@@ -177,6 +177,9 @@ class Background:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
+                # A stream of its own: torch's writer waits for the current one at every 10 MB, and steps queue in the
+                # default one.
+                torch.cuda.set_stream(torch.cuda.Stream())
             failure = None
             try:
                 self._complete()

@@ -107,6 +107,22 @@ def plan(args: Arguments, world_size: int, local_world_size: int, *, smp: bool) 
     return Degrees(replicate=ranks // shard, shard=shard // context, context=context, tensor=tensor, expert=expert)
 
 
+LITTLE_WORK = 8192
+"""Tokens of a rank's micro-batch up to which gathering and reducing over nodes takes longer than computing: 8 bytes of
+a parameter at 45 GB/s take as long as 6 FLOP of it per token at 620 TFLOP/s with 18,000 tokens."""
+
+
+def advice_for_nodes(degrees: Degrees, local_world_size: int, tokens: int) -> str:
+    """Return a warning where parameters are sharded over nodes and a rank's micro-batch has few ``tokens``; or ""."""
+    if degrees.sharing <= local_world_size or tokens > LITTLE_WORK:
+        return ""
+    return (
+        f"{degrees.sharing} ranks on nodes of {local_world_size} share one copy of the model, and a micro-batch is "
+        f"{tokens} tokens per rank: the network will take longer than the computation. Give --sharding_strategy "
+        "hybrid_shard, if the model fits a node, or a larger --train_batch_size"
+    )
+
+
 def before_launch(args: Arguments, world_size: int, local_world_size: int) -> list[Degrees]:
     """Return the layouts that a run may have, SMP's first, while ``--backend auto`` may still take either backend."""
     kinds = {"smp": (True,), "native": (False,)}.get(args.backend, (True, False))

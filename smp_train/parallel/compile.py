@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -14,6 +15,11 @@ from torch import nn
 from smp_train import losses
 from smp_train.distributed.host import missing_for_kernels
 from smp_train.errors import ConfigError
+from smp_train.storage.paths import private_folder
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_given = os.environ.get(CACHE)
+"""The user's; inductor sets one itself where there is none."""
 
 logger = logging.getLogger("smp_train.native")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,6 +57,19 @@ def _why_not(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     return missing_for_kernels()
+
+
+def keep_in(run_dir: str | os.PathLike[str]) -> None:
+    """Keep what is compiled in the run folder, so that a restart finds it, on any node that sees the folder.
+
+    In a folder that is this user's alone, as code from it is run. Where that cannot be made, or the user has named
+    another, compiled code stays there.
+    """
+    if _given is None:
+        try:
+            os.environ[CACHE] = private_folder("compiled", os.fspath(run_dir))
+        except ConfigError as failure:
+            logger.info("Compiled code is not kept for restarts: %s", failure)
 
 
 def disabled() -> AbstractContextManager[Any]:

@@ -49,6 +49,11 @@ def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     torch._foreach_mul_(parts, factor)
 
 
+def divisor(max_norm: float, norm: Tensor) -> Tensor:
+    """Return what gradients are to be divided by for what `clip` does, but for rounding: a scalar on the device."""
+    return torch.clamp((norm + 1e-6) / max_norm, min=1.0)
+
+
 def _sum_of_squares(parts: list[Tensor]) -> Tensor:
     """Return the sum of squares of local tensors as a float64 scalar."""
     if parts[0].device.type != "cpu":

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests import harness
+from tests.shards import write_shard
 from tests.training import flags, records, steps, train
 
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::unique_dim")
@@ -83,3 +85,58 @@ def test_a_step_waits_for_nothing_and_leaves_no_tensor_behind(world: int, tmp_pa
         assert [record["step"] for record in steps(tmp_path / name)] == [1, 2, 3, 4]
     events = [record.get("event") or record["step"] for record in records(tmp_path / "saves")]
     assert events == ["start", 1, 2, "evaluate", 3, "save", 4, "evaluate", "save", "finish"]
+
+
+def counted_compilations(command_line: list[str]) -> list[int]:
+    """Train, and return how many graphs were compiled by the end of each step, its validation included."""
+    from torch._dynamo.utils import counters
+
+    from smp_train import train_lib
+
+    step, counts = train_lib.step, []
+
+    def counting(*args: Any) -> Any:
+        counts.append(counters["stats"]["unique_graphs"])
+        return step(*args)
+
+    train_lib.step = counting
+    assert train(command_line) == 0
+    assert not counters["graph_break"]
+    return [*counts[1:], counters["stats"]["unique_graphs"]]
+
+
+@pytest.mark.slow
+def test_a_run_compiles_in_its_first_step_and_its_first_validation(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name, count in (("train", 41), ("test", 11)):
+        documents = [random.integers(3, 250, size).tolist() for size in random.integers(3, 40, count)]
+        rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in documents]
+        write_shard(tmp_path / name / "1.json", rows)
+    words = flags(
+        tmp_path, use_synthetic_data=None, training_dir=tmp_path / "train", test_dir=tmp_path / "test", short="pack",
+        long="split", max_context_width=32, train_batch_size=3, val_batch_size=2, max_steps=None, epochs=1,
+        validation_freq=2, validation_batches=5, use_torch_compile=1, torch_compile_backend="aot_eager",
+    )  # fmt: skip
+    (counts,) = harness.run(counted_compilations, 1, words, timeout=300)
+    layers, loss, validation = 1, 2, 1
+    assert len(counts) > 6
+    assert counts == [layers + loss] + [layers + loss + validation] * (len(counts) - 1)
+
+
+def compile_with_inductor(command_line: list[str]) -> dict[str, int]:
+    """Train and return what the compiler found among what was kept, and what it did not."""
+    from torch._dynamo.utils import counters
+
+    assert train(command_line) == 0
+    return dict(counters["inductor"])
+
+
+@pytest.mark.slow
+def test_a_restart_finds_what_was_compiled_in_the_run_folder(tmp_path: Path) -> None:
+    words = flags(tmp_path, use_torch_compile=1, max_steps=1, num_layers=1, save_final_model=0)
+    for attempt in range(2):
+        (found,) = harness.run(compile_with_inductor, 1, [*words, f"--max_steps={attempt + 1}"], timeout=600)
+        hits, misses = (found.get(f"fxgraph_cache_{kind}", 0) for kind in ("hit", "miss"))
+        assert (hits > 0, misses > 0) == (attempt == 1, attempt == 0), found
+    (folder,) = (tmp_path / "run").glob("compiled-*")
+    assert folder.stat().st_mode & 0o077 == 0

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
 from smp_train.arguments import Arguments, validate
-from smp_train.distributed.degrees import Degrees, plan
+from smp_train.distributed.degrees import Degrees, advice_for_nodes, plan
 from smp_train.errors import ConfigError
 from smp_train.models import traits
 from smp_train.parallel import context_parallel, tensor_parallel
@@ -65,6 +65,13 @@ def test_ranks_that_share_the_state_on_16_nodes_of_8(changes: dict, native: int,
     args = Arguments(**changes)
     assert plan(args, 128, 8, smp=False).sharing == native
     assert plan(args, 128, 8, smp=True).sharing == smp
+
+
+def test_little_work_over_a_network_is_pointed_out() -> None:
+    nodes, node = Degrees(shard=16), Degrees(replicate=2, shard=8)
+    assert "--sharding_strategy hybrid_shard" in advice_for_nodes(nodes, 8, 8192)
+    assert "--sharding_strategy hybrid_shard" in advice_for_nodes(Degrees(shard=2, tensor=8), 8, 1024)
+    assert advice_for_nodes(node, 8, 8192) == advice_for_nodes(nodes, 8, 16384) == advice_for_nodes(nodes, 16, 1) == ""
 
 
 @pytest.mark.parametrize(
