@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +12,9 @@ import torch
 from torch import nn
 
 from smp_train import distributed
-from smp_train.checkpoints import Checkpoint, foreign, tokenizer
-from smp_train.checkpoints.discovery import find, is_checkpoint_folder
-from smp_train.checkpoints.pretrained import load_weights
+from smp_train.checkpoints import Checkpoint, tokenizer
+from smp_train.checkpoints.discovery import find
+from smp_train.checkpoints.pretrained import kind_of, load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError, ConfigError, one_line
 from smp_train.models.build import build_meta, decoder_layers, materialise
@@ -103,7 +102,7 @@ def describe(location: str, model: str | None = None) -> Described:
     All may be in S3. Of adapters, ``model`` are the weights that they belong to, where these have moved. Raises
     `CheckpointError` and `ConfigError` on every rank.
     """
-    kind = distributed.on_main(f"looking at {location}", lambda: _kind(location))
+    kind = distributed.on_main(f"looking at {location}", lambda: kind_of(location))
     if kind == "ours":
         found = find(location, strict=True)
         if found is None:
@@ -129,15 +128,6 @@ def describe(location: str, model: str | None = None) -> Described:
         if weights is None:
             raise CheckpointError(f"{location} has a {CONFIG_FILE} and no weights")
     return Described(location, ModelSpec(name, config.model_type, config, weights, generation=generation))
-
-
-def _kind(location: str) -> str:
-    path = place(location)
-    if not path.exists():
-        return "files"
-    if is_checkpoint_folder(path):
-        return "ours"
-    return "foreign" if foreign.has_trees(os.fspath(path)) else "files"
 
 
 def positions(config: Any) -> int:

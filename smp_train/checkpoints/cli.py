@@ -39,7 +39,6 @@ ABANDONED_SECONDS = 3600.0
 """What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""
 
 
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this verb's sub-commands."""
     found = VerbParser(prog="smp-train checkpoint", description=__doc__, allow_abbrev=False)
@@ -376,7 +375,9 @@ def newest(location: str) -> Checkpoint:
     entries = committed(storage)
     if not entries and (samples := foreign.names_in(place)):
         one = os.path.join(parent_of(place)[0] if foreign.is_one(place) else place, samples[0])
-        raise CheckpointError(f"{one} is of SMP's sample scripts; first `smp-train checkpoint import {one} FOLDER`")
+        raise CheckpointError(
+            f"{one} is of SMP's sample scripts; first `smp-train checkpoint import {one} FOLDER --model NAME_OR_FOLDER`"
+        )
     if not entries:
         raise CheckpointError(f"{location} holds no committed checkpoint")
     run = last_run(entries)

@@ -183,7 +183,8 @@ class StrictLoadPlanner(PlainLoadPlanner):
                 f"{'; '.join(problems)} "
                 "(saved from another model, or with another --num_layers, --hidden_width or --vocab_size?)"
             )
-        _warn_of_other_dtypes(wanted, saved)
+        if any(key.startswith("optim.") for key in wanted):  # a run that goes on, and not a model to use
+            _warn_of_other_dtypes(wanted, saved)
 
 
 def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Container[str] = ()) -> list[str]:

@@ -55,6 +55,7 @@ class Checkpoint:
     committed: Committed
     _storage: CheckpointFolder = field(repr=False, compare=False)
     _name: str = field(repr=False, compare=False)
+
     def load(self, state: dict[str, Any], saver: Saver = TORCHS) -> None:
         """Fill ``state`` (see `gather_state`) in place, whatever mesh it is laid out on. Collective.
 

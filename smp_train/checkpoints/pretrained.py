@@ -9,11 +9,14 @@ from torch import nn
 
 from smp_train.checkpoints import foreign
 from smp_train.checkpoints.collective import gather, on_main
-from smp_train.checkpoints.discovery import find, is_checkpoint_folder
+from smp_train.checkpoints.commit import open_folder
+from smp_train.checkpoints.discovery import find, is_checkpoint_folder, is_one_checkpoint
+from smp_train.checkpoints.runs import committed
 from smp_train.checkpoints.state import gather_state
 from smp_train.errors import CheckpointError
 from smp_train.models.hf_weights import load_pretrained
-from smp_train.storage.paths import Place, place
+from smp_train.storage import normal
+from smp_train.storage.paths import place
 
 
 def load_weights(
@@ -28,7 +31,7 @@ def load_weights(
     """
     path = place(location)
     what = f"cannot read weights from {path}"
-    kind = on_main(what, lambda: _kind(path))
+    kind = on_main(what, lambda: kind_of(path))
     if kind == "ours":
         found = find(path, strict=True)
         if found is None:
@@ -46,7 +49,11 @@ def load_weights(
         gather(what, lambda: load_pretrained(model, path, on_progress))
 
 
-def _kind(path: Place) -> str:
-    if is_checkpoint_folder(path):
-        return "ours"
-    return "foreign" if foreign.has_trees(os.fspath(path)) else "files"
+def kind_of(location: str | os.PathLike[str]) -> str:
+    """Return whether there are checkpoints of ``ours``, of SMP's sample (``foreign``), or ``files``. Not collective."""
+    where = normal(location)
+    if not is_checkpoint_folder(where):
+        return "foreign" if foreign.has_trees(where) else "files"
+    # Folders of the sample's checkpoints have the same names in them as ours.
+    ours = is_one_checkpoint(where, other_programs=False) or committed(open_folder(where))
+    return "ours" if ours or not foreign.names_in(where) else "foreign"

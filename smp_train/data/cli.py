@@ -17,7 +17,6 @@ from smp_train.errors import DataError
 SHOWN = 100
 
 
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this verb's flags."""
     found = VerbParser(prog="smp-train data", description=__doc__, allow_abbrev=False)

@@ -104,6 +104,30 @@ def test_greedy_text_is_that_of_transformers(kind: str, world: int, trained: Pat
     assert texts[1:] == [""] * (world - 1)
 
 
+@pytest.mark.parametrize("one", [True, False])
+def test_a_checkpoint_of_the_sample_needs_its_model(one: bool, exported: Path, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from smp_train.checkpoints.cli import main
+
+    model, tokenizer = reference(exported)
+    whole = tmp_path / "theirs/llama_v2-4steps"
+    dcp.save({"model": model.state_dict(), "total_steps": torch.tensor(4)}, checkpoint_id=whole)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
+    where = str(whole if one else whole.parent)
+    shared = ["--checkpoint", where, "--tokenizer", exported]
+    told = ["--model", exported]
+    prompt, data = ["--prompt", PROMPT, "--num_tokens", "8"], ["--data", SAMPLE / "test", "--max_context_width", "64"]
+    assert verb("generate", *shared, *prompt, *told) == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    assert f"{where}\n" in verb("evaluate", *shared, *data, *told)
+    for name, words in (("generate", prompt), ("evaluate", data)):
+        with pytest.raises(ConfigError, match="add --model FOLDER"):
+            verb(name, *shared, *words)
+    with pytest.raises(CheckpointError, match=f"checkpoint import {whole} FOLDER --model"):
+        main(["export", where, str(tmp_path / "out")])
+
+
 def test_draws_follow_the_seed(trained: Path) -> None:
     def text(world: int, seed: int, **more: Any) -> str:
         drawn = {"prompt": PROMPT, "temperature": 1, "seed": seed, "top_k": 50}

@@ -494,9 +494,14 @@ def test_a_tensor_in_a_folder_is_read_without_a_copy_of_it(tmp_path):
 
 
 def test_another_dtype_is_converted_with_a_warning(tmp_path, caplog):
-    save(tmp_path, 1)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"], "of a first save"
-    find(tmp_path).load({"model": {"w": torch.zeros(4, 3).bfloat16(), "b": torch.zeros(3).bfloat16()}})
+    def held(dtype):
+        return {"model": {"w": torch.ones(3, dtype=dtype)}, "optim": {"state": {"w": {"exp_avg": torch.ones(3)}}}}
+
+    manager(tmp_path).save(1, held(torch.float32), {})
+    found, model = find(tmp_path), {"model": held(torch.bfloat16)["model"]}
+    found.load(model)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"], "of a save, and of a model alone"
+    found.load(held(torch.bfloat16))
     assert "model.w was saved as torch.float32 and is torch.bfloat16 here" in caplog.text
 
 

@@ -42,7 +42,6 @@ OURS = re.compile(r"(train|test)-\d{5}\.(json|json\.gz|tok|idx|arrow)|state\.jso
 NOT_IN_REQUEST = ("input", "output", "overwrite", "processes")
 
 
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this verb's flags."""
     found = VerbParser(prog="smp-train prepare", description=__doc__, allow_abbrev=False)

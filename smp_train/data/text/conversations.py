@@ -17,6 +17,8 @@ from smp_train.models.hugging_face import load_tokenizer
 from smp_train.storage.paths import place
 
 ASSISTANT = "assistant"
+MOST_TURNS = 512
+"""Of a chat whose answers are found by writing it again up to each of them, which takes seconds then."""
 SHOWN = 300
 """Characters of a message that a template raises."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -146,6 +148,11 @@ class Conversations:
 
     def _answers(self, chat: Chat, text: str) -> list[Span]:
         """Return the characters of the assistant's turns in the text of a chat. Raises ValueError."""
+        if len(chat.turns) > MOST_TURNS:
+            raise ValueError(
+                f"its {len(chat.turns)} turns are more than {MOST_TURNS}; divide it, or give a template with "
+                "{% generation %} (--chat_template)"
+            )
         spans = []
         for number, turn in enumerate(chat.turns):
             if turn["role"] != ASSISTANT:
