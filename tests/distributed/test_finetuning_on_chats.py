@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.chats import (
     write_tokenizer,
 )
 from tests.tiers import core
-from tests.training import TINY, flags, read_checkpoint, records, steps, train
+from tests.training import TINY, flags, read_checkpoint, records, same, steps, train
 
 ROWS, WIDTH = 24, 128
 STILL = {"lr": 1e-20, "min_lr": 1e-20, "weight_decay": 0.0}
@@ -177,6 +178,32 @@ def test_a_checkpoint_has_the_tokenizer_of_its_chats(here: Path, tmp_path: Path)
     assert list((tmp_path / "tuned/checkpoints/llama_v2-2steps").glob("*/tokenizer/chat_template.jinja"))
     with pytest.raises(harness.RankFailed, match="--tokenizer"):
         harness.run(train, 2, flags(tmp_path / "x", **bare | {"resume_from_checkpoint": tmp_path / "nothing"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_on_streamed_chats_resume_bit_for_bit_with_their_best(here: Path, tmp_path: Path, world: int) -> None:
+    given = {
+        "dataset": here / "chats", "test_dir": here / "pairs", "short": "pack", "shuffle": "global", "lora_rank": 2,
+        "lora_dropout": 0.1, "lr": 3e-2, "lr_decay_style": "constant", "validation_freq": 1, "validation_batches": 2,
+        "val_batch_size": 2, "keep_best": 1, "early_stopping": 3, "checkpoint_freq": 3, "num_kept_checkpoints": 0,
+        "max_steps": 6, "run_name": "one",
+    }  # fmt: skip
+    first, again = tmp_path / "first", tmp_path / "again"
+    harness.run(train, world, flags(first, **options(here, **given)))
+    (third,) = (first / "checkpoints").glob("*-3steps")  # what a kill after it leaves
+    shutil.copytree(third, again / "checkpoints" / third.name)
+    found = {"resume_from_checkpoint": again / "checkpoints"}
+    harness.run(train, world, flags(again, **options(here, **given, **found)))
+    last = third.name.replace("-3steps", f"-{steps(first)[-1]['step']}steps")
+    metas = []
+    for folder in (first, again):
+        (meta,) = (folder / "checkpoints" / last).glob("*/meta.json")
+        validated = [(r["step"], r["loss"]) for r in records(folder) if r.get("event") == "evaluate" and r["step"] > 3]
+        metas.append((json.loads(meta.read_text())["best"], validated))
+    assert metas[0] == metas[1]
+    assert metas[0][1]
+    same(read_checkpoint(again / "checkpoints" / last), read_checkpoint(first / "checkpoints" / last))
 
 
 @pytest.mark.parametrize("world", [1, 2])

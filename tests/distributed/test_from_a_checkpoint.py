@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import math
@@ -216,6 +217,17 @@ def test_evaluate_is_the_validation_of_the_run(world: int, trained: Path) -> Non
     assert whole["tokens"] == sum(row["tokens"] for row in found["data"].values())
     sums = [row["loss"] * row["tokens"] for row in found["data"].values()]
     assert whole["loss"] * whole["tokens"] == pytest.approx(sum(sums))
+
+
+def test_more_ranks_than_rows_and_several_data_sets(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    with gzip.open(SAMPLE / "test/test-00000.json.gz", "rt") as rows:
+        (tmp_path / "one/a.json").write_text(rows.readline())
+    words = ["--checkpoint", trained / "checkpoints", "--data", tmp_path / "one", SAMPLE / "test", "--json"]
+    one, four = (json.loads(harness.run(verb, world, "evaluate", *words)[0])["data"] for world in (1, 4))
+    assert len(one) == 2
+    for name, row in one.items():
+        assert four[name] == pytest.approx(row, rel=1e-6)
 
 
 def test_evaluate_text_as_transformers_does(trained: Path, exported: Path, tmp_path: Path) -> None:
