@@ -27,11 +27,12 @@ def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) ->
     data = {
         "runs": [run.to_json() for run in runs], "written": time.time(), "version": smp_train.__version__, "live": live
     }  # fmt: skip
-    template = resources.files("smp_train.telemetry").joinpath("page.html").read_text(encoding="utf-8")
+    parts = resources.files("smp_train.telemetry")
+    page, script = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.js"))
     # Inside <script> a "<" could end it.
     text = redacted(json.dumps(data, default=str)).replace("<", "\\u003c")
     try:
-        write_atomic(Path(path), template.replace("@DATA@", text))
+        write_atomic(Path(path), page.replace("@SCRIPT@", script).replace("@DATA@", text))
     except OSError as failure:
         raise ConfigError(f"{path}: cannot write the report ({failure.strerror}); set --out") from None
     return Path(path)

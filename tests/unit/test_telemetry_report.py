@@ -237,6 +237,27 @@ def test_without_matplotlib_there_is_the_page(tmp_path, monkeypatch, capsys):
     assert "pip install '.[report]'" in shown.err
 
 
+# Choose axes, point at each chart, drag over one, switch a run off and on; and leave the page as it was.
+USE = """
+function point(svg, kind, share) {
+  const box = svg.getBoundingClientRect();
+  const where = { clientX: box.left + share * box.width, clientY: box.top + 50 };
+  svg.dispatchEvent(new PointerEvent("pointer" + kind, where));
+}
+for (const axis of ["hours", "tokens", "step"]) {
+  $("axis").value = axis; $("log").checked = axis === "hours"; $("axis").onchange();
+  for (const svg of document.querySelectorAll("figure svg")) {
+    point(svg, "move", 0.5);
+    document.body.dataset.tips = (document.body.dataset.tips || "") + $("tip").textContent + ";";
+  }
+  const svg = document.querySelector("figure svg");
+  for (const [kind, share] of [["down", 0.4], ["move", 0.6], ["up", 0.7]]) point(svg, kind, share);
+  document.body.dataset.zoomed = (document.querySelector("path.line")?.getAttribute("d") || "").split("L").length;
+  document.querySelector("figure svg").dispatchEvent(new MouseEvent("dblclick"));
+}
+for (const box of document.querySelectorAll("#runs input")) { box.click(); box.click(); }
+document.body.dataset.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+"""
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -247,9 +268,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 def test_a_browser_draws_the_page_without_an_error(tmp_path, width, count):
     folders = [str(write_run(tmp_path / name, name).path) for name in "ab"[:count]]
     path = page.write_page(read_runs(folders), tmp_path / "report.html")
-    wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    looked = f"<script>document.body.dataset.wide = {wide}</script></body>"
-    path.write_text(path.read_text().replace("</body>", looked))
+    path.write_text(path.read_text().replace("</body>", f"<script>{USE}</script></body>"))
     command = [
         CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
         f"--user-data-dir={tmp_path / 'browser'}", f"--window-size={width},900", "--virtual-time-budget=2000",
@@ -264,4 +283,8 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, width, count):
     assert shown.stdout.count('class="line"') == 8 * count
     assert shown.stdout.count('class="attempt"') == 2 * count
     assert 'data-wide="0"' in shown.stdout, "the page is as wide as the window"
+    assert 10 < int(re.search(r'data-zoomed="(\d+)"', shown.stdout)[1]) < 30, "of 60 steps those in the window"
+    tips = re.search(r'data-tips="([^"]*)"', shown.stdout)[1].split(";")
+    assert len(tips) == 3 * len(titles) + 1
+    assert all(re.match(r"(hours|tokens|step) [\d.e-]+.*Learning rate 0.001", tip) for tip in tips[1::5]), tips
     assert "max_steps 40 → 60" in shown.stdout

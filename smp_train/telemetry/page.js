@@ -1,0 +1,308 @@
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs;
+const COLORS = ["#1f6fb4", "#d1495b", "#2a8c6e", "#c07f1e", "#7b5ea7", "#1799a8", "#8a6d3b", "#3c4650"];
+const GREY = "#6b7885", RED = "#cc2222", INK = "#22303c";
+const PANELS = [
+  { title: "Loss", unit: "nats per token", keys: ["loss", "loss_mean"], names: ["train", "train, mean"],
+    validation: true, log: true },
+  { title: "Learning rate", keys: ["lr"] },
+  { title: "Gradient norm", keys: ["grad_norm"], log: true },
+  { title: "Throughput", unit: "tokens/s", keys: ["tokens_per_sec"], zero: true },
+  { title: "MFU", unit: "% of the peak", keys: ["mfu"], scale: 100, zero: true },
+  { title: "Memory", unit: "GiB", keys: ["memory_gib"], zero: true },
+  { title: "Step time", unit: "s", keys: ["step_sec"], zero: true },
+  { title: "Shares of a step's time", unit: "%", prefix: "share ", zero: true },
+];
+// Fields with a panel, and those that say the same in other words; any other number has a panel of its own.
+const KNOWN = ["step", "time", "tokens", "consumed", "samples_per_sec", "tokens_per_sec_per_device",
+  "tflops_per_device", "data_wait_sec", ...PANELS.flatMap(panel => panel.keys || [])];
+const QUIET = ["start", "resume", "stop", "finish", "save", "evaluate"];
+const SVG = ["svg", "path", "line", "text", "rect", "circle"];
+const HEIGHT = 220, LEFT = 52, TOP = 10, FOOT = HEIGHT - 24;
+const hidden = new Set();
+let zoom = null;
+
+function el(name, attributes = {}, ...children) {
+  const node = SVG.includes(name) ? document.createElementNS("http://www.w3.org/2000/svg", name)
+    : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+const picture = (width, height, label) =>
+  el("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label });
+const $ = id => document.getElementById(id);
+const several = runs.length > 1;
+const color = (run, series = 0) => COLORS[(several ? run : series) % COLORS.length];
+const text = value => value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : `${value}`;
+const clock = seconds => new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
+const union = find => [...new Set(runs.flatMap(find))];
+const shown = find => runs.flatMap((run, r) => hidden.has(r) ? [] : find(run, r));
+const room = box => Math.max(260, box.clientWidth - 22);
+
+function short(value) {
+  const size = Math.abs(value);
+  if (value === 0) return "0";
+  if (size < 1e-3) return value.toExponential(1);
+  for (const [unit, least, one] of [["T", 1e12, 1e12], ["B", 1e9, 1e9], ["M", 1e6, 1e6], ["k", 1e4, 1e3]])
+    if (size >= least) return `${+(value / one).toPrecision(4)}${unit}`;
+  return `${+value.toPrecision(5)}`;
+}
+
+function ticks(low, high, count, log) {
+  const found = [];
+  if (log && high / low > 2) {
+    const digits = high / low > 30 ? [1] : [1, 2, 5];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+      found.push(...digits.map(digit => digit * 10 ** power).filter(tick => tick >= low && tick <= high));
+    return found;
+  }
+  const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
+  const step = power * [1, 2, 5, 10].find(each => each * power >= raw);
+  for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at++) found.push(at * step);
+  return found;
+}
+
+// The x of a row, and of an event, on the chosen axis; tokens of an event are those of the step it follows.
+function rowX(run, i) {
+  const axis = $("axis").value, columns = run.columns;
+  if (axis === "hours") return (columns.time[i] - run.began) / 3600;
+  return (axis === "tokens" && columns.tokens || columns.step)[i];
+}
+function eventX(run, event) {
+  const steps = run.columns.step;
+  if ($("axis").value === "hours") return (event.time - run.began) / 3600;
+  if ($("axis").value === "step" || !steps.length) return event.step;
+  const after = steps.findIndex(step => step >= event.step);
+  return rowX(run, after < 0 ? steps.length - 1 : after);
+}
+
+// The curves of a panel: {name, run, points, color, width, opacity, dash, dots}.
+function curves(panel) {
+  return shown((run, r) => {
+    const found = [], base = { run: r, width: 1.4, opacity: 1, dash: "none" };
+    const keys = panel.keys || Object.keys(run.columns).filter(key => key.startsWith(panel.prefix));
+    keys.forEach((key, s) => {
+      const column = run.columns[key] || [], scale = panel.scale || 1;
+      if (column.every(y => y === null)) return;
+      const name = panel.names ? panel.names[s] : panel.prefix ? key.slice(panel.prefix.length) : panel.title;
+      const curve = { ...base, name, points: column.map((y, i) => [rowX(run, i), y === null ? null : y * scale]) };
+      if (panel.validation) Object.assign(curve, { color: color(r), opacity: s ? 1 : 0.3, width: s ? 2 : 1 });
+      else Object.assign(curve, { color: color(r, s), dash: several && panel.prefix ? ["none", 4, 2][s % 3] : "none" });
+      found.push(curve);
+    });
+    const points = run.events.filter(each => each.event === "evaluate" && each.loss != null);
+    if (panel.validation && points.length) found.push({ ...base, name: "validation", color: color(r, 1), dots: true,
+      dash: several ? 4 : "none", points: points.map(each => [eventX(run, each), each.loss]) });
+    return found;
+  });
+}
+
+function legend(panel, all) {
+  if (!panel.prefix && !panel.validation) return [];
+  const each = new Map(all.map(curve => [curve.name, curve]));
+  return [...each].map(([name, curve]) => {
+    const style = `background:${several ? GREY : curve.color};opacity:${curve.opacity}`;
+    return el("small", {}, el("i", { style }), name);
+  });
+}
+
+function draw(figure, panel) {
+  const all = curves(panel), width = room(figure), right = width - 14;
+  const svg = picture(width, HEIGHT, panel.title);
+  figure.replaceChildren(
+    el("figcaption", {}, panel.title, el("small", {}, panel.unit || ""), ...legend(panel, all)), svg);
+  svg.ondblclick = () => { zoom = null; redraw(); };
+  const xs = all.flatMap(curve => curve.points.map(point => point[0])).filter(Number.isFinite);
+  let [x0, x1] = zoom || [Math.min(...xs), Math.max(...xs)];
+  if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
+  const inside = x => x >= x0 && x <= x1;
+  const ys = all.flatMap(curve => curve.points.filter(([x, y]) => y !== null && inside(x)).map(point => point[1]));
+  if (!ys.length) return;
+  let y0 = Math.min(...ys), y1 = Math.max(...ys);
+  const log = panel.log && $("log").checked && y0 > 0;
+  if (panel.zero) y0 = Math.min(0, y0);
+  if (y0 === y1) [y0, y1] = y0 ? [y0 * 0.9, y1 * 1.1].sort((a, b) => a - b) : [0, 1];
+  else if (!log) [y0, y1] = [panel.zero && y0 === 0 ? 0 : y0 - (y1 - y0) * 0.04, y1 + (y1 - y0) * 0.06];
+  const scale = log ? Math.log : y => y;
+  const X = x => LEFT + (x - x0) / (x1 - x0) * (right - LEFT);
+  const Y = y => FOOT - (scale(y) - scale(y0)) / (scale(y1) - scale(y0)) * (FOOT - TOP);
+  for (const tick of ticks(y0, y1, 4, log)) svg.append(
+    el("line", { x1: LEFT, x2: right, y1: Y(tick), y2: Y(tick), stroke: "#e3e7eb" }),
+    el("text", { x: LEFT - 6, y: Y(tick) + 4, "text-anchor": "end" }, short(tick)));
+  for (const tick of ticks(x0, x1, width / 110)) {
+    const anchor = X(tick) > right - 8 ? "end" : "middle";
+    svg.append(el("text", { x: X(tick), y: HEIGHT - 8, "text-anchor": anchor }, short(tick)));
+  }
+  const marked = shown((run, r) => run.events.map((event, i) => ({ event, x: eventX(run, event), i, r })));
+  for (const mark of marked.filter(each => inside(each.x))) svg.append(...drawnMark(mark, X(mark.x)));
+  for (const curve of all) svg.append(...drawnCurve(curve, X, Y, (x, y) => inside(x) && !(log && y <= 0)));
+  follow(svg, all, marked, { X, inside, value: px => x0 + (px * width - LEFT) / (right - LEFT) * (x1 - x0) });
+}
+
+function drawnMark({ event, i, r }, x) {
+  const odd = !QUIET.includes(event.event);
+  if (event.event === "save") return [el("path", { d: `M${x - 3} ${FOOT + 5}l3 -5l3 5z`, fill: color(r) })];
+  if (!odd && event.event !== "resume" && !(event.event === "start" && i)) return [];
+  const look = odd ? { stroke: RED } : { stroke: GREY, "stroke-dasharray": "2 3" };
+  return [el("line", { x1: x, x2: x, y1: TOP, y2: FOOT, ...look })];
+}
+
+function drawnCurve(curve, X, Y, visible) {
+  const found = [], attempts = $("axis").value === "hours" ? runs[curve.run].attempts : [];
+  let path = "", pen = "M", before = -Infinity;
+  for (const [x, y] of curve.points) {
+    if (attempts.some(each => before < each.from && each.from <= x)) pen = "M";  // nothing ran in between
+    before = x;
+    if (y === null || !visible(x, y)) { pen = "M"; continue; }
+    path += `${pen}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`;
+    pen = "L";
+    if (curve.dots) found.push(el("circle", { cx: X(x), cy: Y(y), r: 3, fill: curve.color }));
+  }
+  if (path) found.push(el("path", { class: "line", d: path, fill: "none", stroke: curve.color, opacity: curve.opacity,
+    "stroke-width": curve.width, "stroke-dasharray": curve.dash }));
+  return found;
+}
+
+// Show the numbers below the pointer; a drag enlarges all charts, a double click shows all again.
+function follow(svg, all, marked, { X, inside, value }) {
+  const rule = el("line", { y1: TOP, y2: FOOT, stroke: INK, visibility: "hidden" });
+  const band = el("rect", { y: TOP, height: FOOT - TOP, fill: COLORS[0], opacity: 0.15 });
+  const tip = $("tip");
+  let from = null;
+  svg.append(rule, band);
+  const at = event => {
+    const box = svg.getBoundingClientRect();
+    return value((event.clientX - box.left) / box.width);
+  };
+  const nearest = (points, x) => points.reduce((best, point) =>
+    point[1] !== null && (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x)) ? point : best, null);
+  const leave = () => { tip.style.display = "none"; rule.setAttribute("visibility", "hidden"); };
+  const stretch = (one, other) => {
+    band.setAttribute("x", Math.min(one, other));
+    band.setAttribute("width", Math.abs(one - other));
+  };
+  svg.onpointerleave = leave;
+  svg.onpointermove = event => {
+    const x = at(event), rows = all.map(curve => [curve, nearest(curve.points, x)]).filter(row => row[1]);
+    if (from !== null) stretch(X(from), X(x));
+    if (!inside(x) || !rows.length) return leave();
+    const where = rows[0][1][0];
+    for (const key of ["x1", "x2"]) rule.setAttribute(key, X(where));
+    rule.setAttribute("visibility", inside(where) ? "visible" : "hidden");
+    const near = marked.filter(each => Math.abs(X(each.x) - X(x)) < 5);
+    const lines = new Set(near.map(({ event }) => `${event.event} at step ${event.step}`));
+    tip.replaceChildren(el("b", {}, `${$("axis").value} ${short(where)}`), ...rows.map(([curve, point]) => {
+      const name = `${several ? runs[curve.run].name + ", " : ""}${curve.name}`;
+      return el("div", { style: `color:${curve.color}` }, `${name} ${short(point[1])}`);
+    }), ...[...lines].slice(0, 5).map(line => el("div", {}, line)));
+    tip.style.display = "block";
+    tip.style.left = `${Math.max(4, Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${Math.max(4, Math.min(event.clientY + 12, innerHeight - tip.offsetHeight - 8))}px`;
+  };
+  svg.onpointerdown = event => { from = at(event); };
+  svg.onpointerup = event => {
+    const to = at(event), far = from !== null && Math.abs(X(to) - X(from)) > 8;
+    if (far) zoom = [from, to].sort((a, b) => a - b);
+    from = null;
+    if (far) redraw(); else stretch(0, 0);
+  };
+}
+
+function table(head, rows, mark = false) {
+  return el("table", {}, el("tr", {}, ...head.map(each => el("th", {}, each))), ...rows.map(([name, ...cells]) => {
+    const look = mark && new Set(cells).size > 1 ? { class: "other" } : {};
+    return el("tr", {}, el("th", {}, name), ...cells.map(cell => el("td", look, cell)));
+  }));
+}
+
+function timeline() {
+  const bars = runs.flatMap((run, r) => run.attempts.length ? [
+    el("div", {}, several ? run.name : "", drawnAttempts(run, r))] : []);
+  const rows = runs.flatMap(run => run.attempts.map((each, i) => {
+    const start = run.starts.length === run.attempts.length ? run.starts[i] : {};  // else one ended before it trained
+    const changed = Object.entries(start.changes || {}).map(([key, [a, b]]) => `${key} ${text(a)} → ${text(b)}`);
+    const name = `${several ? run.name + " " : ""}${i + 1}`, hours = `${short((each.ended - each.began) / 3600)} h`;
+    return [name, clock(each.began), hours, `${each.first} – ${each.last}`, each.how, start.host || "", changed.join("; ")];
+  }));
+  const head = ["attempt", "began (UTC)", "time", "steps", "ended", "host", "changed settings"];
+  $("timeline").replaceChildren(...bars, table(head, rows));
+}
+
+function drawnAttempts(run, r) {
+  const width = room($("timeline")), foot = 16 * run.attempts.length;
+  const span = Math.max(1, ...run.attempts.map(each => each.ended - run.began));
+  const X = time => 4 + (time - run.began) / span * (width - 8);
+  const svg = picture(width, foot + 22, "attempts");
+  run.attempts.forEach((each, i) => {
+    const opacity = { finished: 1, running: 1, stopped: 0.7 }[each.how] || 0.4;
+    svg.append(el("rect", { class: "attempt", x: X(each.began), width: Math.max(2, X(each.ended) - X(each.began)),
+      y: 16 * i + 3, height: 10, fill: color(r), opacity }));
+    for (const [name, time] of each.events.filter(([name]) => name === "save" || !QUIET.includes(name)))
+      svg.append(el("line", { x1: X(time), x2: X(time), y1: 16 * i + 1, y2: 16 * i + 15,
+        stroke: name === "save" ? INK : RED }));
+  });
+  for (const tick of ticks(0, span / 3600, width / 120)) {
+    const x = X(run.began + tick * 3600), anchor = tick ? x > width - 20 ? "end" : "middle" : "start";
+    svg.append(el("text", { x, y: foot + 18, "text-anchor": anchor }, `${short(tick)} h`));
+  }
+  return svg;
+}
+
+function tables() {
+  const head = ["", ...runs.map(run => run.name)];
+  if (several) $("summary").append(table(head, union(run => Object.keys(run.summary)).map(
+    key => [key, ...runs.map(run => text(run.summary[key]))])));
+  else for (const [key, value] of Object.entries(runs[0].summary))
+    $("summary").append(el("span", { class: "fact" }, el("small", {}, key), value));
+  const events = runs.flatMap(run => run.events.map(({ event, step, time, ...rest }) => [
+    clock(time), several ? run.name : "", text(step), event,
+    Object.entries(rest).map(([key, value]) => `${key} ${text(value)}`).join(", ")]));
+  events.sort((a, b) => a[0] < b[0] ? 1 : -1);
+  $("events").lastElementChild.append(table(["time (UTC)", "", "step", "event", ""], events.slice(0, 500)));
+  const settings = union(run => Object.keys(run.config)).map(key => [key, ...runs.map(run => text(run.config[key]))]);
+  const differ = settings.filter(([, ...values]) => new Set(values).size > 1);
+  if (several) $("differences").lastElementChild.append(differ.length ? table(head, differ, true) : "none");
+  else $("differences").remove();
+  const given = new Set(union(run => run.given)), order = ([key]) => given.has(key) ? 0 : 1;
+  settings.sort((a, b) => order(a) - order(b));
+  $("config").lastElementChild.append(
+    el("p", {}, "First the settings that were given, then the defaults."), table(head, settings, true));
+}
+
+function redraw() {
+  const more = union(run => Object.keys(run.columns)).filter(key => !KNOWN.includes(key) && !key.startsWith("share "));
+  const panels = [...PANELS, ...more.map(key => ({ title: key, keys: [key] }))].filter(each => curves(each).length);
+  const figures = panels.map(() => el("figure"));
+  $("charts").replaceChildren(...figures);
+  panels.forEach((panel, i) => draw(figures[i], panel));
+  timeline();
+  location.replace(`#${$("axis").value}${$("log").checked ? ",log" : ""}`);  // kept when the page loads itself again
+}
+
+function main() {
+  for (const run of runs) {
+    run.began = Math.min(...run.attempts.map(each => each.began));
+    for (const each of run.attempts) each.from = (each.began - run.began) / 3600;
+  }
+  document.title = document.querySelector("h1").textContent = runs.map(run => run.name).join(", ");
+  const again = data.live ? `, again every ${data.live} s while the run goes on` : "";
+  $("about").textContent = `Written ${clock(data.written)} UTC by smp-train ${data.version}${again}.`;
+  tables();
+  if (several) runs.forEach((run, r) => {
+    const box = el("input", { type: "checkbox", checked: "" });
+    box.onchange = () => { hidden[box.checked ? "delete" : "add"](r); redraw(); };
+    $("runs").append(el("label", {}, box, el("i", { style: `background:${color(r)}` }), `${run.name} `));
+  });
+  const [axis, log] = location.hash.slice(1).split(",");
+  if (["step", "hours", "tokens"].includes(axis)) $("axis").value = axis;
+  $("log").checked = log === "log";
+  $("axis").onchange = () => { zoom = null; redraw(); };
+  $("log").onchange = redraw;
+  let width = innerWidth;
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
+  redraw();
+  if (data.live) setTimeout(() => location.reload(), 1000 * data.live);
+  document.body.dataset.drawn = document.querySelectorAll("path.line").length;
+}
+main();
