@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from smp_train.checkpoints.collective import gather, one_line
 from smp_train.checkpoints.manifest import METADATA
+from smp_train.checkpoints.save_planner import SavePlanner
 from smp_train.checkpoints.state import State, present
 from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless
 from smp_train.errors import CheckpointError
@@ -224,8 +225,9 @@ def _warn_of_other_dtypes(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -
 def save_together(state: dict[str, Any], *, storage_writer: StorageWriter) -> None:
     """Write one tree of all ranks; collective."""
     # Not `dcp.save`: that of torch 2.5 always communicates where there is a process group.
+    planner = DefaultSavePlanner() if is_alone() else SavePlanner()
     _save_state_dict(
-        state, storage_writer=storage_writer, process_group=group(), no_dist=is_alone(), planner=DefaultSavePlanner()
+        state, storage_writer=storage_writer, process_group=group(), no_dist=is_alone(), planner=planner
     )
 
 

@@ -25,6 +25,8 @@ from smp_train.checkpoints import CheckpointManager, Policy, RunId, find, gather
 from smp_train.checkpoints.async_save import leaves
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
 from smp_train.checkpoints.owner import Owner
+from smp_train.checkpoints.save_planner import SavePlanner
+from smp_train.checkpoints.state import present
 from smp_train.errors import CheckpointError, SmpTrainError
 from smp_train.storage import base
 from tests.checkpoint_files import flipped, tree
@@ -189,6 +191,26 @@ def replicated(folder: str) -> int:
 def test_replicas_are_written_once(tmp_path):
     alone = same_on_all(run(replicated, 1, f"{tmp_path}/1"))
     assert same_on_all(run(replicated, 2, f"{tmp_path}/2")) == alone
+
+
+def planned(layout: str) -> list[tuple[str, tuple[int, ...], int]]:
+    """Return what this rank sends to rank 0: name, place and bytes of what it is to write."""
+    with group():
+        model, optimizer = prepare("small", layout, seed=1)
+        planner = SavePlanner()
+        planner.set_up_planner(present(gather_state(model, optimizer)), is_coordinator=dist.get_rank() == 0)
+        items = planner.create_local_plan().items
+        return [(i.index.fqn, tuple(i.index.offset or ()), i.tensor_storage_size() or 0) for i in items]
+
+
+def test_a_copy_is_planned_by_one_of_its_holders():
+    ranks = run(planned, 4, "hsdp")
+    sharded = [(name, place) for rank in ranks for name, place, size in rank if size and name != "model.seen"]
+    assert len(set(sharded)) == len(sharded)
+    names = {name for rank in ranks for name, _, _ in rank}
+    assert {"model.embedding.weight", "optim.state.first.bias.exp_avg", "optim.state.third.weight.step"} < names
+    loads = [sum(size for _, _, size in rank) for rank in ranks]
+    assert max(loads[0], loads[2]) < 0.7 * (loads[0] + loads[2])  # both replicas write about half
 
 
 def after_evaluation(folder: str) -> dict[str, str]:
