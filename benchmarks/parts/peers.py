@@ -121,21 +121,23 @@ def expected(folder: str, losses: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield for each driver its medians over the rounds, and the median of its ratios to our defaults' of the round."""
-    by_round: dict[str, dict[str, float]] = {}
+    """Yield for each driver its medians over the rounds, and those of its ratios to our defaults of the same round.
+
+    On a machine that others use too, CPU time tells more than the clock.
+    """
+    by_round: dict[str, dict[str, dict[str, Any]]] = {}
     for record in records:
         name, _, turn = record["cell"].rpartition(", round ")
         if record["state"] == OK and name:
-            by_round.setdefault(name, {})[turn] = record["step ms"]
+            by_round.setdefault(name, {})[turn] = record
     ours = by_round.get(next(iter(VARIANTS)), {})
     for name, rounds in by_round.items():
-        ratios = [value / ours[turn] for turn, value in rounds.items() if turn in ours]
-        same = [record for record in records if record["cell"].startswith(f"{name}, round ")]
-        yield {
-            "driver": name, "rounds": len(rounds), "step ms": statistics.median(rounds.values()),
-            "of ours": statistics.median(ratios) if ratios else None,
-            "lowest": min(ratios, default=None), "highest": max(ratios, default=None),
-            "start to first step s": statistics.median(r["start to first step s"] for r in same if r["state"] == OK),
-            "settings": same[0].get("settings"), "loss of step 1": same[0].get("loss of step 1"),
-            "of the last": same[0].get("of the last"),
-        }  # fmt: skip
+        figures: dict[str, Any] = {"driver": name, "rounds": len(rounds)}
+        for what in ("step ms", "CPU ms", "start to first step s"):
+            ratios = [record[what] / ours[turn][what] for turn, record in rounds.items() if turn in ours]
+            figures[what] = statistics.median(record[what] for record in rounds.values())
+            if ratios:
+                figures[f"{what}, of ours"] = statistics.median(ratios)
+                figures[f"{what}, range"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        last = next(iter(rounds.values()))
+        yield {**figures, **{what: last[what] for what in ("settings", "loss of step 1", "of the last")}}

@@ -116,7 +116,7 @@ class Clock:
     def __init__(self, job: Job) -> None:
         self.job, self.done = job, 0
         self.losses: list[Tensor | float] = []
-        self.first = self._began = 0.0
+        self.first = self._began = self._cpu = 0.0
 
     def step(self, loss: Tensor | float) -> None:
         """Count a step that has been queued; its loss is read at the end."""
@@ -129,11 +129,12 @@ class Clock:
             if self.done == 1:
                 self.first = now - self.job.began
             if self.done == self.job.warm:
-                self._began = now
+                self._began, self._cpu = now, time.process_time()
                 if self.job.cuda:
                     torch.cuda.reset_peak_memory_stats()
             if self.done == self.job.steps:
                 self.seconds = (now - self._began) / (self.job.steps - self.job.warm)
+                self.cpu_seconds = (time.process_time() - self._cpu) / (self.job.steps - self.job.warm)
 
     def write(self, settings: str, *, mean: bool = True) -> None:
         """Write the results on rank 0; ``mean``: of the ranks' own losses, their mean. Collective."""
@@ -145,7 +146,7 @@ class Clock:
         if self.job.rank == 0:
             peak = torch.cuda.max_memory_allocated() / 2**30 if self.job.cuda else None
             figures = {
-                "step ms": 1000 * self.seconds, "tokens/s/GPU": self.job.batch * self.job.seq_len / self.seconds,
+                "step ms": 1000 * self.seconds, "CPU ms": 1000 * self.cpu_seconds, "tokens/s/GPU": self.job.batch * self.job.seq_len / self.seconds,
                 "peak GiB": peak, "start to first step s": self.first, "settings": settings, "losses": losses.tolist(),
             }  # fmt: skip
             Path(self.job.out).write_text(json.dumps(figures))
