@@ -146,7 +146,8 @@ class Clock:
         if self.job.rank == 0:
             peak = torch.cuda.max_memory_allocated() / 2**30 if self.job.cuda else None
             figures = {
-                "step ms": 1000 * self.seconds, "CPU ms": 1000 * self.cpu_seconds, "tokens/s/GPU": self.job.batch * self.job.seq_len / self.seconds,
+                "step ms": 1000 * self.seconds, "CPU ms": 1000 * self.cpu_seconds,
+                "tokens/s/GPU": self.job.batch * self.job.seq_len / self.seconds,
                 "peak GiB": peak, "start to first step s": self.first, "settings": settings, "losses": losses.tolist(),
             }  # fmt: skip
             Path(self.job.out).write_text(json.dumps(figures))
