@@ -1,5 +1,6 @@
 """From flags to a configuration."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from smp_train.models.families import FAMILIES
 from smp_train.models.flops import count_parameters
 from smp_train.models.initialization import initialise
 from smp_train.models.resolve import ModelSpec, presets, resolve, settled_flags
+from tests.chats import PLAIN, write_tokenizer
 
 
 def spec(**flags: Any) -> ModelSpec:
@@ -187,6 +189,36 @@ def test_folders_without_a_usable_configuration(tmp_path: Path) -> None:
             (tmp_path / "config.json").write_text(content)
         with pytest.raises(ConfigError, match=named):
             spec(hf_pretrained_model_name_or_dir=str(tmp_path))
+
+
+def test_a_name_on_the_hub_brings_its_chat_template_and_how_it_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    from smp_train.checkpoints.model_card import hub_name
+    from smp_train.checkpoints.tokenizer import beside, opened
+
+    hub, cache = tmp_path / "hub", tmp_path / "models--org--tiny/snapshots/abc"
+    write_tokenizer(hub, PLAIN)
+    (hub / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    (hub / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    (hub / "model.safetensors").touch()
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        cache.mkdir(parents=True)
+        for path in hub.iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                shutil.copy(path, cache)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    spec = resolve(SimpleNamespace(hf_pretrained_model_name_or_dir="org/tiny"))
+    assert spec.pretrained == str(cache)
+    assert hub_name(spec.pretrained) == "org/tiny"
+    assert spec.generation == {"eos_token_id": [1, 2]}
+    with opened(beside(spec.pretrained) or "") as tokenizer:
+        assert tokenizer.chat_template == PLAIN
 
 
 def test_the_documentation_lists_every_preset() -> None:
