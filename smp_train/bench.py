@@ -15,6 +15,7 @@ BENCHMARKS = {
     "checkpoint": "a save in the background against synchronous DCP and against one gathered file",
     "attention": "masks and kernels against transformers' own",
     "gpu": "what only a GPU can tell, in parts; also the same training by other programs",
+    "finetune": "memory of a finetune with adapters against one of all parameters",
     "data": "loading, converting and fetching data against the original's way and datasets",
 }
 

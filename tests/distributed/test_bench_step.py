@@ -1,4 +1,4 @@
-"""`smp-train bench step` measures on any number of processes and leaves nothing behind."""
+"""`smp-train bench step` measures on any number of processes and leaves nothing behind; `bench finetune` on one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ from tests import harness
 SMALL = ("--hidden_width", "32", "--num_layers", "2", "--num_heads", "4", "--intermediate_size", "48")
 
 
-def measure(scratch: str) -> str:
+def measure(scratch: str, name: str, *words: str) -> str:
+    import importlib
     import io
     from contextlib import redirect_stdout
 
-    from benchmarks import step
-
     tempfile.tempdir = scratch
     with redirect_stdout(io.StringIO()) as out:
-        assert step.main(["--rounds", "2", *SMALL, "--max_context_width", "16"]) == 0
+        assert importlib.import_module(f"benchmarks.{name}").main(words) == 0
     return out.getvalue()
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_prints_the_ratio(world: int, tmp_path: Path) -> None:
-    printed = harness.run(measure, world, str(tmp_path))[0]
+    words = ["--rounds", "2", *SMALL, "--max_context_width", "16"]
+    printed = harness.run(measure, world, str(tmp_path), "step", *words)[0]
     assert re.search(rf"bench step: {world} ranks, .* ratio of the same round: median \d+\.\d+ ", printed)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_adapters_take_less_memory(tmp_path: Path) -> None:
+    words = ["--width", "64", "--layers", "1", "--rank", "2"]
+    printed = harness.run(measure, 1, str(tmp_path), "finetune", *words)[0]
+    assert "full  state" in printed
+    assert "(16.00)" in printed  # weights, gradients and two moments, of 4 bytes
+    state, peak = map(float, re.findall(r"(?:state|peak) (0\.\d+)", printed.splitlines()[-1]))
+    assert state < 0.3
+    assert state < peak < 0.9
