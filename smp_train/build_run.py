@@ -185,10 +185,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     log.info("Model: %s with total parameters: %d (%s)", spec.name, parameters, in_short(parameters))
     if spec.lora is not None:
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        log.info(
-            "Adapters: %d of %d parameters (%.2f%%) are trained, of rank %d", trained, parameters + trained,
-            100 * trained / (parameters + trained), spec.lora.rank,
-        )  # fmt: skip
+        log.info("Adapters: %d parameters, %.2f%% of the model's, are trained", trained, 100 * trained / parameters)
     log.info(where_weights_are_from(args, backend, spec, found))
     on_gpu = device.type == "cuda"
     throughput = Throughput(

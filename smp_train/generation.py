@@ -151,6 +151,8 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
             prompts.append(sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt_file {file}: {getattr(error, 'strerror', None) or error}") from None
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError("the prompt is no text; give a string, or a list of strings (chat=True: of users' turns)")
     if not prompts or not all(prompts):
         raise ConfigError("there is no prompt; give --prompt or --prompt_file")
     return prompts

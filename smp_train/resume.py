@@ -57,17 +57,24 @@ def tokenizer_in_checkpoint(spec: ModelSpec, found: Checkpoint | None) -> dict[s
 
 @contextmanager
 def tokenizer_to_read_with(args: Arguments, spec: ModelSpec, start: Start) -> Iterator[None]:
-    """Where no flag names the tokenizer of --dataset, set --tokenizer to the checkpoint's meanwhile; collective."""
-    if args.dataset is None or args.tokenizer or args.hf_pretrained_model_name_or_dir or args.pretrained_model_name:
+    """Where --tokenizer does not say with which to read --dataset, set it meanwhile; collective.
+
+    It is that beside the weights, else that of the checkpoint, where the model has no name to look for one under.
+    """
+    if args.dataset is None or args.tokenizer:
         yield
         return
-    with distributed.together("reading the tokenizer of the checkpoint"):
-        found = None if start.origin is None else newest_readable(start.origin.place, start.origin.run)
-        files = tokenizer_in_checkpoint(spec, found)
-        if not files:
-            where = args.resume_from_checkpoint or spec.pretrained
-            raise ConfigError(f"--dataset {args.dataset} needs --tokenizer: {where} holds no checkpoint with one")
-    with tokenizer.written(files) as args.tokenizer:
+    files: dict[str, bytes] = {}
+    with distributed.together("looking for the tokenizer"):
+        beside = tokenizer.beside(spec.pretrained)
+        if not (beside or args.hf_pretrained_model_name_or_dir or args.pretrained_model_name):
+            found = None if start.origin is None else newest_readable(start.origin.place, start.origin.run)
+            files = tokenizer_in_checkpoint(spec, found)
+            if not files:
+                where = args.resume_from_checkpoint or spec.pretrained
+                raise ConfigError(f"--dataset {args.dataset} needs --tokenizer: there is none in {where}")
+    with tokenizer.written(files) as folder:
+        args.tokenizer = folder if files else beside
         yield
     args.tokenizer = None
 

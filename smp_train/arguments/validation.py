@@ -231,7 +231,7 @@ def _data(args: Arguments, own: Own) -> Iterator[str]:
     if not (args.training_dir or args.dataset or own.training_data is not None):
         yield (
             "no training data: give --training_dir (or the SageMaker channel train), --dataset, "
-            "or --use_synthetic_data 1"
+            "or --use_synthetic_data 1" + ("; smp-train evaluate needs none" if args.evaluate_only else "")
         )
     if (args.validation_freq or args.evaluate_only) and not (args.test_dir or own.validation_data is not None):
         cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"

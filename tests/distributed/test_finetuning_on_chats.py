@@ -176,6 +176,8 @@ def test_a_checkpoint_has_the_tokenizer_of_its_chats(here: Path, tmp_path: Path)
     assert weights
     assert all(torch.allclose(tuned[name], whole[name]) for name in weights)
     assert list((tmp_path / "tuned/checkpoints/llama_v2-2steps").glob("*/tokenizer/chat_template.jinja"))
+    file = {"finetune": 1, "pretrained_checkpoint_file": here / "model" / "model.safetensors", "max_steps": 1}
+    harness.run(train, 1, flags(tmp_path / "beside", **bare | file))  # the tokenizer lies there, too
     with pytest.raises(harness.RankFailed, match="--tokenizer"):
         harness.run(train, 2, flags(tmp_path / "x", **bare | {"resume_from_checkpoint": tmp_path / "nothing"}))
 

@@ -12,6 +12,7 @@ import torch
 
 from smp_train.errors import CheckpointError, ConfigError
 from tests import harness
+from tests.tiers import slow
 from tests.training import SAMPLE, TINY, flags, read_checkpoint, steps, train
 from tests.versions import FAMILIES, SMALL
 
@@ -123,7 +124,7 @@ MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "changes"), MESHES, ids=str)
+@pytest.mark.parametrize(("world", "changes"), slow(MESHES, lambda mesh: "use_torch_compile" in mesh[1]), ids=str)
 def test_every_mesh_trains_the_same_adapters(
     world: int, changes: dict[str, Any], base: Path, trained: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ import smp_train
 from smp_train.data.source import Row, Source
 from smp_train.errors import ConfigError, DataError, SmpTrainError
 from tests import harness
+from tests.tiers import slow
 from tests.training import SAMPLE, TINY, alike, flags, numbers, read_checkpoint, records, same, train
 
 ROWS: dict[str, Any] = {"use_synthetic_data": None, "lr_decay_style": "constant", "max_steps": 4}
@@ -66,7 +67,7 @@ def without_agent(folder: Path, *several: dict[str, Any]) -> list[Any]:
     return called(folder, *several)
 
 
-@pytest.mark.parametrize("served", ["agent", "rank 0"])
+@pytest.mark.parametrize("served", slow(["agent", "rank 0"], {"rank 0"}.__contains__))
 def test_two_calls_in_one_process_are_one_run_of_the_command(served: str, tmp_path: Path) -> None:
     harness.run(train, 2, flags(tmp_path / "command", **{**ROWS, "use_synthetic_data": 1}))
     half = {**ROWS, "use_synthetic_data": True, "run_name": "halves"}
@@ -122,8 +123,11 @@ def fails(folder: Path, event: str, at: int, kind: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(
     ("event", "at", "kind", "last"),
-    [("on_step", 3, "Boom", 3), ("on_step", 3, "SystemExit", 3), ("on_validation", 4, "Boom", 4),
-     ("on_save", 2, "Boom", 2)],
+    slow(
+        [("on_step", 3, "Boom", 3), ("on_step", 3, "SystemExit", 3), ("on_validation", 4, "Boom", 4),
+         ("on_save", 2, "Boom", 2)],
+        lambda case: case[0] != "on_save",
+    ),
 )  # fmt: skip
 def test_a_callback_that_raises_stops_all_by_name(event: str, at: int, kind: str, last: int, tmp_path: Path) -> None:
     ends = harness.run(fails, 2, tmp_path, event, at, kind)
@@ -147,7 +151,7 @@ def own_rows(folder: Path, **changes: Any) -> Any:
     return smp_train.train(**settings(folder, **{**ROWS, **given, **changes}))
 
 
-@pytest.mark.parametrize("short", ["pad", "pack"])
+@pytest.mark.parametrize("short", slow(["pad", "pack"], {"pad"}.__contains__))
 def test_own_rows_are_those_of_shards(short: str, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
@@ -267,7 +271,7 @@ def used(folder: Path) -> tuple[Any, ...]:
         return evaluated, texts, one, own, model(ids).logits.numpy()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", slow([1, 2], {1}.__contains__))
 def test_values_are_those_that_the_verbs_print(world: int, trained: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -60,7 +60,7 @@ def find_files(
             found += below if patterns else _of_documents(below, given, first_fields(column))
         elif os.path.isfile(given):
             found.append(_local(Path(given), os.path.basename(given)))
-        elif HUB_NAME.fullmatch(given):
+        elif HUB_NAME.fullmatch(given) and not given.lower().endswith((*SUFFIXES, LOOKED_INTO)):
             found += open_split(given, config, split, flag).files()
         else:
             raise DataError(f"{given}: no such file or folder; check {flag}")
