@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import smp_train
-from smp_train import arguments, backends, distributed, losses, train_utils
+from smp_train import arguments, backends, distributed, losses, resume, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.own import Own, named
 from smp_train.backends.base import Backend, Topology
@@ -20,7 +20,6 @@ from smp_train.checkpoints import Checkpoint, CheckpointManager, Policy, RunId, 
 from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, is_node_local
-from smp_train.data.blend import read_weights
 from smp_train.data.open_data import open_data
 from smp_train.data.pipelines.data_pipeline import Loader, ValidationData
 from smp_train.distributed import Runtime, heartbeat
@@ -34,15 +33,6 @@ from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, names_model, re
 from smp_train.naming import Start, described, how_to_resume, output, settle
 from smp_train.parallel import compile
 from smp_train.progress import Progress as Shown
-from smp_train.resume import (
-    check_model,
-    checkpoint_to_finetune,
-    imported_position,
-    look_for_checkpoint,
-    model_to_resume,
-    tokenizer_in_checkpoint,
-    tokenizer_to_read_with,
-)
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
@@ -152,15 +142,15 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         choose_loss(resolved.own.loss, backend, spec)
     check_memory(args, backend, spec, ranks)
     checkpoints = open_checkpoints(args, ranks, backend, spec, start.run, opened)
-    with tokenizer_to_read_with(args, spec, start):
+    with resume.tokenizer_to_read_with(args, spec, start):
         train_data, validation = open_data(
             args, vocab_size=spec.config.vocab_size, seq_len=seq_len, ranks=ranks,
             dp_rank=topology.dp_rank, dp_size=topology.dp_size, pin_memory=device.type == "cuda", own=resolved.own,
         )  # fmt: skip
-    found = look_for_checkpoint(args, spec, start, topology.mesh)
+    found = resume.look_for_checkpoint(args, spec, start, topology.mesh)
     with distributed.together("reading the tokenizer"):
         if ranks.is_main:
-            checkpoints.tokenizer = tokenizer_of(args, spec, found)
+            checkpoints.tokenizer = resume.tokenizer_of(args, spec, found)
             if spec.pretrained is None and (found is None or names_model(args)):
                 tokenizer.set_ends(spec.config, checkpoints.tokenizer)
             if args.prompt and not checkpoints.tokenizer:
@@ -176,7 +166,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     total_steps = count_steps(resolved, train_data, found)
     if found is not None:
         with distributed.together("comparing the models"):
-            check_model(args, spec, found)
+            resume.check_model(args, spec, found)
     with Shown("Building the model", shown=ranks.is_main and backend.name == "smp"):  # native shows what takes long
         model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     if any(map(is_node_local, args.checkpoint_dir)):
@@ -247,8 +237,8 @@ def choose_model(args: Arguments, backend: Backend, start: Start) -> tuple[Model
     Where no flag says which model it is, it is that of the checkpoint to resume from.
     """
     with distributed.together("choosing the model"):
-        checkpoint_to_finetune(args)
-        spec = model_to_resume(args, start) or resolve(args)
+        resume.checkpoint_to_finetune(args)
+        spec = resume.model_to_resume(args, start) or resolve(args)
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
@@ -348,7 +338,7 @@ def count_steps(resolved: Resolved, training: Loader, found: Checkpoint | None) 
     if found is not None:
         done = found.step
         data = found.meta.get("data")
-        consumed = imported_position(found, training)[0] if data is None else data.get("consumed", 0)
+        consumed = resume.imported_position(found, training)[0] if data is None else data.get("consumed", 0)
     steps = done + math.ceil(max(0, training.end - consumed) / training.global_batch)
     ends = {"--epochs": steps}
     if args.steps_per_epoch is not None:
@@ -401,26 +391,3 @@ def in_short(number: float) -> str:
 def layout(mesh: dict[str, int]) -> str:
     """Return the size of each dimension of a mesh, for the log."""
     return " x ".join(f"{name} {size}" for name, size in mesh.items())
-
-
-def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
-    """Return the files of the run's tokenizer, for its checkpoints; empty where none is known. Not collective.
-
-    It is --tokenizer, that of the weights, of the prepared training data, or of the checkpoint to resume or finetune.
-    """
-    where = args.tokenizer or tokenizer.beside(spec.pretrained)
-    if where is None and args.dataset:
-        where = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
-    if where is None and args.training_dir:
-        where = tokenizer.beside_data(read_weights(args.training_dir)[0])
-    if where is not None:
-        try:
-            files = tokenizer.tokenizer_files(where, args.chat_template)
-        except ConfigError as failure:
-            if args.tokenizer:
-                raise
-            log.warning("%s; checkpoints are written without a tokenizer", failure)
-        else:
-            log.info("Tokenizer: that of %s goes into the checkpoints", where)
-            return files
-    return tokenizer_in_checkpoint(spec, found)

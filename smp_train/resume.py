@@ -11,6 +11,7 @@ from smp_train.arguments import Arguments
 from smp_train.checkpoints import Checkpoint, foreign, tokenizer
 from smp_train.checkpoints.discovery import is_checkpoint_folder, newest_readable, open_checkpoint
 from smp_train.checkpoints.node_local import find_newest, is_node_local
+from smp_train.data.blend import read_weights
 from smp_train.data.pipelines.data_pipeline import Loader
 from smp_train.distributed import ALL_RANKS
 from smp_train.errors import CheckpointError, ConfigError
@@ -53,6 +54,29 @@ def tokenizer_in_checkpoint(spec: ModelSpec, found: Checkpoint | None) -> dict[s
     if found is None and spec.pretrained is not None and is_checkpoint_folder(spec.pretrained):
         found = open_checkpoint(spec.pretrained)
     return {} if found is None else found.tokenizer()
+
+
+def tokenizer_of(args: Arguments, spec: ModelSpec, found: Checkpoint | None) -> dict[str, bytes]:
+    """Return the files of the run's tokenizer, for its checkpoints; empty where none is known. Not collective.
+
+    It is --tokenizer, that of the weights, of the prepared training data, or of the checkpoint to resume or finetune.
+    """
+    where = args.tokenizer or tokenizer.beside(spec.pretrained)
+    if where is None and args.dataset:
+        where = args.hf_pretrained_model_name_or_dir or args.pretrained_model_name
+    if where is None and args.training_dir:
+        where = tokenizer.beside_data(read_weights(args.training_dir)[0])
+    if where is not None:
+        try:
+            files = tokenizer.tokenizer_files(where, args.chat_template)
+        except ConfigError as failure:
+            if args.tokenizer:
+                raise
+            log.warning("%s; checkpoints are written without a tokenizer", failure)
+        else:
+            log.info("Tokenizer: that of %s goes into the checkpoints", where)
+            return files
+    return tokenizer_in_checkpoint(spec, found)
 
 
 @contextmanager
