@@ -103,11 +103,10 @@ class WeightsAndBiases:
         }  # fmt: skip
         known = wandb.Settings.model_fields
         settings = wandb.Settings(**{name: value for name, value in private.items() if name in known})
-        project = self._project or wandb.setup().settings.project or PROJECT
+        project = self._project or wandb.setup(settings=settings).settings.project or PROJECT
         self._run = wandb.init(
-            project=project, name=self._name, id=self._id, resume="allow", dir=self._folder, config=dict(config),
-            settings=settings,
-        )  # fmt: skip
+            project=project, name=self._name, id=self._id, resume="allow", dir=self._folder, settings=settings
+        )
         self._run.config.update(dict(config), allow_val_change=True)
         # Steps after a resume's come again, which W&B's own step, that only grows, would drop.
         self._run.define_metric("step")
@@ -208,7 +207,7 @@ class Feed:
                 call()
         except ImportError as missing:
             self._warn(f"is not installed ({first_line(missing)}): {install(EXTRAS[self._name])}; training goes on")
-        except (Exception, SystemExit) as failure:
+        except BaseException as failure:  # of this thread alone
             self._warn(f"failed and gets no more records; training goes on ({first_line(failure)})")
 
     def _warn(self, what: str) -> None:
