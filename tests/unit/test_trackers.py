@@ -155,7 +155,6 @@ def train_with_secrets(command_line):
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_attempts_of_a_run_are_one_curve_in_tensorboard_and_wandb_and_hold_no_secret(tmp_path):
     pytest.importorskip("wandb")
     board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
