@@ -9,6 +9,7 @@ same steps without trackers take turns too.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import statistics
@@ -18,12 +19,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from benchmarks.peers.bare import shard, update
-from smp_train import arguments, distributed, train_lib
+from smp_train import arguments, distributed, losses, train_lib
 from smp_train.build_run import Run, build_run
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.initialization import initialise
+from smp_train.parallel import compile, loss_head
 from smp_train.storage.paths import private_folder
 from smp_train.telemetry.logging_utils import get_logger
 
@@ -37,6 +40,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--steps", type=int, default=1, help="steps per round (default 1; give 10 on a GPU, so that it is never idle)"
     )
+    parser.add_argument(
+        "--head", choices=("plain", "chunked"), default="plain", help="the bare loop's loss, of all logits or by chunks"
+    )
     options, flags = parser.parse_known_args(argv)
 
     ranks = distributed.detect()
@@ -48,11 +54,20 @@ def main(argv: Sequence[str]) -> int:
         train_lib.track(run)
         tracked = run.metrics.trackers is not None
         ours = our_steps(run)
-        bare = bare_steps(run)
         ratios, seconds, with_trackers = [], [], []
-        for kind in (ours, bare):  # warm up: allocator, caches, compilation
-            kind(3 * options.steps)
-        for _ in range(options.rounds):
+        if device.type == "cuda":  # one model after the other: two with their optimizers may not fit
+            seconds = [(value, 0.0) for value in rounds(ours, options.rounds, options.steps)]
+            run.model = run.optimizer = ours = None  # type: ignore[assignment]
+            gc.collect()
+            torch.cuda.empty_cache()
+            others = rounds(bare_steps(run, options.head), options.rounds, options.steps)
+            seconds = [(mine, other) for (mine, _), other in zip(seconds, others, strict=True)]
+            ratios = [mine / other for mine, other in seconds]
+        else:
+            bare = bare_steps(run, options.head)
+            for kind in (ours, bare):  # warm up: allocator, caches, compilation
+                kind(3 * options.steps)
+        for _ in range(0 if ratios else options.rounds):
             pair = ours(options.steps), bare(options.steps)
             ratios.append(pair[0] / pair[1])
             seconds.append(pair)
@@ -101,6 +116,11 @@ def defaults(scratch: Path) -> list[str]:
     ]
 
 
+def rounds(steps: Callable[[int], float], count: int, size: int) -> list[float]:
+    """Return the seconds of a step in each of ``count`` rounds of ``size``, after three to warm up."""
+    return [steps(size) for _ in range(3 + count)][3:]
+
+
 def our_steps(run: Run) -> Callable[[int], float]:
     """Return a function that makes n steps as `train_lib` does and returns the seconds of one."""
     batches = run.train_data.batches(0)
@@ -111,11 +131,16 @@ def our_steps(run: Run) -> Callable[[int], float]:
     return timed(steps, run.backend.topology.device)
 
 
-def bare_steps(run: Run) -> Callable[[int], float]:
-    """Return the same for the shortest FSDP2 loop that trains the same model, averaging over ranks as FSDP2 does."""
+def bare_steps(run: Run, head: str) -> Callable[[int], float]:
+    """Return the same for the shortest FSDP2 loop that trains the same model, averaging over ranks as FSDP2 does.
+
+    ``head``: the loss of all logits (plain), or by chunks as this package's.
+    """
     args, device = run.args, run.backend.topology.device
     model = build_meta(run.spec, attn_implementation=args.attn_implementation)
-    shard(model, bf16=args.bf16)
+    shard(model, bf16=args.bf16, compiled=run.backend.compiled)
+    kernels = compile.loss_kernels(args.torch_compile_backend) if run.backend.compiled else losses.EAGER
+    loss_head.attach(model, chunked=head == "chunked", tensor=None, kernels=kernels)
     materialise(model, device)
     initialise(model, args.seed)
     optimizer = torch.optim.AdamW(
@@ -124,7 +149,13 @@ def bare_steps(run: Run) -> Callable[[int], float]:
     shape = (args.train_batch_size, run.train_data.seq_len)
     ids = torch.randint(run.spec.config.vocab_size, shape, device=device)
 
-    return timed(lambda: update(model, optimizer, ids, args.grad_clip), device)
+    def chunked() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        (model.loss_sum(ids, losses.shift(ids)) / ids[:, 1:].numel()).backward()  # type: ignore[operator]
+        nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+        optimizer.step()
+
+    return timed(chunked if head == "chunked" else lambda: update(model, optimizer, ids, args.grad_clip), device)
 
 
 def timed(step: Callable[[], object], device: torch.device) -> Callable[[int], float]:

@@ -24,9 +24,9 @@ def measure(scratch: str, name: str, *words: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_prints_the_ratio(world: int, tmp_path: Path) -> None:
-    words = ["--rounds", "2", *SMALL, "--max_context_width", "16"]
+@pytest.mark.parametrize(("world", "head"), [(1, "chunked"), (2, "plain")])
+def test_prints_the_ratio(world: int, head: str, tmp_path: Path) -> None:
+    words = ["--rounds", "2", "--head", head, *SMALL, "--max_context_width", "16"]
     printed = harness.run(measure, world, str(tmp_path), "step", *words)[0]
     assert re.search(rf"bench step: {world} ranks, .* ratio of the same round: median \d+\.\d+ ", printed)
     assert list(tmp_path.iterdir()) == []
