@@ -44,7 +44,7 @@ def follow(folders: Sequence[str], path: str | Path, every: float) -> None:
     while True:
         runs = read_runs(folders)
         states = {run.state for run in runs}
-        if "running" in states:
+        if states & {"running", "silent"}:
             ended_at = None
         elif ended_at is None:
             ended_at = time.monotonic()

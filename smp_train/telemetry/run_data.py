@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -19,6 +20,8 @@ from smp_train.telemetry.run_folder import RunFolder
 POINTS = 1000
 """About as many steps of a run are drawn: of more, those with the extremes of `EXTREMES` in each interval."""
 EXTREMES = ("loss", "grad_norm", "step_sec")
+SILENT_SECONDS = 900.0
+"""Without a record, after which a run on another host may be running or not."""
 NOT_SHOWN = ("event", "step", "time", "nonfinite", "perplexity")
 
 
@@ -38,18 +41,23 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """``finished``, ``stopped``, ``running``, or ``ended``: the process is gone, as its host sees."""
+        """``finished``, ``stopped``, ``running``, ``ended`` (no process), ``silent`` (elsewhere, no record)."""
         for marker, state in ((self.folder.done, "finished"), (self.folder.stopped, "stopped")):
             with suppress(OSError):
                 # An older one is of an earlier attempt: a start removes it once it trains.
                 if not self.run or marker.stat().st_mtime >= self.folder.run_json.stat().st_mtime:
                     return state
         if self.run.get("host") != socket.gethostname():
-            return "running" if self.run else "ended"
-        try:
-            os.kill(int(self.run["pid"]), 0)
-        except (OSError, KeyError, ValueError):
-            return "ended"
+            if not self.run:
+                return "ended"
+            began = self.folder.run_json.stat().st_mtime
+            last = next((each["time"] for each in self.all[-1:] if "time" in each), began)
+            return "silent" if time.time() - last > SILENT_SECONDS else "running"
+        with suppress(PermissionError):  # it is another user's
+            try:
+                os.kill(int(self.run["pid"]), 0)
+            except (ProcessLookupError, KeyError, ValueError):
+                return "ended"
         return "running"
 
     def starts(self) -> list[dict[str, Any]]:
@@ -75,8 +83,8 @@ class RunData:
                 found[-1]["events"].append([record["event"], record["time"], record["step"]])
             if record.get("event") in ("finish", "stop"):
                 found[-1]["how"] = {"finish": "finished", "stop": "stopped"}[record["event"]]
-        if found and self.state == "running":
-            found[-1]["how"] = "running"
+        if found and self.state in ("running", "silent"):
+            found[-1]["how"] = self.state
         return found
 
     def columns(self) -> dict[str, list[Any]]:

@@ -220,6 +220,18 @@ def test_a_live_page_ends_some_time_after_a_process_that_was_killed(tmp_path, mo
     assert (found["live"], found["runs"][0]["attempts"][-1]["how"]) == (0, "killed or failed")
 
 
+def test_a_run_on_another_host_is_running_or_silent(tmp_path):
+    run = write_run(tmp_path, "mine")
+    facts = json.loads(run.run_json.read_text())
+    run.run_json.write_text(json.dumps({**facts, "host": "elsewhere"}))
+    assert RunData(tmp_path).state == "running"
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    old = json.dumps({**json.loads(lines[-1]), "time": 1.7e9})
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:-1], old]) + "\n")
+    found = RunData(tmp_path).to_json()
+    assert (found["summary"]["state"], found["attempts"][-1]["how"]) == ("silent", "silent")
+
+
 def test_a_run_that_is_being_set_up_has_a_page(tmp_path):
     run = RunFolder(tmp_path)
     run.create()
