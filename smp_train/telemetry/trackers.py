@@ -29,6 +29,8 @@ EXTRAS = {"tensorboard": "tracking", "wandb": "wandb", "mlflow": "mlflow"}
 PROJECT = "smp-train"
 NOT_TRACKED = {"command", "sources", "pid", "samples"}
 """Of `run.json`, besides the settings."""
+MAX_TEXT = 500
+"""Characters of a text; MLflow takes no longer parameters everywhere."""
 QUEUED = 10_000
 """Records kept for a slow tracker; those beyond are lost to it."""
 CLOSE_SECONDS, FAILED_SECONDS = 30.0, 5.0
@@ -151,7 +153,7 @@ class MLflow:
         run = found[0] if found else self._client.create_run(at, run_name=self._name, tags={self.TAG: self._id})
         self._run, before = run.info.run_id, run.data.params
         self._client.update_run(self._run, status="RUNNING")
-        for key, value in ((re.sub(r"[^\w\-. /]", "_", key), str(value)[:500]) for key, value in config.items()):
+        for key, value in ((re.sub(r"[^\w\-. /]", "_", key), str(value)[:MAX_TEXT]) for key, value in config.items()):
             if key not in before:
                 self._client.log_param(self._run, key, value)
             elif before[key] != value:  # a parameter is written once
@@ -271,9 +273,9 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def described(record: Mapping[str, Any]) -> str:
-    """Return an event's fields on one line, without secrets of URLs."""
+    """Return an event's fields on one line, cut off at `MAX_TEXT`, without secrets of URLs."""
     rest = (f"{name} {value}" for name, value in record.items() if name not in ("event", "time"))
-    return redacted(f"{record['event']}: {', '.join(rest)}")
+    return redacted(f"{record['event']}: {', '.join(rest)}")[:MAX_TEXT]
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

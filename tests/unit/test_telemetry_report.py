@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -279,6 +280,9 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_browser_draws_the_page_without_an_error(tmp_path, width, count):
     folders = [str(write_run(tmp_path / name, name).path) for name in "ab"[:count]]
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        other = {"event": "spike", "step": 50, "time": time.time(), "loss": None, "samples": {"0": ["x.json:1"]}}
+        file.write(json.dumps(other) + "\n")
     path = page.write_page(read_runs(folders), tmp_path / "report.html")
     path.write_text(path.read_text().replace("</body>", f"<script>{USE}</script></body>"))
     command = [
@@ -296,6 +300,8 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, width, count):
     assert shown.stdout.count('class="attempt"') == 2 * count
     assert 'data-wide="0"' in shown.stdout, "the page is as wide as the window"
     assert 10 < int(re.search(r'data-zoomed="(\d+)"', shown.stdout)[1]) < 30, "of 60 steps those in the window"
+    assert shown.stdout.count('stroke="#cc2222"') == len(titles) + 1, "the spike in each chart and among the attempts"
+    assert '{"0":["x.json:1"]}' in shown.stdout
     tips = re.search(r'data-tips="([^"]*)"', shown.stdout)[1].split(";")
     assert len(tips) == 3 * len(titles) + 1
     assert all(re.match(r"(hours|tokens|step) [\d.e-]+.*Learning rate 0.001", tip) for tip in tips[1::5]), tips
