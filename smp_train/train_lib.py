@@ -274,6 +274,7 @@ def write_log(run: Run) -> None:
         "perplexity": perplexity(loss),
         "grad_norm": grad_norm,
         "lr": run.schedule(step - 1),
+        **reading.of_routers(),
         **run.throughput.window(),
         "memory_gib": memory_gib(run.backend.topology.device),
         **numbers,

@@ -105,6 +105,8 @@ class StepResult:
     """This rank's share of the global mean loss, in nats per token; summed over ranks it is the loss."""
     grad_norm: Tensor
     """Global 2-norm of the gradient before clipping."""
+    routers: Tensor | None = None
+    """Router loss and load, means over micro-batches of the figures of `Backend.router_loss`."""
 
 
 def train_step(
@@ -127,12 +129,19 @@ def train_step(
         group["lr"] = lr
     optimizer.zero_grad(set_to_none=True)
     total: Tensor | None = None
+    figures: Tensor | None = None
     for index, batch in enumerate(micro_batches):
         heartbeat.at(heartbeat.FORWARD)
         with backend.accumulation(model, last=index == len(micro_batches) - 1):
             loss = _loss_sum(backend, model, batch) / tokens
+            of_routers = backend.router_loss()
             heartbeat.at(heartbeat.BACKWARD)
-            loss.backward()
+            if of_routers is None:
+                loss.backward()
+            else:
+                share, both = (value / len(micro_batches) for value in of_routers)
+                (loss + share).backward()
+                figures = both if figures is None else figures + both
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a step has at least one micro-batch"
     heartbeat.at(heartbeat.CLIP)
@@ -144,7 +153,7 @@ def train_step(
     # The attribute that `torch.amp.GradScaler` sets: the fused kernel reads it on the device and skips the update at 1.
     optimizer.found_inf = held  # type: ignore[attr-defined]
     optimizer.step()
-    return StepResult(loss=total, grad_norm=grad_norm)
+    return StepResult(loss=total, grad_norm=grad_norm, routers=figures)
 
 
 class Reading:
@@ -153,9 +162,11 @@ class Reading:
     def __init__(self, backend: Backend, result: StepResult) -> None:
         """Begin; collective."""
         values = torch.stack([backend.sum_over_data(result.loss.clone()), result.grad_norm])
+        if result.routers is not None:
+            values = torch.cat([values, result.routers])
         self._host, self._copied = values, None
         if values.is_cuda:
-            self._host = torch.empty(2, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            self._host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -163,8 +174,12 @@ class Reading:
         """Return (loss, gradient norm); waits for the step's backward pass, not for what was queued after it."""
         if self._copied is not None:
             self._copied.synchronize()
-        loss, grad_norm = self._host.tolist()
+        loss, grad_norm = self._host[:2].tolist()
         return loss, grad_norm
+
+    def of_routers(self) -> dict[str, float]:
+        """Return the figures of a mixture's routers by their names in ``metrics.jsonl``, after `numbers`."""
+        return dict(zip(("router_loss", "expert_load"), self._host[2:].tolist(), strict=False))
 
 
 COLLECT_EVERY = 50

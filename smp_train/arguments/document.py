@@ -56,7 +56,7 @@ def _placeholder(flag: Flag) -> str:
 def _limits(flag: Flag) -> str:
     """Return what this version does not do with a flag; nothing where it does all."""
     if flag.only_natively:
-        return f" (without SMP only {show(flag.only_natively.values[0])})"
+        return f" (without SMP only {' or '.join(map(show, flag.only_natively.values))})"
     if flag.only:
         values = [show(value) for value in flag.only.values if value is not None]
         return f" (only {' or '.join(values)})" if values else " (not available)"

@@ -19,7 +19,7 @@ def shape(help: str, must: str = "", **known: Any) -> Any:
 
 def of_experts(default: Any, help: str, **known: Any) -> Any:
     """Declare a flag of SMP's mixture of experts."""
-    return flag(default, help, idle_without="moe", no_effect_natively="it is of SMP's experts (--moe 1)", **known)
+    return flag(default, help, idle_without="moe", no_effect_natively="it is of SMP's own experts", **known)
 
 
 @dataclass
@@ -161,11 +161,17 @@ class ParallelArguments:
         "p2p", "Exchange of context parallelism", choices=("p2p", "all_gather"),
         no_effect_natively="keys and values are always gathered")
     moe: bool = flag(
-        False, "SMP's mixture-of-experts implementation",
-        only_natively=Only((False,), "the expert implementation is SMP's (--backend smp); --model_type mixtral trains "
-                                     "without it"))
-    moe_load_balancing: str = of_experts(
-        "sinkhorn", "Load balancing of the experts", choices=("sinkhorn", "balanced", "aux_loss", "none"))
+        False, "Mixture of experts: SMP's implementation on SMP, the model's own natively, with these router losses")
+    moe_load_balancing: str = flag(
+        "sinkhorn", "Load balancing of the experts", choices=("sinkhorn", "balanced", "aux_loss", "none"),
+        idle_without="moe",
+        only_natively=Only(("aux_loss", "none"), "SMP alone sends tokens to experts other than the router's; give "
+                                                 "aux_loss or none"))
+    moe_aux_loss_coeff: float = flag(
+        0.001, "Coefficient of the load-balancing loss", must=">=0", idle_without="moe")
+    moe_z_loss_coeff: float = flag(
+        0.001, "Coefficient of the loss that keeps the routers' logits small, with any load balancing", must=">=0",
+        idle_without="moe")
     global_token_shuffle: bool = of_experts(False, "Shuffle tokens over ranks before the experts")
     moe_all_to_all_dispatcher: bool = of_experts(True, "Send tokens to experts by all-to-all")
     moe_fp8_checkpoint_attn: bool = of_experts(True, "Checkpoint attention of FP8 expert layers")

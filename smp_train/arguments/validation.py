@@ -48,7 +48,9 @@ def refuse_natively(args: Arguments) -> None:
     _refuse(
         f"--{name} {show(getattr(args, name))}: {flag.only_natively.why}"
         for name, flag in flags().items()
-        if flag.only_natively and getattr(args, name) not in flag.only_natively.values
+        if flag.only_natively
+        and getattr(args, name) not in flag.only_natively.values
+        and (not flag.idle_without or getattr(args, flag.idle_without))
     )
     if args.fp8 and args.tensor_parallel_degree > 1:
         raise ConfigError("--fp8 1 with --tensor_parallel_degree above 1 is not available; give one of them")

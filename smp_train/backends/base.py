@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from smp_train.checkpoints.saver import Saver
 from smp_train.errors import ConfigError
 from smp_train.losses import Loss
-from smp_train.models.traits import check_loss
 
 if TYPE_CHECKING:
     from smp_train.models.resolve import ModelSpec
@@ -52,12 +51,12 @@ class Backend(ABC):
     draws = "from"
     """Completes "initial weights: drawn ... seed N"."""
 
+    @abstractmethod
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
         """Raise `ConfigError` for a model or a sequence length (in tokens) that the settings cannot train.
 
         Called on every rank before `build` and before the data is opened.
         """
-        check_loss(spec.config)
 
     def use_loss(self, loss: Loss) -> None:
         """Compute ``loss`` in place of the cross entropy; before `build`. Raises `ConfigError` where it cannot."""
@@ -96,6 +95,14 @@ class Backend(ABC):
                 do not attend to each other; None when every row is one document. Not together with a mask.
             documents: With ``position_ids``, `Batch.documents` on the device; they say the same.
         """
+
+    def router_loss(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the last `loss_sum` in training adds to the mean loss, None for a model without a router loss.
+
+        It is this rank's share, which has gradients, and two figures of all ranks: the whole of it, and the load of the
+        most used expert over an even one (`smp_train.parallel.router_loss`).
+        """
+        return None
 
     @abstractmethod
     def accumulation(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,7 @@ from smp_train.models import build
 from smp_train.models.attention import Attention
 from smp_train.models.initialization import initialise
 from smp_train.models.lora import is_adapter
-from smp_train.models.traits import can_chunk, check_experts, split_sizes
+from smp_train.models.traits import can_chunk, check_experts, number_of_experts, split_sizes
 from smp_train.parallel import (
     activation_checkpointing,
     activation_offloading,
@@ -38,6 +40,7 @@ from smp_train.parallel import (
     grad_norm,
     loss_head,
     mesh,
+    router_loss,
     tensor_parallel,
 )
 from smp_train.progress import Progress
@@ -60,17 +63,10 @@ class NativeBackend(Backend):
         build.check_attention(args.attn_implementation, device)
         if args.fp8:
             float8.check(device)
-        asked = args.use_torch_compile
-        if args.expert_parallel_degree > 1 and checkpointing.read(args.activation_checkpointing)[1]:
-            if asked:
-                raise ConfigError(
-                    f"--activation_checkpointing {args.activation_checkpointing} with --expert_parallel_degree above 1 "
-                    "needs --use_torch_compile 0: a checkpoint with exchanges in it is not compiled; or use full"
-                )
-            asked = False
         self.compiled = compile.chosen(
-            asked, device=device, backend=args.torch_compile_backend, training=not args.evaluate_only
-        )
+            args.use_torch_compile, device=device, backend=args.torch_compile_backend,
+            training=not args.evaluate_only,
+        )  # fmt: skip
         if args.fp8 and not self.compiled:
             logger.warning("--fp8 1 without compilation is slower than bf16; give --use_torch_compile 1")
         if args.lora_rank is not None and (
@@ -94,6 +90,8 @@ class NativeBackend(Backend):
         degrees = plan(args, ranks.world_size, ranks.local_world_size, smp=False)
         self.mesh = mesh.Mesh(degrees, device.type)
         self.context: context_parallel.ContextSplit | None = None
+        self.routers: router_loss.Routers | None = None
+        self._of_routers: tuple[Tensor, Tensor] | None = None
         self.attention: Attention | None = None
         self._loss_group = self.mesh.loss_group()
         self.topology = Topology(
@@ -106,7 +104,6 @@ class NativeBackend(Backend):
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
         """See `Backend.check`."""
-        super().check(spec, seq_len=seq_len)
         tokens = self.args.train_batch_size * seq_len // (self.mesh.degrees.context * self.mesh.degrees.tensor)
         advice = advice_for_nodes(self.mesh.degrees, self.local_world_size, tokens)
         if advice and self.topology.device.type == "cuda" and not self.args.evaluate_only:
@@ -115,7 +112,10 @@ class NativeBackend(Backend):
         check_experts(config)
         context_parallel.check(degrees.context, seq_len, args.attn_implementation, config)
         tensor_parallel.check(config, degrees.tensor, seq_len // degrees.context)
+        self._refuse_breaks(config)
         activation_checkpointing.check(args.activation_checkpointing, config.model_type, compiled=self.compiled)
+        if args.moe and not number_of_experts(config):
+            raise ConfigError(f"--moe 1: a {config.model_type} has no experts; give --moe 0")
         if degrees.expert > 1:
             check_model(split_sizes(config), seq_len=seq_len, tensor=degrees.tensor, expert=degrees.expert)
         if max(degrees.tensor, degrees.expert) > 1:
@@ -130,6 +130,20 @@ class NativeBackend(Backend):
             tensor_parallel.apply(model, named, self.mesh.tensor)
         return experts
 
+    def _refuse_breaks(self, config: Any) -> None:
+        """Do without compilation where each layer would break inside a checkpoint; refuse it where it was asked for."""
+        setting, loss = self.args.activation_checkpointing, router_loss.chosen(self.args, config)
+        broken = self.mesh.degrees.expert > 1 or loss is not None
+        if not (broken and self.compiled and checkpointing.read(setting)[1]):
+            return
+        if self.args.use_torch_compile:
+            raise ConfigError(
+                f"--activation_checkpointing {setting} with --expert_parallel_degree above 1 or a router loss needs "
+                "--use_torch_compile 0: a checkpoint that they break is not compiled; or use full"
+            )
+        logger.info("Compilation: off (experts or their routers break it inside a checkpoint)")
+        self.compiled = False
+
     def use_loss(self, loss: losses.Loss) -> None:
         """See `Backend.use_loss`."""
         self.loss = loss
@@ -143,6 +157,11 @@ class NativeBackend(Backend):
         args = self.args
         device = self.topology.device
         degrees = self.mesh.degrees
+        loss_of_routers = router_loss.chosen(args, spec.config)
+        if getattr(spec.config, "output_router_logits", False):
+            # transformers would keep them too, and compute its loss of this rank's tokens.
+            spec = replace(spec, config=copy.deepcopy(spec.config))
+            spec.config.output_router_logits = False
         model = build.build_meta(spec, attn_implementation=args.attn_implementation)
         layers = [layer for _, layer in build.decoder_layers(model)]
         if degrees.context > 1:
@@ -153,6 +172,8 @@ class NativeBackend(Backend):
                 model, device, half=args.bf16, packed=args.short == "pack", compiled=self.compiled
             )
         experts = self._split(model)
+        if loss_of_routers is not None:
+            self.routers = router_loss.Routers(model, loss_of_routers)
         if args.fp8:
             logger.info("FP8: %d linear layers", float8.apply(layers))
         self._checkpoint_and_compile(layers)
@@ -192,14 +213,15 @@ class NativeBackend(Backend):
         return model
 
     def _checkpoint_and_compile(self, layers: list[nn.Module]) -> None:
-        """Checkpoint, then compile what that made of a layer; whole split layers the other way round.
+        """Checkpoint, then compile what that made of a layer; whole layers that are split the other way round.
 
         AOTAutograd cannot save a mesh across a checkpoint inside compiled code (torch 2.13: "expected all
         tensors_saved_with_vc_check to be Tensors"), and a break inside one leaves a whole layer uncompiled; around
         compiled code, a checkpoint asks nothing of it.
         """
-        args, degrees = self.args, self.mesh.degrees
-        outside = max(degrees.tensor, degrees.expert) > 1 and not checkpointing.read(args.activation_checkpointing)[1]
+        args = self.args
+        split = max(self.mesh.degrees.tensor, self.mesh.degrees.expert) > 1 or self.routers is not None
+        outside = split and not checkpointing.read(args.activation_checkpointing)[1]
         if outside and self.compiled:
             compile.apply(layers, backend=args.torch_compile_backend)
         count = activation_checkpointing.apply(layers, args.activation_checkpointing)
@@ -224,7 +246,25 @@ class NativeBackend(Backend):
         else:
             assert self.attention is not None
             inputs = self.attention.inputs(input_ids, attention_mask, position_ids, documents)
-        return model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
+        if self.routers is None or not torch.is_grad_enabled():
+            return model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
+        self.routers.start()
+        loss: Tensor = model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
+        self._of_routers = self.routers.finish(self._seen_by_routers(attention_mask))
+        return loss
+
+    def _seen_by_routers(self, mask: Tensor | None) -> Tensor | None:
+        """Return the part of a mask ``[batch, seq]`` that is of the tokens this rank's routers see."""
+        if mask is not None and self.context is not None:
+            mask = self.context.split(mask)
+        if mask is not None and self.mesh.experts is not None:  # beside which tensor ranks have tokens of their own
+            mask = mask.chunk(self.topology.tp_size, dim=1)[self.topology.tp_rank]
+        return mask
+
+    def router_loss(self) -> tuple[Tensor, Tensor] | None:
+        """See `Backend.router_loss`."""
+        found, self._of_routers = self._of_routers, None
+        return found
 
     @contextmanager
     def accumulation(self, model: nn.Module, *, last: bool) -> Iterator[None]:

@@ -34,7 +34,7 @@ from smp_train.models import build
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.initialization import module_initialiser
 from smp_train.models.smp_names import HubModel, Ranks
-from smp_train.models.traits import can_chunk, packed_inputs, split_sizes
+from smp_train.models.traits import can_chunk, check_loss, packed_inputs, split_sizes
 from smp_train.storage import is_s3
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class SmpBackend(Backend):
 
     def check(self, spec: ModelSpec, *, seq_len: int) -> None:
         """See `Backend.check`."""
-        super().check(spec, seq_len=seq_len)
+        check_loss(spec.config)
         refuse_model(spec.config, self.args)
         if self.transforms:
             check_model(

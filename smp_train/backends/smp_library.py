@@ -130,6 +130,8 @@ def moe_config(args: Arguments, *, reads_weights: bool) -> Any:
         "smp_moe": True,
         "random_seed": int(args.seed if args.random_seed is None else args.random_seed),
         "moe_load_balancing": args.moe_load_balancing,
+        "moe_aux_loss_coeff": args.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": args.moe_z_loss_coeff,
         "global_token_shuffle": bool(args.global_token_shuffle),
         "moe_all_to_all_dispatcher": bool(args.moe_all_to_all_dispatcher),
     }

@@ -27,7 +27,7 @@ def check_loss(config: Any) -> None:
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
             f"output_router_logits of this {config.model_type} asks for a load-balancing loss beside the cross "
-            "entropy, which is not available; set it to false in config.json"
+            "entropy, which is not available on SMP; set it to false in config.json, or use --backend native"
         )
 
 

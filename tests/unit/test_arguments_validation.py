@@ -150,7 +150,7 @@ def test_combinations_are_refused(line: str, said: str) -> None:
 REFUSED = {name: flag.only for name, flag in flags().items() if flag.only}
 REFUSED_NATIVELY = {name: flag.only_natively for name, flag in flags().items() if flag.only_natively}
 ON = {
-    "limit_all_gathers": "0", "backward_fetch_policy": "backward_post", "moe": "1",
+    "limit_all_gathers": "0", "backward_fetch_policy": "backward_post", "moe_load_balancing": "sinkhorn",
     "checkpoint_type": "async_local", "data_type": "bert",
 }  # fmt: skip
 
@@ -163,13 +163,16 @@ def test_every_refused_flag_has_a_case() -> None:
 
 @pytest.mark.parametrize("name", sorted({*REFUSED, *REFUSED_NATIVELY}))
 def test_on_is_refused_and_off_accepted(name: str) -> None:
+    needed = flags()[name].idle_without
     with pytest.raises(ConfigError, match=f"^--{name} ") as refused:
-        check(f"{READY} --{name}={ON[name]}")
+        check(f"{READY} --{name}={ON[name]}" + (f" --{needed}=1" if needed else ""))
     assert "\n" not in str(refused.value)
     off, _ = {**REFUSED, **REFUSED_NATIVELY}[name]
-    assert flags()[name].default in off
-    for value in off:
+    for value in (flags()[name].default, *off):
         validate(dataclasses.replace(Arguments(use_synthetic_data=True), **{name: value}), 8)
+    for value in off:
+        line = Arguments(use_synthetic_data=True, **({needed: True} if needed else {}))
+        validate(dataclasses.replace(line, **{name: value}), 8)
 
 
 @pytest.mark.parametrize("name", [name for name, flag in flags().items() if flag.must == "folder"])
@@ -181,6 +184,8 @@ def test_places_in_s3_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED_NATIVELY))
 def test_what_only_smp_does_is_left_to_it(name: str) -> None:
     given = {name: {"0": False, "1": True, "2": 2}.get(ON[name], ON[name])}
+    if needed := flags()[name].idle_without:
+        given[needed] = True
     validate(Arguments(use_synthetic_data=True, backend="smp", **given), 2)
     with pytest.raises(ConfigError, match=f"^--{name} "):
         refuse_natively(Arguments(use_synthetic_data=True, **given))
