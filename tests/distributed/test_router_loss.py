@@ -10,7 +10,7 @@ import pytest
 
 from tests import harness
 from tests.distributed.test_same_numbers import MESHES, PLAIN, WIDTH, arguments_of, rows_of, train_cell
-from tests.tiers import core
+from tests.tiers import slow
 from tests.training import alike, built, flags, group, records, train
 
 SMP = {"moe": 1, "moe_load_balancing": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}
@@ -67,7 +67,7 @@ def by_transformers(kind: str) -> dict[str, float]:
                 "their router": added.item(), "saved": spec.config.output_router_logits}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow(KINDS, "smp".__ne__))
 def test_the_loss_is_that_of_transformers_or_megatron(kind: str) -> None:
     (found,) = harness.run(by_transformers, 1, kind)
     for name in ("loss", "norm", "router"):
@@ -88,7 +88,7 @@ def expected() -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", core([mesh for mesh in MESHES if mesh != "one"], "ep2-tp2".__eq__))
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "one"])
 def test_every_mesh_has_the_same_numbers(mesh: str) -> None:
     modes = [("full", 0, 1), ("selective:op", 0, 0), ("none", 1, 1)]
     for of_rank in harness.run(trained, MESHES[mesh][0], mesh, modes):
@@ -111,6 +111,7 @@ def test_metrics_and_compiled_layers(tmp_path: Path) -> None:
             assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -84,6 +84,17 @@ def test_runs_move_between_backends(way: str, world: int, changes: dict[str, Any
         torch.testing.assert_close(again[key], saved[key], rtol=1e-5, atol=1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not NATIVE, reason="the native backend needs torch 2.6")
+def test_experts_of_native_ranks_move_to_those_of_smp(tmp_path: Path) -> None:
+    # The stand-in adds no router loss.
+    shared = {**MIXTRAL, **EXPERT, "moe_load_balancing": "none", "moe_z_loss_coeff": 0, "lr_decay_iters": 4}
+    harness.run(train, 2, flags(tmp_path, **DATA, **shared, checkpoint_freq=2, max_steps=4, backend="native"))
+    resumed = {**shared, "resume_from_checkpoint": tmp_path / "checkpoints" / "mixtral-2steps", "max_steps": 4}
+    harness.run(train_on_smp, 2, smp(tmp_path / "resumed", **resumed))
+    alike(numbers(tmp_path / "resumed"), numbers(tmp_path)[2:])
+
+
 # --- resumed on SMP ---------------------------------------------------------------------------------
 
 RESUMED: dict[str, tuple[int, dict[str, Any], list[str]]] = {
