@@ -6,7 +6,6 @@ import math
 import platform
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 
@@ -33,6 +32,7 @@ from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, names_model, re
 from smp_train.naming import Start, described, how_to_resume, output, settle
 from smp_train.parallel import compile
 from smp_train.progress import Progress as Shown
+from smp_train.spikes import Spikes
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
@@ -84,8 +84,8 @@ class Run:
     """What a program gave besides flags; without callbacks once one has failed."""
     losses: dict[str, float] = field(default_factory=dict)
     """The last ``loss`` and ``validation_loss`` that were logged, for checkpoints."""
-    unread: tuple[dict[str, Any], train_utils.Reading] | None = None
-    """The record of a step that is logged once its numbers are on the host."""
+    unread: train_utils.Unread | None = None
+    spikes: Spikes = field(default_factory=Spikes)
     result: train_utils.StepResult | None = None
     """Result, on the device, of the last completed step of this start."""
     screen: Screen = field(default_factory=Screen)
@@ -189,6 +189,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         optimizer=build_optimizer(args, backend, model, checkpoints), train_data=train_data, validation=validation,
         schedule=choose_schedule(args, total_steps), total_steps=total_steps, checkpoints=checkpoints, folder=folder,
         metrics=metrics, throughput=throughput, stop=stop, audit=audit, found=found, own=resolved.own,
+        spikes=Spikes(args.on_spike, args.spike_threshold, args.spike_window),
     )  # fmt: skip
     with distributed.together("writing run.json"):
         if ranks.is_main:

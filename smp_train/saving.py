@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from smp_train import distributed, train_utils
+from smp_train import distributed
 from smp_train.build_run import Run
 from smp_train.checkpoints import RunId, open_checkpoint
 from smp_train.checkpoints.commit import CheckpointFolder, open_folder
@@ -42,6 +41,7 @@ def save(run: Run, *, force: bool) -> None:
         "tokens": progress.tokens,
         **run.losses,
         "best": run.best.to_json(),
+        "spikes": run.spikes.state(),
         "lr": run.schedule(progress.step - 1),
         "data": run.train_data.state(progress.consumed),
         "model_type": run.spec.model_type,
@@ -108,7 +108,7 @@ def end_saves(run: Run) -> None:
 
 def save_last(run: Run) -> None:
     """Save the last completed step, unless it is saved, before the run fails for a reason of its own; collective."""
-    if run.result is not None and not all(map(math.isfinite, train_utils.Reading(run.backend, run.result).numbers())):
+    if run.spikes.policy == "warn" and run.result is not None and float(run.result.judged[3]) > 0:
         log.warning("Step %d is not saved: its loss is not a number", run.progress.step, extra=ALL_RANKS)
         end_saves(run)
         return

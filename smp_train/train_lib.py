@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Generator
 from contextlib import ExitStack
 from typing import Any
 
-from smp_train import distributed, generation, train_utils
+from smp_train import distributed, divergence, generation, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only
 from smp_train.best import Best
@@ -17,12 +16,12 @@ from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.tokenizer import from_files
 from smp_train.data.pipelines.data_pipeline import Batch
 from smp_train.distributed import Runtime, heartbeat
-from smp_train.errors import ConfigError, DataError, SmpTrainError
+from smp_train.errors import ConfigError, DataError
 from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
 from smp_train.progress import Progress as Shown
 from smp_train.resume import imported_position
-from smp_train.saving import complete_models, end_saves, notify, report_saves, save, save_final_model, save_last
+from smp_train.saving import complete_models, notify, report_saves, save, save_final_model, save_last
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity, validation_line
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
@@ -90,6 +89,7 @@ def resume(run: Run) -> None:
         consumed = data_position(run, found)
     if run.start.continues:  # another run's best checkpoint is not among this one's
         run.best = Best.of_meta(found.meta)
+    run.spikes.restore(found.meta.get("spikes"))
     run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
@@ -198,7 +198,7 @@ def ended_early(run: Run) -> bool:
 
 def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     """Make one update and log it; return whether any rank was asked to stop; collective."""
-    args, progress, topology = run.args, run.progress, run.backend.topology
+    args, progress = run.args, run.progress
     failure: Exception | None = None
     taken = run.train_data.step_samples(progress.consumed)
     heartbeat.at(heartbeat.DATA, progress.step + 1)
@@ -212,23 +212,26 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
             failure = error
             micro_batches = [Batch.blank(args.train_batch_size, run.train_data.seq_len)]
             micro_batches *= args.gradient_accumulation_steps
-    heartbeat.at(heartbeat.VOTE)
-    vote = train_utils.Vote(
-        run.backend,
-        tokens=sum(batch.counted_tokens() for batch in micro_batches),
-        stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
-        failed=failure is not None,
-    )
-    # Tensor ranks share tokens and must draw the same dropout; context ranks hold different tokens.
-    stream = topology.dp_rank * topology.cp_size + topology.cp_rank
-    train_utils.seed_step(args.seed, progress.step, 0 if args.same_seed else stream)
-    result = train_utils.train_step(
-        run.backend, run.model, run.optimizer, micro_batches, tokens=vote.tokens, lr=run.schedule(progress.step),
-        max_grad_norm=args.grad_clip, held=vote.held,
-    )  # fmt: skip
-    heartbeat.at(heartbeat.OUTCOME)
-    tokens, stopped, failed = vote.outcome()
-    write_log(run)
+    while True:
+        heartbeat.at(heartbeat.VOTE)
+        vote = train_utils.Vote(
+            run.backend,
+            tokens=sum(batch.counted_tokens() for batch in micro_batches),
+            stop=run.stop.is_requested(look_for_file=run.runtime.is_main),
+            failed=failure is not None,
+        )
+        # Where the step before turns out to be left out, this one must not have changed the weights.
+        held = vote.held if run.unread is None else vote.held + divergence.left_out(run, run.unread.result)
+        train_utils.seed_for(run.backend, args, progress.step)
+        result = train_utils.train_step(
+            run.backend, run.model, run.optimizer, micro_batches, tokens=vote.tokens, lr=run.schedule(progress.step),
+            max_grad_norm=args.grad_clip, held=held, limits=run.spikes.limits(progress.step + 1),
+            hold_spikes=run.spikes.held,
+        )  # fmt: skip
+        heartbeat.at(heartbeat.OUTCOME)
+        tokens, stopped, failed = vote.outcome()
+        if not settle(run):
+            break
     if failed or tokens == 0:
         save_last(run)
     if failed:
@@ -245,14 +248,15 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     run.throughput.add(samples=taken, tokens=taken * run.train_data.seq_len)
     if run.audit is not None:
         run.audit.step(progress.step, [name for batch in micro_batches for name in batch.samples if name])
-    # Also before a save: non-finite weights must not replace good checkpoints.
+    # Also before a save: what diverged must not replace good checkpoints.
     now = stopped or progress.step == run.total_steps or run.checkpoints.due(progress.step)
-    if now or progress.step % args.logging_freq == 0:
-        numbers = {"tokens": progress.tokens, "consumed": progress.consumed}
-        run.unread = {"step": progress.step, **numbers}, train_utils.Reading(run.backend, result)
-        validates = args.validation_freq and progress.step % args.validation_freq == 0
-        if now or validates or topology.device.type not in READ_LATER:
-            write_log(run)
+    run.unread = train_utils.Unread(
+        progress.step, progress.consumed - taken, progress.consumed, progress.tokens,
+        now or progress.step % args.logging_freq == 0, micro_batches, result, train_utils.Reading(result),
+    )  # fmt: skip
+    validates = args.validation_freq and progress.step % args.validation_freq == 0
+    if now or validates or run.backend.topology.device.type not in READ_LATER:
+        settle(run)
     return stopped
 
 
@@ -260,24 +264,37 @@ READ_LATER = {"cuda"}
 """Types of devices that work behind the host: a step's numbers are read when the next step is queued."""
 
 
-def write_log(run: Run) -> None:
-    """Log the step that is not logged yet, if there is one, and raise where its numbers are not finite; collective."""
+def settle(run: Run) -> bool:
+    """Read the numbers of the step that is not read yet, if there is one, log it, and deal with a spike; collective.
+
+    Returns whether the step's update is left out of the weights: what was queued behind it must be repeated.
+    """
     if run.unread is None:
-        return
+        return False
     heartbeat.at(heartbeat.LOG)
-    (numbers, reading), run.unread = run.unread, None
-    loss, grad_norm = reading.numbers()
-    step = numbers["step"]
+    unread, run.unread = run.unread, None
+    loss, grad_norm, beyond, broken = unread.reading.numbers()
+    if not (beyond or broken):
+        run.spikes.accept(unread.step, loss, grad_norm)
+    if unread.logged:
+        write_log(run, unread, loss, grad_norm)
+    return (beyond or broken) and divergence.respond(run, unread, loss, grad_norm, finite=not broken)
+
+
+def write_log(run: Run, unread: train_utils.Unread, loss: float, grad_norm: float) -> None:
+    """Log a step; collective."""
+    step = unread.step
     record = {
         "step": step,
         "loss": loss,
         "perplexity": perplexity(loss),
         "grad_norm": grad_norm,
         "lr": run.schedule(step - 1),
-        **reading.of_routers(),
+        **unread.reading.of_routers(),
         **run.throughput.window(),
         "memory_gib": memory_gib(run.backend.topology.device),
-        **numbers,
+        "tokens": unread.tokens,
+        "consumed": unread.consumed,
     }
     log.info(batch_line(record))
     record = run.metrics.step(record)
@@ -289,12 +306,6 @@ def write_log(run: Run) -> None:
     if run.args.enable_memory_profiling:
         log.info(memory_report(run.backend.topology.device, f"step {step}"))
     notify(run, "on_step", record)
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        end_saves(run)
-        raise SmpTrainError(
-            f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; nothing was saved of it. "
-            "Resume from the last checkpoint with a lower --lr or --grad_clip, and look at the data of this step"
-        )
 
 
 class AskedToStop(Exception):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,10 @@ from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
 from smp_train.distributed import heartbeat
 from smp_train.errors import DataError
 from smp_train.parallel.optimizer import ShardedAdamW
+from smp_train.spikes import NONE, Limits
+
+if TYPE_CHECKING:
+    from smp_train.arguments import Arguments
 
 READ_TOGETHER = 16
 """Validation batches read between two checks that no rank has failed or was asked to stop."""
@@ -52,6 +57,16 @@ def seed_step(seed: int, step: int, stream: int) -> None:
     mixed = _mix(_mix(_mix(seed) ^ step) ^ stream)
     random.seed(mixed)
     torch.manual_seed(mixed & (2**63 - 1))
+
+
+def seed_for(backend: Backend, args: Arguments, step: int) -> None:
+    """Seed this rank's generators for the update after ``step``.
+
+    Tensor ranks share tokens and must draw the same dropout; context ranks hold different tokens.
+    """
+    topology = backend.topology
+    stream = topology.dp_rank * topology.cp_size + topology.cp_rank
+    seed_step(args.seed, step, 0 if args.same_seed else stream)
 
 
 def _mix(value: int) -> int:
@@ -105,13 +120,17 @@ class StepResult:
     """This rank's share of the global mean loss, in nats per token; summed over ranks it is the loss."""
     grad_norm: Tensor
     """Global 2-norm of the gradient before clipping."""
+    judged: Tensor
+    """float32 [4], the same on all ranks but for rounding of the second: global mean loss, gradient norm, and, above 0
+    where so, whether one is beyond the limits, and whether one is not finite."""
     routers: Tensor | None = None
     """Router loss and load, means over micro-batches of the figures of `Backend.router_loss`."""
 
 
 def train_step(
     backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[Batch], *,
-    tokens: Tensor, lr: float, max_grad_norm: float, held: Tensor | None = None,
+    tokens: Tensor, lr: float, max_grad_norm: float, held: Tensor | None = None, limits: Limits = NONE,
+    hold_spikes: bool = False,
 ) -> StepResult:  # fmt: skip
     """Make one update from this rank's micro-batches of one global batch, the same number on every rank.
 
@@ -123,7 +142,10 @@ def train_step(
         tokens: Number of counted tokens of the *global* batch, a scalar on the device.
         lr: Learning rate of this update.
         max_grad_norm: Clip the global gradient norm to this; 0 does not clip.
-        held: `Vote.held`: 1 leaves weights and moments as they are.
+        held: `Vote.held`: above 0 leaves weights and moments as they are, as a loss or gradient norm does that is not
+            finite.
+        limits: Of loss and gradient norm.
+        hold_spikes: Leave weights and moments as they are also beyond the limits.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -133,7 +155,7 @@ def train_step(
     for index, batch in enumerate(micro_batches):
         heartbeat.at(heartbeat.FORWARD)
         with backend.accumulation(model, last=index == len(micro_batches) - 1):
-            loss = _loss_sum(backend, model, batch) / tokens
+            loss = loss_sum(backend, model, batch) / tokens
             of_routers = backend.router_loss()
             heartbeat.at(heartbeat.BACKWARD)
             if of_routers is None:
@@ -146,40 +168,70 @@ def train_step(
     assert total is not None, "a step has at least one micro-batch"
     heartbeat.at(heartbeat.CLIP)
     grad_norm = backend.clip_grad_norm(model, max_grad_norm, optimizer)
+    judged = _judged(backend, total, grad_norm, limits)
     heartbeat.at(heartbeat.UPDATE)
-    if held is not None:
-        # With --cpu_offload 1 the optimizer runs on the host; copying here waits for the value, its own copy would not.
-        held = held.to(optimizer.param_groups[0]["params"][0].device)
+    stays = judged[2 if hold_spikes else 3] if held is None else judged[2 if hold_spikes else 3] + held
+    # With --cpu_offload 1 the optimizer runs on the host; copying here waits for the value, its own copy would not.
+    stays = (stays > 0).float().to(optimizer.param_groups[0]["params"][0].device)
     # The attribute that `torch.amp.GradScaler` sets: the fused kernel reads it on the device and skips the update at 1.
-    optimizer.found_inf = held  # type: ignore[attr-defined]
+    optimizer.found_inf = stays  # type: ignore[attr-defined]
     optimizer.step()
-    return StepResult(loss=total, grad_norm=grad_norm, routers=figures)
+    return StepResult(loss=total, grad_norm=grad_norm, judged=judged, routers=figures)
+
+
+def _judged(backend: Backend, loss: Tensor, grad_norm: Tensor, limits: Limits) -> Tensor:
+    """Return `StepResult.judged`; collective, one all-reduce of three numbers, so that all ranks decide alike."""
+    share = loss if backend.topology.tp_rank == 0 else torch.zeros_like(loss)  # tensor ranks share their tokens
+    # Comparisons that nan fails, too.
+    flags = [~(grad_norm <= limits.grad_norm), ~(grad_norm <= NONE.grad_norm)]
+    values = torch.stack([share, *(flag.to(share.dtype) for flag in flags)])
+    dist.all_reduce(values)
+    total, beyond, broken = values.unbind()
+    return torch.stack([total, grad_norm, beyond + ~(total <= limits.loss), broken + ~(total <= NONE.loss)])
 
 
 class Reading:
-    """Loss and gradient norm of a step on their way to the host, so that the device need not be waited for at once."""
+    """Numbers of a step on their way to the host, so that the device need not be waited for at once."""
 
-    def __init__(self, backend: Backend, result: StepResult) -> None:
-        """Begin; collective."""
-        values = torch.stack([backend.sum_over_data(result.loss.clone()), result.grad_norm])
-        if result.routers is not None:
-            values = torch.cat([values, result.routers])
+    def __init__(self, result: StepResult) -> None:
+        """Begin."""
+        values = result.judged if result.routers is None else torch.cat([result.judged, result.routers])
         self._host, self._copied = values, None
         if values.is_cuda:
             self._host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def numbers(self) -> tuple[float, float]:
-        """Return (loss, gradient norm); waits for the step's backward pass, not for what was queued after it."""
+    def numbers(self) -> tuple[float, float, bool, bool]:
+        """Return (loss, gradient norm, beyond the limits, not finite).
+
+        Waits for the step's backward pass, not for what was queued after it.
+        """
         if self._copied is not None:
             self._copied.synchronize()
-        loss, grad_norm = self._host[:2].tolist()
-        return loss, grad_norm
+        loss, grad_norm, beyond, broken = self._host[:4].tolist()
+        return loss, grad_norm, beyond > 0, broken > 0
 
     def of_routers(self) -> dict[str, float]:
         """Return the figures of a mixture's routers by their names in ``metrics.jsonl``, after `numbers`."""
-        return dict(zip(("router_loss", "expert_load"), self._host[2:].tolist(), strict=False))
+        return dict(zip(("router_loss", "expert_load"), self._host[4:].tolist(), strict=False))
+
+
+class Unread(NamedTuple):
+    """A step whose numbers are on their way to the host."""
+
+    step: int
+    first: int
+    """Position of its first sample in the order."""
+    consumed: int
+    """Position behind its last one."""
+    tokens: int
+    """Counted tokens up to its end."""
+    logged: bool
+    batches: Sequence[Batch]
+    """This rank's part."""
+    result: StepResult
+    reading: Reading
 
 
 COLLECT_EVERY = 50
@@ -225,7 +277,7 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> tu
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     try:
         for batch in batches:
-            sums[0] += _loss_sum(backend, model, batch).double()
+            sums[0] += loss_sum(backend, model, batch).double()
             sums[1] += batch.counted_tokens() * _counts_its_rows(backend, among_tensor_ranks=False)
     finally:
         model.train(was_training)
@@ -261,7 +313,8 @@ def _counts_its_rows(backend: Backend, *, among_tensor_ranks: bool = True) -> bo
     return topology.cp_rank == 0 and (topology.tp_rank == 0 or not among_tensor_ranks)
 
 
-def _loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
+def loss_sum(backend: Backend, model: nn.Module, batch: Batch) -> Tensor:
+    """Return the summed loss of this rank's micro-batch, copied to the device; see `Backend.loss_sum`."""
     device = backend.topology.device
 
     def move(tensor: Tensor) -> Tensor:

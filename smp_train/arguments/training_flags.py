@@ -42,6 +42,13 @@ class OptimizerArguments:
     beta2: float = flag(0.95, "AdamW's decay of the second moment", must=">=0 <1", trainer="adam_beta2")
     adam_epsilon: float = flag(1e-8, "AdamW's term in the denominator", must=">0")
     grad_clip: float = flag(1.0, "Largest norm of the gradient; 0: no clipping", must=">=0", trainer="max_grad_norm")
+    on_spike: str = flag(
+        "warn", "At a loss or gradient norm far above those before: warn, skip the update, or go back to the last "
+        "checkpoint and on behind the spike (rollback). One that is not finite ends the run with warn",
+        choices=("warn", "skip", "rollback"))
+    spike_threshold: float = flag(
+        10.0, "Deviations above the median of the last steps from which on it is a spike", must=">0")
+    spike_window: int = flag(100, "These last steps", must=">=2")
     seed: int = flag(12345, "Fixes initial weights, order of the data, and dropout", must=">=0")
     same_seed: bool = flag(False, "Draw the same dropout on every data-parallel rank")
 

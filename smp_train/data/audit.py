@@ -27,7 +27,7 @@ def audit(run: Path, rows: int | None = None) -> int:
     facts = _facts(run)
     config: dict[str, Any] = facts.get("config") or {}
     sizes: dict[str, int] = facts.get("samples") or {}
-    records = _records(run)
+    records, skipped = _records(run)
     if not records:
         print(f"{run}: no step was recorded yet")
         return 0
@@ -72,6 +72,9 @@ def audit(run: Path, rows: int | None = None) -> int:
                 print("".join(f"{line}\n" for line in left_over), end="")
     for problem in problems[:SHOWN]:
         print(problem)
+    if skipped:
+        shown = f"{', '.join(map(str, skipped[:SHOWN]))}{', ...' if len(skipped) > SHOWN else ''}"
+        print(f"{run}: {len(skipped)} steps are not in the weights (--on_spike): {shown}")
     verdict = f"{len(problems)} problems" if problems else f"{used}, no step left out"
     names = [name for seen in by_place.values() for _, name in seen]
     print(f"{run}: steps {first} to {last}, {len(names)} samples, {len(set(names))} different: {verdict}")
@@ -95,30 +98,43 @@ class _Record(NamedTuple):
     samples: list[str]
 
 
-def _records(run: Path) -> dict[int, list[_Record]]:
-    """Return, by step in order, what each rank consumed in it, by rank, of the newest attempt that took the step."""
+def _records(run: Path) -> tuple[dict[int, list[_Record]], list[int]]:
+    """Return, by step in order, what each rank consumed in it, by rank, of the newest attempt that took the step.
+
+    And the steps whose updates --on_spike left out of the weights.
+    """
     files = sorted(run.glob("data_audit-rank*.jsonl"))
     if not files:
         raise ConfigError(f"{run}: no data_audit-rank*.jsonl in it; train with --data_audit 1")
     begins: dict[int, int] = {}
     found: list[tuple[int, _Record]] = []
+    skips: set[tuple[int, int]] = set()
     for path in files:
         rank = int(path.stem.rpartition("rank")[2])
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
+                if "skipped" in record:
+                    first, last = record["skipped"]
+                    skips.update((step, int(record["attempt"])) for step in range(first, last + 1))
+                    continue
                 step, samples = int(record["step"]), list(record["samples"])
                 attempt, dp_rank = int(record.get("attempt", 0)), int(record.get("dp_rank", rank))
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a run that was killed
             begins[attempt] = min(step, begins.get(attempt, step))
             found.append((step, _Record(rank, attempt, dp_rank, record.get("dp_size"), samples)))
+
+    def superseded(step: int, by: int) -> bool:
+        # An attempt supersedes all earlier ones from its first step on.
+        return any(attempt > by and step >= first for attempt, first in begins.items())
+
     steps: dict[int, dict[int, _Record]] = {}
     for step, one in found:
-        # An attempt supersedes all earlier ones from its first step on.
-        if not any(attempt > one.attempt and step >= first for attempt, first in begins.items()):
+        if not superseded(step, one.attempt):
             steps.setdefault(step, {})[one.rank] = one
-    return {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in sorted(steps.items())}
+    skipped = sorted({step for step, attempt in skips if step in steps and not superseded(step, attempt)})
+    return {step: [ranks[rank] for rank in sorted(ranks)] for step, ranks in sorted(steps.items())}, skipped
 
 
 def _absent(ranks: list[_Record]) -> bool:

@@ -32,6 +32,11 @@ class DataAudit:
         self._file.write(json.dumps({"step": step, "samples": list(samples), **self._writer}) + "\n")
         self._file.flush()
 
+    def skip(self, first: int, last: int) -> None:
+        """Record that the updates of the steps ``first`` to ``last`` are not in the weights."""
+        self._file.write(json.dumps({"skipped": [first, last], **self._writer}) + "\n")
+        self._file.flush()
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

@@ -50,7 +50,7 @@ STEP_FIELDS = (
 )
 
 # Each has ``step``, the updates done. An attempt begins with `start` (at 0) or `resume` (from a checkpoint).
-EVENTS = ("start", "resume", "save", "evaluate", "stop", "finish")
+EVENTS = ("start", "resume", "save", "evaluate", "spike", "stop", "finish")
 
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"A10G\b", 70e12),

@@ -83,6 +83,11 @@ class TrainingData(Loader):
         """Read this rank's micro-batches of the step that starts at ``consumed``."""
         return self._read(*self._rows(self.positions(consumed)))
 
+    def names(self, consumed: int) -> list[list[str]]:
+        """See `Loader.names`; without the window of --long crop."""
+        rows = self._rows(self.positions(consumed))[1].tolist()
+        return [[self.source.name(row) for row in batch if row != FILLER] for batch in rows]
+
     def _rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (epochs, rows) at some positions; rows are `FILLER` behind the last epoch."""
         epochs, rows = self.order.rows(positions)

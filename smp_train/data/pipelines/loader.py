@@ -72,6 +72,10 @@ class Loader:
         i = np.arange(self.micro_batch, dtype=np.int64)
         return consumed + j + self.dp_rank * self.micro_batch + i
 
+    def names(self, consumed: int) -> list[list[str]]:
+        """Return the names of this rank's samples of the step at ``consumed``, by micro-batch; none where not known."""
+        return []
+
     def _steps(self, consumed: int) -> Iterator[Any]:
         """Yield what this rank reads in one step after another, to `end`; called in the thread, if there is one."""
         raise NotImplementedError

@@ -1,0 +1,110 @@
+"""Spikes of loss and gradient norm: the rule, and what a run knows of its own.
+
+A value is a spike above ``median + threshold * max(1.4826 * MAD, 0.02 * median)`` of the window: the last
+--spike_window steps that were no spikes themselves. MAD is the median absolute deviation from the median; times 1.4826
+it estimates the standard deviation of a normal distribution, and half of the window can be anything (Rousseeuw and
+Croux, "Alternatives to the Median Absolute Deviation", 1993). The window of step s ends at step s - 2, whose numbers
+are on the host when s is queued: so the rule does not depend on when they are read, or on a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from smp_train.errors import SmpTrainError
+
+LEAST = 20
+"""Steps in a window, or all of a shorter one, before anything is a spike."""
+IN_A_ROW = 5
+"""Steps in a row that are passed over; one more ends the run: that is another level, or the weights are lost."""
+TO_ONE_CHECKPOINT = 3
+"""Rollbacks to one checkpoint; one more ends the run."""
+LARGEST = 3.4028234e38
+"""The largest float32: numbers are within, infinity and nan are not."""
+
+
+class Limits(NamedTuple):
+    """The largest values that are no spikes."""
+
+    loss: float = LARGEST
+    grad_norm: float = LARGEST
+
+
+NONE = Limits()
+
+
+def bound(values: Sequence[float], threshold: float) -> float:
+    """Return the largest value that is no spike after ``values``."""
+    middle = median(values)
+    deviation = median(abs(value - middle) for value in values)
+    return min(middle + threshold * max(1.4826 * deviation, 0.02 * abs(middle)), LARGEST)
+
+
+class Spikes:
+    """The numbers of the last steps, and the steps whose updates are not in the weights; the same on all ranks."""
+
+    def __init__(self, policy: str = "warn", threshold: float = 10.0, window: int = 100) -> None:
+        self.policy, self.threshold, self.window = policy, threshold, window
+        self.accepted: list[tuple[int, float, float]] = []
+        """Step, loss and gradient norm."""
+        self.skipped: list[list[int]] = []
+        """First and last of each stretch of steps whose updates are not in the weights."""
+        self._row = 0
+        self._rollbacks = (-1, 0)
+        self._found: tuple[int, Limits] = (-1, Limits())
+
+    def limits(self, step: int) -> Limits:
+        """Return the limits of a step by the rule."""
+        if self._found[0] != step:
+            known = [numbers for numbers in self.accepted if numbers[0] <= step - 2][-self.window :]
+            limits = Limits()
+            if len(known) >= min(LEAST, self.window):
+                limits = Limits(*(bound([numbers[at] for numbers in known], self.threshold) for at in (1, 2)))
+            self._found = step, limits
+        return self._found[1]
+
+    @property
+    def held(self) -> bool:
+        """Whether the update of a spike is not made; one that is not finite never is."""
+        return self.policy != "warn"
+
+    def accept(self, step: int, loss: float, grad_norm: float) -> None:
+        """Take the numbers of a step into the window."""
+        self.accepted = [*self.accepted[-self.window - 1 :], (step, loss, grad_norm)]
+
+    def skip(self, first: int, last: int) -> None:
+        """Note that the updates of some steps are not in the weights."""
+        while self.skipped and self.skipped[-1][1] >= first - 1:
+            first = min(first, self.skipped.pop()[0])
+        self.skipped.append([first, last])
+
+    def skip_one(self, step: int) -> None:
+        """Note that a step's update was skipped; raises where there are too many in a row."""
+        self._row = self._row + 1 if self.skipped and self.skipped[-1][1] == step - 1 else 1
+        if self._row > IN_A_ROW:
+            raise SmpTrainError(
+                f"step {step}: the updates of the {IN_A_ROW} steps before it were skipped as well: the loss is at "
+                "another level, or the weights are damaged; raise --spike_threshold, or give --on_spike rollback"
+            )
+        self.skip(step, step)
+
+    def count_rollback(self, step: int, to: int) -> None:
+        """Count a rollback to the checkpoint of step ``to``; raises where there were too many."""
+        count = self._rollbacks[1] + 1 if self._rollbacks[0] == to else 1
+        self._rollbacks = to, count
+        if count > TO_ONE_CHECKPOINT:
+            raise SmpTrainError(
+                f"step {step}: another spike after {TO_ONE_CHECKPOINT} rollbacks to the checkpoint of step {to}; start "
+                "again from an older one, with a lower --lr, or raise --spike_threshold"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, plain JSON."""
+        return {"accepted": [list(numbers) for numbers in self.accepted], "skipped": self.skipped}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Take up the state of a checkpoint; one of an earlier version has none."""
+        self.accepted = [(int(s), float(loss), float(norm)) for s, loss, norm in (state or {}).get("accepted", [])]
+        self.skipped = [[int(first), int(last)] for first, last in (state or {}).get("skipped", [])]

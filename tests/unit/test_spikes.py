@@ -1,0 +1,70 @@
+"""Which numbers are a spike, and what a run remembers of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from smp_train.errors import SmpTrainError
+from smp_train.spikes import IN_A_ROW, LEAST, NONE, TO_ONE_CHECKPOINT, Spikes, bound
+
+
+def test_the_bound_is_robust() -> None:
+    draw = random.Random(1)
+    values = [draw.gauss(3.0, 0.1) for _ in range(1000)]
+    assert bound(values, 10) == pytest.approx(3.0 + 10 * 0.1, rel=0.05)  # deviations of a normal distribution
+    wild = [1e6 if number % 3 == 0 else value for number, value in enumerate(values)]
+    assert bound(wild, 10) < 6  # a third of the window is off
+    assert bound([2.0] * 50, 10) == pytest.approx(2.0 + 10 * 0.02 * 2.0)  # no deviation at all
+    assert math.isfinite(bound([3e38, 1e38], 10))
+
+
+def test_the_window_ends_two_steps_before() -> None:
+    spikes = Spikes(window=4)
+    for step in range(1, 9):
+        limits = spikes.limits(step)
+        known = [float(number) for number in range(max(1, step - 5), step - 1)]
+        assert limits == (NONE if len(known) < 4 else (bound(known, 10), bound([1.0] * 4, 10)))
+        spikes.accept(step, float(step), 1.0)
+        assert spikes.limits(step + 1) == spikes.limits(step + 1)
+    assert spikes.limits(8) == limits  # as it was before that step was read
+    few = Spikes()
+    for step in range(1, LEAST):
+        few.accept(step, 1.0, 1.0)
+    assert few.limits(100) == NONE
+    assert not few.held
+
+
+def test_what_a_checkpoint_keeps_decides_alike() -> None:
+    one, other = Spikes("skip", window=5), Spikes("skip", window=5)
+    for step in range(1, 20):
+        one.accept(step, 3 + 1 / 3 / step, 0.1 * step)
+    one.skip_one(20)
+    one.skip(18, 21)
+    one.skip_one(30)
+    other.restore(json.loads(json.dumps(one.state())))
+    assert other.skipped == one.skipped == [[18, 21], [30, 30]]
+    assert [other.limits(step) for step in (20, 21)] == [one.limits(step) for step in (20, 21)]
+    other.restore(None)
+    assert other.limits(20) == NONE
+
+
+def test_too_many_end_the_run() -> None:
+    spikes = Spikes("skip")
+    for step in range(1, IN_A_ROW + 1):
+        spikes.skip_one(step)
+    spikes.skip_one(IN_A_ROW + 2)
+    for step in range(10, 10 + IN_A_ROW):
+        spikes.skip_one(step)
+    with pytest.raises(SmpTrainError, match=r"step 15: .*--spike_threshold"):
+        spikes.skip_one(10 + IN_A_ROW)
+    for step in range(TO_ONE_CHECKPOINT):
+        spikes.count_rollback(20 + step, to=12)
+    spikes.count_rollback(30, to=24)
+    for step in range(TO_ONE_CHECKPOINT - 1):
+        spikes.count_rollback(31 + step, to=24)
+    with pytest.raises(SmpTrainError, match="checkpoint of step 24"):
+        spikes.count_rollback(40, to=24)
