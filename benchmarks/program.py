@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from smp_train import arguments, distributed, train_lib
+from smp_train import arguments, distributed, train_lib, train_utils
 from smp_train.build_run import Run, build_run
 from smp_train.telemetry.metrics import read_metrics
 
@@ -57,7 +57,11 @@ def below(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def opened(command_line: Sequence[str]) -> Iterator[Run]:
-    """Build the run of a command line, without `SM_HP_*`, and close it; collective."""
+    """Build the run of a command line, without `SM_HP_*`, and close it; collective.
+
+    Numbers are read a step later on a CPU too, so that a rehearsal goes the GPU's way.
+    """
+    train_lib.READ_LATER.add("cpu")
     ranks = distributed.detect()
     resolved = arguments.parse(list(command_line), {})
     arguments.validate(resolved.args, ranks.world_size, ranks.local_world_size)
@@ -84,13 +88,26 @@ def numbers(flags: Flags, steps: int) -> list[tuple[float, float]]:
         return [(record["loss"], record["grad_norm"]) for record in logged(folder)]
 
 
+@contextmanager
+def stepping(run: Run) -> Iterator[Callable[[], None]]:
+    """Yield what makes the next step as `train_lib.fit` does; at the end the last one is logged."""
+    batches = run.train_data.batches(0)
+
+    def one() -> None:
+        train_lib.step(run, batches)
+        train_utils.collect_garbage(run.progress.step)
+
+    with train_utils.garbage_collected_together():
+        yield one
+    train_lib.write_log(run)
+    batches.close()
+
+
 def step(command_line: Sequence[str], steps: int) -> None:
     """Make the first steps of a run and leave it at that."""
-    with opened(command_line) as run:
-        batches = run.train_data.batches(0)
+    with opened(command_line) as run, stepping(run) as one:
         for _ in range(steps):
-            train_lib.step(run, batches)
-        batches.close()
+            one()
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

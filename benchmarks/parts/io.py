@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ from benchmarks.cells import Cell
 from benchmarks.data import write_shards
 from benchmarks.parts import Setting
 from benchmarks.parts.ladder import LLAMA_1B
-from benchmarks.program import STEADY, TINY, Flags, below, command, logged, opened, scratch, words
-from smp_train import train_lib
-from smp_train.build_run import Run
+from benchmarks.program import STEADY, TINY, Flags, below, command, logged, opened, scratch, stepping, words
 from smp_train.checkpoints import find
 from smp_train.data.open_data import open_place
 from smp_train.errors import ConfigError
@@ -72,10 +71,10 @@ def first_step(folder: Path, began: float, process: subprocess.Popen[str]) -> fl
     raise RuntimeError(f"the command ended with code {process.returncode} before its first step")
 
 
-def timed_step(run: Run, batches: Any) -> float:
+def timed(one: Callable[[], None]) -> float:
     """Make one step and return its seconds, the device's work included."""
     began = time.perf_counter()
-    train_lib.step(run, batches)
+    one()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - began
@@ -84,19 +83,18 @@ def timed_step(run: Run, batches: Any) -> float:
 def saves(flags: Flags) -> dict[str, Any]:
     """Save in the background beside the steps, then with training standing still, then with DCP alone; load."""
     with scratch() as folder:
-        with opened(words({**STEADY, **below(folder), **flags})) as run:
-            batches = run.train_data.batches(0)
+        with opened(words({**STEADY, **below(folder), **flags})) as run, stepping(run) as one:
             for _ in range(EVERY):
-                timed_step(run, batches)
+                timed(one)
             save(run, force=False)  # pays for the host buffers
             report_saves(run)
-            undisturbed = statistics.median([timed_step(run, batches) for _ in range(EVERY)])
+            undisturbed = statistics.median([timed(one) for _ in range(EVERY)])
             beside = []
             began = time.perf_counter()
             save(run, force=False)
             blocked = time.perf_counter() - began
             while run.checkpoints.busy():
-                beside.append(timed_step(run, batches))
+                beside.append(timed(one))
             background = time.perf_counter() - began
             report_saves(run)
             state = run.backend.state_dict(run.model, run.optimizer)
@@ -109,7 +107,6 @@ def saves(flags: Flags) -> dict[str, Any]:
             began = time.perf_counter()
             run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, run.backend.saver))
             loading = time.perf_counter() - began
-            batches.close()
             size = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     lost = sum(beside) - len(beside) * undisturbed
     return {

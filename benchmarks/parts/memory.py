@@ -12,8 +12,7 @@ import torch
 from benchmarks.cells import Cell
 from benchmarks.parts import Setting
 from benchmarks.parts.ladder import LLAMA_1B
-from benchmarks.program import STEADY, TINY, Flags, below, opened, scratch, words
-from smp_train import train_lib
+from benchmarks.program import STEADY, TINY, Flags, below, opened, scratch, stepping, words
 from smp_train.build_run import Run
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.telemetry.memory_tracker import memory_gib
@@ -41,23 +40,22 @@ def cells(setting: Setting) -> list[Cell]:
 def phases(flags: Flags) -> dict[str, Any]:
     """Return the peak after each phase of the third step; on a CPU, where nobody counts, the resident memory."""
     found: dict[str, float] = {}
-    with scratch() as folder, opened(words({**STEADY, **below(folder), **flags})) as run:
+    line = {**STEADY, **flags, "logging_freq": 1000}  # a log line reads the peak, and begins a new one
+    with scratch() as folder, opened(words({**line, **below(folder)})) as run, stepping(run) as one:
         device = run.backend.topology.device
         found["built"] = memory_gib(device)
-        batches = run.train_data.batches(0)
         for _ in range(2):
-            train_lib.step(run, batches)
+            one()
         memory_gib(device)
         watch(run, found)
         if device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=FRAMES, stacks="python")
-        train_lib.step(run, batches)
+        one()
         live: dict[str, float] = {}
         if device.type == "cuda":
             snapshot = torch.cuda.memory._snapshot()
             torch.cuda.memory._record_memory_history(enabled=None)
             live = owners(snapshot["device_traces"][device.index or 0])
-        batches.close()
         states: Iterable[Any] = [value for state in run.optimizer.state.values() for value in state.values()]
         held = {"weights": run.model.parameters(), "optimizer": (v for v in states if isinstance(v, torch.Tensor))}
         kept = {f"{name} GiB": sum(size(value) for value in values) / GIB for name, values in held.items()}

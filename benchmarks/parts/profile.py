@@ -14,8 +14,7 @@ from typing import Any
 from benchmarks.cells import Cell
 from benchmarks.parts import Setting
 from benchmarks.parts.ladder import LLAMA_1B
-from benchmarks.program import STEADY, TINY, Flags, below, opened, scratch, words
-from smp_train import train_lib
+from benchmarks.program import STEADY, TINY, Flags, below, opened, scratch, stepping, words
 from smp_train.telemetry.profiling import Profiler
 
 STEPS, FIRST = 3, 5
@@ -49,13 +48,11 @@ def traced(flags: Flags, keep: str) -> dict[str, Any]:
     """Record steps with the package's own profiler, keep the trace, and return its sums."""
     with scratch() as folder:
         profiling = {"use_profiler": 1, "profile_start": FIRST, "profile_steps": STEPS}
-        with opened(words({**STEADY, **below(folder), **flags, **profiling})) as run:
-            batches = run.train_data.batches(0)
+        with opened(words({**STEADY, **below(folder), **flags, **profiling})) as run, stepping(run) as one:
             profiler = Profiler(run.args, run.folder.path, 0)
             for number in range(1, FIRST + STEPS):
                 with profiler.step(number):
-                    train_lib.step(run, batches)
-            batches.close()
+                    one()
             profiler.close()
             path = run.folder.path / "profile" / "trace-rank0.json.gz"
         shutil.copy(path, keep)

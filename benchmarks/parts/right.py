@@ -25,11 +25,12 @@ from benchmarks.program import (
     numbers,
     opened,
     scratch,
+    stepping,
     whole,
     words,
     write_rows,
 )
-from smp_train import api, train_lib
+from smp_train import api
 from smp_train.telemetry.metrics import read_metrics
 
 STEPS = 3
@@ -93,7 +94,12 @@ def cells(setting: Setting) -> list[Cell]:
         Cell("initial weights", initial_weights, {"flags": llama}, 5),
         Cell("resume, bit for bit", resume, {"flags": {**llama, "bf16": int(setting.device == "cuda")}}, 15),
         *(
-            Cell(f"no host wait: {name}", no_host_wait, {"flags": {**llama, **flags}}, 40 if "compile" in name else 6)
+            Cell(
+                f"no host wait: {name}",
+                no_host_wait,
+                {"flags": {**llama, **flags}},
+                40 if name in ("defaults", "compiled") else 6,
+            )
             for name, flags in WAITS.items()
         ),
         Cell("out of memory is one line", out_of_memory, {"device": setting.device}, 25),
@@ -116,7 +122,7 @@ def cells(setting: Setting) -> list[Cell]:
 
 ROWS = {"padded": "pad", "packed": "pack", "joined": "concat"}
 WAITS: dict[str, dict[str, Any]] = {
-    "plain": {}, "padded": {"short": "pad"}, "packed": {"short": "pack"},
+    "defaults": dict.fromkeys(PLAIN), "plain": {}, "padded": {"short": "pad"}, "packed": {"short": "pack"},
     "full, chunked, offload": {
         "activation_checkpointing": "full", "chunked_loss": 1, "sm_activation_offloading": 1,
         "activation_loading_horizon": 1, "gradient_accumulation_steps": 2,
@@ -247,15 +253,14 @@ def no_host_wait(flags: Flags) -> dict[str, Any]:
         given = {**STEADY, **below(folder), **flags, "logging_freq": 1000}
         if "short" in flags:
             given = with_rows(given, folder)
-        with opened(words(given)) as run:
-            batches = run.train_data.batches(0)
+        with opened(words(given)) as run, stepping(run) as one:
             for _ in range(STEPS):
-                train_lib.step(run, batches)
+                one()
             if torch.cuda.is_available():
                 torch.cuda.set_sync_debug_mode("error")
             try:
                 for _ in range(STEPS):
-                    train_lib.step(run, batches)
+                    one()
             except RuntimeError as failure:
                 if "synchroniz" not in str(failure):
                     raise
@@ -263,7 +268,6 @@ def no_host_wait(flags: Flags) -> dict[str, Any]:
             finally:
                 if torch.cuda.is_available():
                     torch.cuda.set_sync_debug_mode("default")
-            batches.close()
     return {"steps": STEPS}
 
 

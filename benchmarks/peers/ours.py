@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.peers.job import BETAS, EPSILON, GRAD_CLIP, WEIGHT_DECAY, Clock, Job
-from benchmarks.program import STEADY, below, logged, opened, words
-from smp_train import train_lib
+from benchmarks.program import STEADY, below, logged, opened, stepping, words
 
 
 def drive(job: Job, clock: Clock) -> None:
@@ -20,10 +19,9 @@ def drive(job: Job, clock: Clock) -> None:
         **job.flags,
     }  # fmt: skip
     with opened(words(flags)) as run:
-        batches = run.train_data.batches(0)
-        for _ in range(job.steps):
-            train_lib.step(run, batches)
-            clock.step(0.0)
-        batches.close()
+        with stepping(run) as one:
+            for _ in range(job.steps):
+                one()
+                clock.step(0.0)
         clock.losses = [record["loss"] for record in logged(folder)] if job.rank == 0 else []
         clock.write(" ".join(words(job.flags)) or "defaults", mean=False)
