@@ -99,7 +99,7 @@ def stepping(run: Run) -> Iterator[Callable[[], None]]:
 
     with train_utils.garbage_collected_together():
         yield one
-    train_lib.write_log(run)
+    train_lib.settle(run)
     batches.close()
 
 
