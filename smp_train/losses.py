@@ -149,8 +149,8 @@ def linear_cross_entropy_sum(
 
     Tokens pass through the head in chunks. A chunk's gradients are computed while its logits are in memory: none are
     kept for the backward pass, and none is recomputed. Extra memory is one chunk of logits and one gradient of
-    the weight in float32. (torch 2.13's own ``linear_cross_entropy`` does the same, but neither over a split
-    vocabulary nor compiled, and takes 1.6 times as long on a CPU.)
+    the weight in float32. (torch 2.13's own ``linear_cross_entropy`` does the same, slower on a CPU, and neither over a
+    split vocabulary nor compiled.)
 
     Args:
         hidden: ``[batch, seq, width]``, the last hidden states.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests import harness
 from tests.shards import write_shard
+from tests.smp import smp, train_on_smp
 from tests.training import flags, records, steps, train
 
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::unique_dim")
@@ -23,7 +25,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def watched(command_lines: dict[str, list[str]]) -> dict[str, list[tuple[list[str], int]]]:
+def watched(
+    command_lines: dict[str, list[str]], run: Callable[[list[str]], Any] = train
+) -> dict[str, list[tuple[list[str], int]]]:
     """Train, with logged steps read later as on a GPU; return per step the waits, and the tensors in cyclic garbage."""
     import gc
 
@@ -68,7 +72,7 @@ def watched(command_lines: dict[str, list[str]]) -> dict[str, list[tuple[list[st
     train_lib.step = noting
     for name, words in command_lines.items():
         found[name] = []
-        assert train(words) == 0
+        run(words)
     return found
 
 
@@ -85,6 +89,15 @@ def test_a_step_waits_for_nothing_and_leaves_no_tensor_behind(world: int, tmp_pa
         assert [record["step"] for record in steps(tmp_path / name)] == [1, 2, 3, 4]
     events = [record.get("event") or record["step"] for record in records(tmp_path / "saves")]
     assert events == ["start", 1, 2, "evaluate", 3, "save", 4, "evaluate", "save", "finish"]
+
+
+@pytest.mark.slow
+def test_a_step_on_smp_leaves_no_tensor_behind(tmp_path: Path) -> None:
+    lines = {mode: smp(tmp_path / mode, num_layers=3, max_steps=4, activation_checkpointing=mode)
+             for mode in ("none", "full")}  # fmt: skip
+    for of_rank in harness.run(watched, 2, lines, train_on_smp):
+        for name, found in of_rank.items():
+            assert [tensors for _, tensors in found] == [0] * 4, name
 
 
 def counted_compilations(command_line: list[str]) -> list[int]:
