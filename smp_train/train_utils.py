@@ -181,6 +181,7 @@ def train_step(
 
 def _judged(backend: Backend, loss: Tensor, grad_norm: Tensor, limits: Limits) -> Tensor:
     """Return `StepResult.judged`; collective, one all-reduce of three numbers, so that all ranks decide alike."""
+    grad_norm = grad_norm.to(loss.device)  # on the host with --cpu_offload 1
     share = loss if backend.topology.tp_rank == 0 else torch.zeros_like(loss)  # tensor ranks share their tokens
     # Comparisons that nan fails, too.
     flags = [~(grad_norm <= limits.grad_norm), ~(grad_norm <= NONE.grad_norm)]

@@ -12,7 +12,7 @@ from pathlib import Path
 OPEN_FILES = 1 << 20
 """Open files that a process asks for at most; some containers allow a thousand times as many."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables of the settings of CUDA's allocator: since torch 2.9, and before; the older one still counts."""
+"""Variables of the settings of CUDA's allocator: since torch 2.9, and before."""
 
 
 def prepare(*, one_queue: bool = False) -> None:
@@ -34,7 +34,7 @@ def prepare(*, one_queue: bool = False) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if not any(name in os.environ for name in ALLOCATOR):
-        os.environ[ALLOCATOR[1]] = "expandable_segments:True"
+        os.environ.update(dict.fromkeys(ALLOCATOR, "expandable_segments:True"))
     if one_queue:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 

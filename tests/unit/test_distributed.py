@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from smp_train.distributed import detect, expand_hostlist
+from smp_train.distributed import detect, expand_hostlist, host
 from smp_train.errors import ConfigError
 
 TORCHRUN = {
@@ -186,3 +188,29 @@ def test_hostlists(text: str, hosts: str) -> None:
 def test_hostlists_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ConfigError, match="cannot read the list of hosts"):
         expand_hostlist(text)
+
+
+def test_a_process_prepares_its_host_and_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {"TORCH_GLOO_LAZY_INIT", "CUDA_DEVICE_MAX_CONNECTIONS", *host.ALLOCATOR}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def prepared(one_queue: bool = False, **given: str) -> dict[str, str]:
+        for name in ours:
+            monkeypatch.setenv(name, "")  # so that it is restored
+            monkeypatch.delenv(name)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        host.prepare(one_queue=one_queue)
+        return {name: os.environ[name] for name in sorted(ours) if name in os.environ}
+
+    segments = dict.fromkeys(host.ALLOCATOR, "expandable_segments:True")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        assert prepared() == {"TORCH_GLOO_LAZY_INIT": "1", **segments}
+        most = host.OPEN_FILES if limits[1] == resource.RLIM_INFINITY else min(limits[1], host.OPEN_FILES)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert prepared(one_queue=True)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    given = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "TORCH_GLOO_LAZY_INIT": "0"}
+    assert prepared(**given) == given
