@@ -3,7 +3,8 @@
 The bare loop has no data, no logging and no stop request: it trains on one batch that is already on the device. What
 is left is what the loop of this package adds: order and prefetch of the data, the vote of the ranks, the seed of the
 step, the loss as a sum over the global batch, the log line and the metrics file at every step. With ``--report_to`` the
-same steps without trackers take turns too.
+same steps without trackers take turns too, and with ``--minimal_rounds`` the same steps as with --telemetry minimal, by
+the clock and in CPU time; the watcher's thread, which looks once a second, runs in both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from benchmarks.peers.bare import shard, update
 from smp_train import arguments, distributed, losses, train_lib
 from smp_train.build_run import Run, build_run
+from smp_train.distributed import heartbeat
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.initialization import initialise
 from smp_train.parallel import compile, loss_head
@@ -43,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--head", choices=("plain", "chunked"), default="plain", help="the bare loop's loss, of all logits or by chunks"
     )
+    parser.add_argument("--minimal_rounds", type=int, default=0, help="rounds with telemetry and without, in turn")
     options, flags = parser.parse_known_args(argv)
 
     ranks = distributed.detect()
@@ -55,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
         tracked = run.metrics.trackers is not None
         ours = our_steps(run)
         ratios, seconds, with_trackers = [], [], []
+        compare_telemetry(run, ours, options.minimal_rounds, options.steps)
         if device.type == "cuda":  # one model after the other: two with their optimizers may not fit
             seconds = [(value, 0.0) for value in rounds(ours, options.rounds, options.steps)]
             run.model = run.optimizer = ours = None  # type: ignore[assignment]
@@ -119,6 +123,37 @@ def defaults(scratch: Path) -> list[str]:
 def rounds(steps: Callable[[int], float], count: int, size: int) -> list[float]:
     """Return the seconds of a step in each of ``count`` rounds of ``size``, after three to warm up."""
     return [steps(size) for _ in range(3 + count)][3:]
+
+
+def compare_telemetry(run: Run, ours: Callable[[int], float], count: int, steps: int) -> None:
+    """Log how much longer rounds of ``steps`` take than without heartbeat and times of phases; collective."""
+    if not count or run.times is None:
+        return
+    ours(3 * steps)
+    ratios = []
+    for number in range(count):
+        both: dict[bool, tuple[float, float]] = {}
+        for minimal in (True, False) if number % 2 else (False, True):  # neither always follows the other
+            cpu = time.process_time()
+            with telemetry_off(run) if minimal else nullcontext():
+                clock = ours(steps)
+            both[minimal] = clock, time.process_time() - cpu
+        ratios.append(tuple(full / less for full, less in zip(both[False], both[True], strict=True)))
+    clock, cpu = (statistics.median(each) for each in zip(*ratios, strict=True))
+    log.info("telemetry full against minimal: median %.4f by the clock, %.4f in CPU time", clock, cpu)
+
+
+@contextmanager
+def telemetry_off(run: Run) -> Iterator[None]:
+    """Leave out what --telemetry minimal does."""
+    kept = run.times, heartbeat._board, list(heartbeat._listeners)
+    run.times = heartbeat._board = None
+    heartbeat._listeners.clear()
+    try:
+        yield
+    finally:
+        run.times, heartbeat._board, listeners = kept
+        heartbeat._listeners.extend(listeners)
 
 
 def our_steps(run: Run) -> Callable[[int], float]:

@@ -40,6 +40,7 @@ from smp_train.telemetry.memory_tracker import memory_report
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
 from smp_train.telemetry.run_folder import RunFolder
 from smp_train.telemetry.screen import Screen
+from smp_train.telemetry.step_times import StepTimes
 
 log = get_logger()
 
@@ -89,6 +90,7 @@ class Run:
     result: train_utils.StepResult | None = None
     """Result, on the device, of the last completed step of this start."""
     screen: Screen = field(default_factory=Screen)
+    times: StepTimes | None = None
     stopped: bool = False
     """Whether the run ended on request, before its last step."""
     saved_step: int = 0
@@ -124,8 +126,9 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     opened.callback(metrics.close)
     stop = StopRequest(folder.stop)
     opened.callback(stop.close)
-    watch(ranks, folder.logs, report_seconds=args.hang_report_seconds, end_seconds=args.train_timeout_seconds)
     opened.callback(heartbeat.end)
+    if args.telemetry == "full":
+        watch(ranks, folder.logs, report_seconds=args.hang_report_seconds, end_seconds=args.train_timeout_seconds)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
     log.info(
         "smp-train %s, torch %s, %d x %s on %d node(s), started by %s", smp_train.__version__, torch.__version__,
@@ -190,6 +193,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         schedule=choose_schedule(args, total_steps), total_steps=total_steps, checkpoints=checkpoints, folder=folder,
         metrics=metrics, throughput=throughput, stop=stop, audit=audit, found=found, own=resolved.own,
         spikes=Spikes(args.on_spike, args.spike_threshold, args.spike_window),
+        times=StepTimes(ranks, device) if args.telemetry == "full" else None,
     )  # fmt: skip
     with distributed.together("writing run.json"):
         if ranks.is_main:

@@ -150,7 +150,7 @@ def fit(run: Run) -> bool:
         return True
     batches = run.train_data.batches(progress.consumed)
     stopped = ended = False
-    profiler = Profiler(args, run.folder.path, run.runtime.rank)
+    profiler = Profiler(args, run.folder.path, run.runtime.rank, run.metrics.event)
     if run.runtime.is_main:
         run.screen.open(progress.step, run.total_steps, bar=args.progress_bar)
     first, compiled = progress.step, run.backend.compiled
@@ -230,6 +230,7 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         )  # fmt: skip
         heartbeat.at(heartbeat.OUTCOME)
         tokens, stopped, failed = vote.outcome()
+        heartbeat.at(heartbeat.LOG)
         if not settle(run):
             break
     if failed or tokens == 0:
@@ -250,9 +251,12 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
         run.audit.step(progress.step, [name for batch in micro_batches for name in batch.samples if name])
     # Also before a save: what diverged must not replace good checkpoints.
     now = stopped or progress.step == run.total_steps or run.checkpoints.due(progress.step)
+    logged = now or progress.step % args.logging_freq == 0
+    if logged and run.times is not None:
+        run.times.gather()
     run.unread = train_utils.Unread(
         progress.step, progress.consumed - taken, progress.consumed, progress.tokens,
-        now or progress.step % args.logging_freq == 0, micro_batches, result, train_utils.Reading(result),
+        logged, micro_batches, result, train_utils.Reading(result),
     )  # fmt: skip
     validates = args.validation_freq and progress.step % args.validation_freq == 0
     if now or validates or run.backend.topology.device.type not in READ_LATER:
@@ -295,6 +299,7 @@ def write_log(run: Run, unread: train_utils.Unread, loss: float, grad_norm: floa
         "memory_gib": memory_gib(run.backend.topology.device),
         "tokens": unread.tokens,
         "consumed": unread.consumed,
+        **(run.times.fields() if run.times is not None else {}),
     }
     log.info(batch_line(record))
     record = run.metrics.step(record)

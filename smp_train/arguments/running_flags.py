@@ -39,8 +39,11 @@ class LoggingArguments:
     mlflow_experiment_name: str | None = flag(
         None, "Experiment of MLflow", shown="MLFLOW_EXPERIMENT_NAME; smp-train", idle_without="report_to")
     progress_bar: bool = flag(True, "Show a progress line where stderr is a terminal")
+    telemetry: str = flag(
+        "full", "minimal: no times of phases, no slowest rank, and nobody watches for a rank that hangs",
+        choices=("full", "minimal"))
     enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up and of the first steps")
-    use_profiler: bool = flag(False, "Record the PyTorch profiler")
+    use_profiler: bool = flag(False, "Record the PyTorch profiler, and say what bounds a step")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
     profile_start: int = flag(6, "First step to profile, counted from each start", must=">=1")
     profile_steps: int = flag(3, "Steps to profile", must=">=1")

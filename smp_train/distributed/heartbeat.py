@@ -2,7 +2,7 @@
 
 A rank's slot holds its process, step, phase and two times of the node's monotonic clock: when the main thread entered
 the phase, and when the rank's watcher (`distributed.watch`) last ran. `at` is one store into mapped memory, below a
-microsecond; no system call.
+microsecond; no system call. What measures by phases (`telemetry.step_times`, `telemetry.memory_tracker`) listens to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -104,6 +104,7 @@ class Board:
 
 
 _board: Board | None = None
+_listeners: list[Callable[[int], None]] = []
 
 
 def open_board(name: str, local_rank: int, local_world_size: int, rank: int) -> Board:
@@ -129,14 +130,22 @@ def _path(name: str) -> str:
     return os.path.join("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir(), name)
 
 
+def listen(listener: Callable[[int], None]) -> None:
+    """Let ``listener`` have each phase as the main thread enters it, until `end`."""
+    _listeners.append(listener)
+
+
 def at(phase: int, step: int | None = None) -> None:
-    """Note that this rank enters a phase; nothing in a world of one, and once it leaves."""
+    """Note that this rank enters a phase; no slot shows it in a world of one, and once it leaves."""
+    for listener in _listeners:
+        listener(phase)
     if _board is not None and _board.phase != END:
         _board.at(phase, step)
 
 
 def end() -> None:
     """Note that this rank leaves by itself: from here on nobody takes its end for a crash."""
+    _listeners.clear()
     at(END)
 
 

@@ -49,8 +49,22 @@ STEP_FIELDS = (
     "time",  # seconds since 1970
 )
 
+# Means per update over the steps since the last record, of those that every rank's device had passed; null before any.
+# Absent with --telemetry minimal.
+TIME_FIELDS = (
+    "time_shares",  # parts of all time, mean over ranks, that add up to 1: `step_times.SHARES`
+    "host_ahead_sec",  # the host waited for its device, the least of all ranks; near 0: the host limits; null on a CPU
+    "slowest_rank",  # the last to reach the vote; null in a world of one, as the others
+    "slowest_host",
+    "slowest_phase",  # in which it differs most from the other ranks' median
+    "slowest_sec",  # seconds per update more than the other ranks' median
+    "slowest_share",  # the same as a part of a step
+)
+NAMED_FROM = 0.1
+"""A rank is named, in the log and in the report, when it costs the others this part of a step."""
+
 # Each has ``step``, the updates done. An attempt begins with `start` (at 0) or `resume` (from a checkpoint).
-EVENTS = ("start", "resume", "save", "evaluate", "spike", "stop", "finish")
+EVENTS = ("start", "resume", "save", "evaluate", "spike", "profile", "stop", "finish")
 
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"A10G\b", 70e12),

@@ -16,7 +16,7 @@ const PANELS = [
 // Fields with a panel, and those that say the same in other words; any other number has a panel of its own.
 const KNOWN = ["step", "time", "tokens", "consumed", "samples_per_sec", "tokens_per_sec_per_device",
   "tflops_per_device", "data_wait_sec", ...PANELS.flatMap(panel => panel.keys || [])];
-const QUIET = ["start", "resume", "stop", "finish", "save", "evaluate"];
+const QUIET = ["start", "resume", "stop", "finish", "save", "evaluate", "profile"];
 const SVG = ["svg", "path", "line", "text", "rect", "circle"];
 const HEIGHT = 220, LEFT = 52, TOP = 10, FOOT = HEIGHT - 24;
 const hidden = new Set();

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -14,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.telemetry.metrics import FILE_NAME, history, read_metrics
+from smp_train.telemetry.metrics import FILE_NAME, NAMED_FROM, history, read_metrics
 from smp_train.telemetry.run_folder import RunFolder
 
 POINTS = 1000
@@ -124,6 +125,22 @@ class RunData:
             values = [record[key] for record in self.steps if record.get(key) is not None]
             if values:
                 found[f"{name}, median"] = f"{scale * median(values):,.{0 if name == 'tokens/s' else 3}f}{unit}"
+        columns = [shares for record in self.steps if (shares := _shares(record))]
+        names = dict.fromkeys(name for each in columns for name in each)
+        parts = {name: median(each.get(name, 0) for each in columns) for name in names}
+        if len(parts) > 1:
+            shown = sorted((name for name in parts if parts[name] >= 1), key=lambda name: -parts[name])
+            found["time, median"] = ", ".join(f"{name} {parts[name]:.0f} %" for name in shown)
+        late = [record for record in self.steps if (record.get("slowest_share") or 0) >= NAMED_FROM]
+        if late:
+            of = Counter((each["slowest_rank"], each["slowest_host"], each["slowest_phase"]) for each in late)
+            ((rank, host, phase), count) = of.most_common(1)[0]
+            seconds = median(each["slowest_sec"] for each in late if each["slowest_rank"] == rank)
+            found["waited for"] = f"rank {rank} on {host}, in {phase}: {seconds:.2g} s a step"
+            found["waited for"] += f", in {count} of {len(self.steps)} records"
+        profiles = [each["verdict"] for each in self.events if each["event"] == "profile" and each.get("verdict")]
+        if profiles:
+            found["profile"] = profiles[-1]
         found["model"] = str(self.run.get("model") or config.get("model_type") or "")
         if self.run.get("parameters"):
             found["parameters"] = f"{self.run['parameters']:,}"
@@ -189,7 +206,8 @@ def read_runs(folders: Sequence[str]) -> list[RunData]:
 def _shares(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of a step's time in per cent: ``time_shares`` where recorded, else the wait for data alone."""
     if isinstance(record.get("time_shares"), Mapping):
-        return {str(name): 100 * share for name, share in record["time_shares"].items() if _is_number(share)}
+        found = {str(name).replace("_", " "): share for name, share in record["time_shares"].items()}
+        return {name: 100 * share for name, share in found.items() if _is_number(share)}
     seconds, waited = record.get("step_sec"), record.get("data_wait_sec")
     return {"data": 100 * waited / seconds} if seconds and waited is not None else {}
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from smp_train.arguments import parse
+from smp_train.telemetry import verdict
 from smp_train.telemetry.profiling import Profiler
 
 
@@ -47,3 +50,51 @@ def test_nsys_without_a_gpu_says_so_once(
     assert [record.message for record in caplog.records] == [
         "--profile_nsys 1: there is no GPU here, and nothing to record"
     ]
+
+
+def event(name: str, start: float, end: float, device: str = "CPU") -> Any:
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=span, device_type=f"DeviceType.{device}")
+
+
+STEPS = [event("ProfilerStep*", 0, 1000), event("ProfilerStep#6", 1000, 2000)]
+
+
+def test_shares_of_a_gpu_are_of_its_kernels() -> None:
+    gpu = [
+        event("ProfilerStep#5", 0, 9000, "CUDA"), event("FSDP::all_gather", 0, 9000, "CUDA"),
+        event("gemm", 100, 500, "CUDA"), event("gemm", 400, 700, "CUDA"), event("Memcpy", 1100, 1700, "CUDA"),
+        event("ncclDevKernel_AllGather", 600, 1000, "CUDA"), event("ncclDevKernel_ReduceScatter", 1900, 2100, "CUDA"),
+    ]  # fmt: skip
+    found = verdict.shares([*STEPS, event("aten::mm", 0, 2000), *gpu])
+    assert found == pytest.approx((1000e-6, 600e-6, 300e-6, 250e-6))
+
+
+def test_shares_of_a_cpu_are_between_its_first_and_last_step() -> None:
+    cpu = [event("aten::mm", 500, 900), event("aten::t", 600, 700), event("gloo:all_reduce", 800, 1400)]
+    cpu += [event("aten::mm", 1900, 2500), event("c10d::allreduce_", 0, 2000)]
+    assert verdict.shares([*STEPS, *cpu]) == pytest.approx((1000e-6, 250e-6, 300e-6, 250e-6))
+    assert verdict.shares(cpu) is None
+
+
+@pytest.mark.parametrize(
+    ("compute", "talking", "exposed", "by"),
+    [(0.5, 0.6, 0.41, "communication"), (0.9, 0.6, 0.05, "compute"), (0.5, 0.3, 0.1, "the host or the data")],
+)
+def test_the_verdict_has_shares_a_bound_and_the_slowest_rank(
+    compute: float, talking: float, exposed: float, by: str
+) -> None:
+    usual = verdict.Shares(2.0, 2 * compute, 2 * talking, 2 * exposed)
+    text = verdict.paragraph([usual, usual, usual._replace(communication=0.1)], ["a", "a", "b"], 6, 8)
+    assert f"{100 * exposed:.0f} % exposed" in text
+    assert f"Bound by {by}: {verdict.ADVICE[by]}" in text
+    assert "rank 2 on b" in text
+    assert "rank" not in verdict.paragraph([usual] * 3, ["a", "a", "b"], 6, 8).replace("ranks", "")
+
+
+def test_a_run_ends_in_a_verdict_and_its_dearest_operators(tmp_path: Path) -> None:
+    profile(tmp_path, 4, "--use_profiler", "--profile_start=2", "--profile_steps=2")
+    text, _, *rows = (tmp_path / "profile/verdict.txt").read_text().splitlines()
+    assert text.startswith("Profile of steps 102 to 103:")
+    assert any("aten::mm" in line for line in rows)
+    assert len(rows) <= 11

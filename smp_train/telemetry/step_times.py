@@ -1,0 +1,169 @@
+"""Where the time goes, by phase, on every rank, and which rank the others wait for.
+
+The marks are the heartbeat's (`distributed.heartbeat.at`). On a GPU a mark is an event in the device's queue, and the
+time between two of them is the device's: where the host is ahead, reading data takes no time, and where it is not, the
+time that the device stood still for it. So the phases add up to all of the time. An event is read once the device
+has passed it, never waited for. On a CPU a mark is a reading of the clock.
+
+Communication inside forward and backward is part of these: it overlaps with compute, which no mark can see (the
+profiler can, `telemetry.verdict`). The vote is the first collective of a step and carries three numbers: time in it is
+time waited for slower ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_train.distributed import Runtime, gather, heartbeat, rank
+from smp_train.distributed.heartbeat import (
+    BACKWARD,
+    CALLBACK,
+    CLIP,
+    DATA,
+    FORWARD,
+    LOG,
+    OUTCOME,
+    PHASES,
+    SAVE,
+    START,
+    UPDATE,
+    VALIDATION,
+    VOTE,
+)
+from smp_train.telemetry.logging_utils import get_logger
+from smp_train.telemetry.metrics import NAMED_FROM, TIME_FIELDS
+
+SHARES = {
+    "forward": (FORWARD,), "backward": (BACKWARD,), "clip": (CLIP,), "update": (UPDATE,), "wait_for_ranks": (VOTE,),
+    "data": (DATA,), "host": (OUTCOME, LOG, CALLBACK, START), "save": (SAVE,), "validation": (VALIDATION,),
+}  # fmt: skip
+"""Phases that each field of ``time_shares`` adds up."""
+OWN = (DATA, FORWARD, BACKWARD, CLIP, UPDATE, OUTCOME, LOG)
+"""Phases that make a rank late for the next vote."""
+NAMED_AFTER = 3
+"""A rank is named in the log when it costs the others `NAMED_FROM` of a step in so many records on end."""
+_COLUMNS = len(PHASES) + 2
+
+log = get_logger()
+
+
+class StepTimes:
+    """The times of this rank since the last record, and those of all ranks in the record before."""
+
+    def __init__(self, ranks: Runtime, device: torch.device) -> None:
+        """Listen to the heartbeat until it ends; collective."""
+        self.hosts = gather("naming the nodes", lambda: ranks.hostname)
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._sums = [0.0] * _COLUMNS  # seconds by phase, seconds for which the host waited for the device, steps
+        self._phase, self._since = START, time.perf_counter()
+        self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._unused: list[torch.cuda.Event] = []
+        self._coming: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._late: tuple[int, int] | None = None
+        self._late_for = 0
+        heartbeat.listen(self.mark)
+
+    def mark(self, phase: int) -> None:
+        """Note that the main thread enters a phase; does not wait for the device."""
+        now = time.perf_counter()
+        if self._on_gpu:
+            if self._phase == OUTCOME:
+                self._sums[-2] += now - self._since
+            event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((phase, event))
+            if phase == DATA:
+                self._read_marks()
+        else:
+            self._add(self._phase, now - self._since)
+        self._phase, self._since = phase, now
+
+    def _read_marks(self) -> None:
+        """Add up the times between the marks that the device has passed."""
+        while len(self._marks) > 1 and self._marks[1][1].query():
+            phase, event = self._marks.popleft()
+            self._add(phase, event.elapsed_time(self._marks[0][1]) / 1000)
+            self._unused.append(event)
+
+    def _add(self, phase: int, seconds: float) -> None:
+        self._sums[phase] += seconds
+        self._sums[-1] += phase == DATA
+
+    def gather(self) -> None:
+        """Send this rank's times since the last call on their way to all hosts; collective, waits for no device."""
+        self._read_marks()
+        everyone = torch.zeros(len(self.hosts), _COLUMNS)
+        everyone[rank()] = torch.tensor(self._sums)
+        self._sums = [0.0] * _COLUMNS
+        if self._on_gpu:
+            everyone = everyone.pin_memory().to(self._device, non_blocking=True)
+        dist.all_reduce(everyone)
+        copied = None
+        if self._on_gpu:
+            everyone = torch.empty_like(everyone, device="cpu", pin_memory=True).copy_(everyone, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._coming = everyone, copied
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `metrics.TIME_FIELDS` of the last `gather`; waits for that alone."""
+        assert self._coming is not None, "gathered with the record's other numbers"
+        (everyone, copied), self._coming = self._coming, None
+        if copied is not None:
+            copied.synchronize()
+        found = summary(everyone.tolist(), self.hosts, with_host=self._on_gpu)
+        self._name_slowest(found)
+        return found
+
+    def _name_slowest(self, found: dict[str, Any]) -> None:
+        """Log which rank the others wait for, once it has been the same for a while."""
+        late = None
+        if (found["slowest_share"] or 0) >= NAMED_FROM:
+            late = found["slowest_rank"], PHASES.index(found["slowest_phase"])
+        self._late_for = self._late_for + 1 if late == self._late else 1
+        self._late = late
+        if late is not None and self._late_for == NAMED_AFTER:
+            log.warning(
+                "The other ranks wait for rank %d on %s: %.2g s in every step, %.0f%% of it; it differs from them most "
+                "in %s", found["slowest_rank"], found["slowest_host"], found["slowest_sec"],
+                100 * found["slowest_share"], found["slowest_phase"],
+            )  # fmt: skip
+
+
+def summary(rows: Sequence[Sequence[float]], hosts: Sequence[str], *, with_host: bool = False) -> dict[str, Any]:
+    """Return the fields of `metrics.TIME_FIELDS`, those that are not known as None.
+
+    Args:
+        rows: of each rank the seconds in each phase of `PHASES`, the seconds for which the host waited for the device,
+            and the steps that these are of.
+        hosts: name of each rank's node.
+        with_host: whether the device works behind the host.
+    """
+    found: dict[str, Any] = dict.fromkeys(TIME_FIELDS)
+    total = sum(sum(row[: len(PHASES)]) for row in rows)
+    if total <= 0 or not all(row[-1] for row in rows):
+        return found
+    found["time_shares"] = {
+        name: sum(row[phase] for row in rows for phase in phases) / total for name, phases in SHARES.items()
+    }
+    if with_host:
+        found["host_ahead_sec"] = min(row[-2] / row[-1] for row in rows)
+    if len(rows) > 1:
+        own = [{phase: row[phase] / row[-1] for phase in OWN} for row in rows]
+        last = max(range(len(own)), key=lambda each: sum(own[each].values()))
+        others = [each for other, each in enumerate(own) if other != last]
+        more = {phase: own[last][phase] - median(each[phase] for each in others) for phase in OWN}
+        seconds = max(0.0, sum(own[last].values()) - median(sum(each.values()) for each in others))
+        found |= {
+            "slowest_rank": last, "slowest_host": hosts[last], "slowest_phase": PHASES[max(more, key=more.__getitem__)],
+            "slowest_sec": seconds,
+            "slowest_share": seconds / (sum(own[last].values()) + rows[last][VOTE] / rows[last][-1]),
+        }  # fmt: skip
+    return found

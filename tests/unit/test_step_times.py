@@ -1,0 +1,119 @@
+"""Where the time goes: phases of a planted clock and of planted events, and which rank the others wait for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smp_train.distributed import heartbeat
+from smp_train.distributed.heartbeat import BACKWARD, DATA, FORWARD, LOG, OUTCOME, PHASES, UPDATE, VOTE
+from smp_train.telemetry import step_times
+from smp_train.telemetry.step_times import StepTimes, summary
+
+RANKS: Any = SimpleNamespace(hostname="here")
+
+
+@pytest.fixture(autouse=True)
+def no_listener_stays():
+    yield
+    heartbeat.end()
+
+
+def row(steps: int = 1, ahead: float = 0.0, **seconds: float) -> list[float]:
+    phases = {"data": DATA, "vote": VOTE, "forward": FORWARD, "backward": BACKWARD, "update": UPDATE, "log": LOG}
+    found = [0.0] * len(PHASES)
+    for name, value in seconds.items():
+        found[phases[name]] = value * steps
+    return [*found, ahead * steps, steps]
+
+
+def test_the_last_rank_at_the_vote_is_named_with_its_phase() -> None:
+    usual = row(steps=2, data=0.1, vote=0.6, forward=1, backward=2, log=0.1)
+    late = row(steps=2, data=0.7, forward=1, backward=2, log=0.1)
+    found = summary([usual, usual, late, usual], ["a", "a", "b", "b"])
+    assert (found["slowest_rank"], found["slowest_host"], found["slowest_phase"]) == (2, "b", PHASES[DATA])
+    assert found["slowest_sec"] == pytest.approx(0.6)
+    assert found["slowest_share"] == pytest.approx(0.6 / 3.8)
+    shares = found["time_shares"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["wait_for_ranks"] == pytest.approx(3 * 0.6 / (4 * 3.8))
+    assert found["host_ahead_sec"] is None
+
+
+def test_what_is_not_known_is_null() -> None:
+    assert set(summary([row(steps=0)] * 2, ["a", "a"]).values()) == {None}
+    alone = summary([row(forward=1, ahead=0.25)], ["a"], with_host=True)
+    assert (alone["slowest_rank"], alone["host_ahead_sec"]) == (None, 0.25)
+
+
+def test_a_rank_is_named_once_when_it_stays_late(caplog: pytest.LogCaptureFixture) -> None:
+    times = StepTimes(RANKS, torch.device("cpu"))
+    late = [row(vote=1, forward=1), row(data=1, forward=1)]
+    even = [row(forward=1), row(forward=1)]
+    for rows in (late, late, even, late, late, late, late):
+        times._name_slowest(summary(rows, ["a", "b"]))
+    assert len(caplog.messages) == 1
+    assert "rank 1 on b" in caplog.messages[0]
+    assert PHASES[DATA] in caplog.messages[0]
+
+
+def gathered(times: StepTimes, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(dist, "all_reduce", lambda everyone: None)
+    times.gather()
+    return times.fields()
+
+
+def test_phases_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 100.0, 101.0, 103.0, 107.0, 110.0])
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: next(clock))
+    times = StepTimes(RANKS, torch.device("cpu"))
+    times._phase = LOG  # after the start, which is 100 s here
+    for phase in (DATA, FORWARD, BACKWARD, LOG, DATA):
+        heartbeat.at(phase)
+    shares = gathered(times, monkeypatch)["time_shares"]
+    assert {name: 110 * share for name, share in shares.items() if share} == pytest.approx(
+        {"data": 1, "forward": 2, "backward": 4, "host": 103}
+    )
+
+
+class Event:
+    """An event whose device passes it when the test says so."""
+
+    passed: float = 0
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        Event.made += 1
+
+    def record(self) -> None:
+        self.at = next(self.times)  # type: ignore[attr-defined]
+
+    def query(self) -> bool:
+        return self.at <= Event.passed
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.query(), "the device has not come so far: reading would fail"
+        return end.at - self.at
+
+
+def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "times", iter(range(0, 10_000_000, 1000)), raising=False)
+    monkeypatch.setattr(step_times, "_COLUMNS", len(PHASES) + 2)
+    times = StepTimes(RANKS, torch.device("cuda"))
+    for step in range(50):
+        Event.passed = 4000 * step - 5000  # behind the host
+        for phase in (DATA, VOTE, FORWARD, OUTCOME):
+            heartbeat.at(phase)
+    assert Event.made < 20
+    times._on_gpu = False  # the rest is as on a CPU
+    times._read_marks()
+    assert sum(times._sums[: len(PHASES)]) == (4000 * 49 - 5000) // 1000
+    Event.passed = 10_000_000
+    shares = gathered(times, monkeypatch)["time_shares"]
+    quarter = {name for name, share in shares.items() if share == pytest.approx(0.25, abs=0.01)}
+    assert quarter == {"data", "wait_for_ranks", "forward", "host"}
