@@ -73,8 +73,9 @@ def _exchange(
 ) -> Tensor:
     """Return the sum over the experts of each token of their weighted outputs, ``[tokens, width]``.
 
-    The host waits for the device once, for the numbers of tokens to send and to receive. Compiled layers break here:
-    these numbers, and so all shapes, change from step to step.
+    The host waits for the device once, for the numbers of tokens to send and to receive; again where a checkpoint
+    computes the layer a second time. Compiled layers break here: these numbers, and so all shapes, change from step to
+    step.
 
     Args:
         compute: The forward of this rank's experts, as this function from ``hidden`` on.
