@@ -84,7 +84,8 @@ def respond(run: Run, of: train_utils.Unread, loss: float, grad_norm: float, *, 
             first = roll_back(run, of.step) + 1
             text = "%s; back to %s, steps %d to %d are passed over"
             log.warning(text, what, to, first, of.step, extra=ALL_RANKS)
-    except SmpTrainError:
+    except SmpTrainError as failure:
+        failure.repeats = not run.runtime.is_main  # type: ignore[attr-defined]  # all ranks have it: one prints it
         end_saves(run)
         raise
     if run.audit is not None:
