@@ -36,7 +36,7 @@ from smp_train.spikes import Spikes
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
-from smp_train.telemetry.memory_tracker import memory_report
+from smp_train.telemetry.memory_tracker import MemoryRows
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
 from smp_train.telemetry.run_folder import RunFolder
 from smp_train.telemetry.screen import Screen
@@ -170,8 +170,10 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     if found is not None:
         with distributed.together("comparing the models"):
             resume.check_model(args, spec, found)
+    memory = MemoryRows(device, on=args.enable_memory_profiling)
     with Shown("Building the model", shown=ranks.is_main and backend.name == "smp"):  # native shows what takes long
         model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
+    memory.row("model built")
     if any(map(is_node_local, args.checkpoint_dir)):
         check_saver(backend.saver)
     parameters = count_parameters(spec.config)
@@ -198,8 +200,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     with distributed.together("writing run.json"):
         if ranks.is_main:
             write_run(run, parameters)
-    if args.enable_memory_profiling:
-        log.info(memory_report(device, "model and optimizer built"))
+    memory.row("model and optimizer built")
     return run
 
 

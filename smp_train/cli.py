@@ -27,6 +27,7 @@ from smp_train.errors import (
     SmpTrainError,
     explained,
     install,
+    no_memory,
     redacted,
 )
 from smp_train.stop import ignore_repeats, wait_for_request
@@ -233,9 +234,6 @@ def _split_debug(words: Sequence[str]) -> tuple[list[str], bool]:
 SAYS_LOST_PEER = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited", re.IGNORECASE
 )
-# torch's exception on a GPU, and the message of its allocator on a CPU.
-SAYS_NO_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory", re.IGNORECASE)
-SENTENCE = re.compile(r"\. (?:If|See|Error code|Process|Including)")
 
 
 def _lost_peer(error: Exception) -> bool:
@@ -250,9 +248,9 @@ def _internal(error: Exception) -> str:
         reason = re.sub(r"^\[\S+:\d+\] ", "", text).partition(". ")[0]
         first = failures.first_failure() or "its own message, or the launcher's, says why"
         return f"error: lost touch with another rank; {first} ({reason[:200]})"
-    if isinstance(error, MemoryError) or SAYS_NO_MEMORY.search(f"{type(error).__name__}: {text}"):
+    if (said := no_memory(error)) is not None:
         return (
-            f"error: out of memory: {SENTENCE.split(text)[0]}; lower --train_batch_size or --max_context_width, give "
+            f"error: out of memory: {said}; lower --train_batch_size or --max_context_width, give "
             "--activation_checkpointing full or --sm_activation_offloading 1, or share the model among more GPUs"
         )
     return f"internal error: {type(error).__name__}: {text} (run again with --debug 1 for the traceback)"

@@ -6,6 +6,9 @@ import re
 
 _URL_SECRETS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s/?'\"\\@]*@)?([^\s?'\"\\]*)(\?[^\s'\"\\]+)?")
 
+_NO_MEMORY = re.compile(r"OutOfMemoryError|can't allocate memory", re.IGNORECASE)
+_SENTENCE = re.compile(r"\. (?:If|See|Error code|Process|Including)")
+
 
 class SmpTrainError(Exception):
     """A failure with a one-line message that says what, where, and what to do about it."""
@@ -51,6 +54,17 @@ def one_line(failure: BaseException) -> str:
     """
     failure = _broken_import(failure) or failure
     return " ".join(str(failure).split()) or type(failure).__name__
+
+
+def no_memory(failure: BaseException) -> str | None:
+    """Return what an allocator says in one sentence where memory ran out; None for another failure.
+
+    torch has an exception of its own on a GPU; on a CPU only the message of its allocator tells.
+    """
+    text = one_line(failure)
+    if isinstance(failure, MemoryError) or _NO_MEMORY.search(f"{type(failure).__name__}: {text}"):
+        return _SENTENCE.split(text)[0]
+    return None
 
 
 def first_line(failure: BaseException) -> str:

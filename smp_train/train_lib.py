@@ -24,6 +24,7 @@ from smp_train.resume import imported_position
 from smp_train.saving import complete_models, notify, report_saves, save, save_final_model, save_last
 from smp_train.storage import normal
 from smp_train.telemetry.logging_utils import batch_line, get_logger, perplexity, validation_line
+from smp_train.telemetry.memory_owners import out_of_memory
 from smp_train.telemetry.memory_tracker import memory_gib, memory_report
 from smp_train.telemetry.profiling import Profiler
 from smp_train.telemetry.trackers import NOT_TRACKED, Trackers, chosen
@@ -62,7 +63,11 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
         with train_utils.garbage_collected_together():
             run.stopped = not validate(run) if run.args.evaluate_only else fit(run)
         finish(run)
-    except BaseException:
+    except BaseException as failure:
+        no_memory = out_of_memory(
+            failure, run.args, ranks, run.model, run.optimizer, device=device, step=run.progress.step + 1,
+            folder=run.folder.logs, smp=run.backend.name == "smp",
+        )  # fmt: skip
         heartbeat.end()
         run.screen.close()
         run.checkpoints.close()
@@ -70,6 +75,8 @@ def train(resolved: Resolved, ranks: Runtime) -> Run:
         # Destroying the process group waits for the peers, which may never come: the process ends without it.
         if ranks.world_size == 1:
             run.close()
+        if no_memory is not None:
+            raise no_memory from failure
         raise
     run.close()
     return run

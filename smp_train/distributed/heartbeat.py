@@ -105,6 +105,8 @@ class Board:
 
 _board: Board | None = None
 _listeners: list[Callable[[int], None]] = []
+phase = START
+"""The phase that the main thread is in."""
 
 
 def open_board(name: str, local_rank: int, local_world_size: int, rank: int) -> Board:
@@ -135,12 +137,14 @@ def listen(listener: Callable[[int], None]) -> None:
     _listeners.append(listener)
 
 
-def at(phase: int, step: int | None = None) -> None:
+def at(entered: int, step: int | None = None) -> None:
     """Note that this rank enters a phase; no slot shows it in a world of one, and once it leaves."""
+    global phase
+    phase = entered
     for listener in _listeners:
-        listener(phase)
+        listener(entered)
     if _board is not None and _board.phase != END:
-        _board.at(phase, step)
+        _board.at(entered, step)
 
 
 def end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import sys
@@ -10,7 +11,46 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+from smp_train.distributed import heartbeat
+
 _GIB = 1024**3
+FIRST_STEPS = 3
+"""Steps of each start whose phases have rows; saves and validations always have."""
+HISTORY = 100_000
+"""Allocations and releases that a snapshot knows the stack of."""
+
+log = logging.getLogger("smp_train.memory")
+
+
+class MemoryRows:
+    """The rows of ``--enable_memory_profiling``: what is in use when a phase ends."""
+
+    def __init__(self, device: torch.device, *, on: bool) -> None:
+        """Listen to the heartbeat until it ends, if ``on``; the allocator notes who allocates. Not collective."""
+        self._device, self._on, self._phase, self._steps = device, on, heartbeat.START, 0
+        if not on:
+            return
+        self.row("before the model")
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+        heartbeat.listen(self.mark)
+
+    def row(self, title: str) -> None:
+        """Log what is in use now."""
+        if self._on:
+            log.info(memory_report(self._device, title))
+
+    def mark(self, phase: int) -> None:
+        """Log the row of the phase that ends."""
+        ended, self._phase = self._phase, phase
+        self._steps += ended == heartbeat.DATA
+        in_a_step = ended in heartbeat.IN_A_STEP
+        if phase != ended and (not in_a_step or self._steps <= FIRST_STEPS):
+            where = f"step {self._steps} of this start, " if in_a_step else ""
+            self.row(f"{where}{heartbeat.PHASES[ended]}")
+
 
 
 def memory_gib(device: torch.device) -> float:
@@ -39,7 +79,7 @@ def memory_report(device: torch.device, title: str) -> str:
     names = ("allocated", "reserved", "peak", "cpu rss", "cpu available")
     columns = zip(names, [*used, rss_gib(), available_gib()], strict=True)
     cells = (f"{name} {'-' if value is None else format(value, '.2f'):>8}" for name, value in columns)
-    return " | ".join([f"memory GiB | {title:<24}", *cells])
+    return " | ".join([f"memory GiB | {title:<44}", *cells])
 
 
 def rss_gib() -> float:

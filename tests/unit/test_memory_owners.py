@@ -1,0 +1,98 @@
+"""Out of memory: who holds it, by sizes that are known, and what is to be changed first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from smp_train.arguments import parse
+from smp_train.errors import no_memory
+from smp_train.telemetry import memory_owners
+from smp_train.telemetry.memory_owners import changes, owners
+
+MIB = 1 / 1024
+
+
+def trained(device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of two layers of 1 MiB and a head of 2 MiB, after a step of AdamW."""
+    layers = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(2)])
+    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(512, 1024, bias=False)})
+    model.register_buffer("table", torch.zeros(256, 1024))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def test_owners_have_their_sizes() -> None:
+    held = owners(*trained(), torch.device("cpu"))
+    sizes = dict(held)
+    assert sizes["optimizer state"] == pytest.approx(8 * MIB, rel=1e-4)
+    assert sizes["gradients"] == pytest.approx(4 * MIB)
+    assert sizes["weights of embeddings, head and norms"] == pytest.approx(2 * MIB)
+    (layers,) = (name for name in sizes if name.startswith("weights of 2 layers"))
+    assert sizes[layers] == pytest.approx(2 * MIB)
+    assert sizes["buffers"] == pytest.approx(1 * MIB)
+    assert [size for _, size in held] == sorted(sizes.values(), reverse=True)
+    assert len(memory_owners.table(held)) == 5
+
+
+def test_on_a_gpu_the_rest_is_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    books = {"memory_allocated": 30, "memory_reserved": 50, "mem_get_info": (20, 80)}
+    for name, figure in books.items():
+        gib = tuple(each * 2**30 for each in figure) if isinstance(figure, tuple) else figure * 2**30
+        monkeypatch.setattr(torch.cuda, name, lambda device, gib=gib: gib)
+    held = dict(owners(*trained(), torch.device("cuda")))
+    # The model is on the CPU, and holds nothing there.
+    assert held == {memory_owners.OTHERS: 30, memory_owners.PIECES: 20, "CUDA, NCCL and other processes": 10}
+
+
+ACTIVATIONS = [(memory_owners.OTHERS, 40.0), ("optimizer state", 20.0), ("gradients", 10.0)]
+STATE = [("optimizer state", 40.0), (memory_owners.OTHERS, 20.0)]
+FRAGMENTS = [*STATE, (memory_owners.PIECES, 10.0)]
+
+
+@pytest.mark.parametrize(
+    ("held", "flags", "first"),
+    [
+        (ACTIVATIONS, "--activation_checkpointing none --chunked_loss 0", "--chunked_loss 1"),
+        (ACTIVATIONS, "--activation_checkpointing none", "--activation_checkpointing full"),
+        (ACTIVATIONS, "--train_batch_size 6", "--train_batch_size 3 --gradient_accumulation_steps 2"),
+        (ACTIVATIONS, "--train_batch_size 1", "--sm_activation_offloading 1"),
+        (STATE, "", "--hybrid_shard_degree 8"),
+        (FRAGMENTS, "", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"),
+    ],
+)
+def test_what_to_change_first(held: list[tuple[str, float]], flags: str, first: str) -> None:
+    args = parse(["--use_synthetic_data=1", *flags.split()], {}).args
+    named = changes(args, held, sharing=2, world_size=8, on_gpu=True)
+    assert named[0] == first
+    assert len(named) == memory_owners.FLAGS
+    everything = changes(args, STATE, sharing=8, world_size=8, on_gpu=True)
+    assert everything[0] == "--cpu_offload 1"
+
+
+def test_no_snapshot_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not memory_owners.dump(tmp_path / "s")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("x"))
+    assert memory_owners.dump(tmp_path / "logs/s")
+    assert (tmp_path / "logs/s").exists()
+
+    def fails(path: str) -> Any:
+        raise RuntimeError("out of memory again")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fails)
+    assert not memory_owners.dump(tmp_path / "t")
+
+
+def test_which_failures_are_of_memory() -> None:
+    cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has. If reserved but")
+    assert no_memory(cuda) == "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"
+    assert no_memory(RuntimeError("shape mismatch")) is None
