@@ -87,7 +87,7 @@ class StepTimes:
 
     def _read_marks(self) -> None:
         """Add up the times between the marks that the device has passed."""
-        while len(self._marks) > 1 and self._marks[1][1].query():
+        while len(self._marks) > 1 and self._marks[0][1].query() and self._marks[1][1].query():
             phase, event = self._marks.popleft()
             self._add(phase, event.elapsed_time(self._marks[0][1]) / 1000)
             self._unused.append(event)

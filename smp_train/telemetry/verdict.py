@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 DEAREST = 10
 IDLE_FROM, EXPOSED_FROM = 0.2, 0.15
 """Parts of a step from which a step is bound by the host, or by communication."""
-LATE_FROM = 0.05
+LATE_FROM = 0.1
 """Part of a step from which a rank that waits less in communication than the median of the others is named."""
 ADVICE = {
     "the host or the data": "see data_wait_sec; give --use_torch_compile 1 or a larger --train_batch_size",
@@ -19,6 +19,9 @@ ADVICE = {
     ),
     "compute": "fewer or faster operations: --use_torch_compile 1, less --activation_checkpointing, --fp8 1",
 }
+
+RANGES = ("ProfilerStep", "FSDP::", "nccl:")
+"""Names of ranges of code, which stand among operators and on a GPU's timeline over the kernels."""
 
 Spans = list[tuple[float, float]]
 
@@ -61,8 +64,7 @@ def shares(events: Iterable[Any]) -> Shares | None:
     for event in events:
         (gpu if "CUDA" in str(event.device_type) else cpu).append(event)
     steps = [event.time_range for event in cpu if event.name.startswith("ProfilerStep")]
-    marks = ("ProfilerStep", "FSDP::", "nccl:")  # ranges, which a GPU's timeline shows over the kernels
-    kernels = [e for e in gpu if not (getattr(e, "is_user_annotation", False) or e.name.startswith(marks))]
+    kernels = [e for e in gpu if not (getattr(e, "is_user_annotation", False) or e.name.startswith(RANGES))]
     compute: Spans = []
     talk: Spans = []
     for event in kernels or cpu:
@@ -115,6 +117,6 @@ def paragraph(ranks: Sequence[Shares], hosts: Sequence[str], first: int, last: i
 def dearest(averages: Iterable[Any], *, on_gpu: bool) -> list[tuple[str, float]]:
     """Return the `DEAREST` operators of a profile's ``key_averages()``, each with its share of the time of all."""
     field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    times = {each.key: float(getattr(each, field)) for each in averages if not each.key.startswith("ProfilerStep")}
+    times = {each.key: float(getattr(each, field)) for each in averages if not each.key.startswith(RANGES)}
     total = sum(times.values()) or 1.0
     return [(name, times[name] / total) for name in sorted(times, key=times.__getitem__, reverse=True)[:DEAREST]]

@@ -98,3 +98,11 @@ def test_a_run_ends_in_a_verdict_and_its_dearest_operators(tmp_path: Path) -> No
     assert text.startswith("Profile of steps 102 to 103:")
     assert any("aten::mm" in line for line in rows)
     assert len(rows) <= 11
+
+
+def test_the_dearest_are_ten_operators_by_their_own_time() -> None:
+    times = [(f"aten::{n}", n, 20 - n) for n in range(1, 16)] + [(name, 99, 99) for name in verdict.RANGES]
+    rows = [SimpleNamespace(key=name, self_cpu_time_total=a, self_device_time_total=b) for name, a, b in times]
+    on_cpu, on_gpu = (verdict.dearest(rows, on_gpu=on_gpu) for on_gpu in (False, True))
+    assert [name for name, _ in on_cpu] == [f"aten::{n}" for n in range(15, 5, -1)]
+    assert on_gpu[0] == ("aten::1", pytest.approx(19 / sum(20 - n for n in range(1, 16))))
