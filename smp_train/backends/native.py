@@ -200,7 +200,7 @@ class NativeBackend(Backend):
             model, chunked=chunked, tensor=tensor, loss=self.loss or losses.cross_entropy_sum,
             kernels=compile.loss_kernels(args.torch_compile_backend) if self.compiled else losses.EAGER,
         )  # fmt: skip
-        build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
+        self._allocate(model)
         if spec.lora is not None:  # whose checkpoints hold the adapters alone
             initialise(model, seed, only=is_adapter)
         elif not initial:
@@ -211,6 +211,10 @@ class NativeBackend(Backend):
             with Progress(f"Reading {spec.pretrained}, rank 0's part", unit="B", shown=rank() == 0) as progress:
                 load_weights(model, spec.pretrained, progress.at)
         return model
+
+    def _allocate(self, model: nn.Module) -> None:
+        device = self.topology.device
+        build.materialise(model, device, parameters="cpu" if self.cpu_offload else device)
 
     def _checkpoint_and_compile(self, layers: list[nn.Module]) -> None:
         """Checkpoint, then compile what that made of a layer; whole layers that are split the other way round.

@@ -72,7 +72,8 @@ def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes:
         return []
     return [
         f"weights, gradients and optimizer ({count / 1e9:.1f} B parameters): {STATE_BYTES * count / over / 1e9:.1f} of "
-        f"the {instance.gpu_memory_gb} GB of each {instance.gpu}, spread over {over}; activations come on top"
+        f"the {instance.gpu_memory_gb} GB of each {instance.gpu}, spread over {over}; activations come on top, "
+        "which `smp-train plan` counts"
     ]
 
 

@@ -146,8 +146,8 @@ class Packed:
 
     def tensor(self) -> Tensor:
         """Return the tensor, on the device."""
-        storage = self.stored.get().untyped_storage()
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
+        source = self.stored.get()
+        return torch.empty(0, dtype=self.dtype, device=source.device).set_(source.untyped_storage(), *self.layout)
 
 
 class LayerPass:

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "smp_train"
 # Top to bottom. Rooms on one floor do not know each other, but for those named in NEIGHBOURS.
 FLOORS = [
     {"api"},
-    {"cli", "__main__", "launch", "bench"},
+    {"cli", "__main__", "launch", "bench", "planning"},
     {"train_lib", "evaluation"},
     {"divergence"},
     {"saving", "generation"},
@@ -29,7 +29,7 @@ FLOORS = [
 ]
 NEIGHBOURS = {
     ("__init__", "api"), ("cli", "bench"), ("cli", "launch"), ("launch", "cli"), ("__main__", "cli"),
-    ("backends", "checkpoints"),
+    ("planning", "launch"), ("backends", "checkpoints"),
 }  # fmt: skip
 
 

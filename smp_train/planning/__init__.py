@@ -1,0 +1,1 @@
+"""What a run takes before it runs: memory, from stepping its own model with fake tensors."""

@@ -1,0 +1,186 @@
+"""``smp-train plan``: the memory of a run on each device, from stepping its own model with fake tensors.
+
+Needs no GPU, no data and no memory: a run on thousands of devices is planned on a laptop. Exit code 2 where it does not
+fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from smp_train.arguments import Arguments, parse
+from smp_train.arguments.validation import check_values, refuse_natively
+from smp_train.arguments.verb_parser import VerbParser
+from smp_train.distributed.degrees import plan as layout
+from smp_train.errors import ConfigError
+from smp_train.launch import instances
+from smp_train.models.hugging_face import trust_code
+from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
+from smp_train.planning.estimate import Memory, estimate
+from smp_train.planning.stepping import BACKWARD, FORWARD, HEAD
+from smp_train.planning.tracker import ACTIVATIONS, COMMUNICATION, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
+from smp_train.planning.tracker import BACKWARD as IN_BACKWARD
+from smp_train.planning.tracker import HEAD as LOSS
+from smp_train.telemetry.logging_utils import setup_logging
+
+GIB = 2**30
+FIXED_SLACK, SHARE_SLACK = 2 * GIB, 0.05
+"""Beside tensors on a GPU: the driver, libraries' workspaces and NCCL's buffers; and of the peak, what the allocator
+cannot use for fragments. Both are assumptions, and printed."""
+STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
+STORED_BYTES = 12
+"""Of a trained parameter in a checkpoint: itself and Adam's two moments in float32."""
+
+
+def options() -> argparse.ArgumentParser:
+    """Return the parser of this verb's own flags."""
+    found = VerbParser(
+        prog="smp-train plan", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="all other flags are those of `smp-train train`, such as --model_type, --hybrid_shard_degree",
+    )  # fmt: skip
+    add = found.add_argument
+    add("--devices", type=int, help="GPUs of the whole run, or with --distributed_backend gloo processes")
+    add("--memory_gib", type=float, help="memory of each, in GiB; without it the plan says what is needed")
+    add("--instance_type", help="EC2 instance type, such as p5.48xlarge, in place of these two")
+    add("--nodes", type=int, default=1, help="instances (default: 1)")
+    add("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; return the exit code. Raises `ConfigError`, after the plan, where the run does not fit."""
+    own, rest = options().parse_known_args(list(argv))
+    setup_logging(0, level="WARNING")
+    args = parse(rest, environ={}).args
+    devices, per_node, there = machine(own)
+    check(args)
+    trust_code(args.trust_remote_code)
+    spec = resolve(args)
+    seq_len = args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )
+    gpu = args.distributed_backend != "gloo"
+    memory = estimate(args, spec, devices=devices, per_node=per_node, seq_len=seq_len, gpu=gpu)
+    found = described(args, spec, memory, devices=devices, per_node=per_node, there=there, gpu=gpu)
+    print(json.dumps(found) if own.json else text(found), flush=True)
+    if found["fits"] is False:
+        raise ConfigError(
+            f"does not fit: {_gib(found['needed'])} on each of {devices} devices, which have {_gib(found['memory'])}; "
+            + ("give " + ", or ".join(found["lower"]) if found["lower"] else "take more or larger devices")
+        )
+    return 0
+
+
+def machine(own: argparse.Namespace) -> tuple[int, int, int | None]:
+    """Return (devices, devices of a node, bytes of each or None) of this verb's own flags."""
+    if (own.devices is None) == (own.instance_type is None):
+        raise ConfigError("plan: give either --devices and --memory_gib, or --instance_type and --nodes")
+    if own.instance_type is None:
+        if own.devices < 1 or own.nodes != 1 or (own.memory_gib is not None and own.memory_gib <= 0):
+            raise ConfigError("plan: --devices and --memory_gib are positive, and --nodes goes with --instance_type")
+        return own.devices, min(own.devices, 8), None if own.memory_gib is None else int(own.memory_gib * GIB)
+    if own.nodes < 1 or own.memory_gib is not None:
+        raise ConfigError("plan: --nodes must be at least 1, and --memory_gib goes with --devices")
+    instance = instances.find(own.instance_type)
+    return own.nodes * instance.gpus, instance.gpus, instance.gpu_memory_gb * 10**9
+
+
+def check(args: Arguments) -> None:
+    """Refuse, by name, what is not planned; leaves the native backend."""
+    if args.backend == "smp":
+        raise ConfigError("--backend smp: plan steps the native backend's model; leave it out for an estimate")
+    if args.expert_parallel_degree > 1:
+        raise ConfigError(
+            f"--expert_parallel_degree {args.expert_parallel_degree}: what experts take depends on the tokens that are "
+            "sent to them, so there is no plan; --expert_parallel_degree 1 has one"
+        )
+    if args.fp8:
+        raise ConfigError("--fp8 1: needs a GPU that has it, so there is no plan; --fp8 0 takes no less")
+    check_values(args)
+    args.backend, args.use_torch_compile = "native", False
+    refuse_natively(args)
+
+
+def described(
+    args: Arguments, spec: ModelSpec, memory: Memory, *, devices: int, per_node: int, there: int | None, gpu: bool
+) -> dict[str, Any]:  # fmt: skip
+    """Return the plan as what ``--json`` prints, sizes in bytes."""
+    state = sum(memory.state.values())
+    away = STATE if args.cpu_offload and gpu else ()
+    uses = {
+        phase: {use: size for use, size in memory.on_device(phase).items() if size and use not in away}
+        for phase in memory.peaks
+    }
+    peaks = {phase: sum(each.values()) for phase, each in uses.items()}
+    phase = max(peaks, key=lambda each: peaks[each])
+    at_peak = uses[phase]
+    slack = FIXED_SLACK + int(SHARE_SLACK * peaks[phase]) if gpu else 0
+    needed = peaks[phase] + slack
+    degrees = layout(args, devices, per_node, smp=False)
+    return {
+        "model": spec.name, "devices": devices, "mesh": vars(degrees),
+        "peak": peaks[phase], "phase": named(phase), "at_peak": at_peak, "slack": slack, "needed": needed,
+        "memory": there, "fits": None if there is None else needed <= there,
+        "state": memory.state, "host": memory.host + (state if away else 0),
+        "host_while_saving": memory.state[PARAMETERS] + memory.state[OPTIMIZER],
+        "checkpoint": STORED_BYTES * memory.trained,
+        "phases": {named(each): size for each, size in peaks.items()},
+        "lower": lower(args, at_peak, sharing=degrees.sharing, devices=devices),
+    }  # fmt: skip
+
+
+def lower(args: Arguments, at_peak: dict[str, int], *, sharing: int, devices: int) -> list[str]:
+    """Return flags that lower the peak, those against its largest use first, and the cheapest of each use first."""
+    state = sum(at_peak.get(use, 0) for use in STATE)
+    working = at_peak.get(ACTIVATIONS, 0) + at_peak.get(IN_BACKWARD, 0)
+    gathered = at_peak.get(GATHERED, 0) + at_peak.get(COMMUNICATION, 0)
+    rows = args.train_batch_size
+    remedies = [
+        (at_peak.get(LOSS, 0), not args.chunked_loss, "--chunked_loss 1"),
+        (working, args.activation_checkpointing != "full", "--activation_checkpointing full"),
+        (working, rows > 1, f"--train_batch_size {rows // 2} --gradient_accumulation_steps "
+                            f"{2 * args.gradient_accumulation_steps}"),
+        (working, not args.sm_activation_offloading, "--sm_activation_offloading 1"),
+        (gathered, args.forward_prefetch, "--forward_prefetch 0"),
+        (state, sharing < devices, f"--sharding_strategy full_shard --hybrid_shard_degree 0 ({devices} ranks share)"),
+        (state, sharing == devices, "more devices"),
+        (state, not args.cpu_offload, "--cpu_offload 1"),
+    ]  # fmt: skip
+    useful = [(size, flag) for size, possible, flag in remedies if possible and size > 0.05 * sum(at_peak.values())]
+    return [flag for _, flag in sorted(useful, key=lambda remedy: -remedy[0])]
+
+
+def named(phase: tuple[str, int]) -> str:
+    """Return a phase as it is printed."""
+    part, layer = phase
+    which = {0: "first layer", 1: "second layer", -1: "last layer", -2: "last but one"}.get(layer, "layers between")
+    return f"{part}, {which}" if part in (FORWARD, BACKWARD) else "head and loss" if part == HEAD else part
+
+
+def text(found: dict[str, Any]) -> str:
+    """Return the plan as a table."""
+    mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items() if size > 1) or "one device"
+    rows = [f"{found['model']} on {found['devices']} devices ({mesh}), bytes on each", ""]
+    rows += [f"  {use:<40}{_gib(size):>14}" for use, size in sorted(found["at_peak"].items(), key=lambda row: -row[1])]
+    rows += [
+        f"  {'peak: ' + found['phase']:<40}{_gib(found['peak']):>14}",
+        f"  {'slack (driver, libraries, fragments)':<40}{_gib(found['slack']):>14}",
+        f"  {'needed':<40}{_gib(found['needed']):>14}", "",
+        f"  {'parameters, gradients and optimizer':<40}{_gib(sum(found['state'].values())):>14}",
+        f"  {'host memory':<40}{_gib(found['host']):>14}",
+        f"  {'host memory, more while a save runs':<40}{_gib(found['host_while_saving']):>14}",
+        f"  {'checkpoint, of all devices':<40}{_gib(found['checkpoint']):>14}", "",
+    ]  # fmt: skip
+    if found["lower"]:
+        rows.append("  lower: " + "; ".join(found["lower"]))
+    if found["fits"] is not None:
+        rows.append(f"  {'fits' if found['fits'] else 'does not fit'} into {_gib(found['memory'])}")
+    return "\n".join(rows)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

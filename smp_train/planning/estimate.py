@@ -1,0 +1,101 @@
+"""The memory of a step, from two shallower models that differ by one repetition of the layers' pattern."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from smp_train.arguments import Arguments, checkpointing
+from smp_train.models.flops import count_parameters
+from smp_train.models.resolve import ModelSpec
+from smp_train.planning.stepping import EDGE, UPDATE, Phase
+from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS, on_device
+from smp_train.planning.world import Stepped, of_depth, step, world
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a step takes on each device, in bytes."""
+
+    peaks: dict[Phase, Counter[str]]
+    """By phase and use."""
+    trained: int
+    """Parameters with a gradient, of the whole model."""
+
+    def on_device(self, phase: Phase) -> dict[str, int]:
+        """Return what is on the device in a phase, by use."""
+        return {use: size for use, size in self.peaks[phase].items() if use != HOST}
+
+    @property
+    def peak(self) -> int:
+        """The most that is on the device."""
+        return max(map(on_device, self.peaks.values()))
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Weights, gradients and state of the optimizer, as the update has them."""
+        return {use: self.peaks[UPDATE, 0][use] for use in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+
+    @property
+    def host(self) -> int:
+        """The most that offloaded activations take in host memory."""
+        return max(peak[HOST] for peak in self.peaks.values())
+
+
+def estimate(
+    args: Arguments, spec: ModelSpec, *, devices: int, per_node: int, seq_len: int, gpu: bool = True
+) -> Memory:  # fmt: skip
+    """Return what a step takes on rank 0, whose shards are the largest.
+
+    Bytes of a phase are linear in the number of layers once each kind of layer is there: at both ends, and one
+    repetition between. So two shallow models are stepped, and their difference is multiplied; the whole model where it
+    is not deeper, or where the layers' parameters do not repeat.
+
+    Args:
+        args: Of the run.
+        spec: The model.
+        devices: Ranks of the run.
+        per_node: Those of a node.
+        seq_len: Tokens of a row.
+        gpu: The run is on GPUs.
+    """
+    depth = spec.config.num_hidden_layers
+    period = _period(args, spec)
+    fewest = 2 * EDGE + 1 + (args.activation_loading_horizon + 1 if args.sm_activation_offloading else 0)
+    small = fewest + (depth - fewest) % period
+    large = small + period
+    with world(devices, per_node, gpu=gpu) as ranks:
+        if large >= depth or not _repeats(spec, small, period):
+            return Memory(*step(args, spec, ranks, seq_len=seq_len))
+        one, two = (step(args, of_depth(spec, layers), ranks, seq_len=seq_len) for layers in (small, large))
+    return _deeper(one, two, (depth - small) // period)
+
+
+def _period(args: Arguments, spec: ModelSpec) -> int:
+    """Return after how many layers their checkpointing and their kinds repeat."""
+    depth = spec.config.num_hidden_layers
+    period = checkpointing.read(args.activation_checkpointing)[0].denominator
+    for value in vars(spec.config).values():
+        if isinstance(value, list) and len(value) == depth:
+            repeats = next(n for n in range(1, depth + 1) if value[n:] == value[:-n])
+            period = math.lcm(period, repeats)
+    return period
+
+
+def _repeats(spec: ModelSpec, small: int, period: int) -> bool:
+    """Return whether the parameters of the layers that are left out are those of the layers that are stepped."""
+    depth = spec.config.num_hidden_layers
+    one, two = (count_parameters(of_depth(spec, layers).config) for layers in (small, small + period))
+    return count_parameters(spec.config) == one + (two - one) * ((depth - small) // period)
+
+
+def _deeper(one: Stepped, two: Stepped, times: int) -> Memory:
+    def grown(first: int, second: int) -> int:
+        return first + times * (second - first)
+
+    peaks = {}
+    for phase, peak in one.peaks.items():
+        other = two.peaks[phase]
+        peaks[phase] = Counter({use: grown(peak[use], other[use]) for use in {*peak, *other}})
+    return Memory(peaks, grown(one.trained, two.trained))

@@ -1,0 +1,90 @@
+"""A run's own model, built, sharded and stepped as rank 0 of any world, without its memory, its peers or a GPU."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from smp_train import losses
+from smp_train.arguments import Arguments
+from smp_train.backends.native import NativeBackend
+from smp_train.distributed import Runtime
+from smp_train.models.resolve import ModelSpec
+from smp_train.parallel import activation_offloading
+from smp_train.planning import stepping
+from smp_train.planning.stepping import Phase
+
+
+class FakeBackend(NativeBackend):
+    """The native backend, whose parameters have a layout and no memory."""
+
+    mode: FakeTensorMode
+
+    def _allocate(self, model: nn.Module) -> None:
+        with self.mode:
+            super()._allocate(model)
+
+
+class Stepped(NamedTuple):
+    """What two steps of a model of some depth take."""
+
+    peaks: dict[Phase, Counter[str]]
+    """Bytes on rank 0, by phase and use."""
+    trained: int
+    """Parameters with a gradient, of the whole model."""
+
+
+@contextmanager
+def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
+    """Be rank 0 of a group that never communicates; with ``gpu``, the loss takes chunks as on a GPU.
+
+    Tensors stay CPU's: FSDP2 asks a GPU's driver for streams, and there is none. What depends on the device is what is
+    replaced here.
+    """
+    packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
+    try:
+        activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]
+        if gpu:
+            losses.chunk_tokens = lambda vocab_size, device_type: chunk_tokens(vocab_size, "cuda")
+            losses._adds_wide = lambda dtype, device: True  # type: ignore[assignment]
+        nodes = -(-devices // per_node)
+        yield Runtime("plan", 0, devices, 0, min(devices, per_node), 0, nodes, "localhost", 0, "localhost", False)
+    finally:
+        activation_offloading.PACKABLE = packable
+        losses.chunk_tokens, losses._adds_wide = chunk_tokens, adds_wide
+        dist.destroy_process_group()
+
+
+def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> Stepped:
+    """Build the model of ``spec`` and take two steps, in a `world`."""
+    backend = FakeBackend(args, ranks, torch.device("cpu"))
+    backend.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Its keys would hold the storages that offloading gives up.
+    backend.mode.cache_enabled = not args.sm_activation_offloading
+    backend.check(spec, seq_len=seq_len)
+    model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=False)
+    with backend.mode:
+        peaks = stepping.peaks(args, backend, model, seq_len=seq_len)
+    return Stepped(peaks, sum(each.numel() for each in model.parameters() if each.requires_grad))
+
+
+def of_depth(spec: ModelSpec, layers: int) -> ModelSpec:
+    """Return the model with its first layers alone."""
+    config: Any = copy.deepcopy(spec.config)
+    depth = config.num_hidden_layers
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == depth:
+            setattr(config, name, value[:layers])
+    config.num_hidden_layers = layers
+    return dataclasses.replace(spec, config=config)

@@ -1,0 +1,133 @@
+"""What `smp-train plan` says a step takes, against what the tensors of real ranks take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.system.command import warm
+from tests.tiers import core
+from tests.training import built, group
+
+DEEP = {"num_layers": 8, "hidden_width": 64, "vocab_size": 512, "intermediate_size": 160, "max_context_width": 64,
+        "train_batch_size": 2}  # fmt: skip
+OF = {
+    "llama": {},
+    "mistral": {"model_type": "mistral"},
+    "gpt2": {"model_type": "gpt2", "num_key_value_heads": None, "intermediate_size": None},
+    "neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "intermediate_size": None},
+    "phi": {"model_type": "phi", "num_key_value_heads": None},
+    "falcon": {"model_type": "falcon", "num_key_value_heads": None, "intermediate_size": None},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "bf16": 1},
+}
+HALF, WHOLE = {"bf16": 1}, {"chunked_loss": 0}
+OFFLOADED = {"sm_activation_offloading": 1, "activation_loading_horizon": 1}
+HSDP, TP, CP = {"hybrid_shard_degree": 2}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}
+
+
+def mode(value: str) -> dict[str, Any]:
+    return {"activation_checkpointing": value}
+
+
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"{name} alone": (1, of) for name, of in OF.items()},
+    **{f"{name} fsdp 2": (2, of) for name, of in OF.items()},
+    **{f"llama fsdp 2 {value}": (2, mode(value)) for value in ("none", "selective:op", "selective:2", "selective:1/3")},
+    "llama fsdp 2 bf16": (2, HALF),
+    "gpt2 fsdp 2 bf16 none": (2, {**OF["gpt2"], **HALF, **mode("none")}),
+    "neox fsdp 2 none": (2, {**OF["neox"], **mode("none")}),
+    "llama fsdp 2 offloaded": (2, OFFLOADED),
+    "llama fsdp 2 offloaded none": (2, {**OFFLOADED, **mode("none")}),
+    "llama fsdp 2 all logits": (2, {**WHOLE, **HALF}),
+    "llama fsdp 2 no prefetch": (2, {"forward_prefetch": 0}),
+    "llama fsdp 2 gradients sharded": (2, {"sharding_strategy": "shard_grad_op"}),
+    "llama fsdp 2 accumulated": (2, {"gradient_accumulation_steps": 2}),
+    "llama tp 2": (2, TP),
+    "llama tp 2 none": (2, {**TP, **mode("none")}),
+    "llama tp 2 all logits": (2, {**TP, **WHOLE}),
+    "neox tp 2 none": (2, {**OF["neox"], **TP, **mode("none")}),
+    "phi tp 2 bf16 none": (2, {**OF["phi"], **TP, **HALF, **mode("none")}),
+    "llama cp 2": (2, CP),
+    "llama fsdp 4": (4, {}),
+    "llama fsdp 4 bf16 none": (4, {**HALF, **mode("none")}),
+    "mistral hsdp 2x2": (4, {**OF["mistral"], **HSDP}),
+    "phi hsdp 2x2 selective:op": (4, {**OF["phi"], **HSDP, **mode("selective:op")}),
+    "llama tp 2 fsdp 2 bf16": (4, {**TP, **HALF}),
+    "llama tp 2 fsdp 2 selective:op": (4, {**TP, **mode("selective:op")}),
+}
+"""By name: ranks and flags."""
+
+CORE = ["llama fsdp 2 selective:1/3", "llama fsdp 2 offloaded none"]
+WORLDS = [[name for name, (ranks, _) in SETTINGS.items() if ranks == world] for world in (1, 2, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", core([CORE, *WORLDS], lambda names: names is CORE))
+def test_a_step_takes_what_is_planned(names: Sequence[str]) -> None:
+    """All settings of one world in one group of ranks: starting one takes as long as several settings."""
+    (ranks,) = {SETTINGS[name][0] for name in names}
+    changes = [SETTINGS[name][1] for name in names]
+    real = harness.run(measured, ranks, changes)[0]
+    planned = harness.run(estimated, 1, ranks, changes)[0]
+    assert dict(zip(names, planned, strict=True)) == {
+        name: pytest.approx(each, rel=0.02) for name, each in zip(names, real, strict=True)
+    }
+
+
+def measured(settings: list[dict[str, Any]]) -> list[Any]:
+    """Return of each setting what rank 0's tensors took at most, in bytes: on the device, and offloaded to the host."""
+    from smp_train.planning import stepping
+    from smp_train.planning.estimate import Memory
+
+    found: list[Any] = []
+    with group() as (ranks, device):
+        for changes in settings:
+            args, backend, spec = built(ranks, device, **{**DEEP, **changes})
+            model = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
+            memory = Memory(stepping.peaks(args, backend, model, seq_len=args.max_context_width), 0)
+            found.append((memory.peak, memory.host))
+    return found
+
+
+def estimated(world: int, settings: list[dict[str, Any]]) -> list[Any]:
+    """Return of each setting what the plan says, in bytes: on the device, and offloaded to the host."""
+    from smp_train import arguments
+    from smp_train.models.resolve import resolve
+    from smp_train.planning.estimate import estimate
+    from tests.training import flags
+
+    found: list[Any] = []
+    for changes in settings:
+        args = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {}).args
+        memory = estimate(
+            args, resolve(args), devices=world, per_node=world, seq_len=args.max_context_width, gpu=False
+        )  # fmt: skip
+        found.append((memory.peak, memory.host))
+    return found
+
+
+LLAMA = ["--model_type", "llama_v2", "--model_size", "7b", "--max_context_width", "4096", "--train_batch_size", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_the_verb(tmp_path: Path) -> None:
+    """Of 7 B parameters: 16 bytes each over two devices are 50 GiB, over eight 13 GiB."""
+    with warm(tmp_path, "plan", *LLAMA, "--instance_type", "ml.p5.48xlarge", "--json") as command:
+        assert command.code() == 0
+        found = json.loads(command.out)
+    assert found["fits"] is True
+    assert found["needed"] == found["peak"] + found["slack"] < found["memory"] == 80 * 10**9
+    assert sum(found["state"].values()) == pytest.approx(16 * 6_738_415_616 / 8, rel=1e-3)
+    assert found["checkpoint"] == 12 * 6_738_415_616
+    assert sum(found["at_peak"].values()) == found["peak"] == max(found["phases"].values())
+    with warm(tmp_path, "plan", *LLAMA, "--devices", "2", "--memory_gib", "40") as command:
+        assert command.code() == 2
+        (line,) = command.err.splitlines()
+        assert "does not fit into 40.00 GiB" in command.out
+    assert all(part in line for part in ("does not fit", "40.00 GiB", "more devices", "--cpu_offload 1"))
