@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 SEQUENCE = 1
 """The dimension of hidden states ``[batch, seq, width]`` that is split between blocks."""
@@ -46,6 +48,17 @@ def gather_whole(mesh: DeviceMesh) -> Hook:
         return part.redistribute(placements=[Replicate()])
 
     return on_hidden_states(gather)
+
+
+def wait_for_output(module: nn.Module, args: Any, output: Any) -> None:
+    """Hook that waits for a block's summed output, which torch keeps for as long as nobody has waited for it.
+
+    Recomputation stops at the last tensor that the backward pass needs: where two blocks are parallel (GPT-NeoX, Phi),
+    before anything reads the first one's output, so that every step would leave one of each layer behind.
+    """
+    for each in tree_leaves(output):
+        if isinstance(each, AsyncCollectiveTensor):
+            each.wait()
 
 
 def gather_hidden(hidden: Tensor, mesh: DeviceMesh) -> Tensor:

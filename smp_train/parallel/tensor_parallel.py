@@ -27,7 +27,7 @@ from smp_train.distributed.degrees import check_model
 from smp_train.errors import ConfigError
 from smp_train.models.traits import split_sizes
 from smp_train.parallel import expert_parallel, local_parameters
-from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole
+from smp_train.parallel.sequence import SEQUENCE, gather_whole, scatter_whole, wait_for_output
 
 STYLES = frozenset({"colwise", "rowwise", "moe_tp_experts", "replicated_with_grad_allreduce"})
 """Styles of a tensor-parallel plan that are implemented here."""
@@ -134,6 +134,7 @@ def _split_layer(layer: nn.Module, name: str, plan: dict[str, str], mesh: Device
             raise UnknownSplit(moe, str(cause)) from cause
     for block in blocks:
         layer.get_submodule(block).register_forward_pre_hook(gather_whole(mesh), with_kwargs=True)
+        layer.get_submodule(block).register_forward_hook(wait_for_output)
     for child_name, child in layer.named_children():
         if child_name not in blocks | mixtures.keys() and list(child.parameters()):
             styles[child_name] = _by_tokens(child, child_name)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = "parameters", "gradients", "optimizer", "gathered parameters"
@@ -81,7 +81,8 @@ class LiveMemory(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and tensor.layout == torch.strided:
+            plain = isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor)
+            if plain and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known and (kind := self._kind()):
                     self._count(storage, kind)

@@ -50,6 +50,8 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama tp 2": (2, TP),
     "llama tp 2 none": (2, {**TP, **mode("none")}),
     "llama tp 2 all logits": (2, {**TP, **WHOLE}),
+    "neox tp 2": (2, {**OF["neox"], **TP}),
+    "phi tp 2 bf16": (2, {**OF["phi"], **TP, **HALF}),
     "neox tp 2 none": (2, {**OF["neox"], **TP, **mode("none")}),
     "phi tp 2 bf16 none": (2, {**OF["phi"], **TP, **HALF, **mode("none")}),
     "llama cp 2": (2, CP),
