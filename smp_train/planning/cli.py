@@ -19,11 +19,13 @@ from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
-from smp_train.planning.estimate import Memory, estimate
+from smp_train.models.traits import number_of_experts
+from smp_train.planning.estimate import estimate
 from smp_train.planning.stepping import BACKWARD, FORWARD, HEAD
 from smp_train.planning.tracker import ACTIVATIONS, COMMUNICATION, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
 from smp_train.planning.tracker import BACKWARD as IN_BACKWARD
 from smp_train.planning.tracker import HEAD as LOSS
+from smp_train.planning.world import Memory
 from smp_train.telemetry.logging_utils import setup_logging
 
 GIB = 2**30
@@ -60,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
     check(args)
     trust_code(args.trust_remote_code)
     spec = resolve(args)
+    if number_of_experts(spec.config) and not args.bf16:
+        raise ConfigError("--bf16 0: the product of experts in float32 cannot be planned; --bf16 1 can")
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
@@ -83,9 +87,9 @@ def machine(own: argparse.Namespace) -> tuple[int, int, int | None]:
         if own.devices < 1 or own.nodes != 1 or (own.memory_gib is not None and own.memory_gib <= 0):
             raise ConfigError("plan: --devices and --memory_gib are positive, and --nodes goes with --instance_type")
         return own.devices, min(own.devices, 8), None if own.memory_gib is None else int(own.memory_gib * GIB)
+    instance = instances.find(own.instance_type)
     if own.nodes < 1 or own.memory_gib is not None:
         raise ConfigError("plan: --nodes must be at least 1, and --memory_gib goes with --devices")
-    instance = instances.find(own.instance_type)
     return own.nodes * instance.gpus, instance.gpus, instance.gpu_memory_gb * 10**9
 
 
@@ -95,8 +99,8 @@ def check(args: Arguments) -> None:
         raise ConfigError("--backend smp: plan steps the native backend's model; leave it out for an estimate")
     if args.expert_parallel_degree > 1:
         raise ConfigError(
-            f"--expert_parallel_degree {args.expert_parallel_degree}: what experts take depends on the tokens that are "
-            "sent to them, so there is no plan; --expert_parallel_degree 1 has one"
+            f"--expert_parallel_degree {args.expert_parallel_degree}: what experts take depends on the tokens sent to "
+            "them, so there is no plan; --expert_parallel_degree 1 has one"
         )
     if args.fp8:
         raise ConfigError("--fp8 1: needs a GPU that has it, so there is no plan; --fp8 0 takes no less")
@@ -129,11 +133,11 @@ def described(
         "host_while_saving": memory.state[PARAMETERS] + memory.state[OPTIMIZER],
         "checkpoint": STORED_BYTES * memory.trained,
         "phases": {named(each): size for each, size in peaks.items()},
-        "lower": lower(args, at_peak, sharing=degrees.sharing, devices=devices),
+        "lower": lower(args, at_peak, sharing=degrees.sharing, devices=devices, gpu=gpu),
     }  # fmt: skip
 
 
-def lower(args: Arguments, at_peak: dict[str, int], *, sharing: int, devices: int) -> list[str]:
+def lower(args: Arguments, at_peak: dict[str, int], *, sharing: int, devices: int, gpu: bool) -> list[str]:
     """Return flags that lower the peak, those against its largest use first, and the cheapest of each use first."""
     state = sum(at_peak.get(use, 0) for use in STATE)
     working = at_peak.get(ACTIVATIONS, 0) + at_peak.get(IN_BACKWARD, 0)
@@ -148,7 +152,7 @@ def lower(args: Arguments, at_peak: dict[str, int], *, sharing: int, devices: in
         (gathered, args.forward_prefetch, "--forward_prefetch 0"),
         (state, sharing < devices, f"--sharding_strategy full_shard --hybrid_shard_degree 0 ({devices} ranks share)"),
         (state, sharing == devices, "more devices"),
-        (state, not args.cpu_offload, "--cpu_offload 1"),
+        (state, gpu and not args.cpu_offload, "--cpu_offload 1"),
     ]  # fmt: skip
     useful = [(size, flag) for size, possible, flag in remedies if possible and size > 0.05 * sum(at_peak.values())]
     return [flag for _, flag in sorted(useful, key=lambda remedy: -remedy[0])]
@@ -163,9 +167,10 @@ def named(phase: tuple[str, int]) -> str:
 
 def text(found: dict[str, Any]) -> str:
     """Return the plan as a table."""
-    mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items() if size > 1) or "one device"
-    rows = [f"{found['model']} on {found['devices']} devices ({mesh}), bytes on each", ""]
-    rows += [f"  {use:<40}{_gib(size):>14}" for use, size in sorted(found["at_peak"].items(), key=lambda row: -row[1])]
+    mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items() if size > 1) or "not shared"
+    rows = [f"{found['model']} on {found['devices']} devices ({mesh}), on each:", ""]
+    rows += [f"  {use:<40}{_gib(size):>14}" for use, size in sorted(found["at_peak"].items(), key=lambda row: -row[1])
+             if size > 0.001 * found["peak"]]  # fmt: skip
     rows += [
         f"  {'peak: ' + found['phase']:<40}{_gib(found['peak']):>14}",
         f"  {'slack (driver, libraries, fragments)':<40}{_gib(found['slack']):>14}",

@@ -4,43 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 from smp_train.arguments import Arguments, checkpointing
 from smp_train.models.flops import count_parameters
 from smp_train.models.resolve import ModelSpec
-from smp_train.planning.stepping import EDGE, UPDATE, Phase
-from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS, on_device
-from smp_train.planning.world import Stepped, of_depth, step, world
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a step takes on each device, in bytes."""
-
-    peaks: dict[Phase, Counter[str]]
-    """By phase and use."""
-    trained: int
-    """Parameters with a gradient, of the whole model."""
-
-    def on_device(self, phase: Phase) -> dict[str, int]:
-        """Return what is on the device in a phase, by use."""
-        return {use: size for use, size in self.peaks[phase].items() if use != HOST}
-
-    @property
-    def peak(self) -> int:
-        """The most that is on the device."""
-        return max(map(on_device, self.peaks.values()))
-
-    @property
-    def state(self) -> dict[str, int]:
-        """Weights, gradients and state of the optimizer, as the update has them."""
-        return {use: self.peaks[UPDATE, 0][use] for use in (PARAMETERS, GRADIENTS, OPTIMIZER)}
-
-    @property
-    def host(self) -> int:
-        """The most that offloaded activations take in host memory."""
-        return max(peak[HOST] for peak in self.peaks.values())
+from smp_train.planning.stepping import EDGE
+from smp_train.planning.world import Memory, of_depth, step, world
 
 
 def estimate(
@@ -67,7 +36,7 @@ def estimate(
     large = small + period
     with world(devices, per_node, gpu=gpu) as ranks:
         if large >= depth or not _repeats(spec, small, period):
-            return Memory(*step(args, spec, ranks, seq_len=seq_len))
+            return step(args, spec, ranks, seq_len=seq_len)
         one, two = (step(args, of_depth(spec, layers), ranks, seq_len=seq_len) for layers in (small, large))
     return _deeper(one, two, (depth - small) // period)
 
@@ -90,7 +59,7 @@ def _repeats(spec: ModelSpec, small: int, period: int) -> bool:
     return count_parameters(spec.config) == one + (two - one) * ((depth - small) // period)
 
 
-def _deeper(one: Stepped, two: Stepped, times: int) -> Memory:
+def _deeper(one: Memory, two: Memory, times: int) -> Memory:
     def grown(first: int, second: int) -> int:
         return first + times * (second - first)
 

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from smp_train import losses
 from smp_train.arguments import Arguments
 from smp_train.backends.native import NativeBackend
 from smp_train.distributed import Runtime
+from smp_train.errors import ConfigError, one_line
 from smp_train.models.resolve import ModelSpec
 from smp_train.parallel import activation_offloading
 from smp_train.planning import stepping
-from smp_train.planning.stepping import Phase
+from smp_train.planning.stepping import UPDATE, Phase
+from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
 
 
 class FakeBackend(NativeBackend):
@@ -35,13 +43,28 @@ class FakeBackend(NativeBackend):
             super()._allocate(model)
 
 
-class Stepped(NamedTuple):
-    """What two steps of a model of some depth take."""
+@dataclass(frozen=True)
+class Memory:
+    """What a step takes on rank 0, in bytes; other ranks' shards are no larger."""
 
     peaks: dict[Phase, Counter[str]]
-    """Bytes on rank 0, by phase and use."""
+    """By phase and use."""
     trained: int
     """Parameters with a gradient, of the whole model."""
+
+    def on_device(self, phase: Phase) -> dict[str, int]:
+        """Return what is on the device in a phase, by use."""
+        return {use: size for use, size in self.peaks[phase].items() if use != HOST}
+
+    @property
+    def state(self) -> dict[str, int]:
+        """Weights, gradients and state of the optimizer, as the update has them."""
+        return {use: self.peaks[UPDATE, 0][use] for use in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+
+    @property
+    def host(self) -> int:
+        """The most that offloaded activations take in host memory."""
+        return max(peak[HOST] for peak in self.peaks.values())
 
 
 @contextmanager
@@ -66,7 +89,7 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
         dist.destroy_process_group()
 
 
-def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> Stepped:
+def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> Memory:
     """Build the model of ``spec`` and take two steps, in a `world`."""
     backend = FakeBackend(args, ranks, torch.device("cpu"))
     backend.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -74,9 +97,15 @@ def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> S
     backend.mode.cache_enabled = not args.sm_activation_offloading
     backend.check(spec, seq_len=seq_len)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=False)
-    with backend.mode:
-        peaks = stepping.peaks(args, backend, model, seq_len=seq_len)
-    return Stepped(peaks, sum(each.numel() for each in model.parameters() if each.requires_grad))
+    try:
+        with backend.mode:
+            peaks = stepping.peaks(args, backend, model, seq_len=seq_len)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as problem:
+        raise ConfigError(
+            f"no plan: what a {spec.config.model_type} computes depends on values, which are not there "
+            f"({one_line(problem)})"
+        ) from problem
+    return Memory(peaks, sum(each.numel() for each in model.parameters() if each.requires_grad))
 
 
 def of_depth(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -87,4 +116,4 @@ def of_depth(spec: ModelSpec, layers: int) -> ModelSpec:
         if isinstance(value, list) and len(value) == depth:
             setattr(config, name, value[:layers])
     config.num_hidden_layers = layers
-    return dataclasses.replace(spec, config=config)
+    return replace(spec, config=config)
