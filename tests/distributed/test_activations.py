@@ -42,6 +42,7 @@ def test_checkpointing_and_offloading_change_no_bit(model: str, world: int) -> N
 FALCON = {"model_type": "falcon", "num_key_value_heads": None}
 
 
+@pytest.mark.slow
 def test_falcon_changes_a_kept_result_in_place() -> None:
     variants = {"falcon": {**FALCON, **named("selective:op")}}
     by_name = "ConfigError: --activation_checkpointing selective:op: a falcon changes the result of a matrix product"

@@ -205,6 +205,7 @@ def with_loss(folder: Path, loss: Any, **changes: Any) -> None:
     own_rows(folder, loss=loss, **changes)
 
 
+@pytest.mark.slow
 def test_own_loss_is_the_same_on_every_mesh(tmp_path: Path) -> None:
     harness.run(with_loss, 1, tmp_path / "default", None, train_batch_size=4)
     harness.run(with_loss, 1, tmp_path / "plain", plain, train_batch_size=4)
