@@ -150,6 +150,7 @@ def test_a_restart_finds_what_was_compiled_in_the_run_folder(tmp_path: Path) -> 
     for attempt in range(2):
         (found,) = harness.run(compile_with_inductor, 1, [*words, f"--max_steps={attempt + 1}"], timeout=600)
         hits, misses = (found.get(f"fxgraph_cache_{kind}", 0) for kind in ("hit", "miss"))
-        assert (hits > 0, misses > 0) == (attempt == 1, attempt == 0), found
+        assert (misses > 0) == (attempt == 0), found
+        assert hits > 0 or attempt == 0, found  # the first may meet a graph of its own again
     (folder,) = (tmp_path / "run").glob("compiled-*")
     assert folder.stat().st_mode & 0o077 == 0
