@@ -21,6 +21,7 @@ from smp_train import distributed
 from smp_train.backends.base import Backend
 from smp_train.data.pipelines.data_pipeline import Batch, ValidationData
 from smp_train.distributed import heartbeat
+from smp_train.distributed.to_host import ToHost
 from smp_train.errors import DataError
 from smp_train.parallel.optimizer import ShardedAdamW
 from smp_train.spikes import NONE, Limits
@@ -93,22 +94,14 @@ class Vote:
         values = torch.tensor([counted, int(stop), int(failed)], dtype=torch.int64)
         if device.type == "cuda":
             values = values.pin_memory().to(device, non_blocking=True)
-            dist.all_reduce(values)
-            self.tokens = values[0]
-            self._host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(values, non_blocking=True)
-            self._copied: torch.cuda.Event | None = torch.cuda.Event()
-            self._copied.record()
-        else:
-            dist.all_reduce(values)
-            self._host, self.tokens, self._copied = values, values[0], None
+        dist.all_reduce(values)
+        self.tokens, self._read = values[0], ToHost(values)
         self.held = ((values[2] > 0) | (values[0] == 0)).float()
         """float32 scalar on the device: 1 where a rank failed or no token counts, and the update is skipped."""
 
     def outcome(self) -> tuple[int, bool, bool]:
         """Return (counted tokens of the global batch, stop, failed); waits for the sum, not for the step."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        tokens, stop, failed = self._host.tolist()
+        tokens, stop, failed = self._read.tolist()
         return int(tokens), stop > 0, failed > 0
 
 
@@ -196,26 +189,19 @@ class Reading:
 
     def __init__(self, result: StepResult) -> None:
         """Begin."""
-        values = result.judged if result.routers is None else torch.cat([result.judged, result.routers])
-        self._host, self._copied = values, None
-        if values.is_cuda:
-            self._host = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._values = ToHost(result.judged if result.routers is None else torch.cat([result.judged, result.routers]))
 
     def numbers(self) -> tuple[float, float, bool, bool]:
         """Return (loss, gradient norm, beyond the limits, not finite).
 
         Waits for the step's backward pass, not for what was queued after it.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
-        loss, grad_norm, beyond, broken = self._host[:4].tolist()
+        loss, grad_norm, beyond, broken = self._values.tolist()[:4]
         return loss, grad_norm, beyond > 0, broken > 0
 
     def of_routers(self) -> dict[str, float]:
         """Return the figures of a mixture's routers by their names in ``metrics.jsonl``, after `numbers`."""
-        return dict(zip(("router_loss", "expert_load"), self._host[4:].tolist(), strict=False))
+        return dict(zip(("router_loss", "expert_load"), self._values.tolist()[4:], strict=False))
 
 
 class Unread(NamedTuple):

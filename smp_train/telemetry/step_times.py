@@ -37,6 +37,7 @@ from smp_train.distributed.heartbeat import (
     VALIDATION,
     VOTE,
 )
+from smp_train.distributed.to_host import ToHost
 from smp_train.telemetry.logging_utils import get_logger
 from smp_train.telemetry.metrics import NAMED_FROM, TIME_FIELDS
 
@@ -65,7 +66,7 @@ class StepTimes:
         self._phase, self._since = START, time.perf_counter()
         self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
         self._unused: list[torch.cuda.Event] = []
-        self._coming: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._coming: ToHost | None = None
         self._late: tuple[int, int] | None = None
         self._late_for = 0
         heartbeat.listen(self.mark)
@@ -105,20 +106,13 @@ class StepTimes:
         if self._on_gpu:
             everyone = everyone.pin_memory().to(self._device, non_blocking=True)
         dist.all_reduce(everyone)
-        copied = None
-        if self._on_gpu:
-            everyone = torch.empty_like(everyone, device="cpu", pin_memory=True).copy_(everyone, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        self._coming = everyone, copied
+        self._coming = ToHost(everyone)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of `metrics.TIME_FIELDS` of the last `gather`; waits for that alone."""
         assert self._coming is not None, "gathered with the record's other numbers"
-        (everyone, copied), self._coming = self._coming, None
-        if copied is not None:
-            copied.synchronize()
-        found = summary(everyone.tolist(), self.hosts, with_host=self._on_gpu)
+        coming, self._coming = self._coming, None
+        found = summary(coming.tolist(), self.hosts, with_host=self._on_gpu)
         self._name_slowest(found)
         return found
 
