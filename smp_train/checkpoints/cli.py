@@ -7,26 +7,24 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from smp_train.arguments.verb_parser import VerbParser
 from smp_train.checkpoints import foreign
-from smp_train.checkpoints.commit import UNKNOWN, CheckpointFolder, absent, open_folder, parent_of
+from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.discovery import Checkpoint, is_checkpoint_folder, is_one_checkpoint, open_checkpoint
 from smp_train.checkpoints.manager import CheckpointManager
 from smp_train.checkpoints.manifest import (
     ABANDONED,
     COMMITTED,
     DAMAGED,
-    RunId,
     folder_name,
     name_before,
     parse_folder_name,
 )
-from smp_train.checkpoints.owner import Owner
+from smp_train.checkpoints.pruning import deleting
 from smp_train.checkpoints.runs import committed, committed_names, last_run, run_of
 from smp_train.checkpoints.target import Policy
 from smp_train.errors import CheckpointError, ConfigError, redacted
@@ -34,9 +32,6 @@ from smp_train.models.hugging_face import trust_code
 from smp_train.progress import Progress
 from smp_train.storage import normal
 from smp_train.storage.paths import Place, place
-
-ABANDONED_SECONDS = 3600.0
-"""What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -309,58 +304,12 @@ def import_weights(options: argparse.Namespace) -> int:
 
 def prune(options: argparse.Namespace) -> int:
     """Delete all but a run's newest committed checkpoints of each model type, and what its interrupted saves left."""
-    if options.keep < 1:
-        raise ConfigError(f"--keep {options.keep}: the last committed checkpoint is never deleted; give at least 1")
-    storage = _folder(options.source)
-    runs = {entry.run for entry in committed(storage)}
-    if options.run_name:
-        # Of a run that committed nothing, what its saves left is known by the name.
-        runs = {run for run in runs if options.run_name in (run.name, run.id)} or {RunId.fresh(options.run_name)}
-    elif len(runs) > 1:
-        known = ", ".join(sorted(f"{run} ({run.id or 'no id'})" for run in runs))
-        raise ConfigError(f"{storage.location} holds checkpoints of several runs: {known}; name one with --run_name")
-    for run in runs or {UNKNOWN}:
-        _prune(open_folder(storage.location, run), options)
+    kinds = [kind for kind in (DAMAGED, ABANDONED) if getattr(options, kind)]
+    for line in deleting(
+        _folder(options.source), run_name=options.run_name, keep=options.keep, kinds=kinds, dry=bool(options.dry_run)
+    ):
+        print(line)
     return 0
-
-
-def _prune(storage: CheckpointFolder, options: argparse.Namespace) -> None:
-    deleted = "would delete" if options.dry_run else "deleted"
-    with ExitStack() as stack:
-        if not options.dry_run:
-            owner = Owner(storage, advice="what interrupted saves left there stays")
-            try:
-                owner.acquire()
-            except CheckpointError as held:
-                print(held)
-            else:
-                stack.callback(owner.release)
-                for done in storage.sweep(ABANDONED_SECONDS):
-                    print(done)
-        seen: Counter[str] = Counter()
-        entries = committed(storage, storage.run)
-        best = _best_of(storage, entries[0].name) if entries else None
-        for entry in entries:
-            seen[entry.model_type] += 1
-            if seen[entry.model_type] > options.keep and entry.step != best:
-                if not options.dry_run:
-                    storage.delete(entry.name)
-                print(f"{deleted} {entry.name}")
-        for kind in [kind for kind in (DAMAGED, ABANDONED) if getattr(options, kind)]:
-            for name in storage.aside(kind):
-                if run_of(storage, name)[0] in (storage.run, UNKNOWN):
-                    if not options.dry_run:
-                        storage.drop_aside(name, kind)
-                    print(f"{deleted} {name}, which is {kind}")
-
-
-def _best_of(storage: CheckpointFolder, newest: str) -> int | None:
-    """Return the step that the run keeps by --keep_best, as its newest checkpoint says."""
-    try:
-        meta = open_checkpoint(os.path.join(storage.location, newest)).meta
-        return meta["best"]["step"] if meta["arguments"]["keep_best"] else None
-    except (CheckpointError, KeyError, TypeError):
-        return None
 
 
 def newest(location: str) -> Checkpoint:
