@@ -26,6 +26,11 @@ OF_A_MODEL = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
 """What transformers calls the weights it writes; others beside them are none of ours."""
 OPENS = (CONFIG_FILE, ADAPTER_FILE)
 """Files without which a model, or an adapter, does not open. transformers opens an adapter before a model beside it."""
+OF_A_TOKENIZER = frozenset({
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json",
+})  # fmt: skip
+"""Of which one that is left over would be read with the files of another tokenizer."""
 OF_AN_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
@@ -60,6 +65,8 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
         # The file without which the folder does not open goes first and comes last: the next time mends what a kill in
         # between leaves.
         new = sorted(folder.files(SCRATCH), key=lambda name: (name in OPENS, name))
+        if "tokenizer_config.json" in new:  # which every tokenizer has
+            old += sorted(names & OF_A_TOKENIZER)
         for name in old:
             if name in OPENS or name not in new:
                 folder.delete(name)

@@ -47,6 +47,20 @@ def test_a_model_is_replaced_by_one_that_is_whole(tmp_path: Path) -> None:
     assert not (tmp_path / "m" / ".partial").exists()
 
 
+def test_no_file_of_an_earlier_tokenizer_is_left_beside_a_new_one(tmp_path: Path) -> None:
+    fill(tmp_path / "m")
+    earlier = {"tokenizer_config.json": b"old", "chat_template.jinja": b"old"}
+    for name, data in earlier.items():
+        (tmp_path / "m" / name).write_bytes(data)
+    with writing(tmp_path / "m", replace=True) as out:
+        write(out)
+    assert earlier.items() <= contents(tmp_path / "m").items()  # of a model without one it is not known whose they are
+    with writing(tmp_path / "m", replace=True) as out:
+        put(out, "tokenizer_config.json", b"new")
+        write(out)
+    assert contents(tmp_path / "m") == {**AFTER, "tokenizer_config.json": b"new"}
+
+
 def test_a_model_that_does_not_get_whole_replaces_nothing(tmp_path: Path) -> None:
     fill(tmp_path / "m")
 
