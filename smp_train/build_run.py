@@ -16,19 +16,20 @@ from smp_train.arguments.own import Own, named
 from smp_train.backends.base import Backend, Topology
 from smp_train.best import Best
 from smp_train.checkpoints import Checkpoint, CheckpointManager, Policy, RunId, tokenizer
-from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.checkpoints.model_folder import check_writable
 from smp_train.checkpoints.node_local import check_saver, is_node_local
 from smp_train.data.open_data import open_data
 from smp_train.data.pipelines.data_pipeline import Loader, ValidationData
 from smp_train.distributed import Runtime, heartbeat
 from smp_train.distributed.degrees import plan
+from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.distributed.watch import watch
 from smp_train.errors import ConfigError
 from smp_train.inference import ids_of
 from smp_train.learning_rates import Schedule, schedule
-from smp_train.models.flops import STATE_BYTES, WEIGHT_BYTES, count_parameters, flops_per_token
+from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, names_model, resolve
+from smp_train.models.state_memory import check_state, in_short
 from smp_train.naming import Start, described, how_to_resume, output, settle
 from smp_train.parallel import compile
 from smp_train.progress import Progress as Shown
@@ -263,30 +264,21 @@ def choose_loss(loss: losses.Loss, backend: Backend, spec: ModelSpec) -> None:
 
 def check_memory(args: Arguments, backend: Backend, spec: ModelSpec, ranks: Runtime) -> None:
     """Refuse, before allocation, a model whose state exceeds the memory; collective."""
-    device, count = backend.topology.device, count_parameters(spec.config)
-    shared = plan(args, ranks.world_size, ranks.local_world_size, smp=backend.name == "smp").sharing
-    frozen = args.evaluate_only or spec.lora is not None
-    needed = (WEIGHT_BYTES if frozen else STATE_BYTES) * count / shared
+    device, here, on_host = backend.topology.device, ranks.hostname, 0
     if device.type == "cpu" or args.cpu_offload:
-        needed, there = needed * ranks.local_world_size, free_host_bytes()
-        where = f"for the {ranks.local_world_size} processes of {ranks.hostname}, which has"
+        memory, on_host = free_host_bytes(), ranks.local_world_size
+        where = f"for the {on_host} processes of {here}, which has"
     else:
-        there = torch.cuda.get_device_properties(device).total_memory
-        where = f"on each GPU, which has on {ranks.hostname}"
+        memory = torch.cuda.get_device_properties(device).total_memory
+        where = f"on each GPU, which has on {here}"
     with distributed.together("comparing the model with the memory"):
-        if there is None or needed <= there:
-            return
-        what = "weights" if frozen else "weights, gradients and optimizer"
-        found = (
-            f"{what} of {spec.name} ({in_short(count)} parameters) take {needed / 1e9:.0f} GB {where} "
-            f"{there / 1e9:.0f} GB, and are spread over {shared} of {ranks.world_size} processes"
-        )
-        if args.memory_check:
-            raise ConfigError(
-                f"{found}; take a smaller model, more machines or GPUs, or a larger --hybrid_shard_degree; "
-                "--memory_check 0 tries all the same"
-            )
-        log.info("%s", found)
+        warning = check_state(
+            args, count_parameters(spec.config), name=spec.name, frozen=args.evaluate_only or spec.lora is not None,
+            sharing=plan(args, ranks.world_size, ranks.local_world_size, smp=backend.name == "smp").sharing,
+            processes=ranks.world_size, memory=memory, where=where, on_host=on_host,
+        )  # fmt: skip
+        if warning:
+            log.warning("%s", warning)
 
 
 def open_checkpoints(
@@ -387,11 +379,6 @@ def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, f
     if spec.pretrained is None:
         return f"Initial weights: drawn {backend.draws} seed {args.seed}"
     return f"Initial weights: read from {spec.pretrained}"
-
-
-def in_short(number: float) -> str:
-    """Return a count in billions or millions: 6.74 B, 124.40 M."""
-    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
 def layout(mesh: dict[str, int]) -> str:

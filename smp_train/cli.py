@@ -183,6 +183,11 @@ def _train(words: list[str], failing: Failing) -> int:
     from smp_train.models.resolve import settled_flags
 
     settled_flags(resolved.args)  # refuses an unknown preset before any rank waits for another
+    ranks = failing.runtime
+    if ranks.world_size == ranks.local_world_size:  # other machines may have GPUs, or more memory
+        from smp_train.launch.preflight import check_host
+
+        check_host(resolved, ranks.world_size, ranks.local_world_size)
     code = int(_import("train").main(resolved, failing.runtime))
     ignore_repeats()
     return code

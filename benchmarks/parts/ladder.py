@@ -10,7 +10,7 @@ import torch
 from benchmarks.cells import Cell, release
 from benchmarks.parts import Setting
 from benchmarks.program import TINY, Flags, speed
-from smp_train.models.flops import STATE_BYTES
+from smp_train.models.state_memory import STATE_BYTES
 
 LLAMA_1B: Flags = {"model_type": "llama_v3", "model_size": "1b"}
 LLAMA_8B: Flags = {"model_type": "llama_v3", "model_size": "8b"}

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_train.checkpoints.collective import gather
-from smp_train.checkpoints.host_memory import free_host_bytes
 from smp_train.distributed.agree import ALL_RANKS, is_alone, on_group, unless
 from smp_train.distributed.dtensor import DTensor, local_tensor
+from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

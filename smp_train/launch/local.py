@@ -48,6 +48,7 @@ def main(words: Sequence[str]) -> int:
         *(["--nsys"] if options["profile"] == "nsys" else []), "--", *spec.train_flags,
     ]  # fmt: skip
     if not options["dry_run"]:
+        preflight.check_host(spec.resolved, spec.world_size, processes)
         preflight.check_data(spec.resolved.args)
         if options["profile"] == "nsys":
             nsys.command(Path(spec.run_dir) / "profile", [])  # refuses where there is none

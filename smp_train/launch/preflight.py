@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import os
 import re
 import shutil
+import socket
+import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from smp_train.arguments import Resolved
 from smp_train.arguments.training_flags import NODE_LOCAL
+from smp_train.arguments.validation import prompts_only
 from smp_train.distributed.degrees import before_launch, check_model
+from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import ConfigError
 from smp_train.launch.command import ask
 from smp_train.launch.instances import Instance
-from smp_train.models.flops import STATE_BYTES
-from smp_train.models.resolve import presets, settled_flags
+from smp_train.models.resolve import settled_flags
+from smp_train.models.state_memory import (
+    CHECKPOINT_BYTES,
+    STATE_BYTES,
+    check_state,
+    fewest_parameters,
+    of_preset,
+    settled_width,
+)
 
-WIDTHS = ("vocab_size", "hidden_width", "num_layers", "intermediate_size", "num_key_value_heads", "num_local_experts")
-CHECKPOINT_BYTES = 12
-"""Per parameter: weight and Adam's two moments in float32."""
 NO_FP8 = ("A100", "A10G")  # before compute capability 8.9
 GATED = ("meta-llama/", "mistralai/Mixtral", "mistralai/Mistral-7B-v0.3", "google/gemma")
 PLUGIN_PLACES = ("/opt/amazon/ofi-nccl", "/opt/aws-ofi-nccl", "/opt/amazon/aws-ofi-nccl", "/opt/aws-ofi-nccl/install")
 LOCAL_DISKS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs")
-
-
-def parameters(resolved: Resolved) -> int | None:
-    """Return the number of parameters of a preset, None for other models."""
-    args = resolved.args
-    if args.hf_pretrained_model_name_or_dir or any(resolved.given(name) for name in WIDTHS):
-        return None
-    preset = presets().get((str(args.model_type), str(args.model_size).lower()))
-    return preset.parameters if preset else None
 
 
 def check(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> None:
@@ -48,26 +49,57 @@ def check(resolved: Resolved, instance: Instance | None, nodes: int, processes: 
         raise ConfigError(
             f"--fp8 1: the {instance.gpu} of {instance.name} has no FP8; take p5 or later, or leave it out"
         )
-    count, over = parameters(resolved) or 0, sharing(resolved, nodes, processes)
-    gigabytes = STATE_BYTES * count / over / 1e9
-    if gigabytes > instance.gpu_memory_gb and args.memory_check and not args.cpu_offload:
-        remedy = "take more nodes, a larger instance type, or --cpu_offload 1"
-        raise ConfigError(
-            f"weights, gradients and optimizer of this model ({count / 1e9:.1f} B parameters) take {gigabytes:.0f} GB "
-            f"on each GPU, spread over {over}; the {instance.gpu} of {instance.name} has "
-            f"{instance.gpu_memory_gb} GB: {remedy if over == nodes * processes else 'raise --hybrid_shard_degree'}; "
-            "--memory_check 0 launches all the same"
-        )
+    _check_state(
+        resolved, nodes * processes, processes, where=f"on each {instance.gpu} of {instance.name}, which has",
+        memory=None if args.cpu_offload else instance.most_gpu_bytes,
+    )  # fmt: skip
 
 
-def sharing(resolved: Resolved, nodes: int, processes: int) -> int:
-    """Return how many GPUs share weights, gradients and optimizer; the most of what each possible backend does."""
-    return max(degrees.sharing for degrees in before_launch(resolved.args, nodes * processes, processes))
+def check_host(resolved: Resolved, processes: int, on_host: int) -> None:
+    """Refuse a run of ``processes``, ``on_host`` of them here, if this machine has no GPU and too little memory.
+
+    Needs no torch, so that a model far too large is refused at once; what is known of this machine's GPUs, and of the
+    models of checkpoints, is compared when the run is built.
+    """
+    if resolved.args.distributed_backend == "gloo" or not may_have_gpus():
+        _check_state(
+            resolved, processes, on_host, where=f"for the {on_host} processes of {socket.gethostname()}, which has",
+            memory=free_host_bytes(), on_host=on_host,
+        )  # fmt: skip
+
+
+def _check_state(resolved: Resolved, world_size: int, local_world_size: int, **memory: Any) -> None:
+    args = resolved.args
+    if prompts_only(args):
+        return
+    # A checkpoint to resume from may hold adapters, beside weights from elsewhere.
+    adapted = args.resume_from_checkpoint and (args.hf_pretrained_model_name_or_dir or args.finetune)
+    warning = check_state(
+        args, fewest_parameters(args), name=f"{args.model_type}-{args.model_size}" if of_preset(args) else "the model",
+        frozen=bool(args.evaluate_only or args.lora_rank is not None or adapted), processes=world_size,
+        sharing=sharing(resolved, world_size, local_world_size), **memory,
+    )  # fmt: skip
+    if warning:
+        print(f"smp-train: warning: {warning}", file=sys.stderr)
+
+
+def may_have_gpus() -> bool:
+    """Return whether CUDA's driver library is here, without which torch sees no GPU."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def sharing(resolved: Resolved, world_size: int, local_world_size: int) -> int:
+    """Return how many ranks share weights, gradients and optimizer; the most of what each possible backend does."""
+    return max(degrees.sharing for degrees in before_launch(resolved.args, world_size, local_world_size))
 
 
 def memory(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> list[str]:
     """Return a line about the memory of the model's states on each GPU; none where it is unknown."""
-    count, over = parameters(resolved), sharing(resolved, nodes, processes)
+    count, over = of_preset(resolved.args), sharing(resolved, nodes * processes, processes)
     if count is None or instance is None or resolved.args.cpu_offload:
         return []
     return [
@@ -118,11 +150,7 @@ def divides(resolved: Resolved, settled: Mapping[str, tuple[Any, str]]) -> None:
     tensor, context, expert = args.tensor_parallel_degree, args.context_parallel_degree, args.expert_parallel_degree
     if not settled or max(tensor, context, expert) == 1:
         return
-
-    def width(name: str) -> int:
-        given = getattr(args, name, None)
-        return int(given if given is not None else settled.get(name, (0, ""))[0] or 0)
-
+    width = partial(settled_width, args, settled)
     experts = width("num_local_experts")
     # A size of 0 is one that the family does not have, and divides by everything.
     sizes = {
@@ -158,7 +186,7 @@ def places(resolved: Resolved, nodes: int, needed: Sequence[str] = ()) -> list[s
     """
     args = resolved.args
     own = [folder for folder in args.checkpoint_dir if "://" not in folder and not folder.startswith(NODE_LOCAL)]
-    size = 2 * CHECKPOINT_BYTES * (parameters(resolved) or 0)
+    size = 2 * CHECKPOINT_BYTES * fewest_parameters(args)
     free = {folder: shutil.disk_usage(existing(folder)).free for folder in own}
     found = [
         f"{folder}: {free[folder] / 1e9:.0f} GB are free, and two checkpoints of this model take {size / 1e9:.0f} GB; "

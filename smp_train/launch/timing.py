@@ -10,8 +10,8 @@ from smp_train.arguments import Resolved
 from smp_train.distributed.degrees import before_launch
 from smp_train.errors import ConfigError
 from smp_train.launch.instances import Instance
-from smp_train.launch.preflight import CHECKPOINT_BYTES, parameters
 from smp_train.models.resolve import presets, settled_flags
+from smp_train.models.state_memory import CHECKPOINT_BYTES, of_preset
 from smp_train.telemetry.metrics import peak_flops, read_metrics
 
 WRITE_RATE = 1e9
@@ -48,7 +48,7 @@ def check_limit(limit: float | None, margin: float, setting: str) -> None:
 
 def step_seconds(resolved: Resolved, instance: Instance | None, nodes: int, processes: int) -> tuple[float, str] | None:
     """Return (seconds per step, how that is known): measured in the run folder, or estimated; None: unknown."""
-    args, count = resolved.args, parameters(resolved)
+    args, count = resolved.args, of_preset(resolved.args)
     with suppress(ConfigError):
         logged = [record.get("step_sec") for record in read_metrics(args.run_dir) if "event" not in record]
         measured = [seconds for seconds in logged[-100:] if isinstance(seconds, float)]
@@ -88,7 +88,7 @@ def save_warnings(
         setting: What to change for a longer margin, where that can be.
     """
     found = []
-    size = CHECKPOINT_BYTES * (parameters(resolved) or 0)
+    size = CHECKPOINT_BYTES * (of_preset(resolved.args) or 0)
     if size > WRITE_RATE * nodes * margin:
         found.append(
             f"a checkpoint of this model has {size / 1e9:.0f} GB, and there are {_time(margin)} to save one when time "

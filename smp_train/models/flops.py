@@ -12,10 +12,6 @@ from smp_train.models.hugging_face import model_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-WEIGHT_BYTES = 4
-"""Per parameter: float32."""
-STATE_BYTES = 16
-"""Per parameter: weight, gradient and Adam's two moments in float32."""
 EXPERT = re.compile(r"\.experts\.")
 
 

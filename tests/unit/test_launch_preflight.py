@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from smp_train.arguments import parse
 from smp_train.errors import ConfigError
 from smp_train.launch import preflight
 from smp_train.launch.instances import find
+from smp_train.models.resolve import presets
+from smp_train.models.state_memory import fewest_parameters
 
 LLAMA_70B = ["--model_type", "llama_v2", "--model_size", "70b"]
 
@@ -20,10 +24,10 @@ LLAMA_70B = ["--model_type", "llama_v2", "--model_size", "70b"]
 @pytest.mark.parametrize(
     ("words", "instance", "nodes", "complaint"),
     [
-        (LLAMA_70B, "p4d.24xlarge", 1, "take 138 GB on each GPU, spread over 8; the A100 of p4d.24xlarge has 40 GB"),
-        ([*LLAMA_70B, "--hybrid_shard_degree", "8"], "p5.48xlarge", 8, "has 80 GB: raise --hybrid_shard_degree"),
+        (LLAMA_70B, "p4d.24xlarge", 1, "take 138 GB on each A100 of p4d.24xlarge, which has 43 GB"),
+        ([*LLAMA_70B, "--hybrid_shard_degree", "8"], "p5.48xlarge", 8, "a larger --hybrid_shard_degree,"),
         ([*LLAMA_70B, "--sharding_strategy", "no_shard"], "p5.48xlarge", 8, "take 1104 GB"),
-        ([*LLAMA_70B, "--sharding_strategy", "hybrid_shard"], "p5.48xlarge", 16, "138 GB on each GPU, spread over 8;"),
+        ([*LLAMA_70B, "--sharding_strategy", "hybrid_shard"], "p5.48xlarge", 16, "spread over 8 of 128 processes"),
         (["--fp8", "1"], "g5.48xlarge", 1, "the A10G of g5.48xlarge has no FP8"),
     ],
 )
@@ -141,3 +145,32 @@ def test_degrees_that_do_not_divide_a_model_in_a_folder(tmp_path: Path) -> None:
     preflight.check(parse(words, {}), None, 1, 8)
     (tmp_path / "config.json").write_text("[1]")  # the training says what is wrong with it
     preflight.check(parse(words, {}), None, 1, 8)
+
+
+WITHOUT_TORCH = """
+import sys
+from smp_train import cli
+code = cli.main(sys.argv[1:])
+print(code, *{"torch", "transformers"} & set(sys.modules))
+"""
+
+
+@pytest.mark.parametrize("verb", [["train"], ["launch", "local", "--nproc", "1", "--check"]])
+def test_a_model_far_too_large_for_this_machine_is_refused_before_torch_is_imported(verb: list[str]) -> None:
+    words = [*verb, "--model_type=llama_v2", "--num_layers=99999", "--use_synthetic_data=1"]
+    words += ["--distributed_backend=gloo", "--run_dir=unused"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=240)
+    assert done.stdout.split() == ["2"]
+    (line,) = done.stderr.splitlines()
+    assert all(part in line for part in ("for the 1 processes of", "spread over 1 of 1", "--memory_check 0"))
+
+
+def test_parameters_are_never_overestimated(tmp_path: Path) -> None:
+    for preset in presets().values():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": preset.hf_model_type, **preset.config}))
+        of_folder = fewest_parameters(parse(["--hf_model", str(tmp_path)], {}).args)
+        named = ["--model_type", preset.model_type, "--model_size", preset.model_size]
+        assert fewest_parameters(parse(named, {}).args) == preset.parameters
+        shallow = fewest_parameters(parse([*named, "--num_layers", "1"], {}).args)
+        assert 0 < shallow <= of_folder < preset.parameters, preset
+        assert of_folder > 0.35 * preset.parameters or preset.hf_model_type in ("falcon", "gpt2"), preset

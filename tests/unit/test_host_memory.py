@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from smp_train.checkpoints.async_save import local_bytes
-from smp_train.checkpoints.host_memory import free_host_bytes
+from smp_train.distributed.host_memory import free_host_bytes
 
 GIB = 1 << 30
 STAT = "anon 7\nfile 900\n{0}active_file 200\n{0}inactive_file 100\n"
