@@ -20,19 +20,16 @@ from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.models.traits import number_of_experts
+from smp_train.planning import fitting
 from smp_train.planning.estimate import estimate
+from smp_train.planning.fitting import GIB, STATE
 from smp_train.planning.stepping import BACKWARD, FORWARD, HEAD
-from smp_train.planning.tracker import ACTIVATIONS, COMMUNICATION, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
+from smp_train.planning.tracker import ACTIVATIONS, COMMUNICATION, GATHERED, OPTIMIZER, PARAMETERS
 from smp_train.planning.tracker import BACKWARD as IN_BACKWARD
 from smp_train.planning.tracker import HEAD as LOSS
 from smp_train.planning.world import Memory
 from smp_train.telemetry.logging_utils import setup_logging
 
-GIB = 2**30
-FIXED_SLACK, SHARE_SLACK = 2 * GIB, 0.05
-"""Beside tensors on a GPU: the driver, libraries' workspaces and NCCL's buffers; and of the peak, what the allocator
-cannot use for fragments. Both are assumptions, and printed."""
-STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 STORED_BYTES = 12
 """Of a trained parameter in a checkpoint: itself and Adam's two moments in float32."""
 
@@ -114,22 +111,18 @@ def described(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the plan as what ``--json`` prints, sizes in bytes."""
     state = sum(memory.state.values())
-    away = STATE if args.cpu_offload and gpu else ()
-    uses = {
-        phase: {use: size for use, size in memory.on_device(phase).items() if size and use not in away}
-        for phase in memory.peaks
-    }
+    uses = fitting.uses(args, memory, gpu=gpu)
     peaks = {phase: sum(each.values()) for phase, each in uses.items()}
     phase = max(peaks, key=lambda each: peaks[each])
     at_peak = uses[phase]
-    slack = FIXED_SLACK + int(SHARE_SLACK * peaks[phase]) if gpu else 0
+    slack = fitting.slack(peaks[phase], gpu=gpu)
     needed = peaks[phase] + slack
     degrees = layout(args, devices, per_node, smp=False)
     return {
         "model": spec.name, "devices": devices, "mesh": vars(degrees),
         "peak": peaks[phase], "phase": named(phase), "at_peak": at_peak, "slack": slack, "needed": needed,
         "memory": there, "fits": None if there is None else needed <= there,
-        "state": memory.state, "host": memory.host + (state if away else 0),
+        "state": memory.state, "host": memory.host + (state if args.cpu_offload and gpu else 0),
         "host_while_saving": memory.state[PARAMETERS] + memory.state[OPTIMIZER],
         "checkpoint": STORED_BYTES * memory.trained,
         "phases": {named(each): size for each, size in peaks.items()},

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 
 from smp_train.arguments import Arguments, checkpointing
+from smp_train.distributed import Runtime
 from smp_train.models.flops import count_parameters
 from smp_train.models.resolve import ModelSpec
 from smp_train.planning.stepping import EDGE
@@ -13,7 +15,8 @@ from smp_train.planning.world import Memory, of_depth, step, world
 
 
 def estimate(
-    args: Arguments, spec: ModelSpec, *, devices: int, per_node: int, seq_len: int, gpu: bool = True
+    args: Arguments, spec: ModelSpec, *, devices: int, per_node: int, seq_len: int, gpu: bool = True,
+    ranks: Runtime | None = None,
 ) -> Memory:  # fmt: skip
     """Return what a step takes on rank 0, whose shards are the largest.
 
@@ -28,16 +31,18 @@ def estimate(
         per_node: Those of a node.
         seq_len: Tokens of a row.
         gpu: The run is on GPUs.
+        ranks: Of an open `world` of these devices, which several estimates share: what torch keeps of one world does
+            not hold in the next.
     """
     depth = spec.config.num_hidden_layers
     period = _period(args, spec)
     fewest = 2 * EDGE + 1 + (args.activation_loading_horizon + 1 if args.sm_activation_offloading else 0)
     small = fewest + (depth - fewest) % period
     large = small + period
-    with world(devices, per_node, gpu=gpu) as ranks:
+    with world(devices, per_node, gpu=gpu) if ranks is None else nullcontext(ranks) as place:
         if large >= depth or not _repeats(spec, small, period):
-            return step(args, spec, ranks, seq_len=seq_len)
-        one, two = (step(args, of_depth(spec, layers), ranks, seq_len=seq_len) for layers in (small, large))
+            return step(args, spec, place, seq_len=seq_len)
+        one, two = (step(args, of_depth(spec, layers), place, seq_len=seq_len) for layers in (small, large))
     return _deeper(one, two, (depth - small) // period)
 
 

@@ -1,0 +1,38 @@
+"""The memory that a run needs of each device, from what its tensors take."""
+
+from __future__ import annotations
+
+from smp_train.arguments import Arguments
+from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS
+from smp_train.planning.world import Memory
+
+GIB = 2**30
+FIXED_SLACK, SHARE_SLACK = 2 * GIB, 0.05
+"""Beside tensors on a GPU: the driver, libraries' workspaces and NCCL's buffers; and of the peak, what the allocator
+cannot use for fragments. Both are assumptions, and printed."""
+STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
+
+
+def uses(args: Arguments, memory: Memory, *, gpu: bool) -> dict[str, dict[str, int]]:
+    """Return what is on the device, by phase and use; without what --cpu_offload keeps on the host."""
+    away = STATE if args.cpu_offload and gpu else ()
+    return {
+        phase: {use: size for use, size in memory.on_device(phase).items() if size and use not in away}
+        for phase in memory.peaks
+    }
+
+
+def slack(peak: int, *, gpu: bool) -> int:
+    """Return what is needed beside a peak of tensors."""
+    return FIXED_SLACK + int(SHARE_SLACK * peak) if gpu else 0
+
+
+def at_peak(args: Arguments, memory: Memory, *, gpu: bool) -> dict[str, int]:
+    """Return what is on the device, by use, in the phase that has the most."""
+    return max(uses(args, memory, gpu=gpu).values(), key=lambda each: sum(each.values()))
+
+
+def needed(args: Arguments, memory: Memory, *, gpu: bool) -> int:
+    """Return the bytes that each device must have."""
+    peak = sum(at_peak(args, memory, gpu=gpu).values())
+    return peak + slack(peak, gpu=gpu)
