@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from smp_train.arguments import Arguments
+from smp_train.planning.stepping import Phase
 from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS
 from smp_train.planning.world import Memory
 
@@ -13,7 +14,7 @@ cannot use for fragments. Both are assumptions, and printed."""
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 
-def uses(args: Arguments, memory: Memory, *, gpu: bool) -> dict[str, dict[str, int]]:
+def uses(args: Arguments, memory: Memory, *, gpu: bool) -> dict[Phase, dict[str, int]]:
     """Return what is on the device, by phase and use; without what --cpu_offload keeps on the host."""
     away = STATE if args.cpu_offload and gpu else ()
     return {
