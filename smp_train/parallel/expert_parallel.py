@@ -92,7 +92,7 @@ def _exchange(
     sends.scatter_add_(0, expert, torch.ones_like(expert))
     receives = collectives.wait_tensor(collectives.all_to_all_single(sends, None, None, group))
     per_rank = torch.stack([sends, receives]).view(2, group.size(), share).sum(dim=2)
-    sent, received = per_rank.tolist()
+    sent, received = read(per_rank, len(expert))
     rows = _all_to_all(hidden[order // used], received, sent, group)
     # Rows come by rank, and from each rank by expert.
     own = torch.arange(share, device=index.device).repeat(group.size())
@@ -105,6 +105,12 @@ def _exchange(
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     of_token = returned[back].view(tokens, used, -1) * weights.unsqueeze(-1)
     return of_token.sum(dim=1).to(hidden.dtype)
+
+
+def read(per_rank: Tensor, rows: int) -> list[list[int]]:
+    """Return the rows sent to each rank and received from it, of ``rows`` to be sent; waits for the device."""
+    found: list[list[int]] = per_rank.tolist()
+    return found
 
 
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

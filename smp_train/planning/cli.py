@@ -19,7 +19,6 @@ from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
-from smp_train.models.traits import number_of_experts
 from smp_train.planning import fitting
 from smp_train.planning.estimate import estimate
 from smp_train.planning.fitting import GIB, STATE
@@ -59,8 +58,6 @@ def main(argv: Sequence[str]) -> int:
     check(args)
     trust_code(args.trust_remote_code)
     spec = resolve(args)
-    if number_of_experts(spec.config) and not args.bf16:
-        raise ConfigError("--bf16 0: the product of experts in float32 cannot be planned; --bf16 1 can")
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
@@ -94,11 +91,6 @@ def check(args: Arguments) -> None:
     """Refuse, by name, what is not planned; leaves the native backend."""
     if args.backend == "smp":
         raise ConfigError("--backend smp: plan steps the native backend's model; leave it out for an estimate")
-    if args.expert_parallel_degree > 1:
-        raise ConfigError(
-            f"--expert_parallel_degree {args.expert_parallel_degree}: what experts take depends on the tokens sent to "
-            "them, so there is no plan; --expert_parallel_degree 1 has one"
-        )
     if args.fp8:
         raise ConfigError("--fp8 1: needs a GPU that has it, so there is no plan; --fp8 0 takes no less")
     check_values(args)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.integrations import moe
 
 from smp_train import losses
 from smp_train.arguments import Arguments
@@ -27,7 +28,7 @@ from smp_train.backends.native import NativeBackend
 from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, one_line
 from smp_train.models.resolve import ModelSpec
-from smp_train.parallel import activation_offloading
+from smp_train.parallel import activation_offloading, expert_parallel
 from smp_train.planning import stepping
 from smp_train.planning.stepping import UPDATE, Phase
 from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
@@ -75,9 +76,13 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
     replaced here.
     """
     packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
+    read, can = expert_parallel.read, moe._can_use_grouped_mm
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
         activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]
+        expert_parallel.read = balanced
+        # Whose fake form takes bfloat16 alone; the other form of the same product takes all.
+        moe._can_use_grouped_mm = lambda *each: each[1].dtype == torch.bfloat16 and can(*each)  # type: ignore[assignment]
         if gpu:
             losses.chunk_tokens = lambda vocab_size, device_type: chunk_tokens(vocab_size, "cuda")
             losses._adds_wide = lambda dtype, device: True  # type: ignore[assignment]
@@ -85,8 +90,16 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
         yield Runtime("plan", 0, devices, 0, min(devices, per_node), 0, nodes, "localhost", 0, "localhost", False)
     finally:
         activation_offloading.PACKABLE = packable
+        expert_parallel.read, moe._can_use_grouped_mm = read, can
         losses.chunk_tokens, losses._adds_wide = chunk_tokens, adds_wide
         dist.destroy_process_group()
+
+
+def balanced(per_rank: Tensor, rows: int) -> list[list[int]]:
+    """Return the rows that ranks exchange where every expert is used as much as the others: those of a real router
+    depend on values, and a rank with more of them takes more memory."""
+    ranks = per_rank.shape[1]
+    return [[rows // ranks + (rank < rows % ranks) for rank in range(ranks)]] * 2
 
 
 def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> Memory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ OF = {
     "neox": {"model_type": "gpt_neox", "num_key_value_heads": None, "intermediate_size": None},
     "phi": {"model_type": "phi", "num_key_value_heads": None},
     "falcon": {"model_type": "falcon", "num_key_value_heads": None, "intermediate_size": None},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "bf16": 1},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 HALF, WHOLE = {"bf16": 1}, {"chunked_loss": 0}
 OFFLOADED = {"sm_activation_offloading": 1, "activation_loading_horizon": 1}
 HSDP, TP, CP = {"hybrid_shard_degree": 2}, {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}
+EP = {"expert_parallel_degree": 2}
 
 
 def mode(value: str) -> dict[str, Any]:
@@ -55,10 +57,17 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "neox tp 2 none": (2, {**OF["neox"], **TP, **mode("none")}),
     "phi tp 2 bf16 none": (2, {**OF["phi"], **TP, **HALF, **mode("none")}),
     "llama cp 2": (2, CP),
+    "mixtral fsdp 2 bf16 none": (2, {**OF["mixtral"], **HALF, **mode("none")}),
+    "mixtral ep 2": (2, {**OF["mixtral"], **EP}),
+    "mixtral ep 2 bf16 none": (2, {**OF["mixtral"], **EP, **HALF, **mode("none")}),
+    "mixtral ep 2 offloaded": (2, {**OF["mixtral"], **EP, **OFFLOADED}),
     "llama fsdp 4": (4, {}),
     "llama fsdp 4 bf16 none": (4, {**HALF, **mode("none")}),
     "mistral hsdp 2x2": (4, {**OF["mistral"], **HSDP}),
     "phi hsdp 2x2 selective:op": (4, {**OF["phi"], **HSDP, **mode("selective:op")}),
+    "mixtral ep 2 fsdp 2": (4, {**OF["mixtral"], **EP}),
+    "mixtral ep 4": (4, {**OF["mixtral"], "expert_parallel_degree": 4}),
+    "mixtral ep 2 tp 2 bf16": (4, {**OF["mixtral"], **EP, **TP, **HALF}),
     "llama tp 2 fsdp 2 bf16": (4, {**TP, **HALF}),
     "llama tp 2 fsdp 2 selective:op": (4, {**TP, **mode("selective:op")}),
 }
@@ -85,11 +94,19 @@ def peak_of(memory: Any) -> int:
     return max(sum(memory.on_device(phase).values()) for phase in memory.peaks)
 
 
+def dealt(exchange: Any, compute: Any, share: int, group: Any, hidden: Any, index: Any, weights: Any) -> Any:
+    """Exchange tokens whose router uses every expert as much as the others."""
+    index = (index.new_ones(index.numel()).cumsum(0) % (share * group.size())).view_as(index)
+    return exchange(compute, share, group, hidden, index, weights)
+
+
 def measured(settings: list[dict[str, Any]]) -> list[Any]:
     """Return of each setting what rank 0's tensors took at most, in bytes: on the device, and offloaded to the host."""
+    from smp_train.parallel import expert_parallel
     from smp_train.planning import stepping
     from smp_train.planning.world import Memory
 
+    expert_parallel._exchange = partial(dealt, expert_parallel._exchange)
     found: list[Any] = []
     with group() as (ranks, device):
         for changes in settings:
