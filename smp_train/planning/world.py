@@ -82,7 +82,7 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
         activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]
         expert_parallel.read = balanced
         # Whose fake form takes bfloat16 alone; the other form of the same product takes all.
-        moe._can_use_grouped_mm = lambda *each: each[1].dtype == torch.bfloat16 and can(*each)  # type: ignore[assignment]
+        moe._can_use_grouped_mm = lambda *each: each[1].dtype == torch.bfloat16 and can(*each)
         if gpu:
             losses.chunk_tokens = lambda vocab_size, device_type: chunk_tokens(vocab_size, "cuda")
             losses._adds_wide = lambda dtype, device: True  # type: ignore[assignment]
