@@ -20,7 +20,8 @@ TABLE = Path(__file__).with_name("instances.json")
 class Instance:
     """One EC2 instance type.
 
-    ``gpu_memory_gb`` is of one GPU, in 10^9 bytes; ``efa`` counts Elastic Fabric Adapters; ``rdma``: GPUs read and
+    ``gpu_memory_gb`` is of one GPU, in 10^9 bytes; ``efa`` counts Elastic Fabric Adapters; ``network_gbit_s`` is of all
+    adapters together, 10^9 bits; ``rdma``: GPUs read and
     write through them without the host; ``min_cuda`` is the oldest CUDA release that knows the GPU.
     """
 
@@ -29,6 +30,7 @@ class Instance:
     gpu: str
     gpu_memory_gb: int
     efa: int
+    network_gbit_s: int
     rdma: bool
     arch: str
     min_cuda: str
@@ -47,6 +49,23 @@ class Instance:
     def runs_cuda(self, version: str) -> bool:
         """Return whether a program built for CUDA ``version`` (such as 12.4) runs on this instance's GPUs."""
         return release(version) >= release(self.min_cuda)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates of a GPU, in 10^9 bytes per second, and of its peak what is reached; the table's sources say by whom."""
+
+    memory_gb_s: float
+    link_gb_s: float
+    host_gb_s: float
+    products: float
+    attention: float
+
+
+def gpu_of(instance: Instance) -> Gpu | None:
+    """Return the rates of an instance's GPUs; None where they are not known."""
+    row = json.loads(TABLE.read_text(encoding="utf-8"))["gpus"].get(f"{instance.gpu} {instance.gpu_memory_gb}")
+    return None if row is None else Gpu(**row)
 
 
 def release(version: str) -> tuple[int, ...]:

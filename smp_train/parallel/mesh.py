@@ -59,6 +59,16 @@ class Mesh:
         mesh, flat = self._flat(*names)
         return mesh if self.degrees.replicate == 1 else self.root["replicate", flat]
 
+    def dimensions(self) -> dict[tuple[int, ...], str]:
+        """Return the name of each dimension along which this rank communicates, by its ranks along it."""
+        import torch.distributed as dist
+
+        return {
+            tuple(dist.get_process_group_ranks(mesh.get_group(name))): name
+            for mesh in (self.root, self.parameters)
+            for name in mesh.mesh_dim_names or ()
+        }
+
     @property
     def tensor(self) -> DeviceMesh:
         """The ranks that split each layer's matrices between them."""

@@ -1,4 +1,4 @@
-"""The memory of a step, from two shallower models that differ by one repetition of the layers' pattern."""
+"""The memory and the work of a step, from two shallower models that differ by one repetition of the layers' pattern."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def estimate(
     args: Arguments, spec: ModelSpec, *, devices: int, per_node: int, seq_len: int, gpu: bool = True,
     ranks: Runtime | None = None,
 ) -> Memory:  # fmt: skip
-    """Return what a step takes on rank 0, whose shards are the largest.
+    """Return what a step takes and does on rank 0, whose shards are the largest.
 
-    Bytes of a phase are linear in the number of layers once each kind of layer is there: at both ends, and one
-    repetition between. So two shallow models are stepped, and their difference is multiplied; the whole model where it
-    is not deeper, or where the layers' parameters do not repeat.
+    Bytes and operations of a phase are linear in the number of layers once each kind of layer is there: at both ends,
+    and one repetition between. So two shallow models are stepped, and their difference is multiplied; the whole model
+    where it is not deeper, or where the layers' parameters do not repeat.
 
     Args:
         args: Of the run.
@@ -72,4 +72,4 @@ def _deeper(one: Memory, two: Memory, times: int) -> Memory:
     for phase, peak in one.peaks.items():
         other = two.peaks[phase]
         peaks[phase] = Counter({use: grown(peak[use], other[use]) for use in {*peak, *other}})
-    return Memory(peaks, grown(one.trained, two.trained))
+    return Memory(peaks, grown(one.trained, two.trained), one.work.grown(two.work, times))

@@ -1,8 +1,9 @@
-"""Two steps of a run on one rank, and the memory of each of their phases."""
+"""Two steps of a run on one rank: the memory of each of their phases, and what the second does."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from smp_train.arguments import Arguments
 from smp_train.backends.base import Backend
 from smp_train.data.pipelines.data_pipeline import Batch
 from smp_train.models.build import decoder_layers
+from smp_train.planning import work
 from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, LiveMemory
 
 FORWARD, HEAD, BACKWARD, UPDATE = "forward", "head", "backward", "update"
@@ -24,7 +26,13 @@ Phase = tuple[str, int]
 """A part of the step and the layer: from the start, or from the end below 0; every other layer lies between the two."""
 
 
-def peaks(args: Arguments, backend: Backend, model: nn.Module, *, seq_len: int) -> dict[Phase, Counter[str]]:
+SOME = 2
+"""Micro-batches that are stepped, at most: the first, for which all but the last one stand, and the last one."""
+
+
+def peaks(
+    args: Arguments, backend: Backend, model: nn.Module, *, seq_len: int, counter: work.Counter | None = None
+) -> dict[Phase, Counter[str]]:  # fmt: skip
     """Return the largest bytes of live tensors of two steps on this rank, by phase and use; collective.
 
     The state of the optimizer is there from the first update on, so the second step shows what later ones take.
@@ -34,6 +42,7 @@ def peaks(args: Arguments, backend: Backend, model: nn.Module, *, seq_len: int) 
         backend: Which built the model.
         model: With real parameters, or with fake ones in the mode of these.
         seq_len: Tokens of a row.
+        counter: Of what the second step does.
     """
     optimizer = train_utils.build_optimizer(
         model, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay,
@@ -53,17 +62,15 @@ def peaks(args: Arguments, backend: Backend, model: nn.Module, *, seq_len: int) 
             tracker.enter((FORWARD, 0))
             tracker.hold(model.parameters(), PARAMETERS)
             tracker.hold(model.buffers(), PARAMETERS)
-            for _ in range(2):
-                ids = [
-                    torch.zeros(args.train_batch_size, seq_len, dtype=torch.int64)
-                    for _ in range(args.gradient_accumulation_steps)
-                ]
-                batches = [Batch(input_ids=each, labels=each, attention_mask=None, samples=[]) for each in ids]
+            for again in (False, True):
+                batches = MicroBatches(args, seq_len, counter)
+                if again and counter is not None:
+                    tracker.count = counter.add
                 train_utils.train_step(
                     backend, model, optimizer, batches, tokens=torch.ones((), dtype=torch.int64, device=device),
                     lr=args.lr, max_grad_norm=args.grad_clip, held=torch.zeros((), device=device),
                 )  # fmt: skip
-                tracker.in_backward = False
+                tracker.count, tracker.in_backward = None, False
                 tracker.enter((FORWARD, 0))
                 states = (each for state in optimizer.state.values() for each in state.values())
                 tracker.hold((each for each in states if isinstance(each, torch.Tensor)), OPTIMIZER)
@@ -71,6 +78,21 @@ def peaks(args: Arguments, backend: Backend, model: nn.Module, *, seq_len: int) 
         for handle in handles:
             handle.remove()
     return tracker.peaks
+
+
+class MicroBatches(list[Batch]):
+    """A rank's micro-batches of a step; while one runs, the counter knows how many it stands for."""
+
+    def __init__(self, args: Arguments, seq_len: int, counter: work.Counter | None) -> None:
+        self.planned, self.counter = args.gradient_accumulation_steps, counter
+        ids = [torch.zeros(args.train_batch_size, seq_len, dtype=torch.int64) for _ in range(min(self.planned, SOME))]
+        super().__init__(Batch(input_ids=each, labels=each, attention_mask=None, samples=[]) for each in ids)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index, batch in enumerate(super().__iter__()):
+            if self.counter is not None:
+                self.counter.times = 1 if index == len(self) - 1 else self.planned - 1
+            yield batch
 
 
 def hold_gradients(model: nn.Module, tracker: LiveMemory) -> None:

@@ -35,8 +35,10 @@ class LiveMemory(TorchDispatchMode):
     Not seen: what a kernel allocates and frees inside itself, which no tensor holds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: Callable[..., None] | None = None) -> None:
+        """Start counting; ``count`` is told phase, operation, arguments and result of each operation."""
         super().__init__()
+        self.count = count
         self.live: Counter[str] = Counter()
         """Bytes by what they are for."""
         self.peaks: dict[Any, Counter[str]] = {}
@@ -80,6 +82,8 @@ class LiveMemory(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
+        if self.count is not None:
+            self.count(self.phase, func, args, kwargs or {}, result)
         for tensor in tree_leaves(result):
             plain = isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor)
             if plain and tensor.layout == torch.strided:

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from smp_train.parallel import activation_offloading, expert_parallel
 from smp_train.planning import stepping
 from smp_train.planning.stepping import UPDATE, Phase
 from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
+from smp_train.planning.work import Counter as WorkCounter
+from smp_train.planning.work import Work
 
 
 class FakeBackend(NativeBackend):
@@ -46,12 +48,14 @@ class FakeBackend(NativeBackend):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a step takes on rank 0, in bytes; other ranks' shards are no larger."""
+    """What a step takes on rank 0, in bytes, and does; other ranks' shards are no larger."""
 
     peaks: dict[Phase, Counter[str]]
     """By phase and use."""
     trained: int
     """Parameters with a gradient, of the whole model."""
+    work: Work = field(default_factory=Work)
+    """What it does meanwhile."""
 
     def on_device(self, phase: Phase) -> dict[str, int]:
         """Return what is on the device in a phase, by use."""
@@ -110,15 +114,16 @@ def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> M
     backend.mode.cache_enabled = not args.sm_activation_offloading
     backend.check(spec, seq_len=seq_len)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=False)
+    counter = WorkCounter(backend.mesh.dimensions(), ranks.local_world_size)
     try:
         with backend.mode:
-            peaks = stepping.peaks(args, backend, model, seq_len=seq_len)
+            peaks = stepping.peaks(args, backend, model, seq_len=seq_len, counter=counter)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as problem:
         raise ConfigError(
             f"no plan: what a {spec.config.model_type} computes depends on values, which are not there "
             f"({one_line(problem)})"
         ) from problem
-    return Memory(peaks, sum(each.numel() for each in model.parameters() if each.requires_grad))
+    return Memory(peaks, sum(each.numel() for each in model.parameters() if each.requires_grad), counter.work)
 
 
 def of_depth(spec: ModelSpec, layers: int) -> ModelSpec:

@@ -1,0 +1,106 @@
+"""What `smp-train plan` counts of a step, against formulas: FLOPs of the model, bytes of collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.distributed.test_planning import DEEP, OF
+from tests.tiers import core
+
+NONE = {"activation_checkpointing": "none", "bf16": 1}
+TP, CP, HSDP = {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}, {"hybrid_shard_degree": 2}
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama": (2, NONE),
+    "llama tp 2 fsdp 4": (8, {**NONE, **TP}),
+    **{name: (2, {**of, **NONE}) for name, of in OF.items() if name != "llama"},
+    "llama alone in float32": (1, {**NONE, "bf16": 0}),
+    "llama cp 2": (4, {**NONE, **CP}),
+    "llama hsdp": (8, {**NONE, **HSDP}),
+    "llama accumulated": (4, {**NONE, "gradient_accumulation_steps": 5}),
+    "llama all logits": (2, {**NONE, "chunked_loss": 0}),
+    "llama recomputed": (2, {"bf16": 1}),
+    "neox tp 2": (4, {**OF["neox"], **NONE, **TP}),
+}
+CORE = ["llama", "llama tp 2 fsdp 4"]
+
+
+def counted(settings: list[tuple[int, dict[str, Any]]]) -> list[Any]:
+    """Return of each setting (FLOPs by class, model FLOPs without and with attention, collectives, parameters)."""
+    from smp_train import arguments
+    from smp_train.models.flops import count_parameters, flops_per_token
+    from smp_train.models.resolve import resolve
+    from smp_train.planning.estimate import estimate
+    from tests.training import flags
+
+    found: list[Any] = []
+    for ranks, changes in settings:
+        args = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {}).args
+        spec, seq_len = resolve(args), args.max_context_width
+        work = estimate(args, spec, devices=ranks, per_node=4, seq_len=seq_len).work
+        classes = Counter[str]()
+        for (_, kind), cost in work.operations.items():
+            classes[kind] += cost.flops
+        sent: Counter[Any] = Counter()
+        for (_, collective), cost in work.collectives.items():
+            sent[collective.dimension, collective.kind, collective.ranks, collective.nodes] += cost.size
+        tokens = args.train_batch_size * args.gradient_accumulation_steps * seq_len
+        for degree in (args.tensor_parallel_degree, args.context_parallel_degree):
+            tokens //= degree
+        products, whole = flops_per_token(spec.config, 0) * tokens, flops_per_token(spec.config, seq_len) * tokens
+        found.append((classes, products, whole - products, sent, count_parameters(spec.config)))
+    return found
+
+
+LAYERS = 8
+REST = 2 * 512 * 64 + 64
+"""Parameters outside the layers of `DEEP`: embedding, head and norm."""
+HIDDEN = 2 * 64 * 64 * 2
+"""Bytes of two rows of hidden states in bfloat16."""
+KEYS = 2 * 64 * 2 * 16 * 2
+"""The same of their keys, or their values: two heads of 16."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", core([CORE, [*SETTINGS][2:]], lambda names: names is CORE))
+def test_work_is_what_formulas_say(names: list[str]) -> None:
+    for name, found in zip(names, harness.run(counted, 1, [SETTINGS[name] for name in names])[0], strict=True):
+        (ranks, changes), (classes, products, attention, sent, parameters) = SETTINGS[name], found
+        if name == "llama recomputed":  # a layer's recomputation ends before its last product, which nothing needs
+            last, of_layers = 64 * 160, (parameters - REST) // LAYERS - 2 * 64
+            products += 2 * LAYERS * (of_layers - last) * 2 * 64
+            attention *= (14 + 4) / 14
+        dtype = "products" if changes["bf16"] else "products in float32"
+        assert classes[dtype] == products, name
+        if "attention" in classes:
+            # Half of the matrix with its diagonal, S (S + 1) / 2; backward, the scores once more: 14 for 12.
+            assert classes["attention"] == attention * 14 / 12 * (64 + 1) / (2 * 64), name
+        else:  # kernels of a CPU that are none of a GPU's
+            assert name in ("gpt2", "falcon")
+        if ranks == 1:
+            continue
+        degree = changes.get("tensor_parallel_degree", 1)
+        if name.startswith("llama"):
+            times, shards = changes.get("gradient_accumulation_steps", 1), changes.get("hybrid_shard_degree")
+            norm = 64 * (degree - 1)  # which every tensor rank has whole
+            rest = (REST + norm) / degree
+            layer = ((parameters - REST) / LAYERS + 2 * norm) / degree
+            by_kind = Counter[str]()
+            for (dimension, kind, among, _), size in sent.items():
+                if dimension.startswith("shard") and size > 100:
+                    assert among == (shards or ranks // degree)
+                    by_kind[kind] += size
+            # In bfloat16, twice, but for the last layer and the rest; in float32, once.
+            assert by_kind["all-gather"] == 2 * times * ((2 * LAYERS - 1) * layer + rest), name
+            assert by_kind["reduce-scatter"] == 4 * times * (LAYERS * layer + rest), name
+            if shards:
+                assert sent["replicate", "all-reduce", ranks // shards, 2] == 4 * parameters / shards
+        if degree > 1:  # both blocks, both ways; the head
+            assert sent["tensor", "all-gather", 2, 1] == (4 * LAYERS + 2) * HIDDEN
+            assert sent["tensor", "reduce-scatter", 2, 1] == (4 * LAYERS + 1) * HIDDEN
+        if "context_parallel_degree" in changes:
+            assert sent["context", "all-gather", 2, 1] == sent["context", "reduce-scatter", 2, 1] == 2 * LAYERS * KEYS
