@@ -85,8 +85,8 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 def peak_flops(device_name: str) -> float | None:
     """Return the peak of dense bf16 matrix products in FLOP/s, None for a device outside the table.
 
-    Figures are NVIDIA's: the data sheets of A10G, L4, L40S, A100, H100, H200 and GB200 and the HGX B200 and B300 pages, halved
-    where a sheet quotes 2:4 sparsity. H100 SXM is 528 tensor cores x 1024 FLOP/clock x 1.83 GHz. A slice of a
+    Figures are NVIDIA's: the data sheets of A10G, L4, L40S, A100, H100, H200 and GB200 and the HGX B200 and B300 pages,
+    halved where a sheet quotes 2:4 sparsity. H100 SXM is 528 tensor cores x 1024 FLOP/clock x 1.83 GHz. A slice of a
     device (MIG), whose name contains the whole device's, has no known peak.
 
     Args:

@@ -167,7 +167,8 @@ def test_speed_without_a_known_device_or_without_a_step():
     [
         ("A10G", 70), ("L4", 121), ("L40S", 362), ("A100-SXM4-40GB", 312), ("A100 80GB PCIe", 312),
         ("H100 80GB HBM3", 989.4), ("H100 PCIe", 756.5), ("H100 NVL", 835.5), ("H200", 989.4), ("H200 NVL", 835.5),
-        ("B200", 2250), ("H100 80GB HBM3 MIG 1g.10gb", None), ("A10", None), ("RTX A1000", None), ("GB200", 2500), ("B300", 2250), ("GB300", None),
+        ("B200", 2250), ("H100 80GB HBM3 MIG 1g.10gb", None), ("A10", None), ("RTX A1000", None),
+        ("GB200", 2500), ("B300", 2250), ("GB300", None),
     ],
 )  # fmt: skip
 def test_the_peak_is_by_the_whole_name(name, tflops):
