@@ -235,17 +235,20 @@ class NetworkCheck:
         """All-reduce over this rank's one of ``groups``, report its rate, and wait for the reports of all."""
         ranks = next((ranks for ranks in groups if self.place.rank in ranks), [])
         rates: list[float] = []
+        problems: list[str] = []
 
         def work() -> None:
             try:
                 rates.append(self.reduce(name, ranks, seconds))
             except Exception as problem:  # of whatever library is below: the step has failed
-                say(f"preflight: [{self.place.hostname}] {name}: {one_line(problem)[:200]}")
+                problems.append(one_line(problem)[:200])
 
         if ranks:
             thread = threading.Thread(target=work, daemon=True)
             thread.start()
             thread.join(seconds)
+        for problem in problems:  # what comes later says no more, and may come after the verdict
+            say(f"preflight: [{self.place.hostname}] {name}: {problem}")
         self.store.set(f"{name}/{self.place.rank}", str(rates[0]) if rates else "")
         self.missing([f"{name}/{rank}" for rank in range(self.place.world_size)], seconds + SLACK_SECONDS)
 
