@@ -38,6 +38,8 @@ class Part(NamedTuple):
     """Mean loss of each micro-batch, in nats per token; none where the passes were not run again."""
     layer: tuple[int, str] | None
     """The first module with an output that is not finite: its number in the order of modules, and its name."""
+    damaged: bool
+    """Whether that module's weights are not finite."""
 
 
 def left_out(run: Run, result: train_utils.StepResult) -> Tensor:
@@ -62,7 +64,10 @@ def respond(run: Run, of: train_utils.Unread, loss: float, grad_norm: float, *, 
         what += f", where {limits.loss:.5g} and {limits.grad_norm:.5g} are the limits"
     what += "; " + described(parts, of, finite=finite)
     to = run.saved_path if spikes.policy == "rollback" else None
-    action = ("stop" if spikes.policy == "warn" else "rollback" if to else "skip") if held else "warn"
+    damaged = any(part.damaged for part in parts)
+    action = "warn"
+    if held:
+        action = "rollback" if to else "stop" if damaged or spikes.policy == "warn" else "skip"
     run.metrics.event(
         "spike", step=of.step, loss=loss, grad_norm=grad_norm, action=action, first=of.first, last=of.consumed - 1,
         samples={str(part.dp_rank): [*chain(*part.names)] for part in parts}, layer=first_layer(parts),
@@ -71,10 +76,13 @@ def respond(run: Run, of: train_utils.Unread, loss: float, grad_norm: float, *, 
         log.warning("%s; its update was made (--on_spike skip leaves it out)", what, extra=ALL_RANKS)
         return False
     try:
-        if spikes.policy == "warn":
+        if action == "stop":
+            remedy = "or with --on_spike skip"
+            if damaged:  # without this step, too: what is saved from here on would replace good checkpoints
+                remedy = "or with --on_spike rollback: no skipped step mends weights"
             raise SmpTrainError(
                 f"{what}. Nothing was saved of it; resume from the last checkpoint with a lower --lr or --grad_clip, "
-                "or with --on_spike skip"
+                f"{remedy}"
             )
         if to is None:
             spikes.skip_one(of.step)
@@ -115,11 +123,12 @@ def examine(run: Run, of: train_utils.Unread, *, again: bool) -> list[Part]:
     numbers = {id(module): number for number, module in enumerate(run.model.modules())}
     clean = {id(module): canonical_name(name) for name, module in run.model.named_modules()}
     layers: list[tuple[int, str]] = []
+    damaged: list[bool] = []
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
         if not layers and id(module) in numbers and not all(bool(t.isfinite().all()) for t in tensors(output)):
-            damaged = not all(bool(local_tensor(p).isfinite().all()) for p in module.parameters(recurse=False))
-            name = clean[id(module)] + " (its weights are not finite)" * damaged
+            damaged.append(not all(bool(local_tensor(p).isfinite().all()) for p in module.parameters(recurse=False)))
+            name = clean[id(module)] + " (its weights are not finite)" * damaged[0]
             layers.append((numbers[id(module)], name))
 
     losses: list[float] = []
@@ -139,7 +148,7 @@ def examine(run: Run, of: train_utils.Unread, *, again: bool) -> list[Part]:
         if not any(names):
             names = run.train_data.names(of.first)
         rank, topology = run.runtime.rank, run.backend.topology
-        return Part(rank, topology.dp_rank, names, losses, layers[0] if layers else None)
+        return Part(rank, topology.dp_rank, names, losses, layers[0] if layers else None, any(damaged))
 
     return distributed.gather("naming the samples", part)
 

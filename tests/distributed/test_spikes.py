@@ -155,12 +155,17 @@ def test_no_rollback_without_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damaged_weights_are_named_and_not_skipped_for_ever(tmp_path: Path) -> None:
-    common = data(tmp_path, on_spike="skip", max_steps=20)
+def test_damaged_weights_end_a_run_that_skips_before_they_are_saved(tmp_path: Path) -> None:
+    common = data(tmp_path, on_spike="skip", checkpoint_freq=1)
     message = fails(train_oddly, 2, flags(tmp_path, **common), weights=3)
-    assert "step 8: the updates of the 5 steps before it were skipped as well" in message
-    layers = {event["layer"] for event in spikes(tmp_path)}
-    assert layers == {"model.layers.1.mlp.up_proj (its weights are not finite) of rank 0"}
+    assert "step 3: the loss is nan" in message
+    assert "--on_spike rollback" in message
+    (event,) = spikes(tmp_path)
+    assert (event["action"], event["layer"]) == (
+        "stop", "model.layers.1.mlp.up_proj (its weights are not finite) of rank 0"
+    )  # fmt: skip
+    assert checkpoint(tmp_path, 2).exists()
+    assert not checkpoint(tmp_path, 3).exists()
 
 
 HARD = 30
