@@ -37,6 +37,7 @@ from smp_train.spikes import Spikes
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
 from smp_train.telemetry.logging_utils import get_logger, setup_logging
+from smp_train.telemetry.memory_owners import while_building
 from smp_train.telemetry.memory_tracker import MemoryRows
 from smp_train.telemetry.metrics import MetricsWriter, Throughput, peak_flops
 from smp_train.telemetry.run_folder import RunFolder
@@ -172,7 +173,9 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         with distributed.together("comparing the models"):
             resume.check_model(args, spec, found)
     memory = MemoryRows(device, on=args.enable_memory_profiling)
-    with Shown("Building the model", shown=ranks.is_main and backend.name == "smp"):  # native shows what takes long
+    smp = backend.name == "smp"
+    shown = ranks.is_main and smp  # native shows what takes long
+    with while_building(args, ranks, device, folder.logs, smp=smp), Shown("Building the model", shown=shown):
         model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     memory.row("model built")
     if any(map(is_node_local, args.checkpoint_dir)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -26,15 +28,20 @@ FLAGS = 4
 PIECES_FROM = 0.1
 """Part of the memory that the allocator may keep in unused pieces before that is the first thing to change."""
 OTHERS, PIECES = "activations and temporary tensors", "unused pieces kept by the allocator"
+LOGITS, SO_FAR = "logits and what the loss makes of them", "weights made so far"
 _GIB = 1024**3
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
-def owners(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> list[tuple[str, float]]:
+def owners(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device,
+    widths: Collection[int] = (),
+) -> list[tuple[str, float]]:  # fmt: skip
     """Return what holds this rank's memory on the device and how many GiB, the largest first; not collective.
 
-    What is no weight, gradient, state or buffer is found by difference: from the allocator's figure on a GPU, where
-    gathered layers and the loss are part of it, and from the resident memory on a CPU, where the program itself is.
+    What is no weight, gradient, state, buffer or logit is found by difference: from the allocator's figure on a GPU,
+    where gathered layers are part of it, and from the resident memory on a CPU, where the program itself is. Without a
+    ``model`` that is what has been built of one. ``widths`` are the sizes of the vocabulary, or of a rank's part.
     """
     counted: Counter[str] = Counter()
     layers: Counter[str] = Counter()
@@ -45,9 +52,14 @@ def owners(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: to
         counted[owner] += size
         return size
 
+    rest = SO_FAR if model is None else OTHERS
+    model = model or nn.Module()
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    of_head = {id(parameter) for parameter in head.parameters()} if head is not None else ()
     for name, parameter in model.named_parameters():
         layer = _LAYER.search(name)
-        size = count("weights of layers" if layer else "weights of embeddings, head and norms", parameter)
+        other = "weights of the head" if id(parameter) in of_head else "weights of embeddings and norms"
+        size = count("weights of layers" if layer else other, parameter)
         if layer:
             layers[name[: layer.end(1)]] += size
         count("gradients", parameter.grad)
@@ -56,6 +68,7 @@ def owners(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: to
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in state.values():
             count("optimizer state", value)
+    counted[LOGITS] = _of_width(widths, device)
     found = {name: size / _GIB for name, size in counted.items()}
     if layers:
         title = f"weights of {len(layers)} layers, at most {max(layers.values()) / _GIB:.3g} GiB each"
@@ -64,11 +77,22 @@ def owners(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: to
     if device.type == "cuda":
         allocated, reserved = torch.cuda.memory_allocated(device) / _GIB, torch.cuda.memory_reserved(device) / _GIB
         free, total = (each / _GIB for each in torch.cuda.mem_get_info(device))
-        found[OTHERS], found[PIECES] = allocated - known, reserved - allocated
+        found[rest], found[PIECES] = allocated - known, reserved - allocated
         found["CUDA, NCCL and other processes"] = total - free - reserved
     else:
-        found[f"{OTHERS}, and the program"] = rss_gib() - known
+        found[f"{rest}, and the program"] = rss_gib() - known
     return sorted(((name, size) for name, size in found.items() if size > 0), key=lambda each: -each[1])
+
+
+def _of_width(widths: Collection[int], device: torch.device) -> int:
+    """Return the bytes of the tensors that Python holds whose last dimension is one of ``widths``."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and each.dim() > 1 and each.shape[-1] in widths:
+            with suppress(Exception):  # one without memory of its own
+                storage = local_tensor(each).untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes() if storage.device.type == device.type else 0
+    return sum(found.values())
 
 
 def changes(
@@ -93,7 +117,7 @@ def changes(
     ]
     total = sum(size for _, size in held)
     pieces = dict(held).get(PIECES, 0.0) >= PIECES_FROM * total
-    activations = sum(size for name, size in held if name.startswith(OTHERS))
+    activations = sum(size for name, size in held if name.startswith((OTHERS, LOGITS)))
     state = sum(size for name, size in held if name.startswith(("weights", "gradients", "optimizer")))
     first, second = (for_activations, for_state) if activations >= state else (for_state, for_activations)
     named = [text for applies, text in (*first[:-1], *second[:-1], first[-1], second[-1]) if applies]
@@ -117,18 +141,19 @@ def dump(path: Path) -> bool:
 
 
 def out_of_memory(
-    failure: BaseException, args: Arguments, ranks: Runtime, model: nn.Module, optimizer: torch.optim.Optimizer, *,
-    device: torch.device, step: int, folder: Path, smp: bool,
+    failure: BaseException, args: Arguments, ranks: Runtime, model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None, *, device: torch.device, step: int = 0, folder: Path, smp: bool,
 ) -> SmpTrainError | None:  # fmt: skip
     """Return the error that says who holds the memory and what to change, and log the table; not collective.
 
     None where ``failure`` is another one. To be called where it is caught: its frames still hold the activations.
-    ``step`` is the one being made; a snapshot goes to ``folder``.
+    ``step`` is the one being made, without a ``model`` that one is built; a snapshot goes to ``folder``.
     """
     said = no_memory(failure) if isinstance(failure, Exception) and not isinstance(failure, SmpTrainError) else None
     if said is None:
         return None
-    held = owners(model, optimizer, device)
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", 0)
+    held = owners(model, optimizer, device, {vocabulary, vocabulary // args.tensor_parallel_degree} - {0})
     snapshot = folder / f"memory-rank{ranks.rank}.pickle"
     for row in table(held):
         log.error("%s", row, extra=ALL_RANKS)
@@ -137,7 +162,19 @@ def out_of_memory(
     sharing = plan(args, ranks.world_size, ranks.local_world_size, smp=smp).sharing
     change = changes(args, held, sharing=sharing, world_size=ranks.world_size, on_gpu=device.type == "cuda")
     largest = ", ".join(f"{name} {size:.3g} GiB" for name, size in held[:OWNERS])
+    where = "while the model is built" if model is None else f"in step {step}, {heartbeat.PHASES[heartbeat.phase]}"
     return SmpTrainError(
-        f"out of memory in step {step}, {heartbeat.PHASES[heartbeat.phase]}: {said}; held by {largest}; change, in "
-        f"this order: {'; '.join(change)}"
+        f"out of memory {where}: {said}; held by {largest}; change, in this order: {'; '.join(change)}"
     )
+
+
+@contextmanager
+def while_building(args: Arguments, ranks: Runtime, device: torch.device, folder: Path, *, smp: bool) -> Iterator[None]:
+    """Raise the error of `out_of_memory` where memory runs out in the body; not collective."""
+    try:
+        yield
+    except Exception as failure:
+        error = out_of_memory(failure, args, ranks, device=device, folder=folder, smp=smp)
+        if error is not None:
+            raise error from failure
+        raise

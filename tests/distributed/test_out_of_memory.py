@@ -11,19 +11,17 @@ from tests.training import flags, train
 def train_until_out_of_memory(command_line: list[str]) -> tuple[int, str]:
     import torch
 
-    from smp_train import train_lib, train_utils
     from smp_train.errors import SmpTrainError
 
-    train_step, steps = train_utils.train_step, [0]
+    cross_entropy, steps = torch.nn.functional.cross_entropy, [0]
 
     def planted(*args: object, **kwargs: object) -> object:
         steps[0] += 1
         if steps[0] == 2:
-            train_lib.heartbeat.at(train_lib.heartbeat.BACKWARD)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. If reserved but unallocated")
-        return train_step(*args, **kwargs)  # type: ignore[arg-type]
+        return cross_entropy(*args, **kwargs)  # type: ignore[arg-type]
 
-    train_utils.train_step = planted  # type: ignore[assignment]
+    torch.nn.functional.cross_entropy = planted  # type: ignore[assignment]
     try:
         train(command_line)
     except SmpTrainError as failure:
@@ -32,16 +30,42 @@ def train_until_out_of_memory(command_line: list[str]) -> tuple[int, str]:
 
 
 def test_out_of_memory_names_owners_and_flags(tmp_path: Path) -> None:
-    words = flags(tmp_path, activation_checkpointing="none", train_batch_size=2)
+    words = flags(tmp_path, activation_checkpointing="none", train_batch_size=16, chunked_loss=0)
     ((code, said),) = harness.run(train_until_out_of_memory, 1, words)
     assert code == 1
     assert "\n" not in said
-    assert "out of memory in step 2, backward: CUDA out of memory. Tried to allocate 2.00 GiB; " in said
-    for owner in ("optimizer state", "gradients", "weights of 2 layers", "activations"):
+    assert "out of memory in step 2, forward: CUDA out of memory. Tried to allocate 2.00 GiB; " in said
+    for owner in ("activations", "logits", "optimizer state", "weights of 2 layers"):
         assert owner in said
-    assert said.index("--activation_checkpointing full") < said.index("--train_batch_size 1")
+    changes = said.partition("in this order: ")[2].split("; ")
+    assert changes[:2] == ["--chunked_loss 1", "--activation_checkpointing full"]
+    assert changes[2].startswith("--train_batch_size 8")
     log = (tmp_path / "run/logs/rank-0.log").read_text()
     assert log.count("memory GiB | ") == 5
+
+
+def build_until_out_of_memory(command_line: list[str]) -> str:
+    import torch
+
+    from smp_train.backends.native import NativeBackend
+    from smp_train.errors import SmpTrainError
+
+    def planted(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    NativeBackend.build = planted  # type: ignore[method-assign, assignment]
+    try:
+        train(command_line)
+    except SmpTrainError as failure:
+        return str(failure)
+    raise AssertionError("built without memory")
+
+
+def test_out_of_memory_in_set_up_names_what_shares_the_state(tmp_path: Path) -> None:
+    said = harness.run(build_until_out_of_memory, 2, flags(tmp_path, hybrid_shard_degree=1))[0]
+    assert "out of memory while the model is built: CUDA out of memory" in said
+    assert "held by weights made so far" in said
+    assert "in this order: --hybrid_shard_degree 2;" in said
 
 
 def test_memory_profiling_has_rows_of_set_up_phases_and_saves(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def trained(device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     layers = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(2)])
     model = nn.ModuleDict({"layers": layers, "head": nn.Linear(512, 1024, bias=False)})
     model.register_buffer("table", torch.zeros(256, 1024))
+    model.get_output_embeddings = lambda: model["head"]  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -34,12 +35,20 @@ def test_owners_have_their_sizes() -> None:
     sizes = dict(held)
     assert sizes["optimizer state"] == pytest.approx(8 * MIB, rel=1e-4)
     assert sizes["gradients"] == pytest.approx(4 * MIB)
-    assert sizes["weights of embeddings, head and norms"] == pytest.approx(2 * MIB)
+    assert sizes["weights of the head"] == pytest.approx(2 * MIB)
     (layers,) = (name for name in sizes if name.startswith("weights of 2 layers"))
     assert sizes[layers] == pytest.approx(2 * MIB)
     assert sizes["buffers"] == pytest.approx(1 * MIB)
     assert [size for _, size in held] == sorted(sizes.values(), reverse=True)
     assert len(memory_owners.table(held)) == 5
+
+
+def test_logits_are_found_by_the_width_of_the_vocabulary() -> None:
+    made = torch.zeros(1024, 777)
+    views = made[:10], made.view(32, 32, 777)
+    held = dict(owners(*trained(), torch.device("cpu"), {777}))
+    assert held[memory_owners.LOGITS] == pytest.approx(1024 * 777 * 4 / 2**30)
+    assert views
 
 
 def test_on_a_gpu_the_rest_is_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
