@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from smp_train.distributed import heartbeat
 from smp_train.distributed.dtensor import Shard, local_tensor
 
 STACKED = 3
@@ -68,6 +70,7 @@ def shard(
         for module, following in zip([model, *units[:-1]], units, strict=True):
             assert isinstance(module, FSDPModule)
             module.set_modules_to_forward_prefetch([following, *experts.get(following, ())])  # type: ignore[list-item]
+    measure(module for module in model.modules() if isinstance(module, FSDPModule))
     apart = {module for modules in experts.values() for module in modules}
     for module in model.modules():
         own_mesh = experts_mesh if module in apart else mesh
@@ -80,6 +83,26 @@ def shard(
             # A divide factor makes FSDP2 ask for a pre-multiplied sum, which gloo does not have.
             if hasattr(module, "set_force_sum_reduction_for_comms"):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def measure(units: Iterable[FSDPModule]) -> None:
+    """Let whoever measures take the time of all-gathers and reduce-scatters, as torch allows since 2.9."""
+    with suppress(ImportError):
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+        gather, scatter = _timed(DefaultAllGather), _timed(DefaultReduceScatter)
+        for unit in units:
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(scatter)
+
+
+def _timed(kind: type) -> Any:
+    class Timed(kind):
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            with heartbeat.collective():
+                return super().__call__(*args, **options)
+
+    return Timed()
 
 
 def separate_head(model: nn.Module) -> nn.Module | None:

@@ -53,8 +53,9 @@ STEP_FIELDS = (
 # Absent with --telemetry minimal.
 TIME_FIELDS = (
     "time_shares",  # parts of all time, mean over ranks, that add up to 1: `step_times.SHARES`
+    "communication_share",  # collectives of weights and gradients (FSDP2), part of all time; on a GPU beside compute
     "host_ahead_sec",  # the host waited for its device, the least of all ranks; near 0: the host limits; null on a CPU
-    "slowest_rank",  # the last to reach the vote; null in a world of one, as the others
+    "slowest_rank",  # that waits least for others; null in a world of one, as the next four
     "slowest_host",
     "slowest_phase",  # in which it differs most from the other ranks' median
     "slowest_sec",  # seconds per update more than the other ranks' median

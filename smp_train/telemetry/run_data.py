@@ -207,6 +207,8 @@ def _shares(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of a step's time in per cent: ``time_shares`` where recorded, else the wait for data alone."""
     if isinstance(record.get("time_shares"), Mapping):
         found = {str(name).replace("_", " "): share for name, share in record["time_shares"].items()}
+        if record.get("communication_share") is not None:
+            found["communication, in forward and backward"] = record["communication_share"]
         return {name: 100 * share for name, share in found.items() if _is_number(share)}
     seconds, waited = record.get("step_sec"), record.get("data_wait_sec")
     return {"data": 100 * waited / seconds} if seconds and waited is not None else {}

@@ -5,23 +5,26 @@ time between two of them is the device's: where the host is ahead, reading data 
 time that the device stood still for it. So the phases add up to all of the time. An event is read once the device
 has passed it, never waited for. On a CPU a mark is a reading of the clock.
 
-Communication inside forward and backward is part of these: it overlaps with compute, which no mark can see (the
-profiler can, `telemetry.verdict`). The vote is the first collective of a step and carries three numbers: time in it is
-time waited for slower ranks.
+The collectives of sharded weights and gradients (FSDP2's) are timed as well: on a GPU in a stream of their own, where
+they run beside compute, so that they are no part of the sum. How much of them is exposed, the profiler tells
+(`telemetry.verdict`). A rank that is slow in a forward or backward pass keeps the others waiting in them, and itself
+waits for none: what a rank does is the time of its phases without its collectives. The vote is the first collective of
+a step and carries three numbers: time in it is time waited for slower ranks.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from smp_train.distributed import Runtime, gather, heartbeat, rank
+from smp_train.distributed import ALL_RANKS, Runtime, gather, heartbeat, rank
 from smp_train.distributed.heartbeat import (
     BACKWARD,
     CALLBACK,
@@ -47,10 +50,12 @@ SHARES = {
 }  # fmt: skip
 """Phases that each field of ``time_shares`` adds up."""
 OWN = (DATA, FORWARD, BACKWARD, CLIP, UPDATE, OUTCOME, LOG)
-"""Phases that make a rank late for the next vote."""
+"""Phases in which a rank keeps the others waiting."""
 NAMED_AFTER = 3
 """A rank is named in the log when it costs the others `NAMED_FROM` of a step in so many records on end."""
-_COLUMNS = len(PHASES) + 2
+_TALK = {FORWARD: len(PHASES), BACKWARD: len(PHASES) + 1}
+"""Columns of the seconds of collectives in a phase."""
+_COLUMNS = len(PHASES) + 4
 
 log = get_logger()
 
@@ -62,14 +67,17 @@ class StepTimes:
         """Listen to the heartbeat until it ends; collective."""
         self.hosts = gather("naming the nodes", lambda: ranks.hostname)
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._sums = [0.0] * _COLUMNS  # seconds by phase, seconds for which the host waited for the device, steps
+        # Seconds by phase, of collectives in forward and backward, for which the host waited for the device; steps.
+        self._sums = [0.0] * _COLUMNS
         self._phase, self._since = START, time.perf_counter()
         self._marks: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._collectives: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._unused: list[torch.cuda.Event] = []
         self._coming: ToHost | None = None
         self._late: tuple[int, int] | None = None
         self._late_for = 0
         heartbeat.listen(self.mark)
+        heartbeat.collective = self.collective
 
     def mark(self, phase: int) -> None:
         """Note that the main thread enters a phase; does not wait for the device."""
@@ -77,17 +85,39 @@ class StepTimes:
         if self._on_gpu:
             if self._phase == OUTCOME:
                 self._sums[-2] += now - self._since
-            event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((phase, event))
+            self._marks.append((phase, self._event()))
             if phase == DATA:
                 self._read_marks()
         else:
             self._add(self._phase, now - self._since)
         self._phase, self._since = phase, now
 
+    def _event(self) -> torch.cuda.Event:
+        """Return an event that is recorded now, in this thread's stream."""
+        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Take the time of the collective in the body, in forward and backward; does not wait for the device."""
+        column, began = _TALK.get(heartbeat.phase), time.perf_counter()
+        if column is None:
+            yield
+        elif self._on_gpu:
+            start = self._event()
+            yield
+            self._collectives.append((column, start, self._event()))
+        else:
+            yield
+            self._sums[column] += time.perf_counter() - began
+
     def _read_marks(self) -> None:
         """Add up the times between the marks that the device has passed."""
+        while self._collectives and self._collectives[0][2].query():
+            column, start, end = self._collectives.popleft()
+            self._sums[column] += start.elapsed_time(end) / 1000
+            self._unused += start, end
         while len(self._marks) > 1 and self._marks[0][1].query() and self._marks[1][1].query():
             phase, event = self._marks.popleft()
             self._add(phase, event.elapsed_time(self._marks[0][1]) / 1000)
@@ -127,7 +157,7 @@ class StepTimes:
             log.warning(
                 "The other ranks wait for rank %d on %s: %.2g s in every step, %.0f%% of it; it differs from them most "
                 "in %s", found["slowest_rank"], found["slowest_host"], found["slowest_sec"],
-                100 * found["slowest_share"], found["slowest_phase"],
+                100 * found["slowest_share"], found["slowest_phase"], extra=ALL_RANKS,
             )  # fmt: skip
 
 
@@ -135,8 +165,8 @@ def summary(rows: Sequence[Sequence[float]], hosts: Sequence[str], *, with_host:
     """Return the fields of `metrics.TIME_FIELDS`, those that are not known as None.
 
     Args:
-        rows: of each rank the seconds in each phase of `PHASES`, the seconds for which the host waited for the device,
-            and the steps that these are of.
+        rows: of each rank the seconds in each phase of `PHASES`, those of collectives in forward and in backward, the
+            seconds for which the host waited for the device, and the steps that all these are of.
         hosts: name of each rank's node.
         with_host: whether the device works behind the host.
     """
@@ -147,10 +177,13 @@ def summary(rows: Sequence[Sequence[float]], hosts: Sequence[str], *, with_host:
     found["time_shares"] = {
         name: sum(row[phase] for row in rows for phase in phases) / total for name, phases in SHARES.items()
     }
+    talk = sum(row[column] for row in rows for column in _TALK.values())
+    found["communication_share"] = talk / total if talk else None
     if with_host:
         found["host_ahead_sec"] = min(row[-2] / row[-1] for row in rows)
     if len(rows) > 1:
-        own = [{phase: row[phase] / row[-1] for phase in OWN} for row in rows]
+        own = [{phase: (row[phase] - (row[_TALK[phase]] if phase in _TALK else 0)) / row[-1] for phase in OWN}
+               for row in rows]  # fmt: skip
         last = max(range(len(own)), key=lambda each: sum(own[each].values()))
         others = [each for other, each in enumerate(own) if other != last]
         more = {phase: own[last][phase] - median(each[phase] for each in others) for phase in OWN}
@@ -158,6 +191,6 @@ def summary(rows: Sequence[Sequence[float]], hosts: Sequence[str], *, with_host:
         found |= {
             "slowest_rank": last, "slowest_host": hosts[last], "slowest_phase": PHASES[max(more, key=more.__getitem__)],
             "slowest_sec": seconds,
-            "slowest_share": seconds / (sum(own[last].values()) + rows[last][VOTE] / rows[last][-1]),
+            "slowest_share": seconds * rows[last][-1] / sum(rows[last][phase] for phase in (*OWN, VOTE)),
         }  # fmt: skip
     return found

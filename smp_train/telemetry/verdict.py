@@ -94,15 +94,18 @@ def bound(one: Shares) -> str:
 
 
 def paragraph(ranks: Sequence[Shares], hosts: Sequence[str], first: int, last: int) -> str:
-    """Return the verdict on the steps ``first`` to ``last`` of all ranks; shares are means over them."""
+    """Return the verdict on the steps ``first`` to ``last`` of all ranks; shares are means over them.
+
+    Where one is slow, the others' communication is time waited for it: then the bound is that rank's.
+    """
     one = Shares(*(sum(values) / len(ranks) for values in zip(*ranks, strict=True)))
     of = {name: 100 * value / one.step for name, value in one._asdict().items()}
     said = [
         f"Profile of steps {first} to {last}: {1000 * one.step:.3g} ms a step, of which compute {of['compute']:.0f} %, "
         f"communication {of['exposed']:.0f} % exposed (another {of['communication'] - of['exposed']:.0f} % is hidden), "
-        f"idle {100 - of['compute'] - of['exposed']:.0f} %.",
-        f"Bound by {bound(one)}: {ADVICE[bound(one)]}.",
+        f"idle {100 - of['compute'] - of['exposed']:.0f} %."
     ]
+    which = ""
     if len(ranks) > 1:
         rank = min(range(len(ranks)), key=lambda each: ranks[each].communication)
         others = median(each.communication for other, each in enumerate(ranks) if other != rank)
@@ -111,6 +114,8 @@ def paragraph(ranks: Sequence[Shares], hosts: Sequence[str], first: int, last: i
                 f"The others wait for rank {rank} on {hosts[rank]}: it is {1000 * ranks[rank].communication:.3g} ms in "
                 f"communication, the median of the others {1000 * others:.3g} ms."
             )
+            one, which = ranks[rank], f" of rank {rank}"
+    said.append(f"Bound by {bound(one)}{which}: {ADVICE[bound(one)]}.")
     return " ".join(said)
 
 

@@ -42,6 +42,12 @@ def test_the_slowest_rank_is_named(tmp_path: Path) -> None:
         assert record["time_shares"]["data"] > record["time_shares"]["forward"]
 
 
+def test_collectives_of_shards_are_timed(tmp_path: Path) -> None:
+    harness.run(train, 2, flags(tmp_path, max_steps=2, logging_freq=2))
+    (record,) = steps(tmp_path)
+    assert 0 < record["communication_share"] < 1
+
+
 def test_minimal_telemetry_measures_no_phases(tmp_path: Path) -> None:
     harness.run(train, 1, flags(tmp_path, max_steps=1, telemetry="minimal"))
     assert "time_shares" not in steps(tmp_path)[0]

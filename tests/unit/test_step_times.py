@@ -23,12 +23,12 @@ def no_listener_stays():
     heartbeat.end()
 
 
-def row(steps: int = 1, ahead: float = 0.0, **seconds: float) -> list[float]:
+def row(steps: int = 1, ahead: float = 0.0, talk: float = 0.0, **seconds: float) -> list[float]:
     phases = {"data": DATA, "vote": VOTE, "forward": FORWARD, "backward": BACKWARD, "update": UPDATE, "log": LOG}
     found = [0.0] * len(PHASES)
     for name, value in seconds.items():
         found[phases[name]] = value * steps
-    return [*found, ahead * steps, steps]
+    return [*found, talk * steps, 0.0, ahead * steps, steps]
 
 
 def test_the_last_rank_at_the_vote_is_named_with_its_phase() -> None:
@@ -44,6 +44,14 @@ def test_the_last_rank_at_the_vote_is_named_with_its_phase() -> None:
     assert found["host_ahead_sec"] is None
 
 
+def test_a_rank_that_is_slow_in_a_pass_is_the_one_that_waits_for_no_other() -> None:
+    usual, late = row(steps=2, forward=3, talk=1.5, backward=1), row(steps=2, forward=3, talk=0.5, backward=1)
+    found = summary([usual, late, usual], ["a", "b", "a"])
+    assert (found["slowest_rank"], found["slowest_phase"]) == (1, PHASES[FORWARD])
+    assert (found["slowest_sec"], found["slowest_share"]) == pytest.approx((1.0, 0.25))
+    assert found["communication_share"] == pytest.approx(3.5 / 12)
+
+
 def test_what_is_not_known_is_null() -> None:
     assert set(summary([row(steps=0)] * 2, ["a", "a"]).values()) == {None}
     alone = summary([row(forward=1, ahead=0.25)], ["a"], with_host=True)
@@ -56,7 +64,7 @@ def test_a_rank_is_named_once_when_it_stays_late(caplog: pytest.LogCaptureFixtur
     even = [row(forward=1), row(forward=1)]
     for rows in (late, late, even, late, late, late, late):
         times._name_slowest(summary(rows, ["a", "b"]))
-    assert len(caplog.messages) == 1
+    assert [record.all_ranks for record in caplog.records] == [True]  # type: ignore[attr-defined]
     assert "rank 1 on b" in caplog.messages[0]
     assert PHASES[DATA] in caplog.messages[0]
 
@@ -78,6 +86,23 @@ def test_phases_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: 110 * share for name, share in shares.items() if share} == pytest.approx(
         {"data": 1, "forward": 2, "backward": 4, "host": 103}
     )
+
+
+def test_collectives_of_a_pass_are_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = StepTimes(RANKS, torch.device("cpu"))
+    clock = iter([0.0, 2.0, 5.0, 9.0, 10.0])
+    monkeypatch.setattr(step_times.time, "perf_counter", lambda: next(clock))
+    times._phase, times._since = LOG, 0.0
+    heartbeat.at(FORWARD)
+    with heartbeat.collective():
+        pass
+    heartbeat.at(VOTE)
+    with heartbeat.collective():  # of a phase that is not asked about
+        pass
+    assert times._sums[len(PHASES)] == 3.0
+    heartbeat.end()
+    with heartbeat.collective():
+        pass
 
 
 class Event:
@@ -103,17 +128,20 @@ class Event:
 def test_events_are_read_once_the_device_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Event, "times", iter(range(0, 10_000_000, 1000)), raising=False)
-    monkeypatch.setattr(step_times, "_COLUMNS", len(PHASES) + 2)
     times = StepTimes(RANKS, torch.device("cuda"))
     for step in range(50):
-        Event.passed = 4000 * step - 5000  # behind the host
-        for phase in (DATA, VOTE, FORWARD, OUTCOME):
+        Event.passed = 6000 * step - 7000  # behind the host
+        for phase in (DATA, VOTE, FORWARD):
             heartbeat.at(phase)
+        with heartbeat.collective():
+            pass
+        heartbeat.at(OUTCOME)
     assert Event.made < 20
     times._on_gpu = False  # the rest is as on a CPU
     times._read_marks()
-    assert sum(times._sums[: len(PHASES)]) == (4000 * 49 - 5000) // 1000
+    assert sum(times._sums[: len(PHASES)]) == (6000 * 49 - 7000) // 1000
     Event.passed = 10_000_000
     shares = gathered(times, monkeypatch)["time_shares"]
-    quarter = {name for name, share in shares.items() if share == pytest.approx(0.25, abs=0.01)}
-    assert quarter == {"data", "wait_for_ranks", "forward", "host"}
+    assert {name: round(6 * share, 1) for name, share in shares.items() if share} == {
+        "data": 1, "wait_for_ranks": 1, "forward": 3, "host": 1
+    }  # fmt: skip

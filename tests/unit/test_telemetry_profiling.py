@@ -85,11 +85,15 @@ def test_the_verdict_has_shares_a_bound_and_the_slowest_rank(
     compute: float, talking: float, exposed: float, by: str
 ) -> None:
     usual = verdict.Shares(2.0, 2 * compute, 2 * talking, 2 * exposed)
-    text = verdict.paragraph([usual, usual, usual._replace(communication=0.1)], ["a", "a", "b"], 6, 8)
+    text = verdict.paragraph([usual] * 3, ["a", "a", "b"], 6, 8)
     assert f"{100 * exposed:.0f} % exposed" in text
     assert f"Bound by {by}: {verdict.ADVICE[by]}" in text
+    assert "rank" not in text.replace("ranks", "")
+    # The others' communication is time waited for the slow rank, whose own bound is the run's.
+    late = verdict.Shares(2.0, 0.2, 0.1, 0.1)
+    text = verdict.paragraph([usual, usual, late], ["a", "a", "b"], 6, 8)
     assert "rank 2 on b" in text
-    assert "rank" not in verdict.paragraph([usual] * 3, ["a", "a", "b"], 6, 8).replace("ranks", "")
+    assert "Bound by the host or the data of rank 2: " in text
 
 
 def test_a_run_ends_in_a_verdict_and_its_dearest_operators(tmp_path: Path) -> None:
