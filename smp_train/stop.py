@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+from smp_train.distributed import heartbeat
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 REPEAT_SECONDS = 5.0
 """A launcher may deliver one request twice, directly and through its children; within this time it counts once."""
@@ -52,6 +54,8 @@ class StopRequest:
         if self.reason is None:
             self.reason, self._since = signal.Signals(number).name, now
             _requested.set()
+            if heartbeat.ordered():  # the run ends already, and saves nothing
+                return
             logger.info(
                 "%s: asked to stop; finishing the step and saving. A signal more than %g s from now ends this process "
                 "at once, without saving", self.reason, REPEAT_SECONDS,

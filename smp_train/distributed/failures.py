@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from smp_train.distributed import group, heartbeat
 from smp_train.distributed.agree import unless
@@ -29,7 +27,7 @@ FIRST = "failed"
 """Key of the message of the first rank with an error of its own."""
 SURVIVORS = "lost"
 """Key of the ranks that have lost a connection, in the order in which they noticed."""
-PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS = group.ANSWER_SECONDS
 """How long survivors wait for each other before they name the silent ranks."""
 POLL_SECONDS = 0.05
 
@@ -59,7 +57,7 @@ def tell_peers(text: str) -> None:
         return
     text = f"rank {met.runtime.rank} on {met.runtime.hostname} failed: {text}"
     with suppress(Exception):  # rank 0 may be gone, and the store with it
-        within(2 * PATIENCE_SECONDS, lambda: connect(met).compare_set(FIRST, "", text))
+        within(2 * PATIENCE_SECONDS, lambda: met.store.compare_set(FIRST, "", text))
 
 
 def first_failure() -> str:
@@ -74,11 +72,14 @@ def first_failure() -> str:
     try:
         return within(3 * PATIENCE_SECONDS, lambda: _ask_store(met))
     except Exception:  # the rank or agent that serves the store is gone
-        return heartbeat.killed_here(here) or f"the store at {met.runtime.master_addr}:{port} does not answer"
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (killed := heartbeat.killed_here(here)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)  # a process that is killed closes its connections before it is gone
+        return killed or f"the store at {met.runtime.master_addr}:{port} does not answer"
 
 
 def _ask_store(met: group.Meeting) -> str:
-    store = connect(met)
+    store = met.store
     store.append(SURVIVORS, f"{met.runtime.rank} ")
     silent = [met.runtime.rank]
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -86,7 +87,7 @@ def _ask_store(met: group.Meeting) -> str:
         heard = set(map(int, store.get(SURVIVORS).split()))
         silent = [rank for rank in range(met.runtime.world_size) if rank not in heard]
         if killed := heartbeat.killed_here(met.runtime.hostname, heard):
-            return killed
+            return str(store.compare_set(FIRST, "", killed).decode())  # other nodes read it, too
         time.sleep(POLL_SECONDS)
     if store.check([FIRST]):
         return str(store.get(FIRST).decode())
@@ -115,13 +116,3 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     except queue.Empty:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
     return answer()
-
-
-def connect(met: group.Meeting) -> Any:
-    """Return a new connection to the store: a thread may be waiting in the group's own."""
-    import torch.distributed as dist
-
-    address = (met.runtime.master_addr, met.runtime.master_port)
-    socket.create_connection(address, timeout=PATIENCE_SECONDS).close()
-    limit = timedelta(seconds=PATIENCE_SECONDS)
-    return dist.PrefixStore(met.prefix, dist.TCPStore(*address, None, False, limit, wait_for_workers=False))

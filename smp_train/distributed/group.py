@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_SECONDS = 600.0
 """How long ranks may take to find each other, with the time in which a slow node unpacks its container."""
+ANSWER_SECONDS = 2.0
+"""How long a store may take to answer a rank that fails."""
 ROUND = "smp_train"
 """Key in the store: the prefix of the keys of the newest round of meeting, as rank 0 names it."""
 CLOSED = "met"
@@ -36,10 +38,13 @@ _serving: dict[tuple[str, int], Any] = {}
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of this process's group met: the prefix of their keys in the store."""
+    """Where the ranks of this process's group met: the prefix of their keys in the store, and a way to it."""
 
     runtime: Runtime
     prefix: str
+    store: Any
+    """A connection besides the group's own, in which a thread may be waiting. It is made while rank 0 is there: torch
+    logs a page of C++ where a store goes away as it connects, and nothing where it is gone later."""
 
 
 _meeting: Meeting | None = None
@@ -136,7 +141,8 @@ def meet(runtime: Runtime, seconds: float) -> Any:
         if newest == prefix != "" and joined.check([CLOSED]):
             if joined.check([MISMATCH]):
                 raise RuntimeError(joined.get(MISMATCH).decode())
-            _meeting = Meeting(runtime, prefix)
+            own = dist.TCPStore(*address, None, False, timedelta(seconds=ANSWER_SECONDS), wait_for_workers=False)
+            _meeting = Meeting(runtime, prefix, dist.PrefixStore(prefix, own))
             return joined
         time.sleep(pause)
         pause = min(0.05 if runtime.is_main else 0.5, 1.5 * pause)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import struct
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,6 +34,9 @@ _WHO = struct.Struct("<qq")  # rank, process
 _BEAT = struct.Struct("<qqd")  # step, phase, since
 _TICK = struct.Struct("<d")
 _AT_BEAT, _AT_TICK, _AT_TEXT = _WHO.size, _WHO.size + _BEAT.size, _WHO.size + _BEAT.size + _TICK.size
+_CRASH_BYTES = 1 << 16
+_LOGGED = re.compile(r"^\d{4}-\d\d-\d\d ", re.MULTILINE)
+_PLACE = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 USUAL_STEPS = 33
 """Steps whose median time is the usual one; at least three must be done."""
 
@@ -53,8 +57,8 @@ class Beat(NamedTuple):
 class Board:
     """The slots of this node's ranks, in mapped memory."""
 
-    def __init__(self, memory: mmap.mmap, local_rank: int, rank: int) -> None:
-        self.memory, self.count = memory, len(memory) // SLOT_BYTES
+    def __init__(self, memory: mmap.mmap, local_rank: int, rank: int, logs: Path | None = None) -> None:
+        self.memory, self.logs = memory, logs or Path()
         self.step, self.phase = 0, START
         self._offset, self._began = local_rank * SLOT_BYTES, 0.0
         self._durations: deque[float] = deque(maxlen=USUAL_STEPS)
@@ -71,6 +75,10 @@ class Board:
             self.step, self._began = step, now
         self.phase = phase
         _BEAT.pack_into(self.memory, self._offset + _AT_BEAT, self.step, phase, now)
+
+    def log(self, rank: int) -> Path:
+        """Return the log of a rank, into which `faulthandler` writes its stacks as well."""
+        return self.logs / f"rank-{rank}.log"
 
     def usual(self) -> float | None:
         """Return the seconds that a step takes; None before three are done: the first ones may compile."""
@@ -105,18 +113,24 @@ class Board:
 
 _board: Board | None = None
 _listeners: list[Callable[[int], None]] = []
+_at_end: list[Callable[[], None]] = []
 phase = START
 """The phase that the main thread is in."""
+collective: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Takes the time of the collective in its body, one of sharded weights or gradients; of whoever measures it."""
 
 
-def open_board(name: str, local_rank: int, local_world_size: int, rank: int) -> Board:
-    """Map the file ``name`` of this node, made by whichever rank is first, and let `at` write into it."""
+def open_board(name: str, local_rank: int, local_world_size: int, rank: int, logs: Path | None = None) -> Board:
+    """Map the file ``name`` of this node, made by whichever rank is first, and let `at` write into it.
+
+    ``logs`` is the folder of the ranks' logs.
+    """
     global _board
     size = local_world_size * SLOT_BYTES
     descriptor = os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(descriptor, size)
-        _board = Board(mmap.mmap(descriptor, size), local_rank, rank)
+        _board = Board(mmap.mmap(descriptor, size), local_rank, rank, logs)
     finally:
         os.close(descriptor)
     return _board
@@ -147,10 +161,19 @@ def at(entered: int, step: int | None = None) -> None:
         _board.at(entered, step)
 
 
+def at_end(work: Callable[[], None]) -> None:
+    """Let ``work`` be done when the heartbeat ends."""
+    _at_end.append(work)
+
+
 def end() -> None:
     """Note that this rank leaves by itself: from here on nobody takes its end for a crash."""
+    global collective
     _listeners.clear()
+    collective = nullcontext
     at(END)
+    while _at_end:
+        _at_end.pop()()
 
 
 def ordered() -> dict[str, Any] | None:
@@ -161,10 +184,33 @@ def ordered() -> dict[str, Any] | None:
 
 def killed_here(host: str, heard: Iterable[int] = ()) -> str:
     """Return which ranks of this node ended without a word, and in which step; ``heard`` have given a sign of life."""
-    beats = _board.read() if _board is not None else []
-    dead = [beat for beat in beats if beat.phase != END and beat.rank not in heard and state(beat.pid) == "gone"]
-    parts = [f"rank {beat.rank} on {host} was killed in step {beat.step}, {PHASES[beat.phase]}" for beat in dead]
-    return ", ".join(parts)
+    if _board is None:
+        return ""
+    found = []
+    for beat in _board.read():
+        if beat.phase != END and beat.rank not in heard and state(beat.pid) == "gone":
+            crash = crash_of(_board.log(beat.rank))
+            what, at = ("crashed", f", at {crash}") if crash else ("was killed", "")
+            found.append(f"rank {beat.rank} on {host} {what} in step {beat.step}, {PHASES[beat.phase]}{at}")
+    return ", ".join(found)
+
+
+def crash_of(log: Path) -> str:
+    """Return where a process crashed, and of what, if that is the last that it wrote into its log; else ""."""
+    dump = ""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _CRASH_BYTES))
+        dump = file.read().decode(errors="replace")
+    _, found, dump = dump.rpartition("Fatal Python error: ")
+    if not found or _LOGGED.search(dump):  # a crash of an earlier start
+        return ""
+    stack = innermost(dump.partition("urrent thread 0x")[2].partition("\n\n")[0])
+    return f"{stack or 'no line of Python'} ({dump.partition(chr(10))[0]})"
+
+
+def innermost(dump: str) -> str:
+    """Return the innermost functions of a thread's stack as `faulthandler` writes it."""
+    return " < ".join(f"{name} ({os.path.basename(path)}:{line})" for path, line, name in _PLACE.findall(dump)[:2])
 
 
 def state(pid: int) -> str:

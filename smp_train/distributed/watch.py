@@ -17,7 +17,6 @@ import faulthandler
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -38,6 +37,8 @@ GIVE_WAY_SECONDS = 5.0
 """How much later the others end than the missing rank, for launchers that report the first process to end."""
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 """Makes a process write its stacks that cannot run Python: its C code holds the interpreter's lock."""
+STOP_SECONDS = 5.0
+"""How long the end waits for a watcher that waits for the store, or for a stack."""
 NAMED = 8
 """Ranks that a verdict names at most."""
 COMPILERS = ("torch/_dynamo", "torch/_inductor", "torch/_functorch", "/triton/")
@@ -163,20 +164,27 @@ class Watcher:
         self.interval = min(1.0, report_seconds / 30)
         self.publish_seconds = 3 * self.interval
         self.stale_seconds = max(3.0, 5 * self.interval)
-        self._store: Any = None
         self._others: dict[int, tuple[float, int, dict[int, Report]]] = {}
         """Of each other node: when its last word came, its number, and what it says."""
         self._published = self._answered = self._asked = -float("inf")
         self._ran = self._awake = time.monotonic()
         self._answer: dict[str, Any] = {}
         with suppress(OSError, ValueError, AttributeError):
-            self._log = _log(logs, ranks.rank).open("a")
+            self._log = board.log(ranks.rank).open("a")
+            faulthandler.enable(self._log)  # a crash leaves its stack there
             faulthandler.register(STACK_SIGNAL, file=self._log, all_threads=True)  # type: ignore[arg-type]
-        threading.Thread(target=self._run, name="smp-train-watch", daemon=True).start()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="smp-train-watch", daemon=True)
+        self._thread.start()
+        heartbeat.at_end(self._stop)
+
+    def _stop(self) -> None:
+        """Wait for the thread: it must not ask torch about a process group that goes away, nor outlive Python."""
+        self._ended.set()
+        self._thread.join(STOP_SECONDS)
 
     def _run(self) -> None:
-        while self.board.phase != heartbeat.END:
-            time.sleep(self.interval)
+        while not self._ended.wait(self.interval):
             try:
                 self._look(time.monotonic())
             except Exception as failure:  # a watcher that fails must not harm the run
@@ -251,11 +259,13 @@ class Watcher:
         condition = heartbeat.state(beat.pid)
         if beat.phase == heartbeat.END:
             return report._replace(condition="left" if condition == "gone" else "")
-        if condition in ("gone", "stopped"):
+        if condition == "gone":
+            return report._replace(condition=condition, stack=heartbeat.crash_of(self.board.log(beat.rank)))
+        if condition == "stopped":
             return report._replace(condition=condition)
         if now - beat.tick < self.report_seconds:
             return report
-        return report._replace(condition="silent", stack=_stack_of(_log(self.logs, beat.rank), beat.pid) or condition)
+        return report._replace(condition="silent", stack=_stack_of(self.board.log(beat.rank), beat.pid) or condition)
 
     def _ask(self, now: float, ask: Callable[[Any], T]) -> T:
         """Return what the store says; raises where it does not answer, and for a while afterwards does not ask."""
@@ -263,14 +273,10 @@ class Watcher:
         if met is None or now < self._asked + 30 * self.interval:
             raise TimeoutError
 
-        def work() -> T:
-            self._store = self._store or failures.connect(met)
-            return ask(self._store)
-
         try:
-            return failures.within(self.stale_seconds / 2, work)
+            return failures.within(self.stale_seconds / 2, lambda: ask(met.store))
         except Exception:
-            self._store, self._asked = None, now
+            self._asked = now
             raise
 
     def _publish(self, here: dict[int, Report], now: float) -> None:
@@ -326,19 +332,13 @@ class Watcher:
         os._exit(1)
 
 
-def _log(logs: Path, rank: int) -> Path:
-    return logs / f"rank-{rank}.log"
-
-
 def _stack_of(log: Path, process: int) -> str:
     """Return where the main thread is of a process that runs no Python; "" where that does not come out."""
     with suppress(OSError, IndexError):
         before = log.stat().st_size
         os.kill(process, STACK_SIGNAL or 0)
         time.sleep(0.5)
-        last = log.read_bytes()[before:].decode(errors="replace").rpartition("hread 0x")[2]
-        places = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', last)[:2]
-        return " < ".join(f"{name} ({os.path.basename(path)}:{line})" for path, line, name in places)
+        return heartbeat.innermost(log.read_bytes()[before:].decode(errors="replace").rpartition("hread 0x")[2])
     return ""
 
 
@@ -355,7 +355,7 @@ def watch(ranks: Runtime, logs: Path, *, report_seconds: float, end_seconds: flo
 
     def opened() -> bool:
         with suppress(OSError, ValueError):
-            board.append(heartbeat.open_board(name, ranks.local_rank, ranks.local_world_size, ranks.rank))
+            board.append(heartbeat.open_board(name, ranks.local_rank, ranks.local_world_size, ranks.rank, logs))
         return bool(board)
 
     everywhere = all(gather("opening the heartbeat", opened))

@@ -208,6 +208,27 @@ def test_a_failing_rank_ends_at_once_and_alone(tmp_path: Path) -> None:
     assert re.search(r"lost touch with another rank; rank 1 on \S+ failed: shard.json:3: broken", complaint[0])
 
 
+def tell() -> str:
+    """Rank 1 leaves word as it fails; rank 0 returns what it reads."""
+    distributed, place, _ = begin()
+    import torch.distributed as dist
+
+    from smp_train.distributed import failures
+
+    dist.TCPStore = None  # type: ignore[assignment, misc]  # one that goes away while it is connected to logs a page
+    if place.rank == 1:
+        failures.tell_peers("broken")
+    dist.barrier()
+    said = failures.first_failure() if place.rank == 0 else ""
+    dist.barrier()
+    distributed.stop()
+    return said
+
+
+def test_who_fails_needs_no_new_connection_to_say_so() -> None:
+    assert re.fullmatch(r"rank 1 on \S+ failed: broken", run(tell, 2)[0])
+
+
 def test_ranks_that_never_start_are_named() -> None:
     from smp_train.distributed import detect, start
 

@@ -44,6 +44,17 @@ def test_a_stopped_rank_0_is_named_and_ended(tmp_path: Path) -> None:
         assert re.search(r"error: no progress.*: rank 0 on \S+ is stopped, in step \d+", line)
 
 
+def test_who_ends_a_run_that_hangs_promises_no_save(tmp_path: Path) -> None:
+    """A launcher asks the others to stop once the first has ended."""
+    with Ranks(tmp_path, 2, "train", *flags(tmp_path, **HANGS, train_timeout_seconds=3), launcher=as_torchrun) as ranks:
+        running(ranks[0], tmp_path, 4)
+        ranks[1].signal(signal.SIGSTOP)
+        ranks[1].code(120)
+        ranks[0].signal(signal.SIGTERM)
+        assert ranks.codes() == [1, -signal.SIGKILL], ranks.err
+    assert "asked to stop" not in log(tmp_path)
+
+
 def test_a_stopped_rank_is_named_and_may_go_on(tmp_path: Path) -> None:
     words = flags(tmp_path, **HANGS)
     with Ranks(tmp_path, 4, "train", *words, launcher=as_torchrun) as ranks:
@@ -80,14 +91,25 @@ def test_a_node_that_stops_whole(tmp_path: Path) -> None:
         assert re.search(r"no progress for .*: rank 0 on \S+ is cut off", log(tmp_path))
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank_is_named_with_its_step(rank: int, tmp_path: Path) -> None:
-    with Ranks(tmp_path, 3, "train", *flags(tmp_path, **HANGS), launcher=as_torchrun) as ranks:
+@pytest.mark.parametrize(
+    ("world", "rank", "number", "launcher", "said"),
+    [
+        (3, 0, signal.SIGKILL, as_torchrun, r"was killed in step \d+, \w+"),
+        (4, 3, signal.SIGKILL, two_nodes, r"was killed in step \d+, \w+"),
+        (2, 1, signal.SIGSEGV, as_torchrun, r"crashed in step \d+, [^,]*, at \S+ \(\S+:\d+\).*\(Segmentation fault\)"),
+    ],
+    ids=["rank 0", "another node", "crash"],
+)
+def test_a_rank_that_ends_is_named_with_its_step(
+    world: int, rank: int, number: int, launcher: Any, said: str, tmp_path: Path
+) -> None:
+    with Ranks(tmp_path, world, "train", *flags(tmp_path, **HANGS), launcher=launcher) as ranks:
         running(ranks[0], tmp_path, 5)
-        ranks[rank].signal(signal.SIGKILL)
+        ranks[rank].signal(number)
         codes = ranks.codes(120)
-    assert [codes.pop(rank), *codes] == [-signal.SIGKILL, 1, 1]
-    assert re.search(rf"rank {rank} on \S+ was killed in step \d+, \w+", ranks.err)
+    assert [codes.pop(rank), *codes] == [-number, *[1] * (world - 1)]
+    (line,) = ranks[0 if rank else 1].complaints
+    assert re.search(rf"rank {rank} on \S+ {said}", line), line
 
 
 def test_under_torchrun_the_missing_rank_is_its_root_cause(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from smp_train.distributed import heartbeat, watch
+from smp_train.distributed import detect, heartbeat, watch
 from smp_train.distributed.heartbeat import BACKWARD, DATA, FORWARD, VOTE
 from smp_train.distributed.watch import Report
 
@@ -67,6 +68,42 @@ def test_a_slot_shows_step_phase_and_usual_time(tmp_path, monkeypatch) -> None:
     heartbeat.at(DATA, 6)
     assert other.read()[0].phase == heartbeat.END
     assert os.listdir(tmp_path) == []
+
+
+def test_the_watcher_has_ended_before_the_process_group_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be asking torch about that group, and no thread of it may outlive the interpreter."""
+    monkeypatch.setattr(heartbeat, "_board", None)
+    monkeypatch.setattr(heartbeat, "_path", lambda name: str(tmp_path / name))
+    for name in ("enable", "register"):
+        monkeypatch.setattr(watch.faulthandler, name, lambda *given, **named: None)
+    board = heartbeat.open_board("x", 0, 1, rank=0, logs=tmp_path)
+    watch.Watcher(board, detect({}), tmp_path, report_seconds=30, end_seconds=0)
+    watching = [thread for thread in threading.enumerate() if thread.name == "smp-train-watch"]
+    assert watching
+    heartbeat.end()
+    assert not any(thread.is_alive() for thread in watching)
+
+
+DUMP = """2026-11-23 00:00:01 I [train_lib] Batch 1
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f01 (most recent call first):
+  File "/x/queue.py", line 180 in get
+
+Current thread 0x00007f02 (most recent call first):
+  File "/x/kernel.py", line 7 in launch
+  File "/x/model.py", line 8 in forward
+  File "/x/train.py", line 9 in step
+"""
+
+
+def test_a_crash_is_read_from_the_end_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    assert heartbeat.crash_of(log) == ""
+    log.write_text("x" * 100_000 + DUMP)
+    assert heartbeat.crash_of(log) == "launch (kernel.py:7) < forward (model.py:8) (Segmentation fault)"
+    log.write_text(DUMP + "2026-11-23 00:00:02 I [build_run] the next start\n")
+    assert heartbeat.crash_of(log) == ""
 
 
 def test_a_process_that_is_stopped_or_gone() -> None:
