@@ -19,18 +19,15 @@ from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
+from smp_train.models.state_memory import CHECKPOINT_BYTES
 from smp_train.planning import fitting
 from smp_train.planning.estimate import estimate
-from smp_train.planning.fitting import GIB, STATE
+from smp_train.planning.fitting import GIB
+from smp_train.planning.lower import lower
 from smp_train.planning.stepping import BACKWARD, FORWARD, HEAD
-from smp_train.planning.tracker import ACTIVATIONS, COMMUNICATION, GATHERED, OPTIMIZER, PARAMETERS
-from smp_train.planning.tracker import BACKWARD as IN_BACKWARD
-from smp_train.planning.tracker import HEAD as LOSS
-from smp_train.planning.world import Memory
+from smp_train.planning.tracker import OPTIMIZER, PARAMETERS
+from smp_train.planning.world import Memory, world
 from smp_train.telemetry.logging_utils import setup_logging
-
-STORED_BYTES = 12
-"""Of a trained parameter in a checkpoint: itself and Adam's two moments in float32."""
 
 
 def options() -> argparse.ArgumentParser:
@@ -62,13 +59,16 @@ def main(argv: Sequence[str]) -> int:
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
     gpu = args.distributed_backend != "gloo"
-    memory = estimate(args, spec, devices=devices, per_node=per_node, seq_len=seq_len, gpu=gpu)
-    found = described(args, spec, memory, devices=devices, per_node=per_node, there=there, gpu=gpu)
+    with world(devices, per_node, gpu=gpu) as ranks:
+        memory = estimate(args, spec, devices=devices, per_node=per_node, seq_len=seq_len, gpu=gpu, ranks=ranks)
+        found = described(args, spec, memory, devices=devices, per_node=per_node, there=there, gpu=gpu)
+        if not found["fits"]:
+            found["lower"] = lower(args, spec, memory, ranks, seq_len=seq_len, gpu=gpu, there=there)
     print(json.dumps(found) if own.json else text(found), flush=True)
     if found["fits"] is False:
         raise ConfigError(
             f"does not fit: {_gib(found['needed'])} on each of {devices} devices, which have {_gib(found['memory'])}; "
-            + ("give " + ", or ".join(found["lower"]) if found["lower"] else "take more or larger devices")
+            + ("give " + ", or ".join(_changes(found)) if found["lower"] else "take more or larger devices")
         )
     return 0
 
@@ -116,31 +116,10 @@ def described(
         "memory": there, "fits": None if there is None else needed <= there,
         "state": memory.state, "host": memory.host + (state if args.cpu_offload and gpu else 0),
         "host_while_saving": memory.state[PARAMETERS] + memory.state[OPTIMIZER],
-        "checkpoint": STORED_BYTES * memory.trained,
+        "checkpoint": CHECKPOINT_BYTES * memory.trained,
         "phases": {named(each): size for each, size in peaks.items()},
-        "lower": lower(args, at_peak, sharing=degrees.sharing, devices=devices, gpu=gpu),
+        "lower": {},
     }  # fmt: skip
-
-
-def lower(args: Arguments, at_peak: dict[str, int], *, sharing: int, devices: int, gpu: bool) -> list[str]:
-    """Return flags that lower the peak, those against its largest use first, and the cheapest of each use first."""
-    state = sum(at_peak.get(use, 0) for use in STATE)
-    working = at_peak.get(ACTIVATIONS, 0) + at_peak.get(IN_BACKWARD, 0)
-    gathered = at_peak.get(GATHERED, 0) + at_peak.get(COMMUNICATION, 0)
-    rows = args.train_batch_size
-    remedies = [
-        (at_peak.get(LOSS, 0), not args.chunked_loss, "--chunked_loss 1"),
-        (working, args.activation_checkpointing != "full", "--activation_checkpointing full"),
-        (working, rows > 1, f"--train_batch_size {rows // 2} --gradient_accumulation_steps "
-                            f"{2 * args.gradient_accumulation_steps}"),
-        (working, not args.sm_activation_offloading, "--sm_activation_offloading 1"),
-        (gathered, args.forward_prefetch, "--forward_prefetch 0"),
-        (state, sharing < devices, f"--sharding_strategy full_shard --hybrid_shard_degree 0 ({devices} ranks share)"),
-        (state, sharing == devices, "more devices"),
-        (state, gpu and not args.cpu_offload, "--cpu_offload 1"),
-    ]  # fmt: skip
-    useful = [(size, flag) for size, possible, flag in remedies if possible and size > 0.05 * sum(at_peak.values())]
-    return [flag for _, flag in sorted(useful, key=lambda remedy: -remedy[0])]
 
 
 def named(phase: tuple[str, int]) -> str:
@@ -166,10 +145,14 @@ def text(found: dict[str, Any]) -> str:
         f"  {'checkpoint, of all devices':<40}{_gib(found['checkpoint']):>14}", "",
     ]  # fmt: skip
     if found["lower"]:
-        rows.append("  lower: " + "; ".join(found["lower"]))
+        rows.append("  lower: " + "; ".join(_changes(found)))
     if found["fits"] is not None:
         rows.append(f"  {'fits' if found['fits'] else 'does not fit'} into {_gib(found['memory'])}")
     return "\n".join(rows)
+
+
+def _changes(found: dict[str, Any]) -> list[str]:
+    return [change if size is None else f"{change} ({_gib(size)})" for change, size in found["lower"].items()]
 
 
 def _gib(size: int) -> str:

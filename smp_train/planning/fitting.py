@@ -9,7 +9,7 @@ from smp_train.planning.world import Memory
 
 GIB = 2**30
 FIXED_SLACK, SHARE_SLACK = 2 * GIB, 0.05
-"""Beside tensors on a GPU: the driver, libraries' workspaces and NCCL's buffers; and of the peak, what the allocator
+"""Beside tensors, on a GPU: the driver, libraries' workspaces and NCCL's buffers; and of the peak, what the allocator
 cannot use for fragments. Both are assumptions, and printed."""
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
@@ -25,7 +25,7 @@ def uses(args: Arguments, memory: Memory, *, gpu: bool) -> dict[Phase, dict[str,
 
 def slack(peak: int, *, gpu: bool) -> int:
     """Return what is needed beside a peak of tensors."""
-    return FIXED_SLACK + int(SHARE_SLACK * peak) if gpu else 0
+    return FIXED_SLACK * gpu + int(SHARE_SLACK * peak)
 
 
 def at_peak(args: Arguments, memory: Memory, *, gpu: bool) -> dict[str, int]:

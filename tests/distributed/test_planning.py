@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,19 +119,105 @@ def measured(settings: list[dict[str, Any]]) -> list[Any]:
 
 def estimated(world: int, settings: list[dict[str, Any]]) -> list[Any]:
     """Return of each setting what the plan says, in bytes: on the device, and offloaded to the host."""
+    return [(peak_of(memory), memory.host) for _, memory, *_ in planned(world, settings)]
+
+
+def planned(world: int, settings: list[dict[str, Any]]) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Yield of each setting its arguments, its memory, its model and the world that it is planned in."""
     from smp_train import arguments
     from smp_train.models.resolve import resolve
+    from smp_train.planning import world as worlds
     from smp_train.planning.estimate import estimate
     from tests.training import flags
 
-    found: list[Any] = []
-    for changes in settings:
-        args = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {}).args
-        memory = estimate(
-            args, resolve(args), devices=world, per_node=world, seq_len=args.max_context_width, gpu=False
-        )  # fmt: skip
-        found.append((peak_of(memory), memory.host))
-    return found
+    with worlds.world(world, world, gpu=False) as ranks:
+        for changes in settings:
+            args = arguments.parse(flags(Path("unused"), **{**DEEP, **changes}), {}).args
+            spec, seq_len = resolve(args), args.max_context_width
+            memory = estimate(args, spec, devices=world, per_node=world, seq_len=seq_len, gpu=False, ranks=ranks)
+            yield args, memory, spec, ranks
+
+
+LIMITED = ["llama fsdp 2 none", "gpt2 fsdp 2 bf16 none", "mixtral ep 2", "llama tp 2", "llama fsdp 2 all logits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", core(LIMITED, lambda name: name == LIMITED[0]))
+def test_what_is_said_to_fit_does_and_what_is_said_not_to_does_not_but_for_the_slack(name: str) -> None:
+    """The same step runs in the memory that the plan says is enough, and out of it in less than that by the slack."""
+    world, changes = SETTINGS[name]
+    needed, slack = harness.run(verdict, 1, world, changes)[0]
+    harness.run(limited, world, changes, needed)
+    with pytest.raises(harness.RankFailed, match="OutOfMemoryError"):
+        harness.run(limited, world, changes, int(0.99 * (needed - slack)))
+
+
+def verdict(world: int, changes: dict[str, Any]) -> tuple[int, int]:
+    """Return the bytes that a setting is said to need, and those of them that are slack."""
+    from smp_train.planning import fitting
+
+    ((args, memory, *_),) = planned(world, [changes])
+    needed = fitting.needed(args, memory, gpu=False)
+    return needed, needed - peak_of(memory)
+
+
+def limited(changes: dict[str, Any], limit: int) -> None:
+    """Take two steps on a device of ``limit`` bytes."""
+    import torch
+
+    from smp_train.planning import stepping
+    from smp_train.planning.tracker import LiveMemory, on_device
+
+    class Device(LiveMemory):
+        def _note_peak(self) -> None:
+            super()._note_peak()
+            if on_device(self.live) > limit:
+                raise torch.OutOfMemoryError
+
+    stepping.LiveMemory = Device
+    measured([changes])
+
+
+LARGEST = {
+    "head": {"vocab_size": 8192, "chunked_loss": 0},
+    "activations": mode("none"),
+    "rows": {"train_batch_size": 16},
+    "gathered": {"hidden_width": 256, "intermediate_size": 1024, "max_context_width": 16, "train_batch_size": 1},
+    "state": {"sharding_strategy": "no_shard"},
+    "experts": {**OF["mixtral"], "num_local_experts": 8, "max_context_width": 16, "intermediate_size": 640},
+}
+"""What one use of memory is the largest of, by that use."""
+
+
+@pytest.mark.slow
+def test_every_suggestion_lowers_what_real_ranks_take() -> None:
+    suggested = harness.run(suggestions, 1, 2, list(LARGEST.values()))[0]
+    settings = {(use, None): changes for use, changes in LARGEST.items()}
+    for use, flags in zip(LARGEST, suggested, strict=True):
+        settings |= {(use, words): {**LARGEST[use], **read(words)} for words in flags if words.startswith("--")}
+    peaks = dict(zip(settings, (peak for peak, _ in harness.run(measured, 2, list(settings.values()))[0]), strict=True))
+    assert {use for (use, words) in settings if words} == set(LARGEST)
+    assert [key for key, peak in peaks.items() if key[1] and peak >= peaks[key[0], None]] == []
+    assert {flag for _, words in settings if words for flag in read(words)} >= {
+        "chunked_loss", "activation_checkpointing", "train_batch_size", "context_parallel_degree",
+        "tensor_parallel_degree", "expert_parallel_degree", "hybrid_shard_degree",
+    }  # fmt: skip
+
+
+def read(words: str) -> dict[str, Any]:
+    """Return the flags of a suggestion."""
+    found = words.split()
+    return {flag.removeprefix("--"): value for flag, value in zip(found[::2], found[1::2], strict=True)}
+
+
+def suggestions(world: int, settings: list[dict[str, Any]]) -> list[list[str]]:
+    """Return what is said to lower each setting."""
+    from smp_train.planning.lower import lower
+
+    return [
+        list(lower(args, spec, memory, ranks, seq_len=args.max_context_width, gpu=False, there=None))
+        for args, memory, spec, ranks in planned(world, settings)
+    ]
 
 
 LLAMA = ["--model_type", "llama_v2", "--model_size", "7b", "--max_context_width", "4096", "--train_batch_size", "1"]
