@@ -14,7 +14,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from smp_train.distributed import host
 
 OK, WRONG, FAILED, SKIPPED, LEFT_OUT = "ok", "wrong", "failed", "skipped", "left out"
 TITLES = ("cell", "state", "seconds")
@@ -43,6 +46,8 @@ class Cell:
     given: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 20.0
     """Expected on the device, with what it compiles: a cell that no longer fits in the time is left out."""
+    needed: bool = False
+    """Other cells need what it makes."""
 
 
 class Worker:
@@ -51,8 +56,9 @@ class Worker:
     One process, because a start takes ten seconds. What the cells print goes to a file.
     """
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    def __init__(self, log: Path, environ: Mapping[str, str] = MappingProxyType({})) -> None:
+        """``environ``: variables of the process, where the user has not set them."""
+        self.log, self.environ = log, dict(environ)
         self._process: Any = None
         self._pipe: Any = None
 
@@ -61,7 +67,7 @@ class Worker:
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(theirs, str(self.log)))
+            self._process = context.Process(target=_serve, args=(theirs, str(self.log), self.environ))
             self._process.start()
             theirs.close()
         began = time.perf_counter()
@@ -91,9 +97,11 @@ class Worker:
             self._process = None
 
 
-def _serve(pipe: Any, log: str) -> None:
+def _serve(pipe: Any, log: str, environ: dict[str, str]) -> None:
     """Run cells as they come; tell of each how it ended and whether this process is of no more use."""
     os.setsid()
+    os.environ |= {**environ, **os.environ}
+    host.prepare()  # a cell may use the device before its run does
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -132,13 +140,14 @@ def release() -> None:
 
 
 def run_cells(
-    part: str, cells: Iterable[Cell], *, seconds: float, log: Path, see: Callable[[dict[str, Any]], None]
-) -> list[dict[str, Any]]:
+    part: str, cells: Iterable[Cell], *, seconds: float, log: Path, see: Callable[[dict[str, Any]], None],
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run the cells of a part in turn within ``seconds`` and return their records; ``see`` is shown each.
 
     A cell whose expected seconds do not fit in what is left is left out; a cheaper one after it may still be run.
     """
-    worker, records = Worker(log), []
+    worker, records = Worker(log, environ), []
     ends = time.monotonic() + seconds
     try:
         for cell in cells:

@@ -21,6 +21,7 @@ import transformers
 
 from benchmarks.cells import FAILED, WRONG, run_cells, table
 from benchmarks.parts import Setting
+from benchmarks.program import COMPILED, scratch
 from smp_train.errors import ConfigError
 from smp_train.telemetry.metrics import peak_flops
 
@@ -57,21 +58,28 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("bench gpu: there is no GPU here; --rehearse tries every part on the CPU")
     out = Path(options.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    setting = Setting("cuda" if cuda else "cpu", options.rehearse, str(out), options.processes, options.untied)
-    bad = False
-    for name in options.parts:
-        part = importlib.import_module(f"benchmarks.parts.{name}")
-        cells = [cell for cell in part.cells(setting) if options.only in cell.name]
-        seconds = REHEARSAL_SECONDS if options.rehearse else options.seconds
-        began = time.monotonic()
-        records = run_cells(name, cells, seconds=seconds, log=out / f"{name}.log", see=see)
-        facts = {**machine(cuda), "command": shlex.join(["smp-train", "bench", "gpu", *argv]),
-                 "part": name, "minutes": (time.monotonic() - began) / 60}  # fmt: skip
-        sums = list(part.summary(records)) if hasattr(part, "summary") else []
-        write(out, name, facts, records, sums)
-        states = {record["state"] for record in records}
-        bad = bad or (WRONG in states and name == "right") or (options.rehearse and bool({WRONG, FAILED} & states))
-    return int(bad)
+    with scratch() as folder:
+        setting = Setting(
+            "cuda" if cuda else "cpu", options.rehearse, str(out), str(folder), options.processes, options.untied
+        )
+        bad = [measure(name, setting, options, argv) for name in options.parts]
+    return int(any(bad))
+
+
+def measure(name: str, setting: Setting, options: argparse.Namespace, argv: Sequence[str]) -> bool:
+    """Run a part and write its results; return whether `right` was wrong, or a rehearsal failed."""
+    part = importlib.import_module(f"benchmarks.parts.{name}")
+    cells = [cell for cell in part.cells(setting) if options.only in cell.name or cell.needed]
+    out, began = Path(setting.out), time.monotonic()
+    seconds = REHEARSAL_SECONDS if setting.rehearse else options.seconds
+    # What one cell compiles serves the next one, and all peers alike.
+    environ = {COMPILED: f"{setting.scratch}/compiled"}
+    records = run_cells(name, cells, seconds=seconds, log=out / f"{name}.log", see=see, environ=environ)
+    facts = {**machine(setting.device == "cuda"), "command": shlex.join(["smp-train", "bench", "gpu", *argv]),
+             "part": name, "minutes": (time.monotonic() - began) / 60}  # fmt: skip
+    write(out, name, facts, records, list(part.summary(records)) if hasattr(part, "summary") else [])
+    states = {record["state"] for record in records}
+    return (WRONG in states and name == "right") or (setting.rehearse and bool({WRONG, FAILED} & states))
 
 
 def machine(cuda: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 # Python 3.12 on x86_64 Linux, into FOLDER (default .gpu). There: PYTHONPATH=$PWD/.gpu:$PWD python3 -m smp_train bench gpu …
 set -euo pipefail
 folder=${1:-.gpu}
-packages=(orjson isal pysimdjson tqdm)
+packages=(orjson isal pysimdjson tqdm torchao)
 [ $# -le 1 ] || packages=("${@:2}")
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT

@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +25,8 @@ from smp_train.build_run import Run, build_run
 from smp_train.telemetry.metrics import read_metrics
 
 Flags = Mapping[str, Any]
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+"""Where compiled code is kept, if not in the run folder."""
 ROOT = Path(__file__).parents[1]
 TINY: Flags = {
     "model_type": "llama_v3", "vocab_size": 512, "hidden_width": 64, "num_layers": 3, "num_heads": 4,
@@ -84,7 +85,9 @@ def whole(tensor: Tensor) -> Tensor:
 def numbers(flags: Flags, steps: int) -> list[tuple[float, float]]:
     """Return the loss and the gradient norm of each of the first steps of a run in one process."""
     with scratch() as folder:
-        step(words({**STEADY, **below(folder), **flags, "logging_freq": 1}), steps)
+        with opened(words({**STEADY, **below(folder), **flags, "logging_freq": 1})) as run, stepping(run) as one:
+            for _ in range(steps):
+                one()
         return [(record["loss"], record["grad_norm"]) for record in logged(folder)]
 
 
@@ -103,13 +106,6 @@ def stepping(run: Run) -> Iterator[Callable[[], None]]:
     batches.close()
 
 
-def step(command_line: Sequence[str], steps: int) -> None:
-    """Make the first steps of a run and leave it at that."""
-    with opened(command_line) as run, stepping(run) as one:
-        for _ in range(steps):
-            one()
-
-
 def logged(folder: Path) -> list[dict[str, Any]]:
     """Return the records of the steps of the run whose output is below a folder."""
     return [record for record in read_metrics(folder / "run") if "event" not in record]
@@ -118,8 +114,10 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 def speed(flags: Flags, *, warm: int, steps: int) -> dict[str, Any]:
     """Return what the log of a run says of its speed and memory after ``warm`` steps: medians, and the highest peak."""
     with scratch() as folder:
-        began = time.time()
-        step(words({**STEADY, **below(folder), **flags}), warm + steps)
+        with opened(words({**STEADY, **below(folder), **flags})) as run, stepping(run) as one:
+            for _ in range(warm + steps):
+                one()
+            args, how = run.args, "compiled" if run.backend.compiled else "eager"
         records = logged(folder)
     apart = records[1]["step"] - records[0]["step"]
     timed = [record for record in records if record["step"] - apart >= warm]
@@ -128,15 +126,16 @@ def speed(flags: Flags, *, warm: int, steps: int) -> dict[str, Any]:
         for name in ("step_sec", "tokens_per_sec_per_device", "mfu")
     }
     return {
+        "settings": f"{args.train_batch_size} rows, {args.activation_checkpointing}, {how}",
         "step ms": 1000 * (middle["step_sec"] or 0), "tokens/s/GPU": middle["tokens_per_sec_per_device"],
-        "MFU": middle["mfu"], "peak GiB": max(record["memory_gib"] for record in timed),
-        "start to first step s": records[0]["time"] - began, "loss": timed[-1]["loss"],
+        "MFU": middle["mfu"], "peak GiB": max(record["memory_gib"] for record in timed), "loss": timed[-1]["loss"],
     }  # fmt: skip
 
 
-def command(*line: str, folder: Path, **changes: str) -> subprocess.Popen[str]:
+def command(*line: str, folder: Path) -> subprocess.Popen[str]:
     """Start ``python -m smp_train LINE`` as a user does, its output in files of ``folder``."""
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **changes}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environ.pop(COMPILED, None)
     with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
         return subprocess.Popen(
             [sys.executable, "-m", "smp_train", *line], cwd=folder, env=environ, stdout=out, stderr=err, text=True

@@ -14,6 +14,8 @@ class Setting:
     rehearse: bool
     out: str
     """Folder of the results, for what a part leaves beside them."""
+    scratch: str
+    """Folder for what is large and of no use afterwards."""
     processes: int = 1
     """Of each driver of the part `peers`."""
     untied: bool = False

@@ -32,9 +32,9 @@ def cells(setting: Setting) -> list[Cell]:
     """Return starts, saves, and the data."""
     base: Flags = {**TINY, "bf16": 0} if setting.rehearse else {**LLAMA_1B, "max_context_width": 4096}
     rows, length = (8, 64) if setting.rehearse else (1000, 4096)
-    compiled = {**base, "use_torch_compile": 1}
+    compiled, eager = ({**base, "use_torch_compile": on} for on in (1, 0))
     return [
-        Cell("start to first step, defaults", start, {"flags": dict(base)}, 60),
+        Cell("start to first step, eager", start, {"flags": eager}, 60),
         Cell("start to first step, compiled, then again", start, {"flags": compiled, "times": 2}, 120),
         Cell("save and load", saves, {"flags": {**base, "num_kept_checkpoints": 1, "checkpoint_freq": EVERY}}, 150),
         Cell("convert a json.gz shard", shard, {"rows": rows, "length": length}, 40),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,23 +14,18 @@ from smp_train.models.state_memory import STATE_BYTES
 LLAMA_1B: Flags = {"model_type": "llama_v3", "model_size": "1b"}
 LLAMA_8B: Flags = {"model_type": "llama_v3", "model_size": "8b"}
 SWITCHES: dict[str, dict[str, Any]] = {
-    "checkpointing none": {"activation_checkpointing": "none"},
-    "compiled": {"use_torch_compile": 1},
-    "checkpointing none, compiled": {"activation_checkpointing": "none", "use_torch_compile": 1},
-    "checkpointing full": {"activation_checkpointing": "full"},
-    "full, offload horizon 2": {
-        "activation_checkpointing": "full", "sm_activation_offloading": 1, "activation_loading_horizon": 2
-    },
-    "chunked loss 0": {"chunked_loss": 0},
-    "selective:op, compiled": {"activation_checkpointing": "selective:op", "use_torch_compile": 1},
+    "no checkpointing": {"activation_checkpointing": "none"},
     "selective:op": {"activation_checkpointing": "selective:op"},
-    "compile 0": {"use_torch_compile": 0},
-    "log every 5": {"logging_freq": 5},
-    "one row": {"train_batch_size": 1},
+    "offload horizon 2": {"sm_activation_offloading": 1, "activation_loading_horizon": 2},
+    "eager": {"use_torch_compile": 0},
+    "eager, no checkpointing": {"use_torch_compile": 0, "activation_checkpointing": "none"},
+    "all logits": {"chunked_loss": 0},
+    "no checkpointing, one row": {"activation_checkpointing": "none", "train_batch_size": 1},
     "four rows": {"train_batch_size": 4},
+    "parameters kept": {"sharding_strategy": "shard_grad_op"},
+    "log every 5": {"logging_freq": 5},
 }  # fmt: skip
-RATIO_OF: Mapping[str, str] = {"full, offload horizon 2": "checkpointing full"}
-"""Cells whose step is compared with another's than the defaults'."""
+"""Beside the defaults, which on a GPU compile and checkpoint every layer."""
 LAYER_PARAMETERS, REST_PARAMETERS = 218_112_000, 1_050_677_248
 """Of Llama 3.1 8B: in one layer, and in embedding, head and last norm."""
 FREE_SHARE = 0.80
@@ -47,52 +41,49 @@ def cells(setting: Setting) -> list[Cell]:
         "8B's widths at 8,192": {**LLAMA_8B, "max_context_width": 8192, "num_layers": None},
         "1B at 4,096": {**LLAMA_1B, "max_context_width": 4096},
     }
-    if setting.rehearse:
-        models = {name: {**TINY, "bf16": 0} for name in models}
-        models["8B's widths at 8,192"] = {**models["8B's widths at 8,192"], "num_layers": None}
-    found = [
-        Cell(f"{name}: defaults", fitting if "num_layers" in flags and flags["num_layers"] is None else measured,
-             {"name": name, "flags": flags, **times}, 45)
-        for name, flags in models.items()
+    if setting.rehearse:  # compiled, as a GPU's defaults are
+        tiny = {**TINY, "bf16": 0, "use_torch_compile": 1}
+        models = {name: {**tiny, **({"num_layers": None} if "num_layers" in flags else {})}
+                  for name, flags in models.items()}  # fmt: skip
+    wanted = [(name, "") for name in models]
+    for name, count in (("1B at 8,192", 3), ("8B's widths at 8,192", 3), ("1B at 4,096", 2), ("1B at 8,192", None)):
+        wanted += [(name, switch) for switch in list(SWITCHES)[:count] if (name, switch) not in wanted]
+    return [
+        Cell(f"{name}: {switch or 'defaults'}", fitting if models[name].get("num_layers", "") is None else measured,
+             {"name": name, "flags": {**models[name], **SWITCHES.get(switch, {})}, "switch": switch, **times},
+             25 if "eager" in switch else 45)
+        for name, switch in wanted
     ]  # fmt: skip
-    for name, switches in (("1B at 8,192", list(SWITCHES)), ("1B at 4,096", list(SWITCHES)[:3])):
-        for switch in switches:
-            given = {"name": name, "flags": {**models[name], **SWITCHES[switch]}, "switch": switch, **times}
-            found.append(Cell(f"{name}: {switch}", measured, given, 60 if "compile" in switch else 20))
-    given = {"name": "8B's widths at 8,192", "flags": models["8B's widths at 8,192"], **times}
-    found += [
-        Cell(f"8B's widths at 8,192: {switch}", fitting,
-             {**given, "flags": {**given["flags"], **SWITCHES[switch]}, "switch": switch}, 60)
-        for switch in ("compiled", "checkpointing full", "full, offload horizon 2", "selective:op, compiled")
-    ]  # fmt: skip
-    return found
 
 
-_seconds: dict[tuple[str, str], float] = {}
-"""Of a step, by model and switch, for ratios; a worker that was replaced has lost those before."""
+_speeds: dict[str, float] = {}
+"""Tokens per second with the defaults, by model, for ratios; a worker that was replaced has lost those before."""
 _layers: list[int] = []
-"""Of the widths of 8B, how many fitted last."""
+"""Of the widths of 8B, how many fitted with the defaults."""
 
 
 def measured(name: str, flags: Flags, warm: int, steps: int, switch: str = "") -> dict[str, Any]:
-    """Measure one run, and compare its step with that of the defaults."""
+    """Measure one run, and compare its time per token with that of the defaults."""
     figures = speed(flags, warm=warm, steps=steps)
-    _seconds[name, switch] = figures["step ms"]
-    base = _seconds.get((name, RATIO_OF.get(switch, "")))
-    return {**figures, **({"of base": figures["step ms"] / base} if switch and base else {})}
+    if not switch:
+        _speeds[name] = figures["tokens/s/GPU"]
+    elif name in _speeds:
+        figures["time per token, of the defaults"] = _speeds[name] / figures["tokens/s/GPU"]
+    return figures
 
 
 def fitting(name: str, flags: Flags, warm: int, steps: int, switch: str = "") -> dict[str, Any]:
-    """Measure with as many layers as fit: estimated, and two fewer each time that the memory does not suffice."""
+    """Measure with as many layers as fit: estimated, and a quarter fewer each time that memory does not suffice."""
     layers = _layers[-1] if switch and _layers else most_layers()
     while True:
         try:
-            figures = measured(name, {**flags, "num_layers": layers, "memory_check": 0}, warm, steps, switch)
+            made = {**flags, "num_layers": layers, "memory_check": 0}
+            figures = measured(f"{name}, {layers} layers", made, warm, steps, switch)
             break
         except torch.OutOfMemoryError:
             if layers <= 2:
                 raise
-        layers -= 2
+        layers -= max(2, layers // 4)
         release()  # only here: the exception held the model
     if not switch:
         _layers.append(layers)

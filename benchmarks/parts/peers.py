@@ -12,10 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.cells import OK, Cell, Skip, Wrong
 from benchmarks.parts import Setting
 from benchmarks.peers.job import Job
 from benchmarks.program import ROOT, STEADY, TINY, Flags, below, opened, scratch, whole, words, write_rows
+from smp_train.models.flops import flops_per_token
+from smp_train.telemetry.metrics import peak_flops
 
 SAME_LOSS = 2e-2
 """Largest relative difference of a driver's losses from ours, in bf16; `SAME_LOSS_FP32` in float32."""
@@ -32,20 +36,20 @@ VARIANTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "this package, defaults": ("ours", False, {}),
     "Trainer, compiled": ("trainer", True, {}),
     "bare FSDP2": ("bare", False, {}),
-    "this package, compiled": ("ours", True, {"use_torch_compile": 1, "activation_checkpointing": "none"}),
+    "this package, no checkpointing": ("ours", False, {"activation_checkpointing": "none"}),
     "bare FSDP2, compiled": ("bare", True, {}),
     "torchtitan, compiled": ("titan", True, {}),
     "Trainer": ("trainer", False, {}),
     "accelerate": ("accelerated", False, {}),
     "accelerate, compiled": ("accelerated", True, {}),
     "torchtitan": ("titan", False, {}),
-    "this package, no checkpointing": ("ours", False, {"activation_checkpointing": "none", "use_torch_compile": 0}),
+    "this package, eager": ("ours", False, {"activation_checkpointing": "none", "use_torch_compile": 0}),
 }
 
 
 def cells(setting: Setting) -> list[Cell]:
     """Return the cell that makes model and rows, then each driver, round after round."""
-    folder = Path(setting.out) / "peers"
+    folder = Path(setting.scratch) / "peers"
     cuda = setting.device == "cuda"
     model = {**TINY, "tie_word_embeddings": 0} if setting.rehearse else LARGE if cuda else SMALL
     model = {**model, **({"tie_word_embeddings": 0} if setting.untied else {})}
@@ -54,9 +58,9 @@ def cells(setting: Setting) -> list[Cell]:
         "seq_len": model["max_context_width"], "bf16": cuda, "lr": 1e-3 if not cuda else 1e-4, "cuda": cuda,
     }  # fmt: skip
     given = {"folder": str(folder), "job": job, "processes": setting.processes}
-    found = [Cell("model and rows", make, {"model": dict(model), **given}, 60)]
-    # On a CPU a compilation takes a minute and gains nothing; checkpointing only costs.
-    variants = [name for name in VARIANTS if cuda or not VARIANTS[name][1]]
+    found = [Cell("model and rows", make, {"model": dict(model), **given}, 60, needed=True)]
+    # On a CPU a compilation takes a minute and gains nothing, and this package does without by default.
+    variants = [name for name in VARIANTS if cuda or not (VARIANTS[name][1] or name == "this package, eager")]
     for turn in range(1 if setting.rehearse else ROUNDS):
         found += [Cell(f"{name}, round {turn + 1}", driven, {"name": name, **given}, 45) for name in variants]
     return found
@@ -75,9 +79,11 @@ def make(model: Flags, folder: str, job: dict[str, Any], processes: int) -> dict
         made.load_state_dict({name: whole(value) for name, value in run.model.state_dict().items()})
         made.save_pretrained(place / "model")
         parameters = sum(p.numel() for p in made.parameters())
+        flops = flops_per_token(run.spec.config, job["seq_len"])
+    (place / "flops").write_text(str(flops))
     # Fewer tokens than the vocabulary has, so that a few steps teach something, and losses tell rows apart.
     write_rows(place / "rows", [int(model["max_context_width"])] * rows, vocab=min(vocab, 512))
-    return {"parameters": parameters, "rows": rows}
+    return {"parameters": parameters, "rows": rows, "FLOP per token": flops}
 
 
 def driven(name: str, folder: str, job: dict[str, Any], processes: int) -> dict[str, Any]:
@@ -103,6 +109,8 @@ def driven(name: str, folder: str, job: dict[str, Any], processes: int) -> dict[
             error = [text for text in last if "Error" in text and "ChildFailedError" not in text] or last
             raise RuntimeError(f"{driver} ended with code {done.returncode}: {error[-1]}")
         figures = json.loads(result.read_text())
+    if job["cuda"] and (peak := peak_flops(torch.cuda.get_device_name(0))):
+        figures["MFU"] = figures["tokens/s/GPU"] * float(Path(folder, "flops").read_text()) / peak
     first = expected(folder, tuple(figures["losses"]))
     difference = max(abs(a - b) / abs(b) for a, b in zip(figures["losses"], first, strict=True))
     losses = [f"{loss:.5f}" for loss in figures["losses"]]
@@ -133,6 +141,9 @@ def summary(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     ours = by_round.get(next(iter(VARIANTS)), {})
     for name, rounds in by_round.items():
         figures: dict[str, Any] = {"driver": name, "rounds": len(rounds)}
+        for what in ("tokens/s/GPU", "MFU", "peak GiB"):
+            values = [record[what] for record in rounds.values() if record.get(what) is not None]
+            figures[what] = statistics.median(values) if values else None
         for what in ("step ms", "CPU ms", "start to first step s"):
             ratios = [record[what] / ours[turn][what] for turn, record in rounds.items() if turn in ours]
             figures[what] = statistics.median(record[what] for record in rounds.values())

@@ -19,13 +19,14 @@ from smp_train.telemetry.profiling import Profiler
 
 STEPS, FIRST = 3, 5
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-WAITS = re.compile(r"(Stream|Device|Event)Synchronize|^cudaMemcpy$|_local_scalar_dense|^aten::(item|nonzero)$")
+WAITS = re.compile(r"^cuda((Stream|Device|Event)Synchronize|Memcpy)$")
+"""Of the host for the device. Two waits for an event are made in each step: for the vote, and for a step's numbers."""
 KINDS: tuple[tuple[str, str], ...] = (
+    ("compiled by Triton", r"^triton"),
     ("attention", r"flash|fmha|cudnn.*sdpa|attention"),
     ("matrix products", r"gemm|nvjet|cutlass|cublas|xmma|splitK|aten::(mm|addmm_?|bmm)$"),
-    ("communication", r"nccl"),
+    ("communication", r"nccl|c10d"),
     ("optimizer", r"adam|multi_tensor|foreach"),
-    ("compiled by Triton", r"^triton"),
     ("copies", r"memcpy|memset|copy"),
     ("soft-max", r"softmax"),
     ("reductions", r"reduce|norm"),
@@ -35,12 +36,13 @@ TOP = 15
 
 
 def cells(setting: Setting) -> list[Cell]:
-    """Return one trace with the defaults, and one compiled without checkpointing."""
+    """Return one trace with the defaults, one without checkpointing, and one without compilation either."""
     base: Flags = {**TINY, "bf16": 0} if setting.rehearse else {**LLAMA_1B, "max_context_width": 8192}
-    fast = {"use_torch_compile": 1, "activation_checkpointing": "none"}
+    none = {"activation_checkpointing": "none"}
+    kinds: dict[str, Flags] = {"defaults": {}, "no-checkpointing": none, "eager": {**none, "use_torch_compile": 0}}
     return [
         Cell(name, traced, {"flags": {**base, **flags}, "keep": str(Path(setting.out) / f"trace-{name}.json.gz")}, 90)
-        for name, flags in (("defaults", {}), ("compiled", fast))
+        for name, flags in kinds.items()
     ]
 
 
@@ -81,12 +83,13 @@ def sums(events: Iterable[dict[str, Any]], steps: int) -> dict[str, Any]:
         by_name[event["name"][:100]] += event["dur"]
         by_stream[str(event.get("args", {}).get("stream", "host"))] += event["dur"]
     waits = Counter(event["name"] for event in timed if WAITS.search(event["name"]))
+    waited = sum(event["dur"] for event in timed if WAITS.search(event["name"]))
     per_step = 1000 * steps
     kinds = [kind for kind in (*(kind for kind, _ in KINDS), "other") if by_kind[kind]]
     return {
         "step ms": length / per_step, "device idle %": 100 * (1 - union(device) / length) if device else None,
         **{f"{kind} %": 100 * by_kind[kind] / length for kind in kinds},
-        "host waits per step": sum(waits.values()) / steps,
+        **({"host waits per step": sum(waits.values()) / steps, "host waits ms": waited / per_step} if device else {}),
         "attention kernel": next((name for name, _ in by_name.most_common() if kind_of(name) == "attention"), None),
         "waits": dict(waits), "ms by stream": {name: value / per_step for name, value in by_stream.most_common()},
         "ms by name": {name: value / per_step for name, value in by_name.most_common(TOP)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import time
@@ -128,6 +129,7 @@ WAITS: dict[str, dict[str, Any]] = {
         "activation_loading_horizon": 1, "gradient_accumulation_steps": 2,
     },
     "compiled": {"use_torch_compile": 1, "chunked_loss": 1},
+    "experts": {"model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": None},
 }  # fmt: skip
 
 
@@ -213,7 +215,9 @@ def train(folder: Path, flags: Flags, **more: Any) -> list[tuple[float, float]]:
 
 def resume(flags: Flags) -> dict[str, Any]:
     """Compare a run that was stopped and resumed half-way with one that was not; deterministic kernels."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Not with `warn_only`, which leaves attention on kernels that add up in any order.
+    torch.use_deterministic_algorithms(True)
     try:
         with scratch() as one, scratch() as two:
             straight = train(one, flags, max_steps=2 * STEPS)

@@ -50,7 +50,7 @@ def drive(job: Job, clock: Clock) -> None:
             lr_scheduler_type="constant", adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=EPSILON,
             weight_decay=WEIGHT_DECAY, max_grad_norm=GRAD_CLIP, optim="adamw_torch_fused", bf16=job.bf16,
             logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not job.cuda,
-            torch_compile=job.compiled, ddp_backend=None if job.cuda else "gloo", **fsdp,
+            torch_compile=job.compiled, ddp_backend="gloo" if job.world > 1 and not job.cuda else None, **fsdp,
         )  # fmt: skip
         trainer = InOrder(model=job.load(), args=settings, train_dataset=Rows(job))
 

@@ -18,9 +18,9 @@ NEEDS = ("is not installed", "needs a GPU")
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", PARTS)
-def test_every_cell_of_a_part_runs(part: str, tmp_path: Path) -> None:
-    options = ["--rehearse", "--processes", "2", "--out", str(tmp_path)]
+@pytest.mark.parametrize(("part", "processes"), [*((part, 1) for part in PARTS), ("peers", 2)])
+def test_every_cell_of_a_part_runs(part: str, processes: int, tmp_path: Path) -> None:
+    options = ["--rehearse", "--processes", str(processes), "--out", str(tmp_path)]
     line = [sys.executable, "-m", "smp_train", "bench", "gpu", part, *options]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

@@ -113,7 +113,7 @@ def test_a_trace_is_summed_by_kind_and_stream() -> None:
     assert found["step ms"] == pytest.approx(0.5)
     assert found["device idle %"] == pytest.approx(30)  # from 600 to 900 of 1000
     assert (found["matrix products %"], found["attention %"], found["communication %"]) == (40, 20, 30)
-    assert found["host waits per step"] == 1
+    assert (found["host waits per step"], found["host waits ms"]) == (0.5, pytest.approx(0.025))
     assert found["ms by stream"] == {"7": pytest.approx(0.3), "9": pytest.approx(0.15), "11": pytest.approx(0.05)}
     assert found["attention kernel"] == "cudnn_sdpa_fprop"
 
