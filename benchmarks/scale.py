@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.cells import table
 from benchmarks.program import STEADY, TINY, below, opened, stepping, words
-from smp_train import arguments, saving
+from smp_train import arguments, saving, train_utils
 from smp_train.checkpoints.commit import open_folder
 from smp_train.checkpoints.dcp import parsed_index
 from smp_train.checkpoints.manifest import META, Committed, FileRecord, RunId, checksum_of
@@ -41,9 +41,11 @@ from smp_train.data import audit
 from smp_train.data.order import Order
 from smp_train.data.pipelines.loader import Loader
 from smp_train.distributed import Runtime, group
+from smp_train.distributed.heartbeat import PHASES
 from smp_train.models.build import build_meta
 from smp_train.models.resolve import resolve
 from smp_train.telemetry.audit import DataAudit
+from smp_train.telemetry.step_times import summary
 
 STEPS = 20
 ROWS = 1_000_000_000
@@ -69,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
         for when, calls in counted.items():
             show(f"collectives of {when}", "every rank", calls=", ".join(f"{n} {name}" for name, n in calls.items()))
     show("one gather of small objects", "every rank", **gathered(ranks))
+    show("times of all ranks", "every rank, every log line", **timed(ranks))
     show("rendezvous", "all ranks, once", **rendezvous(ranks))
     state = State(options.model_size, ranks, shard)
     small = State(options.model_size, min(options.torchs, ranks), min(options.torchs, shard))
@@ -106,6 +109,13 @@ def gathered(ranks: int) -> dict[str, Any]:
     value = ("rank 1234 on ip-10-0-0-1.ec2.internal: ", {"0/__1234_0.distcp": FileRecord(123456789, "0123abcd")})
     one = pickle.dumps((None, value))
     return {"seconds": cpu(lambda: [pickle.loads(one) for _ in range(ranks)]), "bytes": len(one) * ranks}
+
+
+def timed(ranks: int) -> dict[str, Any]:
+    """Time what each rank makes of the times that all ranks bring to a log line."""
+    rows = np.random.default_rng(0).random((ranks, len(PHASES) + 4), dtype=np.float32)
+    hosts = [f"node{rank // 8}" for rank in range(ranks)]
+    return {"seconds": cpu(lambda: [summary(rows, hosts) for _ in range(100)]) / 100, "bytes": rows.nbytes}
 
 
 @contextmanager
@@ -250,10 +260,11 @@ class State:
         sent = [pickle.dumps(self.local_plan(kind(), rank)) for rank in range(self.ranks)]
         coordinator = kind()
         self.local_plan(coordinator, 0)
-        began = time.process_time()
-        plans, metadata = coordinator.create_global_plan([pickle.loads(one) for one in sent])
-        answers = [pickle.dumps(plan) for plan in plans]
-        seconds = time.process_time() - began
+        with train_utils.garbage_collected_together():  # as training does
+            began = time.process_time()
+            plans, metadata = coordinator.create_global_plan([pickle.loads(one) for one in sent])
+            answers = [pickle.dumps(plan) for plan in plans]
+            seconds = time.process_time() - began
         figures = {
             "seconds": seconds, "of a rank's own": local, "MB to rank 0": sum(map(len, sent)) / 1e6,
             "MB back": sum(map(len, answers)) / 1e6,

@@ -19,8 +19,12 @@ class ToHost:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def tolist(self) -> list[Any]:
-        """Return the numbers; waits for what was queued up to the copy, not for what came after it."""
+    def values(self) -> Tensor:
+        """Return the copy; waits for what was queued up to it, not for what came after it."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host.tolist()
+        return self._host
+
+    def tolist(self) -> list[Any]:
+        """Return the numbers; waits as `values` does."""
+        return self.values().tolist()

@@ -18,9 +18,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -142,7 +142,7 @@ class StepTimes:
         """Return the fields of `metrics.TIME_FIELDS` of the last `gather`; waits for that alone."""
         assert self._coming is not None, "gathered with the record's other numbers"
         coming, self._coming = self._coming, None
-        found = summary(coming.tolist(), self.hosts, with_host=self._on_gpu)
+        found = summary(coming.values(), self.hosts, with_host=self._on_gpu)
         self._name_slowest(found)
         return found
 
@@ -161,36 +161,38 @@ class StepTimes:
             )  # fmt: skip
 
 
-def summary(rows: Sequence[Sequence[float]], hosts: Sequence[str], *, with_host: bool = False) -> dict[str, Any]:
+def summary(rows: Any, hosts: Sequence[str], *, with_host: bool = False) -> dict[str, Any]:
     """Return the fields of `metrics.TIME_FIELDS`, those that are not known as None.
 
+    Every rank does so at every log line: by a few operations on the rows of all ranks at once.
+
     Args:
-        rows: of each rank the seconds in each phase of `PHASES`, those of collectives in forward and in backward, the
-            seconds for which the host waited for the device, and the steps that all these are of.
+        rows: ``[ranks, columns]``: of each rank the seconds in each phase of `PHASES`, those of collectives in forward
+            and in backward, the seconds for which the host waited for the device, and the steps that all these are of.
         hosts: name of each rank's node.
         with_host: whether the device works behind the host.
     """
     found: dict[str, Any] = dict.fromkeys(TIME_FIELDS)
-    total = sum(sum(row[: len(PHASES)]) for row in rows)
-    if total <= 0 or not all(row[-1] for row in rows):
+    rows = np.asarray(rows, dtype=np.float64)
+    steps, phases, talk = rows[:, -1], rows[:, : len(PHASES)], float(rows[:, list(_TALK.values())].sum())
+    total = float(phases.sum())
+    if total <= 0 or not steps.all():
         return found
-    found["time_shares"] = {
-        name: sum(row[phase] for row in rows for phase in phases) / total for name, phases in SHARES.items()
-    }
-    talk = sum(row[column] for row in rows for column in _TALK.values())
+    found["time_shares"] = {name: float(phases[:, list(of)].sum()) / total for name, of in SHARES.items()}
     found["communication_share"] = talk / total if talk else None
     if with_host:
-        found["host_ahead_sec"] = min(row[-2] / row[-1] for row in rows)
+        found["host_ahead_sec"] = float((rows[:, -2] / steps).min())
     if len(rows) > 1:
-        own = [{phase: (row[phase] - (row[_TALK[phase]] if phase in _TALK else 0)) / row[-1] for phase in OWN}
-               for row in rows]  # fmt: skip
-        last = max(range(len(own)), key=lambda each: sum(own[each].values()))
-        others = [each for other, each in enumerate(own) if other != last]
-        more = {phase: own[last][phase] - median(each[phase] for each in others) for phase in OWN}
-        seconds = max(0.0, sum(own[last].values()) - median(sum(each.values()) for each in others))
+        own = phases.copy()
+        own[:, list(_TALK)] -= rows[:, list(_TALK.values())]
+        own = own[:, list(OWN)] / steps[:, None]
+        sums = own.sum(axis=1)
+        last = int(sums.argmax())
+        more = own[last] - np.median(np.delete(own, last, axis=0), axis=0)
+        seconds = max(0.0, float(sums[last] - np.median(np.delete(sums, last))))
         found |= {
-            "slowest_rank": last, "slowest_host": hosts[last], "slowest_phase": PHASES[max(more, key=more.__getitem__)],
+            "slowest_rank": last, "slowest_host": hosts[last], "slowest_phase": PHASES[OWN[int(more.argmax())]],
             "slowest_sec": seconds,
-            "slowest_share": seconds * rows[last][-1] / sum(rows[last][phase] for phase in (*OWN, VOTE)),
+            "slowest_share": seconds * float(steps[last] / phases[last, [*OWN, VOTE]].sum()),
         }  # fmt: skip
     return found

@@ -154,3 +154,41 @@ def test_a_restart_finds_what_was_compiled_in_the_run_folder(tmp_path: Path) -> 
         assert hits > 0 or attempt == 0, found  # the first may meet a graph of its own again
     (folder,) = (tmp_path / "run").glob("compiled-*")
     assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_garbage_is_collected_after_every_fiftieth_step_and_at_no_other_time() -> None:
+    import gc
+
+    from smp_train import train_utils
+
+    step, collected = 0, []
+
+    def note(phase: str, _: Any) -> None:
+        if phase == "start":
+            collected.append(step)
+
+    with train_utils.garbage_collected_together():
+        gc.callbacks.append(note)
+        try:
+            for step in range(1, 121):
+                kept = [[] for _ in range(10_000)]  # more than Python would go by
+                kept.append(kept)
+                train_utils.collect_garbage(step)
+        finally:
+            gc.callbacks.remove(note)
+    assert collected == [50, 100]
+    assert gc.isenabled()
+
+
+def test_a_save_in_the_background_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the default stream it would wait for the steps that are queued there."""
+    import torch
+
+    from smp_train.checkpoints.async_save import Background
+
+    seen: list[Any] = []
+    for name, value in {"is_initialized": lambda: True, "current_device": lambda: 3, "set_device": seen.append,
+                        "Stream": lambda: "its own", "set_stream": seen.append}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    Background(lambda: seen.append("copied"), lambda failure: seen.append("written")).result()
+    assert seen == [3, "its own", "copied", "written"]

@@ -214,3 +214,11 @@ def test_a_process_prepares_its_host_and_keeps_what_the_user_set(monkeypatch: py
     assert prepared(one_queue=True)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     given = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "TORCH_GLOO_LAZY_INIT": "0"}
     assert prepared(**given) == given
+
+
+@pytest.mark.parametrize(("backend", "degree", "expected"), [("native", 8, False), ("smp", 8, True), ("smp", 1, False)])
+def test_one_hardware_queue_is_for_the_tensor_parallelism_of_smp(backend: str, degree: int, expected: bool) -> None:
+    from smp_train import arguments, train_lib
+
+    flags = ["--model_type", "llama_v2", "--backend", backend, "--tensor_parallel_degree", str(degree)]
+    assert train_lib.group_settings(arguments.parse(flags, {}).args)["one_queue"] == expected
