@@ -1,6 +1,6 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs;
-const COLORS = ["#1f6fb4", "#d1495b", "#2a8c6e", "#c07f1e", "#7b5ea7", "#1799a8", "#8a6d3b", "#3c4650"];
+const COLORS = data.palette;
 const GREY = "#6b7885", RED = "#cc2222", INK = "#22303c";
 const PANELS = [
   { title: "Loss", unit: "nats per token", keys: ["loss", "loss_mean"], names: ["train", "train, mean"],
@@ -12,12 +12,18 @@ const PANELS = [
   { title: "Memory", unit: "GiB", keys: ["memory_gib"], zero: true },
   { title: "Step time", unit: "s", keys: ["step_sec"], zero: true },
   { title: "Shares of a step's time", unit: "%", prefix: "share ", zero: true },
+  { title: "Slowest rank", unit: "% of a step that it costs the others", keys: ["slowest_share"], scale: 100, zero: true,
+    rank: "slowest_rank" },
+  { title: "Wait of the host for its device", unit: "s, the least of all ranks", keys: ["host_ahead_sec"], zero: true },
+  { title: "Router loss", keys: ["router_loss"] },
+  { title: "Load of the most used expert", unit: "1 is even", keys: ["expert_load"] },
 ];
 // Fields with a panel, and those that say the same in other words; any other number has a panel of its own.
 const KNOWN = ["step", "time", "tokens", "consumed", "samples_per_sec", "tokens_per_sec_per_device",
-  "tflops_per_device", "data_wait_sec", ...PANELS.flatMap(panel => panel.keys || [])];
+  "tflops_per_device", "data_wait_sec", "slowest_rank", "slowest_sec", ...PANELS.flatMap(panel => panel.keys || [])];
 const QUIET = ["start", "resume", "stop", "finish", "save", "evaluate", "profile"];
 const SVG = ["svg", "path", "line", "text", "rect", "circle"];
+const UNITS = [["days", 86400], ["hours", 3600], ["minutes", 60], ["seconds", 1]];
 const HEIGHT = 220, LEFT = 52, TOP = 10, FOOT = HEIGHT - 24;
 const hidden = new Set();
 let zoom = null;
@@ -34,6 +40,9 @@ const picture = (width, height, label) =>
 const $ = id => document.getElementById(id);
 const several = runs.length > 1;
 const color = (run, series = 0) => COLORS[(several ? run : series) % COLORS.length];
+const unitOf = seconds => UNITS.find(([, size]) => seconds >= 2 * size) || UNITS.at(-1);
+const longest = Math.max(1, ...runs.flatMap(run => run.attempts.map(each => each.ended - run.attempts[0].began)));
+const [unit, second] = unitOf(longest);
 const text = value => value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : `${value}`;
 const clock = seconds => new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
 const union = find => [...new Set(runs.flatMap(find))];
@@ -66,29 +75,30 @@ function ticks(low, high, count, log) {
 // The x of a row, and of an event, on the chosen axis; tokens of an event are those of the step it follows.
 function rowX(run, i) {
   const axis = $("axis").value, columns = run.columns;
-  if (axis === "hours") return (columns.time[i] - run.began) / 3600;
+  if (axis === "time") return (columns.time[i] - run.began) / second;
   return (axis === "tokens" && columns.tokens || columns.step)[i];
 }
 function eventX(run, event) {
   const steps = run.columns.step;
-  if ($("axis").value === "hours") return (event.time - run.began) / 3600;
+  if ($("axis").value === "time") return (event.time - run.began) / second;
   if ($("axis").value === "step" || !steps.length) return event.step;
   const after = steps.findIndex(step => step >= event.step);
   return rowX(run, after < 0 ? steps.length - 1 : after);
 }
 
-// The curves of a panel: {name, run, points, color, width, opacity, dash, dots}.
+// The curves of a panel: {name, run, points, color, width, opacity, dash, dots, area}; a point is [x, y, note], of an area
+// [x, y, "", top].
 function curves(panel) {
   return shown((run, r) => {
     const found = [], base = { run: r, width: 1.4, opacity: 1, dash: "none" };
-    const keys = panel.keys || Object.keys(run.columns).filter(key => key.startsWith(panel.prefix));
-    keys.forEach((key, s) => {
-      const column = run.columns[key] || [], scale = panel.scale || 1;
+    if (panel.prefix) return r === panel.run ? areas(run, r, panel.prefix) : [];
+    panel.keys.forEach((key, s) => {
+      const column = run.columns[key] || [], scale = panel.scale || 1, ranks = run.columns[panel.rank];
       if (column.every(y => y === null)) return;
-      const name = panel.names ? panel.names[s] : panel.prefix ? key.slice(panel.prefix.length) : panel.title;
-      const curve = { ...base, name, points: column.map((y, i) => [rowX(run, i), y === null ? null : y * scale]) };
+      const points = column.map(
+        (y, i) => [rowX(run, i), y === null ? null : y * scale, ranks ? `, rank ${ranks[i]}` : ""]);
+      const curve = { ...base, name: panel.names ? panel.names[s] : panel.title, points, color: color(r, s) };
       if (panel.validation) Object.assign(curve, { color: color(r), opacity: s ? 1 : 0.3, width: s ? 2 : 1 });
-      else Object.assign(curve, { color: color(r, s), dash: several && panel.prefix ? ["none", 4, 2][s % 3] : "none" });
       found.push(curve);
     });
     const points = run.events.filter(each => each.event === "evaluate" && each.loss != null);
@@ -98,11 +108,21 @@ function curves(panel) {
   });
 }
 
+// The parts of a whole, each above the one before.
+function areas(run, r, prefix) {
+  const keys = Object.keys(run.columns).filter(key => key.startsWith(prefix));
+  const tops = run.columns.step.map(() => 0), none = tops.map((_, i) => keys.every(key => run.columns[key][i] === null));
+  return keys.map((key, s) => ({
+    run: r, name: key.slice(prefix.length), area: true, opacity: 1, color: COLORS[s % COLORS.length],
+    points: run.columns[key].map((y, i) => [rowX(run, i), none[i] ? null : y || 0, "", tops[i] += y || 0]),
+  }));
+}
+
 function legend(panel, all) {
   if (!panel.prefix && !panel.validation) return [];
   const each = new Map(all.map(curve => [curve.name, curve]));
   return [...each].map(([name, curve]) => {
-    const style = `background:${several ? GREY : curve.color};opacity:${curve.opacity}`;
+    const style = `background:${several && !panel.prefix ? GREY : curve.color};opacity:${curve.opacity}`;
     return el("small", {}, el("i", { style }), name);
   });
 }
@@ -117,7 +137,8 @@ function draw(figure, panel) {
   let [x0, x1] = zoom || [Math.min(...xs), Math.max(...xs)];
   if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
   const inside = x => x >= x0 && x <= x1;
-  const ys = all.flatMap(curve => curve.points.filter(([x, y]) => y !== null && inside(x)).map(point => point[1]));
+  const ys = all.flatMap(
+    curve => curve.points.filter(([x, y]) => y !== null && inside(x)).map(([, y, , top]) => top ?? y));
   if (!ys.length) return;
   let y0 = Math.min(...ys), y1 = Math.max(...ys);
   const log = panel.log && $("log").checked && y0 > 0;
@@ -134,9 +155,10 @@ function draw(figure, panel) {
     const anchor = X(tick) > right - 8 ? "end" : "middle";
     svg.append(el("text", { x: X(tick), y: HEIGHT - 8, "text-anchor": anchor }, short(tick)));
   }
-  const marked = shown((run, r) => run.events.map((event, i) => ({ event, x: eventX(run, event), i, r })));
-  for (const mark of marked.filter(each => inside(each.x))) svg.append(...drawnMark(mark, X(mark.x)));
   for (const curve of all) svg.append(...drawnCurve(curve, X, Y, (x, y) => inside(x) && !(log && y <= 0)));
+  const marked = shown((run, r) => panel.prefix && r !== panel.run ? []
+    : run.events.map((event, i) => ({ event, x: eventX(run, event), i, r })));
+  for (const mark of marked.filter(each => inside(each.x))) svg.append(...drawnMark(mark, X(mark.x)));
   follow(svg, all, marked, { X, inside, value: px => x0 + (px * width - LEFT) / (right - LEFT) * (x1 - x0) });
 }
 
@@ -148,20 +170,35 @@ function drawnMark({ event, i, r }, x) {
   return [el("line", { x1: x, x2: x, y1: TOP, y2: FOOT, ...look })];
 }
 
-function drawnCurve(curve, X, Y, visible) {
-  const found = [], attempts = $("axis").value === "hours" ? runs[curve.run].attempts : [];
-  let path = "", pen = "M", before = -Infinity;
-  for (const [x, y] of curve.points) {
-    if (attempts.some(each => before < each.from && each.from <= x)) pen = "M";  // nothing ran in between
+// The visible points that belong together.
+function pieces(curve, visible) {
+  const found = [], attempts = $("axis").value === "time" ? runs[curve.run].attempts : [];
+  let piece = null, before = -Infinity;
+  for (const point of curve.points) {
+    const [x, y] = point;
+    if (attempts.some(each => before < each.from && each.from <= x)) piece = null;  // nothing ran in between
     before = x;
-    if (y === null || !visible(x, y)) { pen = "M"; continue; }
-    path += `${pen}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`;
-    pen = "L";
-    if (curve.dots) found.push(el("circle", { cx: X(x), cy: Y(y), r: 3, fill: curve.color }));
+    if (y === null || !visible(x, y)) piece = null;
+    else if (piece) piece.push(point);
+    else found.push(piece = [point]);
   }
-  if (path) found.push(el("path", { class: "line", d: path, fill: "none", stroke: curve.color, opacity: curve.opacity,
-    "stroke-width": curve.width, "stroke-dasharray": curve.dash }));
   return found;
+}
+
+function drawnCurve(curve, X, Y, visible) {
+  const found = pieces(curve, visible), style = { class: "line", opacity: curve.opacity };
+  const along = (points, y = point => point[1]) =>
+    points.map(point => `${X(point[0]).toFixed(1)} ${Y(y(point)).toFixed(1)}`).join("L");
+  if (curve.area) {
+    const d = found.map(piece => `M${along(piece, point => point[3])}L${
+      along([...piece].reverse(), point => point[3] - point[1])}Z`).join("");
+    return d ? [el("path", { ...style, d, fill: curve.color, stroke: curve.color, "stroke-width": 0.5 })] : [];
+  }
+  const dots = found.flatMap(piece => curve.dots || piece.length === 1 ? piece : []);
+  const circles = dots.map(([x, y]) => el("circle", { cx: X(x), cy: Y(y), r: curve.dots ? 3 : 1.5, fill: curve.color }));
+  const d = found.map(piece => `M${along(piece)}`).join("");
+  return d ? [...circles, el("path", { ...style, d, fill: "none", stroke: curve.color, "stroke-width": curve.width,
+    "stroke-dasharray": curve.dash })] : circles;
 }
 
 // Show the numbers below the pointer; a drag enlarges all charts, a double click shows all again.
@@ -192,9 +229,9 @@ function follow(svg, all, marked, { X, inside, value }) {
     rule.setAttribute("visibility", inside(where) ? "visible" : "hidden");
     const near = marked.filter(each => Math.abs(X(each.x) - X(x)) < 5);
     const lines = new Set(near.map(({ event }) => `${event.event} at step ${event.step}`));
-    tip.replaceChildren(el("b", {}, `${$("axis").value} ${short(where)}`), ...rows.map(([curve, point]) => {
-      const name = `${several ? runs[curve.run].name + ", " : ""}${curve.name}`;
-      return el("div", { style: `color:${curve.color}` }, `${name} ${short(point[1])}`);
+    tip.replaceChildren(el("b", {}, `${$("axis").selectedOptions[0].text} ${short(where)}`), ...rows.map(row => {
+      const [curve, [, y, note]] = row, name = `${several ? runs[curve.run].name + ", " : ""}${curve.name}`;
+      return el("div", {}, el("i", { style: `background:${curve.color}` }), `${name} ${short(y)}${note || ""}`);
     }), ...[...lines].slice(0, 5).map(line => el("div", {}, line)));
     tip.style.display = "block";
     tip.style.left = `${Math.max(4, Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8))}px`;
@@ -222,8 +259,8 @@ function timeline() {
   const rows = runs.flatMap(run => run.attempts.map((each, i) => {
     const start = run.starts.length === run.attempts.length ? run.starts[i] : {};  // else one ended before it trained
     const changed = Object.entries(start.changes || {}).map(([key, [a, b]]) => `${key} ${text(a)} → ${text(b)}`);
-    const name = `${several ? run.name + " " : ""}${i + 1}`, hours = `${short((each.ended - each.began) / 3600)} h`;
-    return [name, clock(each.began), hours, `${each.first} – ${each.last}`, each.how, start.host || "", changed.join("; ")];
+    const name = `${several ? run.name + " " : ""}${i + 1}`, lasted = each.ended - each.began, [of, size] = unitOf(lasted);
+    return [name, clock(each.began), `${+(lasted / size).toPrecision(3)} ${of}`, `${each.first} – ${each.last}`, each.how, start.host || "", changed.join("; ")];
   }));
   const head = ["attempt", "began (UTC)", "time", "steps", "ended", "host", "changed settings"];
   $("timeline").replaceChildren(...bars, table(head, rows));
@@ -231,8 +268,7 @@ function timeline() {
 
 function drawnAttempts(run, r) {
   const width = room($("timeline")), foot = 16 * run.attempts.length;
-  const span = Math.max(1, ...run.attempts.map(each => each.ended - run.began));
-  const X = time => 4 + (time - run.began) / span * (width - 8);
+  const X = time => 4 + (time - run.began) / longest * (width - 8);
   const svg = picture(width, foot + 22, "attempts");
   run.attempts.forEach((each, i) => {
     const opacity = { finished: 1, running: 1, stopped: 0.7 }[each.how] || 0.4;
@@ -242,9 +278,9 @@ function drawnAttempts(run, r) {
       svg.append(el("line", { x1: X(time), x2: X(time), y1: 16 * i + 1, y2: 16 * i + 15,
         stroke: name === "save" ? INK : RED }));
   });
-  for (const tick of ticks(0, span / 3600, width / 120)) {
-    const x = X(run.began + tick * 3600), anchor = tick ? x > width - 20 ? "end" : "middle" : "start";
-    svg.append(el("text", { x, y: foot + 18, "text-anchor": anchor }, `${short(tick)} h`));
+  for (const tick of ticks(0, longest / second, width / 120)) {
+    const x = X(run.began + tick * second), anchor = tick ? x > width - 30 ? "end" : "middle" : "start";
+    svg.append(el("text", { x, y: foot + 18, "text-anchor": anchor }, `${short(tick)} ${unit}`));
   }
   return svg;
 }
@@ -260,6 +296,10 @@ function tables() {
     Object.entries(rest).map(([key, value]) => `${key} ${text(value)}`).join(", ")]));
   events.sort((a, b) => a[0] < b[0] ? 1 : -1);
   $("events").lastElementChild.append(table(["time (UTC)", "", "step", "event", ""], events.slice(0, 500)));
+  const profiles = runs.flatMap(run => run.events.filter(each => each.event === "profile").slice(-1).map(
+    each => el("div", {}, el("b", {}, several ? run.name : ""), el("p", {}, each.verdict),
+      el("pre", {}, (each.operators || []).join("\n")))));
+  if (profiles.length) $("profile").lastElementChild.append(...profiles); else $("profile").remove();
   const settings = union(run => Object.keys(run.config)).map(key => [key, ...runs.map(run => text(run.config[key]))]);
   const differ = settings.filter(([, ...values]) => new Set(values).size > 1);
   if (several) $("differences").lastElementChild.append(differ.length ? table(head, differ, true) : "none");
@@ -272,19 +312,24 @@ function tables() {
 
 function redraw() {
   const more = union(run => Object.keys(run.columns)).filter(key => !KNOWN.includes(key) && !key.startsWith("share "));
-  const panels = [...PANELS, ...more.map(key => ({ title: key, keys: [key] }))].filter(each => curves(each).length);
+  const each = panel => !panel.prefix ? [panel] : runs.map(
+    (run, r) => ({ ...panel, run: r, title: panel.title + (several ? `, ${run.name}` : "") }));
+  const others = more.map(key => ({ title: key.replaceAll("_", " "), keys: [key] }));
+  const panels = [...PANELS.flatMap(each), ...others].filter(panel => curves(panel).length);
   const figures = panels.map(() => el("figure"));
   $("charts").replaceChildren(...figures);
   panels.forEach((panel, i) => draw(figures[i], panel));
   timeline();
-  location.replace(`#${$("axis").value}${$("log").checked ? ",log" : ""}`);  // kept when the page loads itself again
+  // Kept when the page loads itself again.
+  location.replace(`#${[$("axis").value, $("log").checked ? "log" : "", ...zoom || []].join()}`);
 }
 
 function main() {
   for (const run of runs) {
     run.began = Math.min(...run.attempts.map(each => each.began));
-    for (const each of run.attempts) each.from = (each.began - run.began) / 3600;
+    for (const each of run.attempts) each.from = (each.began - run.began) / second;
   }
+  $("axis").options[1].text = unit;
   document.title = document.querySelector("h1").textContent = runs.map(run => run.name).join(", ");
   const again = data.live ? `, again every ${data.live} s while the run goes on` : "";
   $("about").textContent = `Written ${clock(data.written)} UTC by smp-train ${data.version}${again}.`;
@@ -294,8 +339,9 @@ function main() {
     box.onchange = () => { hidden[box.checked ? "delete" : "add"](r); redraw(); };
     $("runs").append(el("label", {}, box, el("i", { style: `background:${color(r)}` }), `${run.name} `));
   });
-  const [axis, log] = location.hash.slice(1).split(",");
-  if (["step", "hours", "tokens"].includes(axis)) $("axis").value = axis;
+  const [axis, log, ...ends] = location.hash.slice(1).split(",");
+  if (["step", "time", "tokens"].includes(axis)) $("axis").value = axis;
+  if (ends.length === 2 && ends.every(end => Number.isFinite(+end))) zoom = ends.map(Number);
   $("log").checked = log === "log";
   $("axis").onchange = () => { zoom = null; redraw(); };
   $("log").onchange = redraw;

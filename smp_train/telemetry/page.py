@@ -10,7 +10,7 @@ from pathlib import Path
 
 import smp_train
 from smp_train.errors import ConfigError, redacted
-from smp_train.telemetry.run_data import RunData, read_runs
+from smp_train.telemetry.run_data import PALETTE, RunData, read_runs
 from smp_train.telemetry.run_folder import write_atomic
 
 FILE_NAME = "report.html"
@@ -25,7 +25,8 @@ def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) ->
         ConfigError: it cannot be written.
     """
     data = {
-        "runs": [run.to_json() for run in runs], "written": time.time(), "version": smp_train.__version__, "live": live
+        "runs": [run.to_json() for run in runs], "written": time.time(), "version": smp_train.__version__, "live": live,
+        "palette": PALETTE,
     }  # fmt: skip
     parts = resources.files("smp_train.telemetry")
     page, script = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.js"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train.arguments.verb_parser import VerbParser
 from smp_train.errors import ConfigError, install
 from smp_train.telemetry import page
-from smp_train.telemetry.run_data import RunData, read_runs, smooth
+from smp_train.telemetry.run_data import PALETTE, RunData, read_runs, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,14 +23,13 @@ FILE_NAME = "report.png"
 LIVE_SECONDS = 10.0
 
 _INK, _MUTED, _GRID = "#22303c", "#6b7885", "#e3e7eb"
-_TRAIN, _VALIDATION, _SPEED, _REFERENCE, _SAVE = "#1f6fb4", "#d1495b", "#2a8c6e", "#8a6d3b", "#22303c"
+_TRAIN, _VALIDATION, _SPEED, _REFERENCE, _SPIKE = *PALETTE[:3], "#8a6d3b", "#cc2222"
 _DASHED = (0, (5, 3))
-_RUNS = (_TRAIN, _VALIDATION, _SPEED, "#c07f1e", "#7b5ea7", "#1799a8", _REFERENCE, _SAVE)
 _SHARE, _NOT_FROM_ZERO = "share ", ("loss_mean", "lr", "grad_norm")
 _PANELS = (
     ("Loss (nats per token)", "loss_mean", 1), ("Learning rate", "lr", 1), ("Gradient norm", "grad_norm", 1),
     ("Throughput (tokens/s)", "tokens_per_sec", 1), ("MFU (%)", "mfu", 100), ("Memory (GiB)", "memory_gib", 1),
-    ("Step time (s)", "step_sec", 1), ("Shares of a step's time (%)", _SHARE, 1),
+    ("Step time (s)", "step_sec", 1), ("The slowest rank costs the others (% of a step)", "slowest_share", 100),
 )  # fmt: skip
 
 
@@ -61,53 +60,78 @@ def write_report(run_dir: str | Path) -> Path:
 
 def write_panels(runs: Sequence[RunData], path: Path) -> Path:
     """Draw all numbers of runs, over each other, into a PNG. Raises `ConfigError` as `write_report` does."""
-    figure = _figure()
     columns = [run.columns() for run in runs]
-    keys = dict.fromkeys(key for each in columns for key in each)
-    drawn = [(title, [key for key in keys if _of_panel(key, of)], scale) for title, of, scale in _PANELS]
-    panels = [panel for panel in drawn if panel[1]]
-    for place, (title, shown, scale) in enumerate(panels, 1):
-        axes = figure.add_subplot(-(-len(panels) // 2), 2, place)
+    panels = [panel for panel in _PANELS if any(panel[1] in each for each in columns)]
+    parts = [[key for key in each if key.startswith(_SHARE)] for each in columns]
+    rows = -(-(len(panels) + sum(map(bool, parts))) // 2)
+    figure = _figure(max(8.0, 2.0 * rows))
+    places = iter(range(1, 2 * rows + 1))
+
+    def drawn(title: str) -> Axes:
+        axes = figure.add_subplot(rows, 2, next(places))
         axes.set_title(title, loc="left", fontsize=10, color=_INK)
+        _dress(axes)
+        return axes
+
+    for title, key, scale in panels:
+        axes = drawn(title)
         for number, (run, found) in enumerate(zip(runs, columns, strict=True)):
-            for part, key in enumerate(shown):
-                values = zip(found["step"], found.get(key, ()), strict=False)
-                points = [(x, y * scale) for x, y in values if y is not None]
-                color = _RUNS[(number if len(runs) > 1 else part) % len(_RUNS)]
-                label, dash = run.name, "-"
-                if key.startswith(_SHARE):
-                    label, dash = key.removeprefix(_SHARE), ("-", "--", ":", "-.")[part % 4]
-                label = "_" if label in {line.get_label() for line in axes.lines} else label  # unnamed in the legend
-                if points:
-                    axes.plot(*zip(*points, strict=True), dash, color=color, linewidth=1.2, label=label)
-            if shown == ["loss_mean"]:
-                color = _RUNS[(number if len(runs) > 1 else 1) % len(_RUNS)]
+            color = PALETTE[number % len(PALETTE)]
+            values = zip(found["step"], found.get(key, ()), strict=False)
+            _plot(axes, [(x, y * scale) for x, y in values if y is not None], "-", color=color, label=run.name)
+            if key == "loss_mean":
                 evaluations = [each for each in run.events if each["event"] == "evaluate"]
                 points = [(each["step"], each["loss"]) for each in evaluations if each.get("loss") is not None]
-                if points:
-                    axes.plot(*zip(*points, strict=True), "o", color=color, markersize=4)
-            for event in run.events:
-                if event["event"] == "resume":
-                    axes.axvline(event["step"], color=_MUTED, linestyle=":", linewidth=1)
-        if shown[0] not in _NOT_FROM_ZERO:
-            axes.set_ylim(bottom=0)
-        if axes.lines and (place == 1 or shown[0].startswith(_SHARE)):
+                color = color if len(runs) > 1 else _VALIDATION
+                _plot(axes, points, "o", color=color, label="_" if number else "validation")
+            _mark_events(axes, run)
+        if key not in _NOT_FROM_ZERO:
+            axes.set_ylim(0, 1.08 * max(0.0, axes.dataLim.y1) or 1)
+        if key == panels[0][1] and axes.lines:
             axes.legend(fontsize=8, framealpha=0.9, edgecolor=_GRID)
-        _dress(axes)
+    for run, found, keys in zip(runs, columns, parts, strict=True):
+        if keys:
+            axes = drawn(f"Shares of a step's time{f', {run.name}' if len(runs) > 1 else ''} (%)")
+            steps, shares = found["step"], [[share or 0 for share in found[key]] for key in keys]
+            labels = [key.removeprefix(_SHARE) for key in keys]
+            axes.stackplot(steps, shares, colors=PALETTE, labels=labels)
+            axes.set_ylim(0, 100)
+            axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, reverse=True)
+            _mark_events(axes, run)
     return _save(figure, path)
 
 
-def _of_panel(key: str, of: str) -> bool:
-    return key == of or (of == _SHARE and key.startswith(_SHARE))
+def _plot(axes: Axes, points: list[tuple[float, float]], form: str, **look: Any) -> None:
+    if points:  # a line of one point would not be seen
+        form = "o" if len(points) == 1 else form
+        axes.plot(*zip(*points, strict=True), form, linewidth=1.2, markersize=4, **look)
 
 
-def _figure() -> Figure:
+def _mark_events(axes: Axes, run: RunData) -> None:
+    """Draw a dotted line where the run was resumed, a red one at a spike, and a tick at a checkpoint."""
+    for event in run.events:
+        if event["event"] in ("resume", "spike"):
+            color, line = {"resume": (_MUTED, ":"), "spike": (_SPIKE, "-")}[event["event"]]
+            axes.axvline(event["step"], color=color, linestyle=line, linewidth=1)
+    saves = [event["step"] for event in run.events if event["event"] == "save"]
+    _mark_saves(axes, saves, markersize=3)
+
+
+def _mark_saves(axes: Axes, saves: list[int], **look: Any) -> None:
+    # In axis units: the ticks sit on the lower edge whatever is drawn above.
+    axes.plot(
+        saves, [0.012] * len(saves), linestyle="none", marker="^", color=_INK, clip_on=False,
+        transform=axes.get_xaxis_transform(), **look,
+    )  # fmt: skip
+
+
+def _figure(height: float = 8) -> Figure:
     try:
         # Not pyplot: no display, no global state. A PNG is drawn with Agg.
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(f"report.png needs matplotlib: {install('report')}") from None
-    figure = Figure(figsize=(12, 8), dpi=100, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(12, height), dpi=100, layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # type: ignore[union-attr, call-arg]
     return figure
 
@@ -153,14 +177,12 @@ def _draw_losses(axes: Axes, records: list[dict[str, Any]], entropy: float | Non
         label = f"unigram entropy: {entropy:.3f}"
         axes.axhline(entropy, color=_REFERENCE, linestyle=_DASHED, linewidth=1.3, label=label)
     if saves:
-        # In axis units: the ticks sit on the lower edge whatever the losses are.
-        axes.plot(
-            saves, [0.012] * len(saves), linestyle="none", marker="^", markersize=6, color=_SAVE,
-            transform=axes.get_xaxis_transform(), label="checkpoint saved", clip_on=False,
-        )  # fmt: skip
+        _mark_saves(axes, saves, markersize=6, label="checkpoint saved")
+    for number, step in enumerate(r["step"] for r in records if r.get("event") == "spike"):
+        axes.axvline(step, color=_SPIKE, linewidth=1, zorder=1, label="_" if number else "spike")
     axes.set_ylabel("Loss (nats per token)", color=_INK)
     if axes.lines:
-        axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor=_GRID, labelcolor=_INK)
+        axes.legend(frameon=True, framealpha=0.9, edgecolor=_GRID, labelcolor=_INK)
 
 
 def _draw_speed(axes: Axes, steps: list[dict[str, Any]]) -> None:

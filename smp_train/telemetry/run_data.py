@@ -23,6 +23,8 @@ POINTS = 1000
 EXTREMES = ("loss", "grad_norm", "step_sec")
 SILENT_SECONDS = 900.0
 """Without a record, after which a run on another host may be running or not."""
+PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#22303c", "#c8c8c8", "#f0e442")
+"""Okabe and Ito's colours and a grey, which colour-blind readers tell apart too: of runs, or of the shares of a step."""
 NOT_SHOWN = ("event", "step", "time", "nonfinite", "perplexity")
 
 
@@ -138,9 +140,6 @@ class RunData:
             seconds = median(each["slowest_sec"] for each in late if each["slowest_rank"] == rank)
             found["waited for"] = f"rank {rank} on {host}, in {phase}: {seconds:.2g} s a step"
             found["waited for"] += f", in {count} of {len(self.steps)} records"
-        profiles = [each["verdict"] for each in self.events if each["event"] == "profile" and each.get("verdict")]
-        if profiles:
-            found["profile"] = profiles[-1]
         found["model"] = str(self.run.get("model") or config.get("model_type") or "")
         if self.run.get("parameters"):
             found["parameters"] = f"{self.run['parameters']:,}"

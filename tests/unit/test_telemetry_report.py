@@ -1,6 +1,7 @@
 """The report as images of the right size and a page that change with what they show, and its refusals."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -12,11 +13,12 @@ import time
 import pytest
 
 from smp_train.errors import ConfigError
-from smp_train.telemetry import page
+from smp_train.telemetry import page, report
 from smp_train.telemetry.metrics import MetricsWriter
 from smp_train.telemetry.report import main, write_report
-from smp_train.telemetry.run_data import POINTS, RunData, read_runs, smooth, thinned
+from smp_train.telemetry.run_data import PALETTE, POINTS, RunData, read_runs, smooth, thinned
 from smp_train.telemetry.run_folder import RunFolder
+from smp_train.telemetry.step_times import SHARES
 
 
 def write_metrics(folder, steps=60):
@@ -33,8 +35,8 @@ def write_metrics(folder, steps=60):
     writer.close()
 
 
-def drawn(folder, monkeypatch):
-    """Write the report and return its two panels."""
+def drawn(folder, monkeypatch, write=write_report):
+    """Write the report and return its panels."""
     from matplotlib.figure import Figure
 
     kept = []
@@ -45,7 +47,7 @@ def drawn(folder, monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(Figure, "savefig", savefig)
-    write_report(folder)
+    write(folder)
     return kept[0].axes
 
 
@@ -165,6 +167,61 @@ def test_the_page_holds_what_counts_of_a_killed_run_and_no_secret(tmp_path):
     assert of_page(page.write_page(read_runs([str(tmp_path)]), path))["runs"][0]["summary"]["state"] == "finished"
 
 
+def luminous(color, seen):
+    """Return a colour of the palette as linear light, as ``seen`` (rows of a matrix)."""
+    values = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    light = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+    return [sum(part * value for part, value in zip(row, light, strict=True)) for row in seen]
+
+
+def lab(light):
+    """Return linear sRGB in CIELAB (D65)."""
+    to_xyz = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    white = (0.9505, 1.0, 1.089)
+    xyz = [sum(part * max(0, value) for part, value in zip(row, light, strict=True)) for row in to_xyz]
+    x, y, z = (
+        (v / w) ** (1 / 3) if v / w > 0.008856 else 7.787 * v / w + 16 / 116 for v, w in zip(xyz, white, strict=True)
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+# Machado, Oliveira and Fernandes 2009, severity 1.
+EYES = {
+    "most": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.1523, 1.0526, -0.2049), (0.1145, 0.7863, 0.0992), (-0.0039, -0.0481, 1.052)),
+    "deuteranopia": ((0.3674, 0.8607, -0.2280), (0.2801, 0.6726, 0.0474), (-0.0118, 0.0429, 0.9689)),
+}
+
+
+@pytest.mark.parametrize("seen", EYES)
+def test_every_share_of_a_step_has_a_colour_that_all_readers_tell_apart(seen):
+    assert len(SHARES) <= len(set(PALETTE))
+    found = [lab(luminous(color, EYES[seen])) for color in PALETTE]
+    closest = min(math.dist(one, other) for i, one in enumerate(found) for other in found[:i])
+    assert closest > 10, "a difference of 2 is just seen"
+
+
+def test_pictures_show_the_parts_of_a_steps_time_the_slowest_rank_and_events(tmp_path, monkeypatch):
+    for name in "ab":
+        run = write_run(tmp_path / name, name)
+        writer = MetricsWriter(run.path)
+        writer.event("spike", step=55)
+        writer.step({"step": 61, "loss": 5.0, "slowest_share": 0.25})
+        writer.close()
+    runs = read_runs([str(tmp_path / name) for name in "ab"])
+    panels = drawn(tmp_path / "panels.png", monkeypatch, lambda path: report.write_panels(runs, path))
+    titles = [axes.get_title(loc="left") for axes in panels]
+    assert titles[-3:] == ["The slowest rank costs the others (% of a step)", *(
+        f"Shares of a step's time, {name} (%)" for name in "ab"
+    )]  # fmt: skip
+    assert labels(panels[0]) == ["a", "validation", "b"]
+    (dot,) = [line for line in panels[-3].lines if line.get_label() == "a"]
+    assert [*dot.get_ydata()] == [25.0]
+    for axes in panels:
+        assert {line.get_xdata()[0] for line in axes.lines if line.get_color() == "#cc2222"} == {55}
+    assert labels(panels[-1]) == ["compute", "data"]
+
+
 def test_several_runs_lie_over_each_other(tmp_path, capsys):
     for name in ("one", "two"):
         write_run(tmp_path / name, "same", lr={"one": 1e-3, "two": 2e-3}[name])
@@ -257,8 +314,8 @@ function point(svg, kind, share) {
   const where = { clientX: box.left + share * box.width, clientY: box.top + 50 };
   svg.dispatchEvent(new PointerEvent("pointer" + kind, where));
 }
-for (const axis of ["hours", "tokens", "step"]) {
-  $("axis").value = axis; $("log").checked = axis === "hours"; $("axis").onchange();
+for (const axis of ["time", "tokens", "step"]) {
+  $("axis").value = axis; $("log").checked = axis === "time"; $("axis").onchange();
   for (const svg of document.querySelectorAll("figure svg")) {
     point(svg, "move", 0.5);
     document.body.dataset.tips = (document.body.dataset.tips || "") + $("tip").textContent + ";";
@@ -282,7 +339,9 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, width, count):
     folders = [str(write_run(tmp_path / name, name).path) for name in "ab"[:count]]
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         other = {"event": "spike", "step": 50, "time": time.time(), "loss": None, "samples": {"0": ["x.json:1"]}}
-        file.write(json.dumps(other) + "\n")
+        profile = {"event": "profile", "step": 55, "time": time.time(), "verdict": "Bound.", "operators": ["9 %  mm"]}
+        slow = {"step": 61, "time": time.time(), "loss": 5.0, "slowest_share": 0.05, "slowest_rank": 3, "expert_x": 1.0}
+        file.write("".join(json.dumps(each) + "\n" for each in (other, profile, slow)))
     path = page.write_page(read_runs(folders), tmp_path / "report.html")
     path.write_text(path.read_text().replace("</body>", f"<script>{USE}</script></body>"))
     command = [
@@ -293,16 +352,22 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, width, count):
     shown = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "CONSOLE" not in shown.stderr
     titles = re.findall(r"<figcaption>([^<]+)<", shown.stdout)
-    assert titles == ["Loss", "Learning rate", "Gradient norm", "Step time", "Shares of a step's time"]
-    # Of each run: the loss, its mean, validation, rate, norm, step time, and two shares.
-    assert f'data-drawn="{8 * count}"' in shown.stdout
-    assert shown.stdout.count('class="line"') == 8 * count
+    shares = [f"Shares of a step's time{end}" for end in ([", a", ", b"] if count > 1 else [""])]
+    common = ["Loss", "Learning rate", "Gradient norm", "Step time"]
+    assert titles == [*common, *shares, "Slowest rank", "expert x"]
+    # Of each run: the loss, its mean, validation, rate, norm, step time, and two shares; of the first two more.
+    assert f'data-drawn="{8 * count + 2}"' in shown.stdout
+    assert shown.stdout.count('class="line"') == 8 * count + 2
     assert shown.stdout.count('class="attempt"') == 2 * count
     assert 'data-wide="0"' in shown.stdout, "the page is as wide as the window"
     assert 10 < int(re.search(r'data-zoomed="(\d+)"', shown.stdout)[1]) < 30, "of 60 steps those in the window"
-    assert shown.stdout.count('stroke="#cc2222"') == len(titles) + 1, "the spike in each chart and among the attempts"
+    spikes = len(titles) - count + 2
+    assert shown.stdout.count('stroke="#cc2222"') == spikes, "in each chart with the run, and among the attempts"
+    assert all(said in shown.stdout for said in ("<p>Bound.</p>", "<pre>9 %  mm</pre>"))
     assert '{"0":["x.json:1"]}' in shown.stdout
     tips = re.search(r'data-tips="([^"]*)"', shown.stdout)[1].split(";")
     assert len(tips) == 3 * len(titles) + 1
-    assert all(re.match(r"(hours|tokens|step) [\d.e-]+.*Learning rate 0.001", tip) for tip in tips[1::5]), tips
+    every = len(titles)
+    assert all(re.match(r"(seconds|tokens|step) [\d.e-]+.*Learning rate 0.001", tip) for tip in tips[1::every]), tips
+    assert all("Slowest rank 5, rank 3" in tip for tip in tips[-3:-1:every]), tips
     assert "max_steps 40 → 60" in shown.stdout
