@@ -230,10 +230,10 @@ def _data(args: Arguments, own: Own) -> Iterator[str]:
     on_hub = args.dataset and not args.dataset.startswith("s3://") and not os.path.exists(args.dataset)
     if args.use_synthetic_data or on_hub:  # the hub's data sets have a split of their own to validate on
         return
-    if not (args.training_dir or args.dataset or own.training_data is not None):
+    if not (args.training_dir or args.dataset or own.training_data is not None or args.evaluate_only):
         yield (
             "no training data: give --training_dir (or the SageMaker channel train), --dataset, "
-            "or --use_synthetic_data 1" + ("; smp-train evaluate needs none" if args.evaluate_only else "")
+            "or --use_synthetic_data 1"
         )
     if (args.validation_freq or args.evaluate_only) and not (args.test_dir or own.validation_data is not None):
         cause = "--evaluate_only" if args.evaluate_only else f"--validation_freq {args.validation_freq}"

@@ -68,25 +68,27 @@ def open_data(
     source: Source
     held_out: Source | None = None
     order: Order | BlendOrder | None = None
-    if own.training_data is not None:
-        source = open_own(args, own.training_data, "training_data", vocab_size=vocab_size, seq_len=seq_len)
-    elif args.use_synthetic_data:
-        source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
-        # Another seed, not another part: synthetic rows have no end.
-        held_out = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
-    else:
-        assert args.training_dir is not None, "checked by arguments.validate"
-        places, weights = read_weights(args.training_dir)
-        sources = [opened(place, shuffle=args.shuffle) for place in places]
-        source = sources[0] if len(sources) == 1 else Joined(sources, places)
-        if weights is not None and isinstance(source, Joined):
-            order = BlendOrder(source, weights, args.seed, args.shuffle)
     test_dir = None if args.use_synthetic_data else args.test_dir
     if (own.validation_data is not None or test_dir) and (args.validation_freq or args.evaluate_only):
         if own.validation_data is not None:
             held_out = open_own(args, own.validation_data, "validation_data", vocab_size=vocab_size, seq_len=seq_len)
         elif test_dir is not None:
             held_out = opened(test_dir)
+    if own.training_data is not None:
+        source = open_own(args, own.training_data, "training_data", vocab_size=vocab_size, seq_len=seq_len)
+    elif args.use_synthetic_data:
+        source = Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed)
+        # Another seed, not another part: synthetic rows have no end.
+        held_out = held_out or Synthetic(seq_len=seq_len, vocab_size=vocab_size, seed=args.seed + 1)
+    elif args.training_dir is None:
+        assert held_out is not None, "checked by arguments.validate"
+        source = held_out  # with --evaluate_only, which draws no batch to train on
+    else:
+        places, weights = read_weights(args.training_dir)
+        sources = [opened(place, shuffle=args.shuffle) for place in places]
+        source = sources[0] if len(sources) == 1 else Joined(sources, places)
+        if weights is not None and isinstance(source, Joined):
+            order = BlendOrder(source, weights, args.seed, args.shuffle)
     with distributed.together("preparing the data"):
         training = TrainingData(
             source, order or Order(len(source), args.seed, args.shuffle, shards(source)), long=long,

@@ -13,6 +13,7 @@ import pytest
 
 from smp_train.checkpoints.cli import main as checkpoint_verb
 from tests import harness
+from tests.system.command import write_shard
 from tests.training import SAMPLE, flags, records, steps, train
 
 LONG = {"validation_freq": 2, "validation_batches": 400, "val_batch_size": 1, "max_steps": 4, "checkpoint_freq": 100}
@@ -58,9 +59,13 @@ def test_a_stop_does_not_wait_for_the_end_of_a_validation(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_evaluation_by_itself_changes_nothing_but_the_marker(world: int, tmp_path: Path) -> None:
-    harness.run(train, world, flags(tmp_path, max_steps=2, checkpoint_freq=2, validation_freq=2))
+    for name in ("data", "test"):
+        write_shard(tmp_path / name / "0.jsonl", 8)
+    held_out = {"use_synthetic_data": None, "test_dir": tmp_path / "test"}
+    training = {**held_out, "training_dir": tmp_path / "data"}
+    harness.run(train, world, flags(tmp_path, **training, max_steps=2, checkpoint_freq=2, validation_freq=2))
     (trained,) = (r["loss"] for r in records(tmp_path) if r.get("event") == "evaluate")
-    changes = {"evaluate_only": 1, "run_dir": tmp_path / "again" / "run"}
+    changes = {**held_out, "evaluate_only": 1, "run_dir": tmp_path / "again" / "run"}
     found = {"resume_from_checkpoint": tmp_path / "checkpoints"}
     before = sorted(path for path in (tmp_path / "checkpoints").rglob("*"))
     harness.run(train, world, flags(tmp_path, **changes, **found, max_steps=2))
