@@ -23,11 +23,13 @@ BAR_SECONDS = 1.0
 
 def bar_class() -> Any:
     """Return tqdm's bar where stderr is a terminal that can draw one, else None."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        return None
     try:
+        # Terminals of containers and batch systems may have no size, where tqdm draws nothing at all.
+        drawn = sys.stderr.isatty() and 0 not in os.get_terminal_size(sys.stderr.fileno())
+        if not drawn or os.environ.get("TERM") == "dumb":
+            return None
         from tqdm import tqdm
-    except ImportError:
+    except (ImportError, OSError, ValueError):
         return None
     return tqdm
 
@@ -38,16 +40,32 @@ def without_bars(stream: Any) -> AbstractContextManager[Any]:
     return nullcontext() if tqdm is None else tqdm.external_write_mode(file=stream)
 
 
+class Moved:
+    """Bytes of a checkpoint that this process has written or read, and how many there will be, for a `Progress`."""
+
+    done, total = 0, 0
+
+    def begin(self, total: int) -> None:
+        """Count from 0 again."""
+        self.done, self.total = 0, total
+
+
+MOVED = Moved()
+"""Of the last save or load."""
+
+
 class Progress:
     """Counts ``unit``s of work: bytes (B), rows; or only the time. Nothing is shown where ``shown`` is False.
 
-    A thread shows the count, also while the work is in one long call. Lines go to the log where one is set up, else to
-    stderr.
+    A thread shows the count, also while the work is in one long call; with ``moved`` that of another thread. Lines go
+    to the log where one is set up, else to stderr.
     """
 
-    def __init__(self, what: str, total: int | None = None, unit: str = "", shown: bool = True) -> None:
+    def __init__(
+        self, what: str, total: int | None = None, unit: str = "", shown: bool = True, moved: Moved | None = None
+    ) -> None:
         self._what, self._total, self._unit, self._shown = redacted(what), total, unit.strip(), shown
-        self._done = 0
+        self._done, self._moved = 0, moved
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
@@ -88,10 +106,16 @@ class Progress:
             with bar_of(desc=self._what, total=self._total, unit=unit, **options) as bar:
                 bar.start_t -= BAR_SECONDS
                 while not self._ended.wait(BAR_SECONDS / 2):
+                    self._look()
                     bar.n, bar.total = self._done, self._total
                     bar.refresh()
 
+    def _look(self) -> None:
+        if self._moved is not None:
+            self.at(self._moved.done, self._moved.total)
+
     def _say(self) -> None:
+        self._look()
         scale = 1e6 if self._unit == "B" else 1
         done, unit = f"{self._done / scale:,.0f}", "MB" if self._unit == "B" else self._unit
         of = f" of {self._total / scale:,.0f}" if self._total else ""

@@ -20,7 +20,7 @@ from smp_train.checkpoints.node_local import is_node_local
 from smp_train.checkpoints.runs import committed
 from smp_train.distributed import ALL_RANKS, heartbeat
 from smp_train.errors import SmpTrainError, redacted
-from smp_train.progress import Progress
+from smp_train.progress import MOVED, Progress
 from smp_train.resume import adapter_of
 from smp_train.telemetry.logging_utils import get_logger
 from smp_train.telemetry.run_folder import versions
@@ -55,7 +55,8 @@ def save(run: Run, *, force: bool) -> None:
     report_saves(run)
     run.checkpoints.protect(run.best.step if run.args.keep_best else None)
     with run.throughput.pause():
-        with Progress(f"Saving step {progress.step}", shown=run.runtime.is_main):
+        MOVED.begin(0)
+        with Progress(f"Saving step {progress.step}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
             state = run.backend.state_dict(run.model, run.optimizer)
             run.checkpoints.save(progress.step, state, meta, force=force, saver=run.backend.saver)
         run.saved_step = progress.step
@@ -66,7 +67,8 @@ def save(run: Run, *, force: bool) -> None:
 def report_saves(run: Run) -> None:
     """Wait for a save in progress, and log what has been committed; collective."""
     heartbeat.at(heartbeat.SAVE)
-    with Progress(f"Finishing the save of step {run.saved_step}", shown=run.runtime.is_main):
+    what = f"Finishing the save of step {run.saved_step}, rank 0's part"
+    with Progress(what, unit="B", shown=run.runtime.is_main, moved=MOVED):
         finished = run.checkpoints.finish()
     for saved in finished:
         if saved.durable:
@@ -151,12 +153,12 @@ def write_model(run: Run, checkpoint: str | None, folder: str) -> None:
     what = f"writing the model to {folder}"
     with Progress(what, shown=run.runtime.is_main):
         weights = run.backend.full_weights(run.model)
-    with distributed.together(what), Progress(what, shown=run.runtime.is_main):
+    with distributed.together(what), Progress(what, unit="B", shown=run.runtime.is_main) as progress:
         if run.runtime.is_main and checkpoint is not None:
             began = time.perf_counter()
             found = open_checkpoint(checkpoint)
             if weights is None:
-                export(found, folder, replace=True)
+                export(found, folder, replace=True, on_progress=progress.at)
             else:
                 export_weights(weights, run.spec.config, folder, files=files_beside(found, folder), replace=True)
             log.info("Wrote the model to %s in %.1f s", folder, time.perf_counter() - began)

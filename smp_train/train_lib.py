@@ -19,6 +19,7 @@ from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import ConfigError, DataError
 from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
+from smp_train.progress import MOVED
 from smp_train.progress import Progress as Shown
 from smp_train.resume import imported_position
 from smp_train.saving import complete_models, notify, report_saves, save, save_final_model, save_last
@@ -90,7 +91,7 @@ def resume(run: Run) -> None:
         track(run)
         return
     saver = run.backend.saver
-    with Shown(f"Loading {found.path}", shown=run.runtime.is_main):
+    with Shown(f"Loading {found.path}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
         run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     with distributed.together(f"resuming from {found.path}"):
         consumed = data_position(run, found)
@@ -128,6 +129,8 @@ def track(run: Run) -> None:
 def data_position(run: Run, found: Checkpoint) -> int:
     """Return how many samples of this run's order are consumed at the checkpoint; not collective."""
     if "data" in found.meta:
+        if run.args.evaluate_only and run.args.training_dir is None:  # the data it is of may not be here
+            return int(found.meta["data"].get("consumed", 0))
         return run.train_data.check_state(found.meta["data"], allow_data_change=run.args.allow_data_change)
     consumed, by = imported_position(found, run.train_data)
     log.info(
@@ -169,7 +172,7 @@ def fit(run: Run) -> bool:
         ):
             # A request during the last step changes nothing: the run is finished.
             stopped = step(run, batches) and progress.step < run.total_steps
-        run.screen.step()
+        run.screen.step(progress.step)
         train_utils.collect_garbage(progress.step)
         last = stopped or progress.step == run.total_steps
         better = False

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_train.checkpoints.collective import gather
-from smp_train.distributed.agree import ALL_RANKS, is_alone, on_group, unless
+from smp_train.distributed.agree import ALL_RANKS, any_rank, is_alone, on_group, unless
 from smp_train.distributed.dtensor import DTensor, local_tensor
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import CheckpointError
@@ -198,6 +198,10 @@ class Background:
     def running(self) -> bool:
         """Return whether it has not come to its end."""
         return self._thread.is_alive()
+
+    def ended_everywhere(self) -> bool:
+        """Return whether no rank's runs any more; collective."""
+        return not any_rank(self.running())
 
     def result(self) -> Any:
         """Wait for the end and return what was written, or raise what went wrong."""

@@ -25,6 +25,7 @@ from smp_train.checkpoints.manifest import Checksum, FileRecord, checksum_of
 from smp_train.distributed.agree import here
 from smp_train.errors import CheckpointError
 from smp_train.models.weight_files import refuse_compressed
+from smp_train.progress import MOVED
 from smp_train.storage import Range, Storage, is_s3, s3, wait_for
 from smp_train.storage.ranges import RangeFile
 
@@ -45,6 +46,7 @@ class _Checksummed(io.RawIOBase):
         with memoryview(data).cast("B") as view:
             self._checksum.add(view)
             self._file.write(view)
+            MOVED.done += len(view)
             return len(view)
 
     def record(self) -> FileRecord:
@@ -143,6 +145,7 @@ class TreeWriter(FileSystemWriter):
         try:
             self.on_stage("write")
             self._files.expected_bytes = sum(_size(item) for item in plan.items)
+            MOVED.begin(self._files.expected_bytes)
             results = super().write_data(plan, planner).wait()
             self.on_stage("checksum")
         except Exception as error:
@@ -199,6 +202,7 @@ class TreeReader(Reader, FileSystemReader):
             stored = self.storage_data[item.storage_index]
             wanted.setdefault(stored.relative_path, []).append(stored)
         spans = [(each.relative_path, each.offset, each.length) for file in wanted.values() for each in file]
+        MOVED.begin(sum(length for _, _, length in spans))
         if is_s3(self._storage.location):
             self._coming = self._whole(spans)
         return super().read_data(plan, planner)
@@ -215,6 +219,7 @@ class TreeReader(Reader, FileSystemReader):
             yield b"".join(next(pieces) for _ in range(0, length, part))
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        MOVED.done += sinfo.length
         if is_s3(self._storage.location):
             data = io.BytesIO(next(self._coming))
             if data.getbuffer().nbytes != sinfo.length:

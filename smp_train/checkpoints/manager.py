@@ -199,8 +199,8 @@ class CheckpointManager:
         return self._pending is not None and self._pending.running()
 
     def poll(self) -> bool:
-        """Return whether a save that another library writes has ended, so that `finish` will not wait; collective."""
-        return isinstance(self._pending, Elsewhere) and self._pending.ended_everywhere()
+        """Return whether the save under way has ended on every rank, so that `finish` will not wait; collective."""
+        return self._pending is not None and self._pending.ended_everywhere()
 
     def finish(self) -> list[Saved]:
         """Wait for the save under way, and return what was committed since the last call. Collective.

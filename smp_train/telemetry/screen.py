@@ -21,32 +21,39 @@ class Screen:
     def __init__(self) -> None:
         """Show nothing until `open`."""
         self._bar: Any = None
-        self._total, self._spoke = 0, 0.0
+        self._first, self._total = 0, 0
+        self._began = self._spoke = 0.0
+        self._seconds: float | None = None
+        self._shown: list[str] = []
 
     def open(self, step: int, total: int, *, bar: bool) -> None:
         """Begin after ``step`` of ``total``; with a ``bar`` where there is a terminal."""
-        self._total, self._spoke = total, time.monotonic()
+        self._first, self._total = step, total
+        self._began = self._spoke = time.monotonic()
         bar_of = bar_class() if bar else None
         if bar_of is not None:
             self._bar = bar_of(initial=step, total=total, bar_format=FORM, dynamic_ncols=True, leave=False)
 
-    def step(self) -> None:
-        """Count a step."""
+    def step(self, step: int) -> None:
+        """Show that ``step`` is done."""
+        now = time.monotonic()
         if self._bar is not None:
-            self._bar.update()
+            self._bar.update(step - self._bar.n)
+        elif self._total and now - self._spoke >= STATUS_SECONDS:
+            self._spoke = now
+            seconds = self._seconds or (now - self._began) / max(1, step - self._first)
+            eta = f"ETA {timedelta(seconds=round((self._total - step) * seconds))}"
+            get_logger().info("Step %d of %d: %s", step, self._total, ", ".join([eta, *self._shown]))
 
     def figures(self, record: Mapping[str, Any], *, next_save: int, saving: bool) -> None:
-        """Show a logged step's record, the step of the next save, and whether one is being written."""
-        speed, seconds, loss = (record.get(name) for name in ("tokens_per_sec", "step_sec", "loss"))
-        shown = [] if seconds is None else [f"data wait {100 * record['data_wait_sec'] / seconds:.1f} %"]
-        shown += [f"next save at {next_save}", *(["saving"] if saving else [])]
+        """Take a logged step's record, the step of the next save, and whether one is being written."""
+        speed, loss = (record.get(name) for name in ("tokens_per_sec", "loss"))
+        self._seconds = record.get("step_sec") or self._seconds
+        numbers = [f"loss {loss:.4f}", *([] if speed is None else [f"{speed:,.0f} tokens/s"])]
+        shown = [f"data wait {100 * record['data_wait_sec'] / self._seconds:.1f} %"] if speed and self._seconds else []
+        self._shown = [*numbers, *shown, f"next save at {next_save}", *(["saving"] if saving else [])]
         if self._bar is not None:
-            numbers = [f"loss {loss:.4f}", *([] if speed is None else [f"{speed:,.0f} tokens/s"])]
-            self._bar.set_postfix_str(", ".join([*numbers, *shown]), refresh=False)
-        elif self._total and time.monotonic() - self._spoke >= STATUS_SECONDS:
-            self._spoke, left = time.monotonic(), self._total - record["step"]
-            shown = [] if seconds is None else [f"ETA {timedelta(seconds=round(left * seconds))}", *shown]
-            get_logger().info("Step %d of %d: %s", record["step"], self._total, ", ".join(shown))
+            self._bar.set_postfix_str(", ".join(self._shown), refresh=False)
 
     def close(self) -> None:
         """Remove the line."""

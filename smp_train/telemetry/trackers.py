@@ -210,7 +210,7 @@ class Feed:
         except ImportError as missing:
             self._warn(f"is not installed ({first_line(missing)}): {install(EXTRAS[self._name])}; training goes on")
         except BaseException as failure:  # of this thread alone
-            self._warn(f"failed and gets no more records; training goes on ({first_line(failure)})")
+            self._warn(f"failed and gets no more records; training goes on ({first_line(failure)[:MAX_TEXT]})")
 
     def _warn(self, what: str) -> None:
         if not self._warned:

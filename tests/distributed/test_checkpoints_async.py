@@ -6,6 +6,7 @@ import errno
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,10 @@ def torn(folder: str, layout: str) -> list[dict[str, str]]:
             expected.append(digests(model, optimizer))
             assert manager.save(step, gather_state(model, optimizer), {}) == []
             updates("small", model, optimizer, range(step, step + 2))
+            assert not manager.poll()
             written.set()
+            while not manager.poll():
+                time.sleep(0.001)
             assert [saved.step for saved in manager.finish()] == [step]
         problems = []
         for step, before in zip((1, 2, 3), expected, strict=True):

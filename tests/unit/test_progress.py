@@ -12,9 +12,9 @@ import threading
 import pytest
 
 from smp_train import progress
-from smp_train.progress import Progress
+from smp_train.progress import MOVED, Progress, bar_class
 from smp_train.telemetry.screen import STATUS_SECONDS, Screen
-from tests import harness
+from tests import checkpoint_files, harness
 from tests.training import flags, steps, train
 
 
@@ -42,6 +42,28 @@ def test_lines_say_how_far_the_work_is_also_while_it_is_silent(capsys):
         assert re.fullmatch(r"saving: \d+ s", until(capsys, "saving"))
 
 
+def test_a_checkpoint_is_counted_in_bytes_while_it_is_written_and_read(tmp_path, capsys):
+    for work in (checkpoint_files.save, lambda folder, step: checkpoint_files.loaded(folder)):
+        MOVED.begin(0)
+        work(tmp_path, 3)
+        assert 0 < MOVED.done <= MOVED.total
+    MOVED.begin(3_000_000)
+    with Progress("saving", unit="B", moved=MOVED):
+        until(capsys, "saving: 0 of 3 MB, ", " s")
+        MOVED.done += 2_000_000
+        until(capsys, "saving: 2 of 3 MB, ", " s")
+
+
+def test_a_terminal_without_a_size_has_lines_and_no_bar(monkeypatch):
+    master, slave = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(master), os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert bar_class() is None
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+        assert bar_class() is not None
+
+
 def test_pieces_are_counted_and_who_is_not_to_show_it_is_silent(capsys):
     work = Progress("validation", 3, "batches", shown=False)
     with work:
@@ -66,13 +88,19 @@ def test_without_a_terminal_a_line_a_minute_says_when_it_ends_and_saves(monkeypa
     record = {"step": 10, "loss": 2.0, "tokens_per_sec": 5.0, "step_sec": 2.0, "data_wait_sec": 0.1}
     with caplog.at_level("INFO", logger="smp_train"):
         shown.figures(record, next_save=20, saving=False)  # an evaluation, say: nothing was opened
+        shown.step(1)
+        shown = screen.Screen()
         shown.open(0, 100, bar=True)
-        shown.figures(record, next_save=20, saving=False)
         now[0] += STATUS_SECONDS
+        shown.step(6)  # before the first record
         shown.figures(record, next_save=20, saving=True)
-        shown.figures(record, next_save=20, saving=True)
+        shown.step(10)
+        now[0] += STATUS_SECONDS
+        shown.step(11)  # logged or not
+        shown.step(12)
     assert [record.getMessage() for record in caplog.records] == [
-        "Step 10 of 100: ETA 0:03:00, data wait 5.0 %, next save at 20, saving"
+        "Step 6 of 100: ETA 0:15:40",
+        "Step 11 of 100: ETA 0:02:58, loss 2.0000, 5 tokens/s, data wait 5.0 %, next save at 20, saving",
     ]
 
 

@@ -29,7 +29,7 @@ class Spy:
         if self._waits is not None:
             self._waits.wait()
         if name == self._fails:
-            raise RuntimeError("the server is gone\nand more")
+            raise RuntimeError(f"the server is gone {'<html>' * 999}\nand more")
         self.seen.append((name, *given))
 
     def start(self, config):
@@ -86,6 +86,7 @@ def test_a_tracker_that_raises_is_left_out_with_one_warning(tmp_path, warnings, 
     (warning,) = warnings()
     assert "wandb" in warning
     assert "the server is gone" in warning
+    assert len(warning) < 2 * trackers.MAX_TEXT
     assert good.seen[-1] == ("close", "finish")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7
 
