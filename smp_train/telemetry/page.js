@@ -12,6 +12,8 @@ const PANELS = [
   { title: "Memory", unit: "GiB", keys: ["memory_gib"], zero: true },
   { title: "Step time", unit: "s", keys: ["step_sec"], zero: true },
   { title: "Shares of a step's time", unit: "%", prefix: "share ", zero: true },
+  { title: "Communication in forward and backward", unit: "% of all time", keys: ["communication_share"], scale: 100,
+    zero: true },
   { title: "Slowest rank", unit: "% of a step that it costs the others", keys: ["slowest_share"], scale: 100, zero: true,
     rank: "slowest_rank" },
   { title: "Wait of the host for its device", unit: "s, the least of all ranks", keys: ["host_ahead_sec"], zero: true },

@@ -29,7 +29,8 @@ _SHARE, _NOT_FROM_ZERO = "share ", ("loss_mean", "lr", "grad_norm")
 _PANELS = (
     ("Loss (nats per token)", "loss_mean", 1), ("Learning rate", "lr", 1), ("Gradient norm", "grad_norm", 1),
     ("Throughput (tokens/s)", "tokens_per_sec", 1), ("MFU (%)", "mfu", 100), ("Memory (GiB)", "memory_gib", 1),
-    ("Step time (s)", "step_sec", 1), ("The slowest rank costs the others (% of a step)", "slowest_share", 100),
+    ("Step time (s)", "step_sec", 1), ("Communication in forward and backward (%)", "communication_share", 100),
+    ("The slowest rank costs the others (% of a step)", "slowest_share", 100),
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ EXTREMES = ("loss", "grad_norm", "step_sec")
 SILENT_SECONDS = 900.0
 """Without a record, after which a run on another host may be running or not."""
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#22303c", "#c8c8c8", "#f0e442")
-"""Okabe and Ito's colours and a grey, which colour-blind readers tell apart too: of runs, or of the shares of a step."""
+"""Of runs, or of the parts of a step: Okabe and Ito's and a light grey, which colour-blind readers tell apart too."""
 NOT_SHOWN = ("event", "step", "time", "nonfinite", "perplexity")
 
 
@@ -130,6 +130,9 @@ class RunData:
         columns = [shares for record in self.steps if (shares := _shares(record))]
         names = dict.fromkeys(name for each in columns for name in each)
         parts = {name: median(each.get(name, 0) for each in columns) for name in names}
+        talk = [each["communication_share"] for each in self.steps if each.get("communication_share") is not None]
+        if talk:  # beside or in the parts
+            parts["communication, in forward and backward"] = 100 * median(talk)
         if len(parts) > 1:
             shown = sorted((name for name in parts if parts[name] >= 1), key=lambda name: -parts[name])
             found["time, median"] = ", ".join(f"{name} {parts[name]:.0f} %" for name in shown)
@@ -206,8 +209,6 @@ def _shares(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of a step's time in per cent: ``time_shares`` where recorded, else the wait for data alone."""
     if isinstance(record.get("time_shares"), Mapping):
         found = {str(name).replace("_", " "): share for name, share in record["time_shares"].items()}
-        if record.get("communication_share") is not None:
-            found["communication, in forward and backward"] = record["communication_share"]
         return {name: 100 * share for name, share in found.items() if _is_number(share)}
     seconds, waited = record.get("step_sec"), record.get("data_wait_sec")
     return {"data": 100 * waited / seconds} if seconds and waited is not None else {}

@@ -132,7 +132,8 @@ def write_run(folder, name, *, lr=1e-3, kill_at=40, last=60, **facts):
         writer.event("resume" if first else "start", step=first)
         for step in range(first + 1, end + 1):
             shares = {"step_sec": 2.0, "data_wait_sec": 0.1}
-            shares = {"time_shares": {"compute": 0.9, "data": 0.1}} if first else shares
+            parts = {"time_shares": {"compute": 0.9, "data": 0.1}, "communication_share": 0.3}
+            shares = parts if first else shares
             writer.step({"step": step, "loss": 8 - step / 20, "lr": lr, "tokens": step, "grad_norm": 1.0, **shares})
             if step % 20 == 0:
                 writer.event("evaluate", step=step, loss=8 - step / 25)
@@ -153,6 +154,8 @@ def test_the_page_holds_what_counts_of_a_killed_run_and_no_secret(tmp_path):
     assert found["columns"]["step"] == [*range(1, 61)]
     assert found["columns"]["share data"] == [5.0] * 30 + [10.0] * 30
     assert found["columns"]["share compute"] == [None] * 30 + [90.0] * 30
+    assert [name for name in found["columns"] if name.startswith("share ")] == ["share data", "share compute"]
+    assert "communication, in forward and backward 30 %" in found["summary"]["time, median"]
     assert [(each["first"], each["last"], each["how"]) for each in found["attempts"]] == [
         (0, 40, "killed or failed"), (30, 60, "running"),
     ]  # fmt: skip
@@ -354,10 +357,10 @@ def test_a_browser_draws_the_page_without_an_error(tmp_path, width, count):
     titles = re.findall(r"<figcaption>([^<]+)<", shown.stdout)
     shares = [f"Shares of a step's time{end}" for end in ([", a", ", b"] if count > 1 else [""])]
     common = ["Loss", "Learning rate", "Gradient norm", "Step time"]
-    assert titles == [*common, *shares, "Slowest rank", "expert x"]
-    # Of each run: the loss, its mean, validation, rate, norm, step time, and two shares; of the first two more.
-    assert f'data-drawn="{8 * count + 2}"' in shown.stdout
-    assert shown.stdout.count('class="line"') == 8 * count + 2
+    assert titles == [*common, *shares, "Communication in forward and backward", "Slowest rank", "expert x"]
+    # Of each run: the loss, its mean, validation, rate, norm, step time, communication, two shares; two more.
+    assert f'data-drawn="{9 * count + 2}"' in shown.stdout
+    assert shown.stdout.count('class="line"') == 9 * count + 2
     assert shown.stdout.count('class="attempt"') == 2 * count
     assert 'data-wide="0"' in shown.stdout, "the page is as wide as the window"
     assert 10 < int(re.search(r'data-zoomed="(\d+)"', shown.stdout)[1]) < 30, "of 60 steps those in the window"
