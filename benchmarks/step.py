@@ -146,13 +146,14 @@ def compare_telemetry(run: Run, ours: Callable[[int], float], count: int, steps:
 @contextmanager
 def telemetry_off(run: Run) -> Iterator[None]:
     """Leave out what --telemetry minimal does."""
-    kept = run.times, heartbeat._board, list(heartbeat._listeners)
+    kept = run.times, heartbeat._board, list(heartbeat._listeners), heartbeat.collective
     run.times = heartbeat._board = None
     heartbeat._listeners.clear()
+    heartbeat.collective = nullcontext
     try:
         yield
     finally:
-        run.times, heartbeat._board, listeners = kept
+        run.times, heartbeat._board, listeners, heartbeat.collective = kept
         heartbeat._listeners.extend(listeners)
 
 

@@ -172,7 +172,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     if found is not None:
         with distributed.together("comparing the models"):
             resume.check_model(args, spec, found)
-    memory = MemoryRows(device, on=args.enable_memory_profiling)
+    memory = MemoryRows(device, folder.logs, ranks.rank, on=args.enable_memory_profiling)
     smp = backend.name == "smp"
     shown = ranks.is_main and smp  # native shows what takes long
     with while_building(args, ranks, device, folder.logs, smp=smp), Shown("Building the model", shown=shown):

@@ -102,9 +102,10 @@ class Spikes:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, plain JSON."""
-        return {"accepted": [list(numbers) for numbers in self.accepted], "skipped": self.skipped}
+        return {"accepted": [list(numbers) for numbers in self.accepted], "skipped": self.skipped, "row": self._row}
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Take up the state of a checkpoint; one of an earlier version has none."""
         self.accepted = [(int(s), float(loss), float(norm)) for s, loss, norm in (state or {}).get("accepted", [])]
         self.skipped = [[int(first), int(last)] for first, last in (state or {}).get("skipped", [])]
+        self._row = int((state or {}).get("row", 0))

@@ -42,7 +42,9 @@ class LoggingArguments:
     telemetry: str = flag(
         "full", "minimal: no times of phases, no slowest rank, and nobody watches for a rank that hangs",
         choices=("full", "minimal"))
-    enable_memory_profiling: bool = flag(False, "Log memory at every stage of set-up, of the first steps and of saves")
+    enable_memory_profiling: bool = flag(
+        False, "Log memory at every stage of set-up, of the first steps and of saves; on a GPU also write a snapshot"
+    )
     use_profiler: bool = flag(False, "Record the PyTorch profiler, and say what bounds a step")
     profile_nsys: bool = flag(False, "Mark steps for Nsight Systems")
     profile_start: int = flag(6, "First step to profile, counted from each start", must=">=1")

@@ -18,7 +18,7 @@ from smp_train.distributed import ALL_RANKS, Runtime, heartbeat
 from smp_train.distributed.degrees import plan
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import SmpTrainError, no_memory
-from smp_train.telemetry.memory_tracker import rss_gib
+from smp_train.telemetry.memory_tracker import dump, rss_gib
 
 log = logging.getLogger("smp_train.memory")
 
@@ -130,16 +130,6 @@ def table(held: list[tuple[str, float]]) -> list[str]:
     return [f"memory GiB | {size:8.3f} | {100 * size / total:3.0f} % | {name}" for name, size in held[:OWNERS]]
 
 
-def dump(path: Path) -> bool:
-    """Write what the GPU's allocator holds to a file for <https://pytorch.org/memory_viz>; False without a GPU."""
-    with suppress(Exception):  # the run fails for another reason, which is to be reported
-        if torch.cuda.is_available():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(path))
-            return True
-    return False
-
-
 def out_of_memory(
     failure: BaseException, args: Arguments, ranks: Runtime, model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None, *, device: torch.device, step: int = 0, folder: Path, smp: bool,
@@ -154,11 +144,9 @@ def out_of_memory(
         return None
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", 0)
     held = owners(model, optimizer, device, {vocabulary, vocabulary // args.tensor_parallel_degree} - {0})
-    snapshot = folder / f"memory-rank{ranks.rank}.pickle"
     for row in table(held):
         log.error("%s", row, extra=ALL_RANKS)
-    if dump(snapshot):
-        log.error("memory snapshot for https://pytorch.org/memory_viz: %s", snapshot, extra=ALL_RANKS)
+    dump(folder, ranks.rank)
     sharing = plan(args, ranks.world_size, ranks.local_world_size, smp=smp).sharing
     change = changes(args, held, sharing=sharing, world_size=ranks.world_size, on_gpu=device.type == "cuda")
     largest = ", ".join(f"{name} {size:.3g} GiB" for name, size in held[:OWNERS])

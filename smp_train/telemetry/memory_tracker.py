@@ -6,12 +6,14 @@ import logging
 import os
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-from smp_train.distributed import heartbeat
+from smp_train.distributed import ALL_RANKS, heartbeat
 
 _GIB = 1024**3
 FIRST_STEPS = 3
@@ -25,9 +27,13 @@ log = logging.getLogger("smp_train.memory")
 class MemoryRows:
     """The rows of ``--enable_memory_profiling``: what is in use when a phase ends."""
 
-    def __init__(self, device: torch.device, *, on: bool) -> None:
-        """Listen to the heartbeat until it ends, if ``on``; the allocator notes who allocates. Not collective."""
+    def __init__(self, device: torch.device, folder: Path, rank: int, *, on: bool) -> None:
+        """Listen to the heartbeat until it ends, if ``on``; the allocator notes who allocates. Not collective.
+
+        A snapshot of the first steps goes to ``folder``.
+        """
         self._device, self._on, self._phase, self._steps = device, on, heartbeat.START, 0
+        self._folder, self._rank = folder, rank
         if not on:
             return
         self.row("before the model")
@@ -50,7 +56,20 @@ class MemoryRows:
         if phase != ended and (not in_a_step or self._steps <= FIRST_STEPS):
             where = f"step {self._steps} of this start, " if in_a_step else ""
             self.row(f"{where}{heartbeat.PHASES[ended]}")
+        if ended == heartbeat.DATA and self._steps == FIRST_STEPS + 1:
+            dump(self._folder, self._rank)
 
+
+def dump(folder: Path, rank: int) -> None:
+    """Write what the GPU's allocator holds, and log where; nothing without a GPU."""
+    import torch
+
+    path = folder / f"memory-rank{rank}.pickle"
+    with suppress(Exception):  # whatever the run does, or fails for, matters more
+        if torch.cuda.is_available():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+            log.warning("memory snapshot for https://pytorch.org/memory_viz: %s", path, extra=ALL_RANKS)
 
 
 def memory_gib(device: torch.device) -> float:

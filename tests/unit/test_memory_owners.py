@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from smp_train.arguments import parse
+from smp_train.distributed import heartbeat
 from smp_train.errors import no_memory
-from smp_train.telemetry import memory_owners
+from smp_train.telemetry import memory_owners, memory_tracker
 from smp_train.telemetry.memory_owners import changes, owners
 
 MIB = 1 / 1024
@@ -86,19 +87,26 @@ def test_what_to_change_first(held: list[tuple[str, float]], flags: str, first: 
     assert everything[0] == "--cpu_offload 1"
 
 
-def test_no_snapshot_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_of_the_first_steps_and_none_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not memory_owners.dump(tmp_path / "s")
+    memory_tracker.dump(tmp_path, 3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("x"))
-    assert memory_owners.dump(tmp_path / "logs/s")
-    assert (tmp_path / "logs/s").exists()
+    assert not list(tmp_path.iterdir())
+    memory_tracker.MemoryRows(torch.device("cpu"), tmp_path / "logs", 3, on=True)
+    snapshot = tmp_path / "logs/memory-rank3.pickle"
+    for step in range(1, memory_tracker.FIRST_STEPS + 2):
+        assert not snapshot.exists()
+        for phase in (heartbeat.DATA, heartbeat.FORWARD):
+            heartbeat.at(phase, step)
+    assert snapshot.exists()
+    heartbeat.end()
 
     def fails(path: str) -> Any:
         raise RuntimeError("out of memory again")
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fails)
-    assert not memory_owners.dump(tmp_path / "t")
+    memory_tracker.dump(tmp_path, 3)
 
 
 def test_which_failures_are_of_memory() -> None:

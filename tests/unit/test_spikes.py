@@ -48,6 +48,12 @@ def test_what_a_checkpoint_keeps_decides_alike() -> None:
     other.restore(json.loads(json.dumps(one.state())))
     assert other.skipped == one.skipped == [[18, 21], [30, 30]]
     assert [other.limits(step) for step in (20, 21)] == [one.limits(step) for step in (20, 21)]
+    one.skip_one(31)  # the second in a row
+    other.restore(json.loads(json.dumps(one.state())))
+    for step in range(32, 30 + IN_A_ROW):
+        other.skip_one(step)
+    with pytest.raises(SmpTrainError):
+        other.skip_one(30 + IN_A_ROW)
     other.restore(None)
     assert other.limits(20) == NONE
 
