@@ -65,7 +65,7 @@ class Mesh:
 
         return {
             tuple(dist.get_process_group_ranks(mesh.get_group(name))): name
-            for mesh in (self.root, self.parameters)
+            for mesh in (self.parameters_of_experts, self.parameters, self.root)
             for name in mesh.mesh_dim_names or ()
         }
 

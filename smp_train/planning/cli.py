@@ -1,4 +1,4 @@
-"""``smp-train plan``: the memory of a run on each device, from stepping its own model with fake tensors.
+"""``smp-train plan``: memory, time and cost of a run, from stepping its own model with fake tensors.
 
 Needs no GPU, no data and no memory: a run on thousands of devices is planned on a laptop. Exit code 2 where it does not
 fit.
@@ -20,10 +20,11 @@ from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.models.state_memory import CHECKPOINT_BYTES
-from smp_train.planning import fitting
+from smp_train.planning import cost, fitting
 from smp_train.planning.estimate import estimate
 from smp_train.planning.fitting import GIB
 from smp_train.planning.lower import lower
+from smp_train.planning.step_time import machine_of, predict
 from smp_train.planning.stepping import BACKWARD, FORWARD, HEAD
 from smp_train.planning.tracker import OPTIMIZER, PARAMETERS
 from smp_train.planning.world import Memory, world
@@ -42,7 +43,8 @@ def options() -> argparse.ArgumentParser:
     add("--memory_gib", type=float, help="memory of each, in GiB; without it the plan says what is needed")
     add("--instance_type", help="EC2 instance type, such as p5.48xlarge, in place of these two")
     add("--nodes", type=int, default=1, help="instances (default: 1)")
-    add("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    add("--json", action="store_true", help="print one JSON object: bytes, seconds of a step, hours of a budget")
+    cost.add_flags(found)
     return found
 
 
@@ -52,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     setup_logging(0, level="WARNING")
     args = parse(rest, environ={}).args
     devices, per_node, there = machine(own)
+    cost.check(own)
+    compiled = args.use_torch_compile is not False  # where it is left open, a GPU compiles
     check(args)
     trust_code(args.trust_remote_code)
     spec = resolve(args)
@@ -64,6 +68,12 @@ def main(argv: Sequence[str]) -> int:
         found = described(args, spec, memory, devices=devices, per_node=per_node, there=there, gpu=gpu)
         if not found["fits"]:
             found["lower"] = lower(args, spec, memory, ranks, seq_len=seq_len, gpu=gpu, there=there)
+    rates = machine_of(instances.find(own.instance_type)) if own.instance_type and gpu else None
+    if rates is not None:
+        fast = predict(args, spec, memory, rates, devices=devices, seq_len=seq_len, compiled=compiled)
+        found |= {"time": fast.described(), **cost.described(own, args, fast, rates, memory, found["checkpoint"])}
+    elif own.tokens is not None:
+        raise ConfigError("plan: --tokens: there is no time on gloo, nor of an instance type whose rates are not known")
     print(json.dumps(found) if own.json else text(found), flush=True)
     if found["fits"] is False:
         raise ConfigError(
@@ -146,6 +156,7 @@ def text(found: dict[str, Any]) -> str:
     ]  # fmt: skip
     if found["lower"]:
         rows.append("  lower: " + "; ".join(_changes(found)))
+    rows += cost.text(found)
     if found["fits"] is not None:
         rows.append(f"  {'fits' if found['fits'] else 'does not fit'} into {_gib(found['memory'])}")
     return "\n".join(rows)

@@ -47,9 +47,9 @@ HOST_MEMORY = 25e9
 """Bytes per second of the host's memory for each GPU, where the optimizer runs there. An assumption."""
 FLOAT32 = 16
 """How many times slower products in float32, without TF32, are than in bfloat16: A100 19.5, H100 67 TFLOP/s."""
-HIDDEN = ("shard", "replicate", "expert")
-"""Dimensions whose collectives run beside the computation of a neighbouring layer; what tensor and context ranks send
-is waited for. A name may join several, such as shard_context."""
+HIDDEN = ("shard", "replicate")
+"""Dimensions whose collectives run beside the computation of a neighbouring layer; what tensor, context and expert
+ranks send is waited for. A name may join several, such as shard_context."""
 UPDATING, COPIES, HOST = "update", "copies to the host and back", "waiting for the host"
 
 
@@ -108,6 +108,14 @@ class Prediction:
     def tokens_per_device(self) -> float:
         """Tokens per second and device."""
         return self.tokens_per_second / self.devices
+
+    def described(self) -> dict[str, Any]:
+        """Return what ``--json`` prints, in seconds."""
+        return {
+            "step": self.step_seconds, "parts": self.parts, "bound": self.bound, "communication": self.communication,
+            "tokens_of_step": self.tokens, "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_and_device": self.tokens_per_device, "mfu": self.mfu,
+        }  # fmt: skip
 
     @property
     def bound(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -80,6 +81,7 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
     replaced here.
     """
     packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
+    attention = F.scaled_dot_product_attention
     read, can = expert_parallel.read, moe._can_use_grouped_mm
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
@@ -90,10 +92,12 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
         if gpu:
             losses.chunk_tokens = lambda vocab_size, device_type: chunk_tokens(vocab_size, "cuda")
             losses._adds_wide = lambda dtype, device: True  # type: ignore[assignment]
+            # A GPU's kernels have dropout; the CPU's other way holds every score.
+            F.scaled_dot_product_attention = lambda *each, **more: attention(*each, **{**more, "dropout_p": 0.0})
         nodes = -(-devices // per_node)
         yield Runtime("plan", 0, devices, 0, min(devices, per_node), 0, nodes, "localhost", 0, "localhost", False)
     finally:
-        activation_offloading.PACKABLE = packable
+        activation_offloading.PACKABLE, F.scaled_dot_product_attention = packable, attention
         expert_parallel.read, moe._can_use_grouped_mm = read, can
         losses.chunk_tokens, losses._adds_wide = chunk_tokens, adds_wide
         dist.destroy_process_group()

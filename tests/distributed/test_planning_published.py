@@ -1,0 +1,103 @@
+"""Tokens per second that `smp-train plan` predicts, against what others published; docs/planning.md has the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.tiers import core
+
+LLAMA_2 = ["--model_type", "llama_v2", "--max_context_width", "4096"]
+LLAMA_3 = ["--model_type", "llama_v3", "--max_context_width", "8192"]
+CODE_34B = [
+    "--hidden_width", "8192", "--num_layers", "48", "--num_heads", "64", "--num_key_value_heads", "8",
+    "--intermediate_size", "22016", "--vocab_size", "32000",
+]  # fmt: skip
+
+
+def row(
+    source: str, family: list[str], size: str, devices: int, published: float, *, rows: int, recomputed: str,
+    compiled: bool = True, more: Sequence[str] = (),
+) -> tuple[str, int, list[str], bool, float]:  # fmt: skip
+    model = CODE_34B if size == "34b" else ["--model_size", size]
+    flags = [*family, *model, "--train_batch_size", str(rows), "--activation_checkpointing", recomputed, *more]
+    return source, devices, flags, compiled, published
+
+
+OP, SHARDED_BY_NODE = "selective:op", ["--sharding_strategy", "hybrid_shard"]
+TP = ["--tensor_parallel_degree", "8"]
+PUBLISHED = {
+    "titan 8b": row("titan", LLAMA_3, "8b", 8, 6667, rows=2, recomputed=OP),
+    "titan 8b eager": row("titan", LLAMA_3, "8b", 8, 5762, rows=2, recomputed=OP, compiled=False),
+    "titan 8b 128": row("titan", LLAMA_3, "8b", 128, 6514, rows=2, recomputed=OP),
+    "titan 8b 128 eager": row("titan", LLAMA_3, "8b", 128, 5605, rows=2, recomputed=OP, compiled=False),
+    "titan 8b tp": row("titan", LLAMA_3, "8b", 64, 4378, rows=12, recomputed=OP, more=TP),
+    "titan 70b tp": row("titan", LLAMA_3, "70b", 256, 597.3, rows=16, recomputed="full", more=TP),
+    "p5 8b": row("p5", LLAMA_3, "8b", 32, 6785, rows=1, recomputed=OP),
+    "accelerate 8b": row("p5", LLAMA_3, "8b", 8, 8000, rows=1, recomputed=OP),
+    "titan a100 8b": row("p4de", LLAMA_3, "8b", 64, 2973, rows=1, recomputed=OP, compiled=False),
+    "titan a100 70b": row("p4de", LLAMA_3, "70b", 64, 331, rows=1, recomputed="full", compiled=False),
+    "titan a100 2-13b": row("p4de", LLAMA_2, "13b", 64, 2162, rows=2, recomputed=OP, compiled=False),
+    "titan a100 2-70b": row("p4de", LLAMA_2, "70b", 64, 355, rows=2, recomputed="full", compiled=False),
+    "fms h100 7b": row("fms h100", LLAMA_2, "7b", 96, 9600, rows=2, recomputed="none", more=SHARDED_BY_NODE),
+    "fms h100 13b": row("fms h100", LLAMA_2, "13b", 96, 4850, rows=2, recomputed="selective:1/3"),
+    "fms h100 34b": row("fms h100", LLAMA_2, "34b", 96, 1830, rows=2, recomputed="full"),
+    "fms h100 70b": row("fms h100", LLAMA_2, "70b", 96, 890, rows=2, recomputed="full"),
+    "fms a100 7b": row("fms a100", LLAMA_2, "7b", 128, 4550, rows=2, recomputed="none", more=SHARDED_BY_NODE),
+    "fms a100 13b": row("fms a100", LLAMA_2, "13b", 128, 2150, rows=2, recomputed="selective:1/3"),
+    "fms a100 34b": row("fms a100", LLAMA_2, "34b", 128, 820, rows=2, recomputed="full"),
+    "fms a100 70b": row("fms a100", LLAMA_2, "70b", 128, 410, rows=2, recomputed="full"),
+    "torchtune 3b": row("p4de", [*LLAMA_3[:3], "4096"], "3b", 1, 9174, rows=2, recomputed="none"),
+    "torchtune 3b recomputed": row("p4de", [*LLAMA_3[:3], "4096"], "3b", 1, 7210, rows=2, recomputed="full"),
+}
+"""By name: whose machine, devices, flags, whether compiled, tokens per second and GPU."""
+CORE = ["titan 8b"]
+
+
+def predicted(names: list[str]) -> list[float]:
+    """Return the tokens per second of each device."""
+    from smp_train import arguments
+    from smp_train.launch import instances
+    from smp_train.models.resolve import resolve
+    from smp_train.planning.cli import check
+    from smp_train.planning.estimate import estimate
+    from smp_train.planning.step_time import machine_of, predict
+    from smp_train.planning.work import GATHER, Work
+
+    h100, a100 = (machine_of(instances.find(name)) for name in ("p5.48xlarge", "p4de.24xlarge"))
+    assert h100 is not None
+    assert a100 is not None
+    machines = {
+        # "Between SXM and NVL", by their page: power limited to 500 W, 2.4 TB/s.
+        "titan": replace(h100, peak=(989.4e12 + 835.5e12) / 2, memory=2.4e12),
+        "p5": h100, "p4de": a100, "fms h100": replace(h100, network=100e9), "fms a100": a100,
+    }  # fmt: skip
+    found: list[float] = []
+    for name in names:
+        machine, devices, flags, compiled, _ = PUBLISHED[name]
+        args = arguments.parse(flags, {}).args
+        check(args)
+        spec, seq_len = resolve(args), args.max_context_width
+        assert seq_len is not None
+        memory = estimate(args, spec, devices=devices, per_node=8, seq_len=seq_len)
+        if machine.startswith("fms"):  # it reduces gradients in bfloat16: half of our bytes
+            sent: Any = {
+                key: cost if key[1].kind == GATHER else cost._replace(size=cost.size / 2)
+                for key, cost in memory.work.collectives.items()
+            }
+            memory = replace(memory, work=Work(memory.work.operations, sent))
+        fast = predict(args, spec, memory, machines[machine], devices=devices, seq_len=seq_len, compiled=compiled)
+        found.append(round(fast.tokens_per_device, 1))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", core([CORE, [*PUBLISHED]], lambda names: names is CORE))
+def test_speed_is_what_others_published(names: list[str]) -> None:
+    found = dict(zip(names, harness.run(predicted, 1, names)[0], strict=True))
+    print({name: (PUBLISHED[name][4], speed, round(speed / PUBLISHED[name][4], 2)) for name, speed in found.items()})
+    assert found == {name: pytest.approx(PUBLISHED[name][4], rel=0.15) for name in names}
