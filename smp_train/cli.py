@@ -46,7 +46,7 @@ class Verb(NamedTuple):
 
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model (this is what launchers start on every process)", "smp_train.train_lib"),
-    "plan": Verb("say what a run takes of each device's memory, before it has one", "smp_train.planning.cli"),
+    "plan": Verb("say memory, time and cost of a run, before it has a machine", "smp_train.planning.cli"),
     "launch": Verb("start a run on a cluster or on this machine", "smp_train.launch"),
     "doctor": Verb("say what this machine has and lacks, and how to mend it", "smp_train.launch.doctor"),
     "generate": Verb("continue a prompt with the model of a checkpoint", "smp_train.generation"),

@@ -11,7 +11,7 @@ from smp_train.distributed import Runtime
 from smp_train.models.flops import count_parameters
 from smp_train.models.resolve import ModelSpec
 from smp_train.planning.stepping import EDGE
-from smp_train.planning.world import Memory, of_depth, step, world
+from smp_train.planning.world import Memory, of_depth, step, without_attention_dropout, world
 
 
 def estimate(
@@ -34,6 +34,7 @@ def estimate(
         ranks: Of an open `world` of these devices, which several estimates share: what torch keeps of one world does
             not hold in the next.
     """
+    spec = without_attention_dropout(spec) if gpu else spec
     depth = spec.config.num_hidden_layers
     period = _period(args, spec)
     fewest = 2 * EDGE + 1 + (args.activation_loading_horizon + 1 if args.sm_activation_offloading else 0)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -29,7 +28,7 @@ from smp_train.backends.native import NativeBackend
 from smp_train.distributed import Runtime
 from smp_train.errors import ConfigError, one_line
 from smp_train.models.resolve import ModelSpec
-from smp_train.parallel import activation_offloading, expert_parallel
+from smp_train.parallel import activation_offloading, expert_parallel, grad_norm
 from smp_train.planning import stepping
 from smp_train.planning.stepping import UPDATE, Phase
 from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
@@ -81,8 +80,7 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
     replaced here.
     """
     packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
-    attention = F.scaled_dot_product_attention
-    read, can = expert_parallel.read, moe._can_use_grouped_mm
+    read, can, squares = expert_parallel.read, moe._can_use_grouped_mm, grad_norm._sum_of_squares
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
         activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]
@@ -92,14 +90,14 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
         if gpu:
             losses.chunk_tokens = lambda vocab_size, device_type: chunk_tokens(vocab_size, "cuda")
             losses._adds_wide = lambda dtype, device: True  # type: ignore[assignment]
-            # A GPU's kernels have dropout; the CPU's other way holds every score.
-            F.scaled_dot_product_attention = lambda *each, **more: attention(*each, **{**more, "dropout_p": 0.0})
+            grad_norm._sum_of_squares = lambda parts: nn.utils.get_total_norm(parts).double().square()
         nodes = -(-devices // per_node)
         yield Runtime("plan", 0, devices, 0, min(devices, per_node), 0, nodes, "localhost", 0, "localhost", False)
     finally:
-        activation_offloading.PACKABLE, F.scaled_dot_product_attention = packable, attention
+        activation_offloading.PACKABLE = packable
         expert_parallel.read, moe._can_use_grouped_mm = read, can
         losses.chunk_tokens, losses._adds_wide = chunk_tokens, adds_wide
+        grad_norm._sum_of_squares = squares
         dist.destroy_process_group()
 
 
@@ -128,6 +126,15 @@ def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> M
             f"({one_line(problem)})"
         ) from problem
     return Memory(peaks, sum(each.numel() for each in model.parameters() if each.requires_grad), counter.work)
+
+
+def without_attention_dropout(spec: ModelSpec) -> ModelSpec:
+    """Return the model as a GPU computes it: its kernels have dropout, and the CPU's way of it holds every score."""
+    config: Any = copy.deepcopy(spec.config)
+    for name in ("attention_dropout", "attn_pdrop"):
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
+    return replace(spec, config=config)
 
 
 def of_depth(spec: ModelSpec, layers: int) -> ModelSpec:

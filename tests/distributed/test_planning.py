@@ -227,7 +227,8 @@ LLAMA = ["--model_type", "llama_v2", "--model_size", "7b", "--max_context_width"
 @pytest.mark.core
 def test_the_verb(tmp_path: Path) -> None:
     """Of 7 B parameters: 16 bytes each over two devices are 50 GiB, over eight 13 GiB."""
-    with warm(tmp_path, "plan", *LLAMA, "--instance_type", "ml.p5.48xlarge", "--json") as command:
+    with warm(tmp_path, "plan", *LLAMA, "--instance_type", "ml.p5.48xlarge", "--tokens", "1T", "--price_per_hour", "2",
+              "--json") as command:  # fmt: skip
         assert command.code() == 0
         found = json.loads(command.out)
     assert found["fits"] is True
@@ -235,6 +236,12 @@ def test_the_verb(tmp_path: Path) -> None:
     assert sum(found["state"].values()) == pytest.approx(16 * 6_738_415_616 / 8, rel=1e-3)
     assert found["checkpoint"] == 12 * 6_738_415_616
     assert sum(found["at_peak"].values()) == found["peak"] == max(found["phases"].values())
+    time, cost = found["time"], found["cost"]
+    assert sum(time["parts"].values()) == pytest.approx(time["step"])
+    assert time["tokens_per_second"] == pytest.approx(8 * 4096 / time["step"])
+    assert 0.3 < time["mfu"] < 0.6
+    assert cost["training"] == pytest.approx(1e12 / time["tokens_per_second"] / 3600)
+    assert cost["training"] < cost["hours"] == cost["price"] / 2
     with warm(tmp_path, "plan", *LLAMA, "--devices", "2", "--memory_gib", "40") as command:
         assert command.code() == 2
         (line,) = command.err.splitlines()

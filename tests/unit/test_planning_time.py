@@ -136,7 +136,8 @@ def test_what_is_refused() -> None:
     cost.check(SimpleNamespace(**good))  # type: ignore[arg-type]
     for wrong, named in (
         ({"tokens": -1.0}, "--tokens -1"), ({"price_per_hour": 1.0}, "give --tokens"),
-        ({"tokens": float("inf")}, "--tokens inf"), ({"tokens": 1e9}, "--instance_type"), ({"restart_minutes": float("nan")}, "--restart_minutes"),
+        ({"tokens": float("inf")}, "--tokens inf"), ({"tokens": 1e9}, "--instance_type"),
+        ({"restart_minutes": float("nan")}, "--restart_minutes"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=named):
             cost.check(SimpleNamespace(**{**good, **wrong}))  # type: ignore[arg-type]
