@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def first_step(folder: Path, began: float, process: subprocess.Popen[str]) -> fl
     raise RuntimeError(f"the command ended with code {process.returncode} before its first step")
 
 
-def timed(one: Callable[[], None]) -> float:
-    """Make one step and return its seconds, the device's work included."""
+def timed(one: Callable[[], Any]) -> float:
+    """Make one step, or do anything else, and return its seconds, the device's work included."""
     began = time.perf_counter()
     one()
     if torch.cuda.is_available():
@@ -98,15 +99,12 @@ def saves(flags: Flags) -> dict[str, Any]:
             background = time.perf_counter() - began
             report_saves(run)
             state = run.backend.state_dict(run.model, run.optimizer)
-            began = time.perf_counter()
-            dcp.save(state, checkpoint_id=folder / "dcp")
-            foreground = time.perf_counter() - began
+            foreground = timed(partial(dcp.save, state, checkpoint_id=folder / "dcp"))
             shutil.rmtree(folder / "dcp")
             found = find(str(folder / "checkpoints"))
             assert found is not None, "it was saved above"
-            began = time.perf_counter()
-            run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, run.backend.saver))
-            loading = time.perf_counter() - began
+            read = partial(found.load, saver=run.backend.saver)
+            loading = timed(partial(run.backend.load_state, run.model, run.optimizer, read))
             size = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     lost = sum(beside) - len(beside) * undisturbed
     return {

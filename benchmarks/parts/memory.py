@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.cells import Cell
 from benchmarks.parts import Setting
-from benchmarks.parts.ladder import LLAMA_1B
+from benchmarks.parts.ladder import LLAMA_1B, SWITCHES
 from benchmarks.program import STEADY, TINY, Flags, below, opened, scratch, stepping, words
 from smp_train.build_run import Run
 from smp_train.distributed.dtensor import local_tensor
@@ -21,20 +21,14 @@ GIB = 2**30
 OURS = re.compile(r"(smp_train|transformers|torch/optim|torch/distributed|torch/utils/checkpoint)[/\\]")
 FRAMES = 400_000
 NEW = "allocated in the step, GiB"
-MODES: dict[str, dict[str, Any]] = {
-    "defaults": {}, "no checkpointing": {"activation_checkpointing": "none"},
-    "full": {"activation_checkpointing": "full"}, "selective:op": {"activation_checkpointing": "selective:op"},
-    "full, offload horizon 2": {
-        "activation_checkpointing": "full", "sm_activation_offloading": 1, "activation_loading_horizon": 2
-    },
-    "all logits": {"chunked_loss": 0},
-}  # fmt: skip
+MODES = ("no checkpointing", "selective:op", "offload horizon 2", "all logits")
 
 
 def cells(setting: Setting) -> list[Cell]:
     """Return the ways of saving memory, the defaults first."""
     base: Flags = {**TINY, "bf16": 0} if setting.rehearse else {**LLAMA_1B, "max_context_width": 8192}
-    return [Cell(name, phases, {"flags": {**base, **flags}}, 45) for name, flags in MODES.items()]
+    modes: dict[str, Flags] = {"defaults": {}, **{name: SWITCHES[name] for name in MODES}}
+    return [Cell(name, phases, {"flags": {**base, **flags}}, 45) for name, flags in modes.items()]
 
 
 def phases(flags: Flags) -> dict[str, Any]:

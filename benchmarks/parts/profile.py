@@ -8,12 +8,11 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Cell
 from benchmarks.parts import Setting
-from benchmarks.parts.ladder import LLAMA_1B
+from benchmarks.parts.ladder import LLAMA_1B, SWITCHES
 from benchmarks.program import STEADY, TINY, Flags, below, opened, scratch, stepping, words
 from smp_train.telemetry.profiling import Profiler
 
@@ -38,12 +37,11 @@ TOP = 15
 def cells(setting: Setting) -> list[Cell]:
     """Return one trace with the defaults, one without checkpointing, and one without compilation either."""
     base: Flags = {**TINY, "bf16": 0} if setting.rehearse else {**LLAMA_1B, "max_context_width": 8192}
-    none = {"activation_checkpointing": "none"}
-    kinds: dict[str, Flags] = {"defaults": {}, "no-checkpointing": none, "eager": {**none, "use_torch_compile": 0}}
     return [
-        Cell(name, traced, {"flags": {**base, **flags}, "keep": str(Path(setting.out) / f"trace-{name}.json.gz")}, 90)
-        for name, flags in kinds.items()
-    ]
+        Cell(name, traced, {"flags": {**base, **SWITCHES.get(name, {})},
+                            "keep": f"{setting.out}/trace-{name.replace(', ', '-').replace(' ', '-')}.json.gz"}, 90)
+        for name in ("defaults", "no checkpointing", "eager, no checkpointing")
+    ]  # fmt: skip
 
 
 def traced(flags: Flags, keep: str) -> dict[str, Any]:
