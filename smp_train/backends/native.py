@@ -243,6 +243,8 @@ class NativeBackend(Backend):
     ) -> Tensor:  # fmt: skip
         """See `Backend.loss_sum`."""
         targets = losses.shift(labels)
+        watched = self.routers is not None and torch.is_grad_enabled()
+        real = router_loss.unpadded(input_ids, labels) if watched and attention_mask is None else attention_mask
         if self.context is not None:
             self.context.show(attention_mask)
             input_ids, targets = self.context.split(input_ids), self.context.split(targets)
@@ -250,11 +252,11 @@ class NativeBackend(Backend):
         else:
             assert self.attention is not None
             inputs = self.attention.inputs(input_ids, attention_mask, position_ids, documents)
-        if self.routers is None or not torch.is_grad_enabled():
+        if self.routers is None or not watched:
             return model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
         self.routers.start()
         loss: Tensor = model.loss_sum(input_ids, targets, **inputs)  # type: ignore[operator]
-        self._of_routers = self.routers.finish(self._seen_by_routers(attention_mask))
+        self._of_routers = self.routers.finish(self._seen_by_routers(real))
         return loss
 
     def _seen_by_routers(self, mask: Tensor | None) -> Tensor | None:

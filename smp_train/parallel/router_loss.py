@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_train.errors import ConfigError
+from smp_train.losses import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -40,6 +41,12 @@ def chosen(args: Arguments, config: Any) -> RouterLoss | None:
     if getattr(config, "output_router_logits", False):
         return RouterLoss(config.router_aux_loss_coef, by_layer=False)
     return None
+
+
+def unpadded(input_ids: Tensor, labels: Tensor) -> Tensor:
+    """Return a mask ``[batch, seq]``, 0 for padding, of rows padded on the right: ids of 0 that have no label."""
+    used = (input_ids != 0) | (labels != IGNORE_INDEX)
+    return used.flip(1).int().cummax(dim=1).values.flip(1)
 
 
 class Routers:

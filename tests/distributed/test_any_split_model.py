@@ -43,6 +43,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "lfm2": ("context", {"layer_types": ["conv", "full_attention"]}, "a lfm2 is not known"),
 }  # fmt: skip
 DEGREES = {"one": {}} | {kind: {f"{kind}_parallel_degree": 2} for kind in ("tensor", "context", "expert")}
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "expert 4": {"expert_parallel_degree": 4}, "expert and replicas": {"hybrid_shard_degree": 1},
+    "expert and tensor": {"tensor_parallel_degree": 2}, "expert and context": {"context_parallel_degree": 2},
+}  # fmt: skip
+DEGREES |= {name: {"expert_parallel_degree": 2, **degrees} for name, degrees in ON_FOUR.items()}
 SPLIT = [
     *((family, mesh) for family in ("gemma2", "qwen2", "qwen3", "qwen3_moe") for mesh in ("tensor", "context")),
     *((family, "expert") for family in ("qwen3_moe", "qwen2_moe", "olmoe")),
@@ -116,6 +121,15 @@ def test_a_split_model_equals_a_whole_one(family: str, mesh: str) -> None:
         assert isinstance(found[family, mesh], list), found[family, mesh]
         for ours, theirs in zip(found[family, mesh], expected, strict=True):
             assert ours == pytest.approx(theirs, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_qwen3_moe_on_four_ranks_with_experts_on_two_or_four() -> None:
+    expected = whole()["qwen3_moe", "one"]
+    for of_rank in harness.run(train_all, 4, [("qwen3_moe", mesh) for mesh in ON_FOUR]):
+        for (_, mesh), found in of_rank.items():
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours == pytest.approx(theirs, rel=TOLERANCE), mesh
 
 
 @pytest.mark.slow
