@@ -24,6 +24,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "llama accumulated": (4, {**NONE, "gradient_accumulation_steps": 5}),
     "llama all logits": (2, {**NONE, "chunked_loss": 0}),
     "llama recomputed": (2, {"bf16": 1}),
+    "mixtral ep 2": (4, {**OF["mixtral"], **NONE, "expert_parallel_degree": 2}),
     "neox tp 2": (4, {**OF["neox"], **NONE, **TP}),
 }
 CORE = ["llama tp 2 fsdp 4"]
@@ -104,5 +105,7 @@ def test_work_is_what_formulas_say(names: list[str]) -> None:
         if degree > 1:  # both blocks, both ways; the head
             assert sent["tensor", "all-gather", 2, 1] == (4 * LAYERS + 2) * HIDDEN
             assert sent["tensor", "reduce-scatter", 2, 1] == (4 * LAYERS + 1) * HIDDEN
+        if "expert_parallel_degree" in changes:  # two experts for each token, there and back; and how many go where
+            assert sent["expert", "all-to-all", 2, 1] == pytest.approx(LAYERS * 4 * 2 * HIDDEN, rel=1e-3)
         if "context_parallel_degree" in changes:
             assert sent["context", "all-gather", 2, 1] == sent["context", "reduce-scatter", 2, 1] == 2 * LAYERS * KEYS
