@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train.distributed import host
 from smp_train.distributed.environment import Runtime
 from smp_train.errors import ConfigError, LostPeerError, SmpTrainError
+from smp_train.progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -73,12 +74,14 @@ def start(
     # torch before 2.6, of a group for GPUs: objects go through its backend for the CPU, as they should.
     warnings.filterwarnings("ignore", message="Multiple backends are registered")
     limit = min(rendezvous_seconds, timeout_seconds)
+    waiting = f"Waiting for all {runtime.world_size} ranks"
     try:
-        store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
-        dist.init_process_group(
-            backend, store=store, rank=runtime.rank, world_size=runtime.world_size,
-            timeout=timedelta(seconds=timeout_seconds), device_id=device if device.type == "cuda" else None,
-        )  # fmt: skip
+        with Progress(waiting, shown=runtime.is_main and runtime.world_size > 1):
+            store = dist.HashStore() if runtime.world_size == 1 else meet(runtime, limit)
+            dist.init_process_group(
+                backend, store=store, rank=runtime.rank, world_size=runtime.world_size,
+                timeout=timedelta(seconds=timeout_seconds), device_id=device if device.type == "cuda" else None,
+            )  # fmt: skip
     except (RuntimeError, ValueError, OSError) as problem:
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         # A slow or lost node is no mistake in the settings: another start may succeed.

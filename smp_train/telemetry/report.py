@@ -119,11 +119,11 @@ def _mark_events(axes: Axes, run: RunData) -> None:
 
 
 def _mark_saves(axes: Axes, saves: list[int], **look: Any) -> None:
-    # In axis units: the ticks sit on the lower edge whatever is drawn above.
-    axes.plot(
-        saves, [0.012] * len(saves), linestyle="none", marker="^", color=_INK, clip_on=False,
-        transform=axes.get_xaxis_transform(), **look,
-    )  # fmt: skip
+    if saves:  # in axis units: the ticks sit on the lower edge whatever is drawn above
+        axes.plot(
+            saves, [0.012] * len(saves), linestyle="none", marker="^", color=_INK, clip_on=False,
+            transform=axes.get_xaxis_transform(), **look,
+        )  # fmt: skip
 
 
 def _figure(height: float = 8) -> Figure:
@@ -177,8 +177,7 @@ def _draw_losses(axes: Axes, records: list[dict[str, Any]], entropy: float | Non
     if entropy is not None:
         label = f"unigram entropy: {entropy:.3f}"
         axes.axhline(entropy, color=_REFERENCE, linestyle=_DASHED, linewidth=1.3, label=label)
-    if saves:
-        _mark_saves(axes, saves, markersize=6, label="checkpoint saved")
+    _mark_saves(axes, saves, markersize=6, label="checkpoint saved")
     for number, step in enumerate(r["step"] for r in records if r.get("event") == "spike"):
         axes.axvline(step, color=_SPIKE, linewidth=1, zorder=1, label="_" if number else "spike")
     axes.set_ylabel("Loss (nats per token)", color=_INK)

@@ -229,15 +229,20 @@ def test_who_fails_needs_no_new_connection_to_say_so() -> None:
     assert re.fullmatch(r"rank 1 on \S+ failed: broken", run(tell, 2)[0])
 
 
-def test_ranks_that_never_start_are_named() -> None:
+def test_ranks_that_never_start_are_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from smp_train import progress
     from smp_train.distributed import detect, start
 
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.1)
     place = detect(openmpi(0, 3, free_port()))
     with pytest.raises(LostPeerError) as refused:
         start(place, timeout_seconds=60, rendezvous_seconds=1)
     message = str(refused.value)
     assert refused.value.exit_code == 1, "no mistake of the user's: another start may go well"
     assert "no word from ranks 1, 2" in message
+    assert re.match(r"Waiting for all 3 ranks: \d s\n", capfd.readouterr().err)
     assert f"{place.master_addr}:{place.master_port}" in message
     assert "\n" not in message
 

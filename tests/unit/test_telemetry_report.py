@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 
@@ -88,8 +89,13 @@ def test_what_is_drawn_is_what_the_run_said(tmp_path, monkeypatch):
 
 
 def test_a_run_killed_after_one_step_with_no_speed_and_no_loss_still_has_a_report(tmp_path):
-    MetricsWriter(tmp_path).step({"step": 1, "loss": float("nan")})
-    assert write_report(tmp_path).stat().st_size > 1000
+    writer = MetricsWriter(tmp_path)
+    writer.step({"step": 1, "loss": float("nan"), "time_shares": {"data": 1.0}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main([str(tmp_path)]) == 0
+        writer.step({"step": 2, "loss": 1.0})
+        assert main([str(tmp_path)]) == 0
 
 
 def test_refusals_are_one_line_and_say_what_to_do(tmp_path, monkeypatch):
