@@ -236,6 +236,18 @@ def _title(path: Path, run: dict[str, Any], steps: list[dict[str, Any]]) -> str:
     return "  ·  ".join(parts)
 
 
+def draw(runs: Sequence[RunData], out: Path) -> None:
+    """Draw the pictures beside the page ``out`` and print their paths; without matplotlib a line on stderr."""
+    try:
+        if len(runs) == 1:
+            print(write_report(runs[0].folder.path))
+        print(write_panels(runs, out.with_name(f"{out.stem}-panels.png")))
+    except ConfigError as failure:
+        if install("report") not in str(failure):
+            raise
+        print(f"smp-train: {failure}", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``smp-train report RUN...``: write page and pictures, and print their paths."""
     parser = VerbParser(prog="smp-train report", description="Write a page and pictures of one run or several.")
@@ -254,17 +266,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(out, flush=True)
         page.follow(options.runs, out, options.live)
     runs = read_runs(options.runs)
-    if not any(run.steps for run in runs):
-        raise ConfigError(f"{', '.join(options.runs)}: no step has been logged there yet")
     page.write_page(runs, out)
-    try:
-        if alone:
-            print(write_report(options.runs[0]))
-        print(write_panels(runs, out.with_name(f"{out.stem}-panels.png")))
-    except ConfigError as failure:
-        if install("report") not in str(failure):
-            raise
-        print(f"smp-train: {failure}", file=sys.stderr)
+    if not any(run.steps for run in runs):
+        print(f"{', '.join(options.runs)}: no picture, as no step has been logged there yet", file=sys.stderr)
+    else:
+        draw(runs, out)
     if options.live is None:
         print(out)
     return 0

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import struct
@@ -299,12 +298,20 @@ def test_a_run_on_another_host_is_running_or_silent(tmp_path):
     assert (found["summary"]["state"], found["attempts"][-1]["how"]) == ("silent", "silent")
 
 
-def test_a_run_that_is_being_set_up_has_a_page(tmp_path):
+def test_a_run_without_a_step_has_a_page(tmp_path, capsys):
     run = RunFolder(tmp_path)
     run.create()
     run.write_run(config={"run_name": "mine"})
-    assert RunData(tmp_path).to_json()["columns"]["step"] == []
-    assert os.path.exists(page.write_page([RunData(tmp_path)], tmp_path / "report.html"))
+    for last in ("", "start", "evaluate"):
+        if last:
+            writer = MetricsWriter(tmp_path)
+            writer.event(last, step=0, loss=5.0)
+            writer.close()
+        assert main([str(tmp_path)]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+        found = of_page(tmp_path / "report.html")["runs"][0]
+        assert found["columns"]["step"] == []
+        assert [each["event"] for each in found["events"][-1:]] == ([last] if last else [])
 
 
 def test_without_matplotlib_there_is_the_page(tmp_path, monkeypatch, capsys):
