@@ -187,7 +187,7 @@ def described(parts: list[Part], of: train_utils.Unread, *, finite: bool) -> str
         highest = f"the highest loss is {place(part, number)}"
         words += [f"not finite for {place(*one)}" for one in odd[:NAMED]] or [highest]
     else:
-        words.append(place(parts[0], 0))
+        words.append(f"among them {place(parts[0], 0)}")
     layer = first_layer(parts)
     if layer is not None:
         words.append(f"first in the output of {layer}")

@@ -52,8 +52,7 @@ def owners(
         counted[owner] += size
         return size
 
-    rest = SO_FAR if model is None else OTHERS
-    model = model or nn.Module()
+    rest, model = (SO_FAR, nn.Module()) if model is None else (OTHERS, model)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     of_head = {id(parameter) for parameter in head.parameters()} if head is not None else ()
     for name, parameter in model.named_parameters():
@@ -88,8 +87,8 @@ def _of_width(widths: Collection[int], device: torch.device) -> int:
     """Return the bytes of the tensors that Python holds whose last dimension is one of ``widths``."""
     found: dict[int, int] = {}
     for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and each.dim() > 1 and each.shape[-1] in widths:
-            with suppress(Exception):  # one without memory of its own
+        with suppress(Exception):  # of a tensor without memory of its own
+            if issubclass(type(each), torch.Tensor) and each.dim() > 1 and each.shape[-1] in widths:
                 storage = local_tensor(each).untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes() if storage.device.type == device.type else 0
     return sum(found.values())
