@@ -87,7 +87,7 @@ def shard(
 
 def measure(units: Iterable[FSDPModule]) -> None:
     """Let whoever measures take the time of all-gathers and reduce-scatters, as torch allows since 2.9."""
-    with suppress(ImportError):
+    with suppress(ImportError, AttributeError):
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
         gather, scatter = _timed(DefaultAllGather), _timed(DefaultReduceScatter)
