@@ -17,20 +17,8 @@ import torch
 from benchmarks.cells import Cell, Skip, Wrong
 from benchmarks.parts import Setting
 from benchmarks.program import (
-    STEADY,
-    TINY,
-    Flags,
-    below,
-    command,
-    logged,
-    numbers,
-    opened,
-    scratch,
-    stepping,
-    whole,
-    words,
-    write_rows,
-)
+    STEADY, TINY, Flags, below, command, logged, numbers, opened, scratch, stepping, whole, words, write_rows,
+)  # fmt: skip
 from smp_train import api
 from smp_train.telemetry.metrics import read_metrics
 
@@ -55,6 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 PLAIN: Flags = {
     "activation_checkpointing": "none", "sm_activation_offloading": 0, "chunked_loss": 0, "use_torch_compile": 0,
 }  # fmt: skip
+DEFAULTS: Flags = dict.fromkeys(PLAIN)
 MODES: dict[str, dict[str, Any]] = {
     **{f"checkpointing {kind}": {"activation_checkpointing": kind} for kind in ("full", "selective:op", "selective:2")},
     "chunked loss": {"chunked_loss": 1},
@@ -85,7 +74,8 @@ def cells(setting: Setting) -> list[Cell]:
         for family, flags in FAMILIES.items()
     ]
     llama = {**base, **PLAIN, **FAMILIES["llama"]}
-    fp32 = {**llama, "bf16": 0}
+    fp32, bf16 = {**llama, "bf16": 0}, {**llama, "bf16": 1}
+    found.append(Cell("defaults, bf16", alike, {"flags": {**bf16, **DEFAULTS}, "limit": BF16, "plain": bf16}, 40))
     modes = [
         Cell(f"{name}, fp32", alike, {"flags": {**fp32, **mode}, "limit": FP32, "plain": fp32},
              40 if mode.get("use_torch_compile") else 5)
@@ -94,26 +84,26 @@ def cells(setting: Setting) -> list[Cell]:
     happenings = [
         Cell("initial weights", initial_weights, {"flags": llama}, 5),
         Cell("resume, bit for bit", resume, {"flags": {**llama, "bf16": int(setting.device == "cuda")}}, 15),
-        *(
-            Cell(
-                f"no host wait: {name}",
-                no_host_wait,
-                {"flags": {**llama, **flags}},
-                40 if name in ("defaults", "compiled") else 6,
-            )
-            for name, flags in WAITS.items()
-        ),
+        *(Cell(f"no host wait: {name}", no_host_wait, {"flags": {**llama, **flags}}, 40 if name == "defaults" else 6)
+          for name, flags in WAITS.items()),
         Cell("out of memory is one line", out_of_memory, {"device": setting.device}, 25),
         Cell("kill and resume", kill_and_resume, {"flags": {**llama, "bf16": 0}}, 45),
         Cell("save in the background, memory full", save_when_full, {"flags": {**base, **FAMILIES["llama"]}}, 15),
-    ]
+    ]  # fmt: skip
     found += [modes[0], *happenings, *modes[1:]]
-    found += [Cell(f"{name}, fp32", rows_alike, {"flags": {**fp32, "short": short}}, 6) for name, short in ROWS.items()]
+    # In bf16 a GPU attends to each packed document alone, in float32 by a mask.
+    for kind, flags, limit, seconds in (("fp32", fp32, FP32, 6), ("bf16", bf16, BF16, 6),
+                                        ("defaults, bf16", {**bf16, **DEFAULTS}, BF16, 40)):  # fmt: skip
+        for name, short in ROWS.items() if kind == "fp32" else [("packed", "pack")]:
+            given = {"flags": {**flags, "short": short}, "limit": limit}
+            found.append(Cell(f"{name}, {kind}", rows_alike, given, seconds))
     found += [
         Cell(f"{family}, bf16", alike, {"flags": {**base, **PLAIN, **flags, "bf16": 1}, "limit": BF16}, 8)
         for family, flags in FAMILIES.items()
     ]
-    bf16 = {**llama, "bf16": 1}
+    mixtral = {**base, **PLAIN, **FAMILIES["mixtral"], "bf16": 1}
+    given = {"flags": {**mixtral, **DEFAULTS}, "limit": BF16, "plain": mixtral}
+    found.append(Cell("mixtral, defaults, bf16", alike, given, 40))
     for version in ("2", "3"):
         flags = {**bf16, "attn_implementation": f"flash_attention_{version}"}
         found.append(Cell(f"flash attention {version}", flash, {"flags": flags, "plain": bf16, "version": version}, 8))
@@ -123,12 +113,11 @@ def cells(setting: Setting) -> list[Cell]:
 
 ROWS = {"padded": "pad", "packed": "pack", "joined": "concat"}
 WAITS: dict[str, dict[str, Any]] = {
-    "defaults": dict.fromkeys(PLAIN), "plain": {}, "padded": {"short": "pad"}, "packed": {"short": "pack"},
+    "defaults": {**DEFAULTS}, "plain": {}, "padded": {"short": "pad"}, "packed": {"short": "pack"},
     "full, chunked, offload": {
         "activation_checkpointing": "full", "chunked_loss": 1, "sm_activation_offloading": 1,
         "activation_loading_horizon": 1, "gradient_accumulation_steps": 2,
     },
-    "compiled": {"use_torch_compile": 1, "chunked_loss": 1},
     "experts": {"model_type": "mixtral", "num_local_experts": 4, "tie_word_embeddings": None},
 }  # fmt: skip
 
@@ -168,11 +157,11 @@ def with_rows(flags: Flags, folder: Path) -> dict[str, Any]:
     return {**flags, "use_synthetic_data": None, "training_dir": data}
 
 
-def rows_alike(flags: Flags) -> dict[str, Any]:
+def rows_alike(flags: Flags, limit: float) -> dict[str, Any]:
     """Compare runs on short rows."""
     with scratch() as folder:
         given = with_rows(flags, folder)
-        return compared(numbers(given, STEPS), numbers({**given, "distributed_backend": "gloo"}, STEPS), FP32)
+        return compared(numbers(given, STEPS), numbers({**given, "distributed_backend": "gloo"}, STEPS), limit)
 
 
 def flash(flags: Flags, plain: Flags, version: str) -> dict[str, Any]:
