@@ -32,6 +32,8 @@ TINY: Flags = {
     "model_type": "llama_v3", "vocab_size": 512, "hidden_width": 64, "num_layers": 3, "num_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 96, "max_context_width": 64, "torch_compile_backend": "aot_eager",
 }  # fmt: skip
+SMALL_GPU: Flags = {**TINY, "bf16": 0, "use_torch_compile": 1}
+"""The same, compiled as on a GPU by default."""
 STEADY: Flags = {"lr_decay_style": "constant", "warmup": 0, "max_steps": 1_000_000, "use_synthetic_data": 1}
 """A learning rate that does not depend on how far a run is meant to go."""
 

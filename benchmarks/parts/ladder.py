@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.cells import Cell, release
 from benchmarks.parts import Setting
-from benchmarks.program import TINY, Flags, speed
+from benchmarks.program import SMALL_GPU, Flags, speed
 from smp_train.models.state_memory import STATE_BYTES
 
 LLAMA_1B: Flags = {"model_type": "llama_v3", "model_size": "1b"}
@@ -41,9 +41,8 @@ def cells(setting: Setting) -> list[Cell]:
         "8B's widths at 8,192": {**LLAMA_8B, "max_context_width": 8192, "num_layers": None},
         "1B at 4,096": {**LLAMA_1B, "max_context_width": 4096},
     }
-    if setting.rehearse:  # compiled, as a GPU's defaults are
-        tiny = {**TINY, "bf16": 0, "use_torch_compile": 1}
-        models = {name: {**tiny, **({"num_layers": None} if "num_layers" in flags else {})}
+    if setting.rehearse:
+        models = {name: {**SMALL_GPU, **({"num_layers": None} if "num_layers" in flags else {})}
                   for name, flags in models.items()}  # fmt: skip
     wanted = [(name, "") for name in models]
     for name, count in (("1B at 8,192", 3), ("8B's widths at 8,192", 3), ("1B at 4,096", 2), ("1B at 8,192", None)):

@@ -12,7 +12,7 @@ import torch
 from benchmarks.cells import Cell
 from benchmarks.parts import Setting
 from benchmarks.parts.ladder import LLAMA_1B, SWITCHES
-from benchmarks.program import STEADY, TINY, Flags, below, opened, scratch, stepping, words
+from benchmarks.program import SMALL_GPU, STEADY, Flags, below, opened, scratch, stepping, words
 from smp_train.build_run import Run
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.telemetry.memory_tracker import memory_gib
@@ -26,7 +26,7 @@ MODES = ("no checkpointing", "selective:op", "offload horizon 2", "all logits")
 
 def cells(setting: Setting) -> list[Cell]:
     """Return the ways of saving memory, the defaults first."""
-    base: Flags = {**TINY, "bf16": 0} if setting.rehearse else {**LLAMA_1B, "max_context_width": 8192}
+    base: Flags = SMALL_GPU if setting.rehearse else {**LLAMA_1B, "max_context_width": 8192}
     modes: dict[str, Flags] = {"defaults": {}, **{name: SWITCHES[name] for name in MODES}}
     return [Cell(name, phases, {"flags": {**base, **flags}}, 45) for name, flags in modes.items()]
 

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.cells import Cell
 from benchmarks.parts import Setting
 from benchmarks.parts.ladder import LLAMA_1B, SWITCHES
-from benchmarks.program import STEADY, TINY, Flags, below, opened, scratch, stepping, words
+from benchmarks.program import SMALL_GPU, STEADY, Flags, below, opened, scratch, stepping, words
 from smp_train.telemetry.profiling import Profiler
 
 STEPS, FIRST = 3, 5
@@ -36,7 +36,7 @@ TOP = 15
 
 def cells(setting: Setting) -> list[Cell]:
     """Return one trace with the defaults, one without checkpointing, and one without compilation either."""
-    base: Flags = {**TINY, "bf16": 0} if setting.rehearse else {**LLAMA_1B, "max_context_width": 8192}
+    base: Flags = SMALL_GPU if setting.rehearse else {**LLAMA_1B, "max_context_width": 8192}
     return [
         Cell(name, traced, {"flags": {**base, **SWITCHES.get(name, {})},
                             "keep": f"{setting.out}/trace-{name.replace(', ', '-').replace(' ', '-')}.json.gz"}, 90)

@@ -17,7 +17,19 @@ import torch
 from benchmarks.cells import Cell, Skip, Wrong
 from benchmarks.parts import Setting
 from benchmarks.program import (
-    STEADY, TINY, Flags, below, command, logged, numbers, opened, scratch, stepping, whole, words, write_rows,
+    STEADY,
+    TINY,
+    Flags,
+    below,
+    command,
+    logged,
+    numbers,
+    opened,
+    scratch,
+    stepping,
+    whole,
+    words,
+    write_rows,
 )  # fmt: skip
 from smp_train import api
 from smp_train.telemetry.metrics import read_metrics
