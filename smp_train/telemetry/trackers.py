@@ -31,6 +31,8 @@ NOT_TRACKED = {"command", "sources", "pid", "samples"}
 """Of `run.json`, besides the settings."""
 MAX_TEXT = 500
 """Characters of a text; MLflow takes no longer parameters everywhere."""
+BATCH = 100
+"""Parameters, and tags, that a server of MLflow takes in one request."""
 QUEUED = 10_000
 """Records kept for a slow tracker; those beyond are lost to it."""
 CLOSE_SECONDS, FAILED_SECONDS = 30.0, 5.0
@@ -139,6 +141,7 @@ class MLflow:
 
     def start(self, config: Mapping[str, Any]) -> None:
         """See `Tracker`."""
+        from mlflow.entities import Param, RunTag
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
         from mlflow.tracking import MlflowClient
 
@@ -153,11 +156,12 @@ class MLflow:
         run = found[0] if found else self._client.create_run(at, run_name=self._name, tags={self.TAG: self._id})
         self._run, before = run.info.run_id, run.data.params
         self._client.update_run(self._run, status="RUNNING")
-        for key, value in ((re.sub(r"[^\w\-. /]", "_", key), str(value)[:MAX_TEXT]) for key, value in config.items()):
-            if key not in before:
-                self._client.log_param(self._run, key, value)
-            elif before[key] != value:  # a parameter is written once
-                self._client.set_tag(self._run, f"changed.{key}", value)
+        given = {re.sub(r"[^\w\-. /]", "_", key): str(value)[:MAX_TEXT] for key, value in config.items()}
+        new = [Param(key, value) for key, value in given.items() if key not in before]
+        # A parameter is written once.
+        changed = [RunTag(f"changed.{key}", value) for key, value in given.items() if before.get(key, value) != value]
+        for at in range(0, max(len(new), len(changed)), BATCH):
+            self._client.log_batch(self._run, params=new[at : at + BATCH], tags=changed[at : at + BATCH])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """See `Tracker`."""

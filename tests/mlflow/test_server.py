@@ -75,7 +75,8 @@ def test_attempts_are_one_run_with_settings_numbers_and_events(server, tmp_path,
 
     monkeypatch.setattr(trackers, "FAILED_SECONDS", 300)
     uri, _ = server
-    config = {"lr": 0.1, "training_dir": "s3://key:planted@b/x?sig=planted", "mesh": {"shard": 2}}
+    more = {f"flag_{number}": number for number in range(150)}
+    config = {"lr": 0.1, "training_dir": "s3://key:planted@b/x?sig=planted", "mesh": {"shard": 2}, **more}
     attempt(tmp_path, uri, [1, 2, 3], config, end="")
     client = MlflowClient(uri)
     at = client.get_experiment_by_name("experiment").experiment_id
@@ -84,7 +85,9 @@ def test_attempts_are_one_run_with_settings_numbers_and_events(server, tmp_path,
     attempt(tmp_path, uri, [3, 4], {**config, "lr": 0.2})
     (run,) = client.search_runs([at])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "mine")
-    assert run.data.params == {"lr": "0.1", "training_dir": "s3://...@b/x?...", "mesh.shard": "2"}
+    assert run.data.params == {"lr": "0.1", "training_dir": "s3://...@b/x?...", "mesh.shard": "2"} | {
+        name: str(number) for name, number in more.items()
+    }
     assert run.data.tags["changed.lr"] == "0.2"
     assert "step 4" in run.data.tags["last.evaluate"]
     assert "planted" not in str(run.to_dictionary())
