@@ -30,6 +30,7 @@ from smp_train.errors import (
     no_memory,
     redacted,
 )
+from smp_train.progress import Progress
 from smp_train.stop import ignore_repeats, wait_for_request
 
 if TYPE_CHECKING:
@@ -188,7 +189,9 @@ def _train(words: list[str], failing: Failing) -> int:
         from smp_train.launch.preflight import check_host
 
         check_host(resolved, ranks.world_size, ranks.local_world_size)
-    code = int(_import("train").main(resolved, failing.runtime))
+    with Progress("Importing PyTorch", shown=failing.runtime.is_main):
+        program = _import("train")
+    code = int(program.main(resolved, failing.runtime))
     ignore_repeats()
     return code
 

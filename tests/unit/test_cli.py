@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from smp_train import __version__, cli
+from smp_train import __version__, cli, progress
 from smp_train.errors import CheckpointError, ConfigError, DataError, SmpTrainError
 
 
@@ -245,3 +245,15 @@ def test_as_a_process(tmp_path: Path) -> None:
     )
     clean = subprocess.run([sys.executable, "-c", check], env=environment, capture_output=True, timeout=240)
     assert clean.returncode == 0, clean.stderr.decode()
+
+
+def test_a_slow_import_of_torch_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def slow(name: str) -> types.SimpleNamespace:
+        shown = ""
+        while "Importing PyTorch: " not in shown:
+            shown += capsys.readouterr().err
+        return types.SimpleNamespace(main=lambda *_: 0)
+
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.001)
+    monkeypatch.setattr(cli, "_import", slow)
+    assert cli.main(["train", "--use_synthetic_data", "1", "--max_steps", "1"]) == 0
