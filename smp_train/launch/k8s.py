@@ -10,7 +10,7 @@ from typing import Any
 from smp_train.arguments import parse
 from smp_train.arguments.values import nearest
 from smp_train.errors import ConfigError
-from smp_train.launch import timing
+from smp_train.launch import planned, timing
 from smp_train.launch.command import call
 from smp_train.launch.flags import inline_files, named, without
 from smp_train.launch.images import check_image
@@ -185,6 +185,8 @@ def main(words: Sequence[str]) -> int:
         spec.resolved, limit=None, margin=GRACE_SECONDS, instance=spec.instance, nodes=spec.nodes,
         processes=spec.processes,
     )  # fmt: skip
+    if not options["dry_run"]:
+        saving += planned.check(spec.resolved, spec.train_flags, spec.instance, spec.nodes, spec.processes)
     tell(spec, [*warnings(target), *saving])
     if options["dry_run"]:
         print(text, end="")

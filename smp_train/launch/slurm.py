@@ -14,7 +14,7 @@ from typing import Any
 from smp_train.arguments import Resolved
 from smp_train.arguments.training_flags import NODE_LOCAL
 from smp_train.errors import ConfigError, SmpTrainError
-from smp_train.launch import cluster, preflight, timing
+from smp_train.launch import cluster, planned, preflight, timing
 from smp_train.launch.command import ask, call
 from smp_train.launch.images import check_image
 from smp_train.launch.options import COMMON, Option, print_help, split
@@ -260,6 +260,7 @@ def main(words: Sequence[str]) -> int:
     found = [*cluster.warnings(spec, options), *check_places(spec, options, needed)]
     if options["probe"]:
         found += cluster.probe(options, needed)
+    found += planned.check(spec.resolved, spec.train_flags, spec.instance, spec.nodes, spec.processes)
     tell(spec, found)
     print(sbatch(script, "--test-only"), file=sys.stderr)
     if options["check"]:

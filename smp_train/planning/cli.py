@@ -55,17 +55,18 @@ def main(argv: Sequence[str]) -> int:
     args = parse(rest, environ={}).args
     devices, per_node, there = machine(own)
     cost.check(own)
-    compiled = args.use_torch_compile is not False  # where it is left open, a GPU compiles
+    gpu = args.distributed_backend != "gloo"
+    compiled = gpu and args.use_torch_compile is not False  # where it is left open, a GPU compiles
     check(args)
     trust_code(args.trust_remote_code)
     spec = resolve(args)
     seq_len = args.max_context_width or min(
         DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
     )
-    gpu = args.distributed_backend != "gloo"
     with world(devices, per_node, gpu=gpu) as ranks:
         memory = estimate(args, spec, devices=devices, per_node=per_node, seq_len=seq_len, gpu=gpu, ranks=ranks)
         found = described(args, spec, memory, devices=devices, per_node=per_node, there=there, gpu=gpu)
+        found["least"] = fitting.least(args, memory, gpu=gpu, compiled=compiled)
         if not found["fits"]:
             found["lower"] = lower(args, spec, memory, ranks, seq_len=seq_len, gpu=gpu, there=there)
     rates = machine_of(instances.find(own.instance_type)) if own.instance_type and gpu else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from smp_train.arguments import Arguments
-from smp_train.planning.stepping import Phase
-from smp_train.planning.tracker import GRADIENTS, OPTIMIZER, PARAMETERS
+from smp_train.arguments.checkpointing import FULL
+from smp_train.planning.stepping import BACKWARD, Phase
+from smp_train.planning.tracker import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
 from smp_train.planning.world import Memory
 
 GIB = 2**30
@@ -31,6 +32,18 @@ def slack(peak: int, *, gpu: bool) -> int:
 def at_peak(args: Arguments, memory: Memory, *, gpu: bool) -> dict[str, int]:
     """Return what is on the device, by use, in the phase that has the most."""
     return max(uses(args, memory, gpu=gpu).values(), key=lambda each: sum(each.values()))
+
+
+def least(args: Arguments, memory: Memory, *, gpu: bool, compiled: bool) -> int:
+    """Return the bytes that a step surely takes: its tensors, or of ``compiled`` layers what fusing cannot avoid.
+
+    That is the state, what is gathered, and of layers that are checkpointed in full their inputs.
+    """
+    phases = uses(args, memory, gpu=gpu)
+    if not compiled:
+        return max(sum(each.values()) for each in phases.values())
+    sure = {*STATE, GATHERED, *([ACTIVATIONS] if args.activation_checkpointing == FULL else [])}
+    return max(sum(each.get(use, 0) for use in sure) for phase, each in phases.items() if phase[0] == BACKWARD)
 
 
 def needed(args: Arguments, memory: Memory, *, gpu: bool) -> int:

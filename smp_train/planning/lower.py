@@ -20,6 +20,8 @@ from smp_train.planning.world import Memory
 
 WORTH = 0.05
 """Of the peak: the smallest use that is lowered."""
+TRIED = 4
+"""Changes that are planned; each takes as long as the plan."""
 MORE_DEVICES = "more devices"
 
 
@@ -28,7 +30,8 @@ def lower(
 ) -> dict[str, int | None]:  # fmt: skip
     """Return what each device needs with one change each, in bytes: those that lower it, up to one that fits.
 
-    Those against the largest use come first, and of each use the cheapest. None is of `MORE_DEVICES`.
+    Those against the largest use come first, and of each use the cheapest; `TRIED` are planned. None is of
+    `MORE_DEVICES`.
 
     Args:
         args: Of the run.
@@ -39,7 +42,7 @@ def lower(
         gpu: The run is on GPUs.
         there: Bytes of each device; None: unknown.
     """
-    now = fitting.needed(args, memory, gpu=gpu)
+    now, tried = fitting.needed(args, memory, gpu=gpu), 0
     found: dict[str, int | None] = {}
     for flags in _changes(args, spec, fitting.at_peak(args, memory, gpu=gpu), ranks, gpu=gpu):
         if flags is None:
@@ -53,10 +56,11 @@ def lower(
             )  # fmt: skip
         except ConfigError:  # a degree that does not divide the model, or the ranks
             continue
+        tried += 1
         needed = fitting.needed(changed, least, gpu=gpu)
         if needed < now:
             found[" ".join(f"--{name} {show(value)}" for name, value in flags.items())] = needed
-        if there is not None and needed <= there:
+        if tried == TRIED or (there is not None and needed <= there):
             break
     return found
 

@@ -220,6 +220,22 @@ def suggestions(world: int, settings: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+CELLS = [("scratch 7b", 8), ("mixtral 8x7b", 64), ("falcon 40b", 16), ("scratch 70b", 32)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "devices"), core(CELLS, lambda cell: cell == CELLS[0]))
+def test_the_page_of_what_models_need_is_current(model: str, devices: int) -> None:
+    from smp_train.planning import table
+
+    head, *rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert head[2:] == [*map(str, table.DEVICES[:-1]), f"{table.DEVICES[-1]} GPUs"]
+    assert [row[0] for row in rows] == [" ".join(each) for each in table.MODELS]
+    (said,) = (row[2 + table.DEVICES.index(devices)] for row in rows if row[0] == model)
+    assert harness.run(table.needed, 1, *model.split(), devices) == [int(said)], "smp_train.planning.table makes it"
+
+
 LLAMA = ["--model_type", "llama_v2", "--model_size", "7b", "--max_context_width", "4096", "--train_batch_size", "1"]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from smp_train.arguments import ineffective
 from smp_train.errors import ConfigError
-from smp_train.launch import preflight, timing
+from smp_train.launch import planned, preflight, timing
 from smp_train.launch.environment import lint
 from smp_train.launch.options import print_help, split
 from smp_train.launch.sagemaker.account import boto3, check_account, submit
@@ -68,6 +68,7 @@ def main(words: Sequence[str]) -> int:
         job.resolved, limit=job.max_run, margin=STOP_SECONDS, instance=job.instance, nodes=job.instance_count,
         processes=job.instance.gpus,
     )  # fmt: skip
+    found += planned.check(job.resolved, training, job.instance, job.instance_count, job.instance.gpus)
     warn([*found, *check_account(job, session)])
     print(f"smp-train: {job.instance_count} x {job.instance_type}: role, data and limits are in order", file=sys.stderr)
     if check:

@@ -1,0 +1,50 @@
+"""What `smp-train plan` says of a run that is about to be launched."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from smp_train.arguments import Resolved
+from smp_train.errors import ConfigError
+from smp_train.launch.command import ask
+from smp_train.launch.instances import Instance
+from smp_train.models.resolve import names_model
+
+SECONDS = 600
+"""That a plan may take; it takes some ten, most of them imports, and more where it looks for what lowers it."""
+
+
+def check(
+    resolved: Resolved, words: Sequence[str], instance: Instance | None, nodes: int, processes: int
+) -> list[str]:  # fmt: skip
+    """Return a warning of a run that is planned to run out of memory; nothing where it fits, or there is no plan.
+
+    The plan is made by a process of its own: launchers do without torch, and this machine may have none.
+
+    Args:
+        resolved: The run.
+        words: Its flags.
+        instance: That it runs on; None: unknown.
+        nodes: Number of them.
+        processes: Of each.
+
+    Raises:
+        ConfigError: Even what no kernel can avoid exceeds the memory, and the backend is the one that is planned.
+    """
+    args = resolved.args
+    known = names_model(args) or args.resume_from_checkpoint is None
+    if instance is None or processes != instance.gpus or not known:
+        return []
+    if args.evaluate_only or args.trust_remote_code or not args.memory_check:
+        return []
+    plan = [sys.executable, "-m", "smp_train", "plan", "--json", "--instance_type", instance.name]
+    code, output = ask(*plan, "--nodes", str(nodes), *words, seconds=SECONDS)
+    first, _, last = output.partition("\n")
+    if code != ConfigError.exit_code or not first.startswith("{"):
+        return []
+    found = f"the plan {last.splitlines()[-1].partition('error: ')[2]}"
+    if args.backend == "native" and json.loads(first)["least"] > instance.most_gpu_bytes:
+        raise ConfigError(f"{found}; --memory_check 0 launches all the same")
+    return [found]

@@ -1,0 +1,44 @@
+"""What a launch is told by the plan of its run."""
+
+from __future__ import annotations
+
+import pytest
+
+from smp_train.arguments import parse
+from smp_train.errors import ConfigError
+from smp_train.launch import planned
+from smp_train.launch.instances import find
+from smp_train.launch.preflight import check
+
+LLAMA = ["--model_type=llama_v2", "--model_size=7b", "--max_context_width=4096"]
+NATIVE = "--backend=native"
+LARGE = ["--train_batch_size=8", "--activation_checkpointing=none"]
+
+
+def said(*words: str) -> list[str]:
+    run, instance = parse([*LLAMA, *words], {}), find("p5.48xlarge")
+    check(run, instance, 1, 8)  # the state alone fits
+    return planned.check(run, words=[*LLAMA, *words], instance=instance, nodes=1, processes=8)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_planned_not_to_fit_is_warned_of_and_refused_where_nothing_can_help() -> None:
+    assert said("--train_batch_size=1") == []
+    (line,) = said(NATIVE, *LARGE)  # compiled layers may take less
+    assert all(part in line for part in ("does not fit", "on each of 8 devices", "--activation_checkpointing full"))
+    with pytest.raises(ConfigError, match=r"does not fit.*--memory_check 0"):
+        said(NATIVE, "--use_torch_compile=0", *LARGE)
+
+
+def test_what_has_no_plan_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*command: str, seconds: float) -> tuple[int, str]:
+        return 2, "smp-train: error: --fp8 1: needs a GPU that has it, so there is no plan"
+
+    monkeypatch.setattr(planned, "ask", ask)
+    assert said(*LARGE) == []
+    monkeypatch.setattr(planned, "ask", None)
+    for words in (["--memory_check=0"], ["--evaluate_only=1"], ["--trust_remote_code=1"]):
+        assert said(*LARGE, *words) == []
+    assert planned.check(parse(LARGE, {}), LARGE, None, 1, 8) == []
+    resumed = ["--resume_from_checkpoint=a"]
+    assert planned.check(parse(resumed, {}), resumed, find("p5.48xlarge"), 1, 8) == []
