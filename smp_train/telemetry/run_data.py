@@ -121,18 +121,18 @@ class RunData:
         validation = [each["loss"] for each in self.events if each["event"] == "evaluate" and each.get("loss")]
         if validation:
             found["validation loss"] = f"{validation[-1]:.4f}, best {min(validation):.4f}"
-        for name, key, scale, unit in (
-            ("tokens/s", "tokens_per_sec", 1, ""), ("step", "step_sec", 1, " s"), ("MFU", "mfu", 100, " %"),
+        for name, key, scale, digits, unit in (
+            ("tokens/s", "tokens_per_sec", 1, 0, ""), ("step", "step_sec", 1, 3, " s"), ("MFU", "mfu", 100, 1, " %"),
         ):  # fmt: skip
             values = [record[key] for record in self.steps if record.get(key) is not None]
             if values:
-                found[f"{name}, median"] = f"{scale * median(values):,.{0 if name == 'tokens/s' else 3}f}{unit}"
+                found[f"{name}, median"] = f"{scale * median(values):,.{digits}f}{unit}"
         columns = [shares for record in self.steps if (shares := _shares(record))]
         names = dict.fromkeys(name for each in columns for name in each)
         parts = {name: median(each.get(name, 0) for each in columns) for name in names}
         talk = [each["communication_share"] for each in self.steps if each.get("communication_share") is not None]
         if talk:  # beside or in the parts
-            parts["communication, in forward and backward"] = 100 * median(talk)
+            parts["communication (in forward and backward)"] = 100 * median(talk)
         if len(parts) > 1:
             shown = sorted((name for name in parts if parts[name] >= 1), key=lambda name: -parts[name])
             found["time, median"] = ", ".join(f"{name} {parts[name]:.0f} %" for name in shown)

@@ -160,7 +160,7 @@ def test_the_page_holds_what_counts_of_a_killed_run_and_no_secret(tmp_path):
     assert found["columns"]["share data"] == [5.0] * 30 + [10.0] * 30
     assert found["columns"]["share compute"] == [None] * 30 + [90.0] * 30
     assert [name for name in found["columns"] if name.startswith("share ")] == ["share data", "share compute"]
-    assert "communication, in forward and backward 30 %" in found["summary"]["time, median"]
+    assert "communication (in forward and backward) 30 %" in found["summary"]["time, median"]
     assert [(each["first"], each["last"], each["how"]) for each in found["attempts"]] == [
         (0, 40, "killed or failed"), (30, 60, "running"),
     ]  # fmt: skip
