@@ -164,7 +164,8 @@ def _run(words: list[str], failing: Failing) -> int:
 
 def _train(words: list[str], failing: Failing) -> int:
     from smp_train.arguments import help_text, parse, print_config, validate
-    from smp_train.arguments.validation import ineffective
+    from smp_train.arguments.validation import ineffective, prompts_only
+    from smp_train.telemetry.logging_utils import setup_logging
 
     if HELP_FLAGS & set(words):
         print(help_text(), end="")
@@ -189,6 +190,8 @@ def _train(words: list[str], failing: Failing) -> int:
         from smp_train.launch.preflight import check_host
 
         check_host(resolved, ranks.world_size, ranks.local_world_size)
+    if not prompts_only(resolved.args):  # whose stdout is its answer
+        setup_logging(failing.runtime.rank)  # until there is a run folder; stderr is for failures
     with Progress("Importing PyTorch", shown=failing.runtime.is_main):
         program = _import("train")
     code = int(program.main(resolved, failing.runtime))

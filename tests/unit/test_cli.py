@@ -251,7 +251,7 @@ def test_a_slow_import_of_torch_is_shown(monkeypatch: pytest.MonkeyPatch, capsys
     def slow(name: str) -> types.SimpleNamespace:
         shown = ""
         while "Importing PyTorch: " not in shown:
-            shown += capsys.readouterr().err
+            shown += capsys.readouterr().out
         return types.SimpleNamespace(main=lambda *_: 0)
 
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.001)
