@@ -101,7 +101,8 @@ test-smp-container-versions: venv .venv-smp/.installed
 
 test-gpu-versions: venv .venv-gpu/.installed
 	.venv-gpu/bin/python -m pytest tests/distributed/test_bench_gpu.py tests/distributed/test_activations.py \
-		tests/distributed/test_same_numbers.py tests/unit/test_attention.py tests/unit/test_losses.py
+		tests/distributed/test_same_numbers.py tests/distributed/test_expert_parallel.py tests/distributed/test_router_loss.py \
+		tests/distributed/test_any_split_model.py tests/unit/test_attention.py tests/unit/test_losses.py
 
 clean:
 	rm -rf .venv .venv-gpu .venv-sagemaker .venv-sagemaker-v3 .venv-smp .venv-mlflow build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
                  "mlp of this glm4_moe has gate, shared_experts beside its experts"),
     "olmo2": ("tensor", {}, "self_attn.q_proj of this olmo2 is split as colwise_gather_output"),
     "phi3": ("tensor", {}, "self_attn.o_proj of this phi3 is split as rowwise_split_input"),
-    "granitemoe": ("tensor", {"num_local_experts": 4}, "self_attn.q_proj.weight of this granitemoe is reached by no"),
+    "granitemoe": ("tensor", {"num_local_experts": 4}, "granitemoe"),
     "llama4_text": ("tensor", {"num_local_experts": 4, "intermediate_size_mlp": 48}, "llama4_text"),
     "bloom": ("tensor", {}, "no plan for splitting a bloom"),
     "gpt_oss": ("context", {"num_local_experts": 4}, "a gpt_oss is not known to have causal attention alone"),
