@@ -67,6 +67,9 @@ class TensorBoard:
         """See `Tracker`."""
         from torch.utils.tensorboard import SummaryWriter
 
+        # What its own thread fails at is raised by the next `log`, too: no traceback besides.
+        hook = threading.excepthook
+        threading.excepthook = lambda at: None if type(at.thread).__module__.startswith("tensorboard.") else hook(at)
         self._writer = SummaryWriter(self._folder, purge_step=self._step + 1)
         rows = "".join(f"| {name} | {value} |\n" for name, value in config.items())
         self._writer.add_text("configuration", f"| setting | value |\n|---|---|\n{rows}", self._step)
