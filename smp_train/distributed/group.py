@@ -144,7 +144,8 @@ def meet(runtime: Runtime, seconds: float) -> Any:
         if newest == prefix != "" and joined.check([CLOSED]):
             if joined.check([MISMATCH]):
                 raise RuntimeError(joined.get(MISMATCH).decode())
-            own = dist.TCPStore(*address, None, False, timedelta(seconds=ANSWER_SECONDS), wait_for_workers=False)
+            own = dist.TCPStore(*address, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+            own.set_timeout(timedelta(seconds=ANSWER_SECONDS))
             _meeting = Meeting(runtime, prefix, dist.PrefixStore(prefix, own))
             return joined
         time.sleep(pause)

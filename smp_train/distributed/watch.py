@@ -101,7 +101,8 @@ def verdict(reports: Mapping[int, Report]) -> str:
     rest = [rank for rank in reports if rank not in found]
     if rest:
         example = next((rank for rank in rest if reports[rank].waits), rest[0])
-        others = f"{len(rest)} others wait" if found else f"no rank is missing: all {len(rest)} stand still"
+        waiting = f"{len(rest)} others wait" if len(rest) > 1 else "1 other waits"
+        others = waiting if found else f"no rank is missing: all {len(rest)} stand still"
         parts.append(f"{others}, rank {example} {reports[example].place()}")
     return "; ".join(parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -41,6 +42,7 @@ def test_who_is_missing(ranks: list[Report], found: list[int]) -> None:
     assert "\n" not in line
     assert [rank for rank in reports if f"rank {rank} on {reports[rank].host} " in line] == found
     assert ("no rank is missing" in line) == (not found)
+    assert not re.search(r"\b1 others", line)
 
 
 def test_thousands_are_not_listed() -> None:
