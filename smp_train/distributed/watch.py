@@ -239,7 +239,8 @@ class Watcher:
         waited = f"no progress for {seconds:.0f} s" + (f", where a step takes {usual:.2g} s" if usual else "")
         text = f"{waited}: {verdict(reports)}"
         step = self.board.step
-        if reporting and all(beat.answer.get("said") != step for beat in beats):
+        # Read again: on a busy node this thread may have taken so long that another rank led, and said it.
+        if reporting and all(beat.answer.get("said") != step for beat in self.board.read()):
             logger.warning("%s", text)
             self._answer["said"] = step  # also for the next leader
             self.board.answer(self._answer)

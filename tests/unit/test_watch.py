@@ -72,13 +72,35 @@ def test_a_slot_shows_step_phase_and_usual_time(tmp_path, monkeypatch) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_the_watcher_has_ended_before_the_process_group_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be asking torch about that group, and no thread of it may outlive the interpreter."""
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> heartbeat.Board:
+    """Return the board of rank 0 of two."""
     monkeypatch.setattr(heartbeat, "_board", None)
     monkeypatch.setattr(heartbeat, "_path", lambda name: str(tmp_path / name))
     for name in ("enable", "register"):
         monkeypatch.setattr(watch.faulthandler, name, lambda *given, **named: None)
-    board = heartbeat.open_board("x", 0, 1, rank=0, logs=tmp_path)
+    return heartbeat.open_board("x", 0, 2, rank=0, logs=tmp_path)
+
+
+def test_what_another_leader_has_said_is_not_said_again(
+    board: heartbeat.Board, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher = watch.Watcher(board, detect({}), tmp_path, report_seconds=30, end_seconds=0)
+    other = heartbeat.Board(board.memory, 1, 1)
+    heartbeat.at(FORWARD, 1)
+    other.at(DATA, 1)
+    beats = board.read()
+    other.answer({"said": 1})  # since then
+    watcher._lead(beats, time.monotonic(), still=100, limit=30, usual=1)
+    assert not caplog.records
+    other.answer({})
+    watcher._lead(beats, time.monotonic(), still=100, limit=30, usual=1)
+    heartbeat.end()
+    assert "rank 1 on" in caplog.text
+
+
+def test_the_watcher_has_ended_before_the_process_group_does(board: heartbeat.Board, tmp_path: Path) -> None:
+    """It may be asking torch about that group, and no thread of it may outlive the interpreter."""
     watch.Watcher(board, detect({}), tmp_path, report_seconds=30, end_seconds=0)
     watching = [thread for thread in threading.enumerate() if thread.name == "smp-train-watch"]
     assert watching
