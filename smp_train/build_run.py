@@ -138,9 +138,9 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     )  # fmt: skip
     log.info(output(args))
     backend = choose_backend(resolved, ranks, device)
-    if backend.compiled:
-        compile.keep_in(folder.path)
     topology = backend.topology
+    if backend.compiled and args.torch_compile_backend == compile.INDUCTOR:
+        compile.prepare(folder.path, topology.device)
     audit = open_audit(folder, ranks, topology) if args.data_audit else None
     spec, seq_len = choose_model(args, backend, start)
     if resolved.own.loss is not None:

@@ -7,6 +7,8 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from typing import Any
 
+import transformers.modeling_utils  # noqa: F401  every run needs it: imported here, no garbage is looked for meanwhile
+
 from smp_train import distributed, divergence, generation, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only

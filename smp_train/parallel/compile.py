@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -17,9 +18,10 @@ from smp_train.distributed.host import missing_for_kernels
 from smp_train.errors import ConfigError
 from smp_train.storage.paths import private_folder
 
+INDUCTOR = "inductor"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_given = os.environ.get(CACHE)
-"""The user's; inductor sets one itself where there is none."""
+_kept_in: str | None = None
+"""The folder that this process chose for compiled code."""
 
 logger = logging.getLogger("smp_train.native")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,7 +44,7 @@ def chosen(asked: bool | None, *, device: torch.device, backend: str, training: 
     if asked is None and (reason := _why_not(device)):
         logger.info("Compilation: off (%s)", reason)
         return False
-    known = torch.compiler.list_backends(exclude_tags=())
+    known = [INDUCTOR] if backend == INDUCTOR else torch.compiler.list_backends(exclude_tags=())  # imports all
     if backend not in known:
         offered = [name for name in known if "TESTING_ONLY" not in name]
         raise ConfigError(f"--torch_compile_backend {backend}: this torch has {', '.join(offered)}")
@@ -59,17 +61,31 @@ def _why_not(device: torch.device) -> str:
     return missing_for_kernels()
 
 
-def keep_in(run_dir: str | os.PathLike[str]) -> None:
-    """Keep what is compiled in the run folder, so that a restart finds it, on any node that sees the folder.
+def prepare(run_dir: str | os.PathLike[str], device: torch.device) -> None:
+    """Keep what inductor compiles in the run folder, and find the keys of its caches while the model is built.
 
-    In a folder that is this user's alone, as code from it is run. Where that cannot be made, or the user has named
-    another, compiled code stays there.
+    So a restart finds it, on any node that sees the folder: in one that is this user's alone, as code from it is run.
+    Where that cannot be made, or the user has named another, compiled code stays there.
     """
-    if _given is None:
+    global _kept_in
+    from torch._inductor import codecache, cpu_vec_isa
+    from torch._inductor.runtime import cache_dir_utils, triton_compat
+
+    if os.environ.get(CACHE) in (None, cache_dir_utils.default_cache_dir(), _kept_in):  # inductor sets its default
         try:
-            os.environ[CACHE] = private_folder("compiled", os.fspath(run_dir))
+            _kept_in = os.environ[CACHE] = private_folder("compiled", os.fspath(run_dir))
         except ConfigError as failure:
             logger.info("Compiled code is not kept for restarts: %s", failure)
+
+    def keys() -> None:
+        with suppress(Exception):  # a failure is for the first step, which asks for the same
+            codecache.torch_key()  # a hash of torch's files
+            if device.type == "cuda":
+                triton_compat.triton_key()  # and of Triton's
+            else:
+                cpu_vec_isa.pick_vec_isa()  # the instructions that this CPU has, by processes that try each
+
+    threading.Thread(target=keys, name="inductor-keys", daemon=True).start()
 
 
 def disabled() -> AbstractContextManager[Any]:
