@@ -11,6 +11,7 @@ from smp_train.errors import ConfigError
 
 BENCHMARKS = {
     "scale": "control costs at thousands of ranks, simulated",
+    "start": "from the command to the first step, against a bare FSDP2 loop",
     "step": "the train step against a bare FSDP2 loop",
     "checkpoint": "a save in the background against synchronous DCP and against one gathered file",
     "attention": "masks and kernels against transformers' own",

@@ -116,7 +116,7 @@ class Clock:
     def __init__(self, job: Job) -> None:
         self.job, self.done = job, 0
         self.losses: list[Tensor | float] = []
-        self.first = self.first_cpu = self._began = self._cpu = 0.0
+        self.first = self._began = self._cpu = 0.0
 
     def step(self, loss: Tensor | float) -> None:
         """Count a step that has been queued; its loss is read at the end."""
@@ -127,7 +127,9 @@ class Clock:
                 torch.cuda.synchronize()
             now = time.time()
             if self.done == 1:
-                self.first, self.first_cpu = now - self.job.began, time.process_time()
+                self.first = now - self.job.began
+                if self.job.rank == 0:
+                    Path(f"{self.job.out}.first").touch()
             if self.done == self.job.warm:
                 self._began, self._cpu = now, time.process_time()
                 if self.job.cuda:
@@ -148,7 +150,6 @@ class Clock:
             figures = {
                 "step ms": 1000 * self.seconds, "CPU ms": 1000 * self.cpu_seconds,
                 "tokens/s/GPU": self.job.batch * self.job.seq_len / self.seconds,
-                "peak GiB": peak, "start to first step s": self.first,
-                "start to first step CPU s": self.first_cpu, "settings": settings, "losses": losses.tolist(),
+                "peak GiB": peak, "start to first step s": self.first, "settings": settings, "losses": losses.tolist(),
             }  # fmt: skip
             Path(self.job.out).write_text(json.dumps(figures))
