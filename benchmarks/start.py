@@ -34,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, default=2, help="of each start (default 2)")
     options = parser.parse_args(argv)
     found: dict[str, list[tuple[float, float]]] = {BARE: [], UNDER_TORCHRUN: [], LAUNCHED: []}
-    shape: dict[str, Any] = {"steps": 2, "warm": 1, "batch": 2, "seq_len": 256, "bf16": False, "lr": 1e-3, "cuda": False}
+    shape: dict[str, Any] = {"steps": 2, "warm": 1, "batch": 2, "seq_len": 256, "bf16": False, "lr": 1e-3}
+    shape["cuda"] = False
     with scratch() as given:
         make(dict(SMALL), str(given), shape, options.processes)
         for _ in range(options.rounds):
