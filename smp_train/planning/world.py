@@ -80,13 +80,15 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
     replaced here.
     """
     packable, chunk_tokens, adds_wide = activation_offloading.PACKABLE, losses.chunk_tokens, losses._adds_wide
-    read, can, squares = expert_parallel.read, moe._can_use_grouped_mm, grad_norm._sum_of_squares
+    read, grouped, squares = expert_parallel.read, moe._grouped_mm, grad_norm._sum_of_squares
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
     try:
         activation_offloading.PACKABLE = (*packable, FakeTensor)  # type: ignore[assignment]
         expert_parallel.read = balanced
-        # Whose fake form takes bfloat16 alone; the other form of the same product takes all.
-        moe._can_use_grouped_mm = lambda *each: each[1].dtype == torch.bfloat16 and can(*each)
+        # Whose fake form takes bfloat16 alone; one expert's product has the shapes, and the work, of that of all.
+        moe._grouped_mm = lambda input, weight, offs: (
+            grouped(input, weight, offs) if weight.dtype == torch.bfloat16 else input @ weight[0]
+        )
         if gpu:
             losses.chunk_tokens = lambda vocab_size, device_type: chunk_tokens(vocab_size, "cuda")
             losses._adds_wide = lambda dtype, device: True  # type: ignore[assignment]
@@ -95,7 +97,7 @@ def world(devices: int, per_node: int, *, gpu: bool) -> Iterator[Runtime]:
         yield Runtime("plan", 0, devices, 0, min(devices, per_node), 0, nodes, "localhost", 0, "localhost", False)
     finally:
         activation_offloading.PACKABLE = packable
-        expert_parallel.read, moe._can_use_grouped_mm = read, can
+        expert_parallel.read, moe._grouped_mm = read, grouped
         losses.chunk_tokens, losses._adds_wide = chunk_tokens, adds_wide
         grad_norm._sum_of_squares = squares
         dist.destroy_process_group()
