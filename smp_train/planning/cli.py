@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from smp_train.arguments import Arguments, parse
+from smp_train.arguments.chosen import given
 from smp_train.arguments.validation import check_values, refuse_natively
 from smp_train.arguments.verb_parser import VerbParser
 from smp_train.distributed.degrees import plan as layout
@@ -21,9 +22,12 @@ from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
 from smp_train.models.state_memory import CHECKPOINT_BYTES
 from smp_train.planning import cost, fitting
+from smp_train.planning.best import search
+from smp_train.planning.best import text as table
 from smp_train.planning.estimate import estimate
 from smp_train.planning.fitting import GIB
 from smp_train.planning.lower import lower
+from smp_train.planning.space import Space
 from smp_train.planning.step_time import machine_of, predict
 from smp_train.planning.stepping import BACKWARD, FORWARD, HEAD
 from smp_train.planning.tracker import OPTIMIZER, PARAMETERS
@@ -43,6 +47,8 @@ def options() -> argparse.ArgumentParser:
     add("--memory_gib", type=float, help="memory of each, in GiB; without it the plan says what is needed")
     add("--instance_type", help="EC2 instance type, such as p5.48xlarge, in place of these two")
     add("--nodes", type=int, default=1, help="instances (default: 1)")
+    add("--search", action="store_true", help="find the best degrees, checkpointing, offloading and micro-batch; flags "
+        "that are given stay as they are, and so does the global batch")
     add("--json", action="store_true", help="print one JSON object: bytes, seconds of a step, hours of a budget")
     cost.add_flags(found)
     return found
@@ -52,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Raises `ConfigError`, after the plan, where the run does not fit."""
     own, rest = options().parse_known_args(list(argv))
     setup_logging(0, level="WARNING")
-    args = parse(rest, environ={}).args
+    resolved = parse(rest, environ={})
+    args = resolved.args
     devices, per_node, there = machine(own)
     cost.check(own)
     gpu = args.distributed_backend != "gloo"
@@ -60,16 +67,23 @@ def main(argv: Sequence[str]) -> int:
     check(args)
     trust_code(args.trust_remote_code)
     spec = resolve(args)
-    seq_len = args.max_context_width or min(
-        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
-    )
+    seq_len = length(args, spec)
+    rates = machine_of(instances.find(own.instance_type)) if own.instance_type and gpu else None
+    if own.search:
+        if own.tokens is not None:
+            raise ConfigError("plan: --tokens is of one plan: give it with the flags that --search finds")
+        space = Space(args, given(resolved), spec, devices, per_node, seq_len, gpu)
+        best, nothing, *_ = search(space, there, rates, compiled=compiled)
+        print(json.dumps(best) if own.json else table(best), flush=True)
+        if nothing:
+            raise ConfigError(nothing)
+        return 0
     with world(devices, per_node, gpu=gpu) as ranks:
         memory = estimate(args, spec, devices=devices, per_node=per_node, seq_len=seq_len, gpu=gpu, ranks=ranks)
         found = described(args, spec, memory, devices=devices, per_node=per_node, there=there, gpu=gpu)
         found["least"] = fitting.least(args, memory, gpu=gpu, compiled=compiled)
         if not found["fits"]:
             found["lower"] = lower(args, spec, memory, ranks, seq_len=seq_len, gpu=gpu, there=there)
-    rates = machine_of(instances.find(own.instance_type)) if own.instance_type and gpu else None
     if rates is not None:
         fast = predict(args, spec, memory, rates, devices=devices, seq_len=seq_len, compiled=compiled)
         found |= {"time": fast.described(), **cost.described(own, args, fast, rates, memory, found["checkpoint"])}
@@ -82,6 +96,13 @@ def main(argv: Sequence[str]) -> int:
             + ("give " + ", or ".join(_changes(found)) if found["lower"] else "take more or larger devices")
         )
     return 0
+
+
+def length(args: Arguments, spec: ModelSpec) -> int:
+    """Return the tokens of a row."""
+    return args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )
 
 
 def machine(own: argparse.Namespace) -> tuple[int, int, int | None]:

@@ -1,0 +1,75 @@
+"""``smp-train plan --search``: the best settings of a run as a table, and why the others are not in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smp_train.arguments.chosen import words
+from smp_train.errors import ConfigError
+from smp_train.planning.fitting import GIB
+from smp_train.planning.search import Plan, Search
+from smp_train.planning.space import Space
+from smp_train.planning.step_time import Machine
+
+
+def search(
+    space: Space, there: int | None, machine: Machine | None, *, compiled: bool
+) -> tuple[dict[str, Any], str, Search, list[Plan]]:  # fmt: skip
+    """Return what is found, as ``--json`` prints it, a complaint where nothing fits, else "", the search, its plans."""
+    if there is None:
+        raise ConfigError("--search needs --memory_gib, or --instance_type: what fits depends on it")
+    if space.args.expert_parallel_degree > 1:
+        raise ConfigError(
+            f"--expert_parallel_degree {space.args.expert_parallel_degree}: is not searched; "
+            "--expert_parallel_degree 1 is, and a plan without --search takes it as it is"
+        )
+    of = Search(space, there, machine, compiled)
+    plans = of.run()
+    found = {
+        "model": space.spec.name, "devices": space.devices, "memory": there, "rows": space.rows,
+        "tokens": space.rows * space.seq_len, "best": [described(space, plan) for plan in plans],
+        "lost": dict(of.lost.most_common()), "stepped": len(of.stepped),
+    }  # fmt: skip
+    if plans:
+        return found, "", of, plans
+    least = min((plan.needed for plan in of.stepped.values()), default=None)
+    why = f"the least of those stepped needs {gib(least)}" if least else "; ".join(of.lost)
+    complaint = f"nothing fits {space.devices} devices of {gib(there)}: {why}; take more or larger devices"
+    return found, complaint, of, plans
+
+
+def described(space: Space, plan: Plan) -> dict[str, Any]:
+    """Return one plan, sizes in bytes."""
+    flags = space.flags(plan.setting)
+    found: dict[str, Any] = {
+        "flags": flags, "words": words(flags), "needed": plan.needed, "host": plan.memory.host,
+    }  # fmt: skip
+    if plan.time is not None:
+        found |= {
+            "step_seconds": plan.time.step_seconds, "tokens_per_second": plan.time.tokens_per_second,
+            "mfu": plan.time.mfu, "parts": plan.time.parts,
+        }  # fmt: skip
+    return found
+
+
+def text(found: dict[str, Any]) -> str:
+    """Return what is found as a table."""
+    timed = any("step_seconds" in plan for plan in found["best"])
+    rows = [
+        f"{found['model']} on {found['devices']} devices of {gib(found['memory'])}, {found['tokens']:,} tokens a step"
+        + ("" if timed else "; no times are known for this machine: by the rule of docs/planning.md"), "",
+        f"  {'tokens/s':>10} {'step':>9} {'memory':>11}  flags",
+    ]  # fmt: skip
+    for plan in found["best"]:
+        speed, step = "-", "-"
+        if "step_seconds" in plan:
+            speed, step = f"{plan['tokens_per_second']:,.0f}", f"{plan['step_seconds']:.2f} s"
+        rows.append(f"  {speed:>10} {step:>9} {gib(plan['needed']):>11}  {plan['words']}")
+    rows += ["", f"  not among them, after {found['stepped']} were stepped:"]
+    rows += [f"  {count:>8}  {reason}" for reason, count in found["lost"].items()]
+    return "\n".join(rows)
+
+
+def gib(size: int) -> str:
+    """Return a size as it is printed."""
+    return f"{size / GIB:.2f} GiB"
