@@ -6,11 +6,12 @@ import math
 import platform
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 import smp_train
-from smp_train import arguments, backends, distributed, losses, resume, train_utils
+from smp_train import arguments, auto, backends, distributed, losses, resume, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.own import Own, named
 from smp_train.backends.base import Backend, Topology
@@ -93,6 +94,8 @@ class Run:
     """Result, on the device, of the last completed step of this start."""
     screen: Screen = field(default_factory=Screen)
     times: StepTimes | None = None
+    choice: dict[str, Any] | None = None
+    """What --auto chose."""
     stopped: bool = False
     """Whether the run ended on request, before its last step."""
     saved_step: int = 0
@@ -126,6 +129,8 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     args = resolved.args
     folder, metrics = open_run_folder(args, ranks)
     opened.callback(metrics.close)
+    resolved, choice = auto.choose(resolved, ranks, device, folder)
+    args = resolved.args
     stop = StopRequest(folder.stop)
     opened.callback(stop.close)
     opened.callback(heartbeat.end)
@@ -199,7 +204,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         schedule=choose_schedule(args, total_steps), total_steps=total_steps, checkpoints=checkpoints, folder=folder,
         metrics=metrics, throughput=throughput, stop=stop, audit=audit, found=found, own=resolved.own,
         spikes=Spikes(args.on_spike, args.spike_threshold, args.spike_window),
-        times=StepTimes(ranks, device) if args.telemetry == "full" else None,
+        times=StepTimes(ranks, device) if args.telemetry == "full" else None, choice=choice,
     )  # fmt: skip
     with distributed.together("writing run.json"):
         if ranks.is_main:
@@ -370,7 +375,7 @@ def write_run(run: Run, parameters: int) -> None:
         run=run.start.run.to_json(), config=asdict(run.args), sources=run.resolved.sources,
         mesh={"world_size": run.runtime.world_size, **run.backend.topology.mesh}, backend=run.backend.name,
         model=run.spec.name, own=run.own.names(), parameters=parameters, total_steps=run.total_steps,
-        samples=run.train_data.sizes(),
+        samples=run.train_data.sizes(), **({"auto": run.choice} if run.choice else {}),
     )  # fmt: skip
 
 

@@ -101,6 +101,10 @@ class ParallelArguments:
     backend: str = flag(
         "auto", "smp (torch.sagemaker), native (FSDP2), or auto: smp where it can be imported",
         choices=("auto", "smp", "native"))
+    auto: str = flag(
+        "off", "Choose tensor, context and shard degree, activation checkpointing, offloading, micro-batch and "
+        "accumulation for the machine, where they are not given; the global batch stays. trial also compares a few by "
+        "real steps", choices=("off", "plan", "trial"), values={"1": "plan", "0": "off"}, switch=True)
     sharding_strategy: str = flag(
         "full_shard", "Shard everything over all processes (full_shard) or within groups (hybrid_shard); gradients and "
         "optimizer only (shard_grad_op, _hybrid_shard_zero2); nothing (no_shard). A group is --hybrid_shard_degree "

@@ -21,6 +21,8 @@ def check(
 ) -> list[str]:  # fmt: skip
     """Return a warning of a run that is planned to run out of memory; nothing where it fits, or there is no plan.
 
+    With ``--auto`` the settings are searched as the run will search them, and printed.
+
     The plan is made by a process of its own: launchers do without torch, and this machine may have none.
 
     Args:
@@ -31,7 +33,8 @@ def check(
         processes: Of each.
 
     Raises:
-        ConfigError: Even what no kernel can avoid exceeds the memory, and the backend is the one that is planned.
+        ConfigError: Even what no kernel can avoid exceeds the memory, and the backend is the one that is planned; with
+            ``--auto``, nothing fits.
     """
     args = resolved.args
     known = names_model(args) or args.resume_from_checkpoint is None
@@ -40,11 +43,17 @@ def check(
     if args.evaluate_only or args.trust_remote_code or not args.memory_check:
         return []
     plan = [sys.executable, "-m", "smp_train", "plan", "--json", "--instance_type", instance.name]
-    code, output = ask(*plan, "--nodes", str(nodes), *words, seconds=SECONDS)
+    search = ["--search"] * (args.auto != "off")
+    code, output = ask(*plan, "--nodes", str(nodes), *search, *words, seconds=SECONDS)
     first, _, last = output.partition("\n")
+    if search and code == 0:
+        best = json.loads(first)["best"][0]
+        print(f"smp-train: --auto would choose {best['words']}, by plan", file=sys.stderr)
     if code != ConfigError.exit_code or not first.startswith("{"):
         return []
     found = f"the plan {last.splitlines()[-1].partition('error: ')[2]}"
+    if search:
+        raise ConfigError(f"--auto: {found}")
     if args.backend == "native" and json.loads(first)["least"] > instance.most_gpu_bytes:
         raise ConfigError(f"{found}; --memory_check 0 launches all the same")
     return [found]

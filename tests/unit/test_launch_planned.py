@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from smp_train.arguments import parse
@@ -42,3 +44,24 @@ def test_what_has_no_plan_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     assert planned.check(parse(LARGE, {}), LARGE, None, 1, 8) == []
     resumed = ["--resume_from_checkpoint=a"]
     assert planned.check(parse(resumed, {}), resumed, find("p5.48xlarge"), 1, 8) == []
+
+
+def test_with_auto_what_would_be_chosen_is_printed_or_that_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [
+        (0, json.dumps({"best": [{"words": "--hybrid_shard_degree 2"}]})),
+        (2, json.dumps({"best": []}) + "\nsmp-train: error: nothing fits 8 devices of 74.51 GiB"),
+    ]
+    asked: list[str] = []
+
+    def ask(*command: str, seconds: float) -> tuple[int, str]:
+        asked.extend(command)
+        return answers.pop(0)
+
+    monkeypatch.setattr(planned, "ask", ask)
+    assert said("--auto") == []
+    assert "--search" in asked
+    assert "--hybrid_shard_degree 2" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"--auto.*nothing fits 8 devices"):
+        said("--auto")

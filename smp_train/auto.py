@@ -1,0 +1,113 @@
+"""``--auto``: degrees, activation checkpointing, offloading and micro-batch, chosen for the machine of a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_train import distributed, trial
+from smp_train.arguments import Resolved, validate
+from smp_train.arguments.chosen import given, words
+from smp_train.distributed import Runtime
+from smp_train.distributed.host_memory import free_host_bytes
+from smp_train.errors import ConfigError
+from smp_train.models.resolve import names_model
+from smp_train.telemetry.run_folder import RunFolder
+
+log = logging.getLogger("smp_train")
+OFF, TRIAL = "off", "trial"
+
+
+def choose(
+    resolved: Resolved, ranks: Runtime, device: torch.device, folder: RunFolder
+) -> tuple[Resolved, dict[str, Any] | None]:  # fmt: skip
+    """Return the settings with what was chosen, and what ``run.json`` says of the choice, None without ``--auto``.
+
+    A start of a run that has chosen before takes the same, where it has as many devices and the same flags are given;
+    on another number of devices it chooses again, for the same global batch. Collective.
+
+    Raises:
+        ConfigError: nothing fits, or it cannot be planned.
+    """
+    args = resolved.args
+    if args.auto == OFF or args.evaluate_only:
+        return resolved, None
+    what = f"choosing settings (--auto {args.auto})"
+    memory = min(distributed.gather(what, lambda: memory_of(device, ranks)))
+    asked: dict[str, Any] = {
+        "given": {name: getattr(args, name) for name in sorted(given(resolved))},
+        "devices": ranks.world_size, "per_node": ranks.local_world_size,
+    }  # fmt: skip
+    found = distributed.on_main(what, lambda: _kept(folder, asked) or _planned(resolved, device, memory, asked, folder))
+    if not found.get("kept"):
+        candidates = found.pop("trial")
+        if args.auto == TRIAL:
+            found |= trial.run(args, ranks, candidates, folder.logs)
+    chosen = replace(args, **found["flags"])
+    sources = resolved.sources | dict.fromkeys(found["flags"], "--auto")
+    if "hybrid_shard_degree" in found["flags"]:
+        sources["sharding_strategy"] = "follows from --hybrid_shard_degree"
+    resolved = replace(resolved, args=chosen, sources=sources)
+    validate(chosen, ranks.world_size, ranks.local_world_size, resolved.own)
+    how = "as at the start before" if found.get("kept") else f"of {memory / 2**30:.2f} GiB"
+    log.info("--auto %s, on %d devices, %s: %s", args.auto, ranks.world_size, how, words(found["flags"]))
+    return resolved, found
+
+
+def memory_of(device: torch.device, ranks: Runtime) -> int:
+    """Return the bytes that this rank may take: of its GPU as the driver says, else of the host's free memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    free = free_host_bytes()
+    if free is None:
+        raise ConfigError("--auto: this system does not say how much memory is free; give the settings, without --auto")
+    return free // ranks.local_world_size
+
+
+def _kept(folder: RunFolder, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the choice of an earlier start of the run, where it was for the same; not collective."""
+    before = folder.read_run().get("auto")
+    if not isinstance(before, dict) or any(before.get(name) != value for name, value in asked.items()):
+        return None
+    return before | {"kept": True}
+
+
+def _planned(
+    resolved: Resolved, device: torch.device, memory: int, asked: dict[str, Any], folder: RunFolder
+) -> dict[str, Any]:  # fmt: skip
+    """Return the choice of a process of its own, which the fake process group does not leave; not collective."""
+    args = resolved.args
+    if args.backend == "smp" or (args.backend == "auto" and distributed.smp_installed()):
+        raise ConfigError(f"--auto {args.auto} plans the native backend; give --backend native, or leave it out")
+    if not names_model(args):
+        raise ConfigError(f"--auto {args.auto} needs the flags of the model, such as --model_type and --model_size")
+    before = folder.read_run().get("auto") or {}
+    request = {
+        **asked, "args": asdict(args), "memory": memory,
+        "batch": before.get("rows") if before.get("given") == asked["given"] else None,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+    }  # fmt: skip
+    log.info("Choosing settings for %d devices of %.2f GiB (--auto)", asked["devices"], memory / 2**30)
+    root = str(Path(__file__).parents[1])
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(
+        [root, *filter(None, [os.environ.get("PYTHONPATH")])])}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "smp_train.planning.choice"], input=json.dumps(request), env=environ, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        said = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        raise ConfigError(f"--auto {args.auto}: planning failed: {said}") from None
+    if "error" in answer:
+        raise ConfigError(f"--auto {args.auto}: {answer['error']}")
+    return asked | answer

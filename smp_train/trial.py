@@ -1,0 +1,159 @@
+"""A few real steps of each of several settings, on all ranks, in processes that may run out of memory.
+
+Each rank of a run starts one such process, and they form a group of their own. A rank that runs out of memory ends its
+process at once, where its peers would wait for it for ever; the run's own ranks see that, and end theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_train import backends, distributed, train_utils
+from smp_train.arguments import Arguments
+from smp_train.arguments.chosen import words
+from smp_train.data.pipelines.data_pipeline import Batch
+from smp_train.distributed import Runtime
+from smp_train.errors import ConfigError, explained, no_memory
+from smp_train.models.hugging_face import trust_code
+from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
+
+log = logging.getLogger("smp_train")
+STEPS = 3
+"""Of each setting; the first one, which compiles, does not count."""
+MICRO_STEPS = 2
+"""Of each step, at most; a step of more is taken to last in proportion."""
+POLL_SECONDS = 0.2
+
+
+def run(args: Arguments, ranks: Runtime, candidates: list[dict[str, Any]], logs: Path) -> dict[str, Any]:
+    """Return ``flags``, those of ``candidates`` whose step is the fastest, and ``trial``, what each took; collective.
+
+    Candidates come by memory, the least first: behind one that runs out of it none is tried. Raises `ConfigError` where
+    none makes a step.
+    """
+    what = "trying settings (--auto trial)"
+    port = distributed.on_main(what, free_port)
+    environ = {
+        **os.environ, "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size),
+        "LOCAL_RANK": str(ranks.local_rank), "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
+        "MASTER_ADDR": ranks.master_addr, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    written, errors = logs / f"trial-rank{ranks.rank}.jsonl", logs / f"trial-rank{ranks.rank}.log"
+    with written.open("w") as out, errors.open("w") as err:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "smp_train.trial"], env=environ, stdin=subprocess.PIPE, stdout=out, stderr=err,
+            text=True,
+        )  # fmt: skip
+        try:
+            assert child.stdin is not None
+            child.stdin.write(json.dumps({"args": asdict(args), "candidates": candidates}))
+            child.stdin.close()
+            while True:
+                codes = distributed.gather(what, child.poll)
+                if None not in codes or any(codes):
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            child.kill()
+            child.wait()
+    lines = [json.loads(line) for line in written.read_text().splitlines()]
+    found = judged(candidates, distributed.gather(what, lambda: lines))
+    for each in found:
+        took = f"{each['step_seconds']:.3f} s a step" if "step_seconds" in each else each["failed"]
+        log.info("--auto trial: %s: %s", words(each["flags"]), took)
+    timed = [each for each in found if "step_seconds" in each]
+    if not timed:
+        raise ConfigError(f"--auto trial: no setting made a step: {found[0]['failed']}; see {errors}")
+    return {"flags": min(timed, key=lambda each: float(each["step_seconds"]))["flags"], "trial": found}
+
+
+def judged(candidates: list[dict[str, Any]], lines: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return each candidate's flags with ``step_seconds`` of the slowest rank, or why it has ``failed``.
+
+    ``lines`` are what each rank wrote, one for each candidate that it came to the end of.
+    """
+    found = []
+    for index, flags in enumerate(candidates):
+        reached = [rank[index] for rank in lines if len(rank) > index]
+        failed = next((each["failed"] for each in reached if "failed" in each), None)
+        if failed is None and len(reached) == len(lines):
+            found.append({"flags": flags, "step_seconds": max(each["step_seconds"] for each in reached)})
+        else:
+            found.append({"flags": flags, "failed": failed or "not tried, or ended without a word"})
+    return found
+
+
+def free_port() -> int:
+    """Return a port that is free on this host."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    """Step the candidates of the request on stdin, and write a line for each to stdout."""
+    request = json.load(sys.stdin)
+    base, ranks = Arguments(**request["args"]), distributed.detect()
+    trust_code(base.trust_remote_code)
+    spec = resolve(base)
+    device = distributed.start(
+        ranks, distributed_backend=base.distributed_backend, timeout_seconds=60 * base.distributed_timeout_minutes
+    )  # fmt: skip
+    for flags in request["candidates"]:
+        try:
+            line: dict[str, Any] = {"step_seconds": seconds(replace(base, **flags), spec, ranks, device)}
+        except Exception as failure:
+            line = {"failed": no_memory(failure) or f"{type(failure).__name__}: {explained(failure)}"}
+        print(json.dumps(line), flush=True)
+        if "failed" in line:  # its peers wait for it: only its end lets them go on
+            os._exit(1)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    distributed.stop()
+
+
+def seconds(args: Arguments, spec: ModelSpec, ranks: Runtime, device: torch.device) -> float:
+    """Return how long a step takes: the faster of those that count; collective."""
+    length = args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )
+    backend, _ = backends.select(args, ranks, device)
+    backend.check(spec, seq_len=length)
+    model = backend.build(spec, seed=args.seed, seq_len=length, initial=spec.pretrained is None)
+    optimizer = train_utils.build_optimizer(
+        model, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay,
+        decays=backend.decays,
+    )  # fmt: skip
+    many = min(args.gradient_accumulation_steps, MICRO_STEPS)
+    ids = torch.zeros(args.train_batch_size, length, dtype=torch.int64)
+    batches = [Batch(input_ids=ids, labels=ids, attention_mask=None, samples=[])] * many
+    tokens = torch.tensor(ids.numel() * many * backend.topology.dp_size, device=device)
+    took = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        result = train_utils.train_step(
+            backend, model, optimizer, batches, tokens=tokens, lr=args.lr, max_grad_norm=args.grad_clip
+        )  # fmt: skip
+        result.judged.tolist()  # waits for the backward pass
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - began)
+    return min(took[1:]) * args.gradient_accumulation_steps / many
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`--auto`: what it chooses is what training takes, and a resume keeps it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import harness
+from tests.training import flags, numbers, read_checkpoint, same, train
+
+CHOOSES = {"train_batch_size": None, "run_name": "chosen"}
+
+
+def command(folder: Path, **changes: Any) -> list[str]:
+    known = {**CHOOSES, "gradient_accumulation_steps": 2, "max_steps": 2, **changes}
+    return flags(folder, **known, resume_from_checkpoint=folder / "checkpoints")
+
+
+def choice(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "run" / "run.json").read_text())
+    assert found["config"].items() >= found["auto"]["flags"].items()
+    return found["auto"]
+
+
+@pytest.mark.slow
+def test_it_trains_with_the_flags_it_prints_and_a_resume_keeps_them(tmp_path: Path) -> None:
+    harness.run(train, 2, command(tmp_path / "auto", auto="plan"))
+    first = choice(tmp_path / "auto")
+    assert first["rows"] == 8
+    assert first["flags"]["activation_checkpointing"] == "none"
+    assert "gradient_accumulation_steps" not in first["flags"]
+    by_hand = {**first["flags"], "auto": None}
+    harness.run(train, 2, command(tmp_path / "hand", **by_hand))
+    assert numbers(tmp_path / "auto") == numbers(tmp_path / "hand")
+    one, other = (
+        read_checkpoint(next((tmp_path / each / "checkpoints").glob("*2steps"))) for each in ("auto", "hand")
+    )  # fmt: skip
+    same(one, other)
+
+    harness.run(train, 2, command(tmp_path / "auto", auto="plan", max_steps=3))
+    again = choice(tmp_path / "auto")
+    assert again.pop("kept") is True
+    assert again == first
+    # One process goes on with the same global batch.
+    harness.run(train, 1, command(tmp_path / "auto", auto="plan", max_steps=4))
+    alone = choice(tmp_path / "auto")
+    assert "kept" not in alone
+    assert (alone["devices"], alone["rows"], alone["flags"]["train_batch_size"]) == (1, 8, 4)
+    assert len(numbers(tmp_path / "auto")) == 4
+
+
+@pytest.mark.slow
+def test_a_trial_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
+    found = harness.run(tried, 2, str(tmp_path))
+    assert found[0] == found[1]
+    assert found[0]["flags"] == found[0]["trial"][0]["flags"] == {"train_batch_size": 1}
+    worked, failed, behind = found[0]["trial"]
+    assert worked["step_seconds"] > 0
+    assert "allocate" in failed["failed"]
+    assert "not tried" in behind["failed"]
+
+
+def tried(folder: str) -> dict[str, Any]:
+    """More rows than there are addresses, so that an allocation fails on any machine."""
+    from smp_train import arguments, trial
+    from tests.training import group
+
+    args = arguments.parse(flags(Path(folder)), {}).args
+    with group() as (ranks, _):
+        candidates = [{"train_batch_size": rows} for rows in (1, 10**12, 10**13)]
+        return trial.run(args, ranks, candidates, Path(folder))
