@@ -30,7 +30,7 @@ MAY_FIT = 1.1
 
 
 def choose(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the flags of the best setting, and those of settings beside it that a trial compares.
+    """Return ``flags`` and ``plan`` of the best setting, ``rows`` of a step, and what a ``trial`` is to compare.
 
     ``request`` holds ``args``, ``given``, ``devices``, ``per_node``, ``memory`` in bytes of each device, ``gpu`` (the
     name of the GPU, "" on a CPU) and ``batch``, rows of a step or None. Raises `ConfigError` where nothing fits.
@@ -50,7 +50,7 @@ def choose(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": complaint}
     best = found["best"][0]
     return {
-        **{name: value for name, value in best.items() if name not in ("words", "parts")}, "rows": space.rows,
+        "flags": best["flags"], "plan": best, "rows": space.rows,
         "trial": [space.flags(each.setting) for each in beside(of, plans[0])],
     }  # fmt: skip
 

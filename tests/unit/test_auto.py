@@ -69,6 +69,7 @@ def test_the_answer_names_the_best_and_what_to_try_beside_it(monkeypatch: pytest
     resolved = parse([*LLAMA, "--auto"], {})
     found = choice.choose(request(resolved, 24 * GIB))
     assert found["rows"] == 16
+    assert found["flags"] == found["plan"]["flags"]
     assert found["flags"] in found["trial"]
     assert len(found["trial"]) > 2
     for flags in found["trial"]:
