@@ -14,8 +14,9 @@ from smp_train.arguments import parse
 from smp_train.errors import ConfigError
 from smp_train.planning import choice
 from smp_train.planning import search as searching
+from smp_train.telemetry.metrics import peak_flops
 from smp_train.telemetry.run_folder import RunFolder
-from tests.unit.test_planning_search import GIB, LLAMA, pretended
+from tests.unit.test_planning_search import GIB, LLAMA, pretended, space_of
 
 ASKED = {"given": {"train_batch_size": 1}, "devices": 4, "per_node": 4}
 
@@ -88,3 +89,15 @@ def test_a_setting_is_as_fast_as_its_slowest_rank_and_fails_with_any() -> None:
     assert first == {"flags": {"train_batch_size": 1}, "step_seconds": 1.5}
     assert second == {"flags": {"train_batch_size": 2}, "failed": "CUDA out of memory"}
     assert "not tried" in third["failed"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gib", "peak"),
+    [("NVIDIA H100 80GB HBM3", 79, "H100"), ("NVIDIA A100-SXM4-40GB", 39, "A100"), ("NVIDIA H200", 139, "H200")],
+)
+def test_a_gpu_outside_of_ec2_has_the_rates_of_the_same_in_the_table(gpu: str, gib: int, peak: str) -> None:
+    machine = choice.rates_of(gpu, gib * GIB, space_of(devices=4, per_node=4))
+    assert machine is not None
+    assert (machine.peak, machine.per_node) == (peak_flops(peak), 4)
+    assert choice.rates_of(gpu, gib * GIB, space_of(devices=16, per_node=8)) is None  # its network is not known
+    assert choice.rates_of("NVIDIA T4", 15 * GIB, space_of(devices=4, per_node=4)) is None
