@@ -155,7 +155,7 @@ from smp_train import losses
 torch.set_num_threads(2)
 vocab, tokens, width = 128256, int(sys.argv[2]), 16
 hidden = torch.randn(1, tokens, width, requires_grad=True)
-weight = torch.randn(vocab, width, requires_grad=True)
+weight = torch.randn(vocab, width).mul_(width**-0.5).requires_grad_()  # logits as a model's: no exp is denormal
 weight.grad = torch.zeros_like(weight)
 targets = losses.shift(torch.randint(vocab, (1, tokens)))
 # Of this program alone: ru_maxrss begins with what the process that started it had.
