@@ -24,6 +24,8 @@ from smp_train.telemetry.run_folder import RunFolder
 
 log = logging.getLogger("smp_train")
 OFF, TRIAL = "off", "trial"
+WAITED_FOR = 0.9
+"""Of --distributed_timeout_minutes, in which the other ranks wait for rank 0's search."""
 
 
 def choose(
@@ -95,14 +97,24 @@ def _planned(
         "batch": before.get("rows") if before.get("given") == asked["given"] else None,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
     }  # fmt: skip
-    log.info("Choosing settings for %d devices of %.2f GiB (--auto)", asked["devices"], memory / 2**30)
+    log.info(
+        "Choosing settings for %d devices of %.2f GiB (--auto); it takes a minute or two", asked["devices"],
+        memory / 2**30,
+    )  # fmt: skip
     root = str(Path(__file__).parents[1])
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(
         [root, *filter(None, [os.environ.get("PYTHONPATH")])])}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "smp_train.planning.choice"], input=json.dumps(request), env=environ, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
+    seconds = 60 * WAITED_FOR * args.distributed_timeout_minutes
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "smp_train.planning.choice"], input=json.dumps(request), env=environ, text=True,
+            capture_output=True, check=False, timeout=seconds,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"--auto {args.auto}: no answer within {seconds:.0f} s; give the settings that `smp-train plan --search` "
+            "finds, or a longer --distributed_timeout_minutes"
+        ) from None
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:

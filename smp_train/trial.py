@@ -10,10 +10,11 @@ import gc
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from smp_train.arguments import Arguments
 from smp_train.arguments.chosen import words
 from smp_train.data.pipelines.data_pipeline import Batch
 from smp_train.distributed import Runtime
+from smp_train.distributed.host import free_port
 from smp_train.errors import ConfigError, explained, no_memory
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
@@ -52,25 +54,32 @@ def run(args: Arguments, ranks: Runtime, candidates: list[dict[str, Any]], logs:
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     written, errors = logs / f"trial-rank{ranks.rank}.jsonl", logs / f"trial-rank{ranks.rank}.log"
-    with written.open("w") as out, errors.open("w") as err:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "smp_train.trial"], env=environ, stdin=subprocess.PIPE, stdout=out, stderr=err,
-            text=True,
-        )  # fmt: skip
-        try:
+    log.info("--auto trial: %d settings, %d steps of each; what they say is in %s", len(candidates), STEPS, errors)
+    with ExitStack() as opened:
+        with distributed.together(what):
+            out, err = (opened.enter_context(path.open("w")) for path in (written, errors))
+            child = subprocess.Popen(
+                [sys.executable, "-m", "smp_train.trial"], env=environ, stdin=subprocess.PIPE, stdout=out, stderr=err,
+                text=True,
+            )  # fmt: skip
+            opened.callback(child.communicate)  # which closes its stdin and waits
+            opened.callback(child.kill)
             assert child.stdin is not None
-            child.stdin.write(json.dumps({"args": asdict(args), "candidates": candidates}))
-            child.stdin.close()
-            while True:
-                codes = distributed.gather(what, child.poll)
-                if None not in codes or any(codes):
-                    break
-                time.sleep(POLL_SECONDS)
-        finally:
-            child.kill()
-            child.wait()
-    lines = [json.loads(line) for line in written.read_text().splitlines()]
-    found = judged(candidates, distributed.gather(what, lambda: lines))
+            child.stdin.write(json.dumps({"args": asdict(args), "candidates": candidates}) + "\n")
+            child.stdin.flush()
+        tried = 0
+        while True:
+            states = distributed.gather(what, lambda: (child.poll(), _lines(written) if ranks.rank == 0 else 0))
+            codes = [code for code, _ in states]
+            if None not in codes or any(codes):
+                break
+            if states[0][1] > tried:
+                tried = states[0][1]
+                log.info("--auto trial: %d of %d settings tried", tried, len(candidates))
+            time.sleep(POLL_SECONDS)
+    found = judged(
+        candidates, distributed.gather(what, lambda: [json.loads(line) for line in written.read_text().splitlines()])
+    )
     for each in found:
         took = f"{each['step_seconds']:.3f} s a step" if "step_seconds" in each else each["failed"]
         log.info("--auto trial: %s: %s", words(each["flags"]), took)
@@ -96,16 +105,14 @@ def judged(candidates: list[dict[str, Any]], lines: list[list[dict[str, Any]]]) 
     return found
 
 
-def free_port() -> int:
-    """Return a port that is free on this host."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def _lines(path: Path) -> int:
+    return len(path.read_bytes().splitlines())
 
 
 def main() -> None:
     """Step the candidates of the request on stdin, and write a line for each to stdout."""
-    request = json.load(sys.stdin)
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=end_with_rank, daemon=True).start()
     base, ranks = Arguments(**request["args"]), distributed.detect()
     trust_code(base.trust_remote_code)
     spec = resolve(base)
@@ -124,6 +131,12 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     distributed.stop()
+
+
+def end_with_rank() -> None:
+    """End this process when the rank that started it does, however that ends: stdin is open for as long."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)
 
 
 def seconds(args: Arguments, spec: ModelSpec, ranks: Runtime, device: torch.device) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import shutil
+import socket
 import sysconfig
 from contextlib import suppress
 from pathlib import Path
@@ -47,3 +49,15 @@ def missing_for_kernels() -> str:
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         return f"no Python.h in {sysconfig.get_path('include')} (package python3-dev)"
     return ""
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on this machine now, outside of the range of ephemeral ports.
+
+    Rank 0 listens there seconds later: an ephemeral port (Linux: from 32768 on) may be taken by then.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port

@@ -24,13 +24,14 @@ from typing import Any
 from smp_train.arguments import Resolved
 from smp_train.distributed import expand_hostlist
 from smp_train.distributed.group import RENDEZVOUS_SECONDS
+from smp_train.distributed.host import free_port
 from smp_train.errors import ConfigError, SmpTrainError
 from smp_train.launch import container, environment, instances, network_check, nsys, preflight, supervisor, timing
 from smp_train.launch import flags as launch_flags
 from smp_train.launch.command import ask
 from smp_train.launch.instances import Instance
 from smp_train.launch.srun_step import INSIDE, node_name, say
-from smp_train.launch.supervisor import Failure, Place, free_port, supervise
+from smp_train.launch.supervisor import Failure, Place, supervise
 
 FIRST_PORT, PORTS = 20000, 10000  # below the range of ephemeral ports
 GUARD = "launches.jsonl"

@@ -11,9 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -76,18 +74,6 @@ class Place:
     def first_rank(self) -> int:
         """Rank of this node's first process."""
         return self.node_rank * self.processes
-
-
-def free_port() -> int:
-    """Return a TCP port that is free on this machine now, outside of the range of ephemeral ports.
-
-    Rank 0 listens there seconds later: an ephemeral port (Linux: from 32768 on) may be taken by then.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from smp_train.distributed.degrees import check_model
 from smp_train.errors import ConfigError
@@ -54,6 +54,13 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
         )
 
 
+def _last_of(queries: int, keys: int) -> CausalBias:
+    """Return `causal_lower_right`, without the tensor, never filled, of 8 bytes for each pair that torch makes."""
+    bias = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
+    CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, queries, keys)
+    return bias
+
+
 def _rope_types(config: Any) -> set[str]:
     """Return the kinds of rotary embedding of the model, of which some have one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -70,7 +77,7 @@ class ContextSplit:
         self.piece = seq_len // (2 * self.degree)
         self.pieces = (rank, 2 * self.degree - 1 - rank)
         # Made here, as torch cannot make one inside the dispatch modes of selective checkpointing.
-        self._causal = {end: causal_lower_right(self.piece, end) for end in map(self._end, self.pieces)}
+        self._causal = {end: _last_of(self.piece, end) for end in map(self._end, self.pieces)}
         self._visible: Tensor | None = None
         """Which keys of the whole sequence may be attended to, bool ``[batch, seq]``; None for all."""
 

@@ -64,7 +64,7 @@ def text(found: dict[str, Any]) -> str:
         speed, step = "-", "-"
         if "step_seconds" in plan:
             speed, step = f"{plan['tokens_per_second']:,.0f}", f"{plan['step_seconds']:.2f} s"
-        rows.append(f"  {speed:>10} {step:>9} {gib(plan['needed']):>11}  {plan['words']}")
+        rows.append(f"  {speed:>10} {step:>9} {gib(plan['needed']):>11}  {plan['words'] or '(as given)'}")
     rows += ["", f"  not among them, after {found['stepped']} were stepped:"]
     rows += [f"  {count:>8}  {reason}" for reason, count in found["lost"].items()]
     return "\n".join(rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,9 +111,10 @@ def machine(own: argparse.Namespace) -> tuple[int, int, int | None]:
     if (own.devices is None) == (own.instance_type is None):
         raise ConfigError("plan: give either --devices and --memory_gib, or --instance_type and --nodes")
     if own.instance_type is None:
-        if own.devices < 1 or own.nodes != 1 or (own.memory_gib is not None and own.memory_gib <= 0):
+        memory = own.memory_gib
+        if own.devices < 1 or own.nodes != 1 or (memory is not None and not 0 < memory < math.inf):
             raise ConfigError("plan: --devices and --memory_gib are positive, and --nodes goes with --instance_type")
-        return own.devices, min(own.devices, 8), None if own.memory_gib is None else int(own.memory_gib * GIB)
+        return own.devices, min(own.devices, 8), None if memory is None else int(memory * GIB)
     instance = instances.find(own.instance_type)
     if own.nodes < 1 or own.memory_gib is not None:
         raise ConfigError("plan: --nodes must be at least 1, and --memory_gib goes with --devices")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -202,9 +203,17 @@ def workers(space: Space) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(space: Space) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")
     opened = world(space.devices, space.per_node, gpu=space.gpu)
     _open.update(space=space, world=opened, ranks=opened.__enter__())
+
+
+def _end_with_parent() -> None:
+    """End this worker when the search is killed: it would wait for its next setting for ever."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _step(one: Setting) -> Memory:

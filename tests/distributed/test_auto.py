@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +76,38 @@ def tried(folder: str) -> dict[str, Any]:
     with group() as (ranks, _):
         candidates = [{"train_batch_size": rows} for rows in (1, 10**12, 10**13)]
         return trial.run(args, ranks, candidates, Path(folder))
+
+
+WORKERS = """
+import sys
+from types import SimpleNamespace
+from smp_train.planning.search import workers
+with workers(SimpleNamespace(devices=2, per_node=2, gpu=False)) as pool:
+    pool.submit(print, "began", flush=True).result()
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_search_that_is_killed() -> None:
+    """Nobody else has the other end of the pipe: it ends with the last of the workers."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", WORKERS], stdin=pipe, stdout=pipe, text=True) as search:
+        assert search.stdout is not None
+        assert search.stdout.readline() == "began\n"
+        search.kill()
+        assert search.communicate(timeout=300)[0] == ""
+
+
+@pytest.mark.slow
+def test_a_trial_ends_with_the_rank_that_started_it(tmp_path: Path) -> None:
+    from smp_train import arguments
+
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(harness.free_port())}  # fmt: skip
+    request = {"args": asdict(arguments.parse(flags(tmp_path), {}).args), "candidates": []}
+    command = [sys.executable, "-m", "smp_train.trial"]
+    with subprocess.Popen(command, env={**os.environ, **ranks}, stdin=subprocess.PIPE, text=True) as child:
+        # Rank 1 never comes.
+        child.communicate(json.dumps(request) + "\n", timeout=300)
+        assert child.returncode == 1

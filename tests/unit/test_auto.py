@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from smp_train import auto, trial
 from smp_train.arguments import parse
@@ -55,6 +56,12 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, flags: list[str], nam
         return
     with pytest.raises(ConfigError, match=f"--auto plan.*{named}"):
         auto._planned(resolved, None, GIB, ASKED, RunFolder(tmp_path))  # type: ignore[arg-type]
+
+
+def test_a_search_ends_before_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
+    resolved = parse([*LLAMA, "--auto", "--distributed_timeout_minutes=0.0001"], {})
+    with pytest.raises(ConfigError, match="--distributed_timeout_minutes"):
+        auto._planned(resolved, torch.device("cpu"), GIB, ASKED, RunFolder(tmp_path))
 
 
 def request(resolved: Any, memory: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AutoConfig, LlamaConfig
 
 from smp_train.arguments import Arguments, validate
@@ -201,6 +202,14 @@ def test_ranks_share_the_work_of_a_causal_sequence(degree: int) -> None:
         assert positions.shape == (1, 8)
         work.append(int(positions.sum()))  # a token attends to as many as come before it
     assert len(set(work)) == 1
+
+
+def test_a_causal_mask_takes_no_memory() -> None:
+    split = context_parallel.ContextSplit(OneOf(0, 2), 16)  # type: ignore[arg-type]
+    for end, bias in split._causal.items():
+        with torch._C.DisableTorchFunctionSubclass():
+            assert bias.untyped_storage().nbytes() == 0
+        assert torch.equal(bias._materialize(), causal_lower_right(4, end)._materialize())
 
 
 @pytest.mark.parametrize("given", [{"s_aux": torch.zeros(4)}, {"attention_mask": torch.ones(1, 1, 8, 8)}])
