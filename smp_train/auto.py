@@ -87,8 +87,6 @@ def _planned(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the choice of a process of its own, which the fake process group does not leave; not collective."""
     args = resolved.args
-    if args.backend == "smp" or (args.backend == "auto" and distributed.smp_installed()):
-        raise ConfigError(f"--auto {args.auto} plans the native backend; give --backend native, or leave it out")
     if not names_model(args):
         raise ConfigError(f"--auto {args.auto} needs the flags of the model, such as --model_type and --model_size")
     before = folder.read_run().get("auto") or {}

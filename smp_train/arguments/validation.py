@@ -38,6 +38,8 @@ def validate(
     check_values(args)
     if natively:
         refuse_natively(args)
+    elif args.auto != "off" and not args.evaluate_only:
+        raise ConfigError(f"--auto {args.auto} plans the native backend; give --backend native, or leave it out")
     plan(args, world_size, local_world_size or world_size, smp=not natively)
     for problems in (_model(args), _finetuning(args), _computation(args), _checkpoints(args), _data(args, own)):
         _refuse(problems)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smp_train import auto, trial
-from smp_train.arguments import parse
+from smp_train.arguments import parse, validate
 from smp_train.errors import ConfigError
 from smp_train.planning import choice
 from smp_train.planning import search as searching
@@ -45,9 +45,8 @@ def test_nothing_is_kept_of_a_run_without_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [(["--model_type=llama_v2", "--backend=smp"], "--backend native"), (["--use_synthetic_data"], "--model_type"),
-     ([*LLAMA, "--fp8"], "--fp8")],
-)  # fmt: skip
+    [(["--use_synthetic_data"], "--model_type"), ([*LLAMA, "--fp8"], "--fp8")],
+)
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, flags: list[str], named: str) -> None:
     resolved = parse([*flags, "--auto"], {})
     if "--fp8" in flags:
@@ -56,6 +55,13 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, flags: list[str], nam
         return
     with pytest.raises(ConfigError, match=f"--auto plan.*{named}"):
         auto._planned(resolved, None, GIB, ASKED, RunFolder(tmp_path))  # type: ignore[arg-type]
+
+
+def test_the_backend_that_nothing_plans_is_refused_before_a_launch() -> None:
+    words = [*LLAMA, "--use_synthetic_data", "--backend=smp"]
+    validate(parse(words, {}).args, 4)
+    with pytest.raises(ConfigError, match=r"--auto trial.*--backend native"):
+        validate(parse([*words, "--auto", "trial"], {}).args, 4)
 
 
 def test_a_search_ends_before_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
