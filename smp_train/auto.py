@@ -52,7 +52,7 @@ def choose(
     if not found.get("kept"):
         candidates = found.pop("trial")
         if args.auto == TRIAL:
-            found |= trial.run(args, ranks, candidates, folder.logs)
+            found |= trial.run(args, ranks, candidates, found["flags"], folder.logs)
     chosen = replace(args, **found["flags"])
     sources = resolved.sources | dict.fromkeys(found["flags"], "--auto")
     if "hybrid_shard_degree" in found["flags"]:

@@ -29,7 +29,7 @@ from smp_train.errors import ConfigError
 from smp_train.inference import ids_of
 from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
-from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, names_model, resolve
+from smp_train.models.resolve import ModelSpec, names_model, resolve, row_length
 from smp_train.models.state_memory import check_state, in_short
 from smp_train.naming import Start, described, how_to_resume, output, settle
 from smp_train.parallel import compile
@@ -254,9 +254,7 @@ def choose_model(args: Arguments, backend: Backend, start: Start) -> tuple[Model
     with distributed.together("choosing the model"):
         resume.checkpoint_to_finetune(args)
         spec = resume.model_to_resume(args, start) or resolve(args)
-    seq_len = args.max_context_width or min(
-        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
-    )
+    seq_len = row_length(args, spec)
     backend.check(spec, seq_len=seq_len)
     return spec, seq_len
 

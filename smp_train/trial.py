@@ -29,7 +29,7 @@ from smp_train.distributed import Runtime
 from smp_train.distributed.host import free_port
 from smp_train.errors import ConfigError, explained, no_memory
 from smp_train.models.hugging_face import trust_code
-from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
+from smp_train.models.resolve import ModelSpec, resolve, row_length
 
 log = logging.getLogger("smp_train")
 STEPS = 3
@@ -37,13 +37,17 @@ STEPS = 3
 MICRO_STEPS = 2
 """Of each step, at most; a step of more is taken to last in proportion."""
 POLL_SECONDS = 0.2
+FASTER = 0.97
+"""Of the planned best's step, what another's must take at most to be preferred: less is noise."""
 
 
-def run(args: Arguments, ranks: Runtime, candidates: list[dict[str, Any]], logs: Path) -> dict[str, Any]:
+def run(
+    args: Arguments, ranks: Runtime, candidates: list[dict[str, Any]], planned: dict[str, Any], logs: Path
+) -> dict[str, Any]:  # fmt: skip
     """Return ``flags``, those of ``candidates`` whose step is the fastest, and ``trial``, what each took; collective.
 
-    Candidates come by memory, the least first: behind one that runs out of it none is tried. Raises `ConfigError` where
-    none makes a step.
+    ``planned``, the best of them by plan, is kept unless another is faster by more than noise. Candidates come by
+    memory, the least first: behind one that runs out of it none is tried. Raises `ConfigError` where none makes a step.
     """
     what = "trying settings (--auto trial)"
     port = distributed.on_main(what, free_port)
@@ -83,10 +87,20 @@ def run(args: Arguments, ranks: Runtime, candidates: list[dict[str, Any]], logs:
     for each in found:
         took = f"{each['step_seconds']:.3f} s a step" if "step_seconds" in each else each["failed"]
         log.info("--auto trial: %s: %s", words(each["flags"]), took)
-    timed = [each for each in found if "step_seconds" in each]
-    if not timed:
+    flags = fastest(found, planned)
+    if flags is None:
         raise ConfigError(f"--auto trial: no setting made a step: {found[0]['failed']}; see {errors}")
-    return {"flags": min(timed, key=lambda each: float(each["step_seconds"]))["flags"], "trial": found}
+    return {"flags": flags, "trial": found}
+
+
+def fastest(found: list[dict[str, Any]], planned: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the flags of the fastest of what was `judged`, but ``planned`` where that is as fast; None of none."""
+    steps = {index: each["step_seconds"] for index, each in enumerate(found) if "step_seconds" in each}
+    if not steps:
+        return None
+    best = min(steps, key=lambda index: float(steps[index]))
+    first = next((index for index in steps if found[index]["flags"] == planned), best)
+    return dict(found[best if steps[best] <= FASTER * steps[first] else first]["flags"])
 
 
 def judged(candidates: list[dict[str, Any]], lines: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -141,9 +155,7 @@ def end_with_rank() -> None:
 
 def seconds(args: Arguments, spec: ModelSpec, ranks: Runtime, device: torch.device) -> float:
     """Return how long a step takes: the faster of those that count; collective."""
-    length = args.max_context_width or min(
-        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
-    )
+    length = row_length(args, spec)
     backend, _ = backends.select(args, ranks, device)
     backend.check(spec, seq_len=length)
     model = backend.build(spec, seed=args.seed, seq_len=length, initial=spec.pretrained is None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from smp_train.data import s3
 from smp_train.data.shard import Shard
 from smp_train.data.token_cache import Destination
+from smp_train.distributed.host import cores
 from smp_train.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ WORTH_BYTES = 32 << 20
 
 def processes_for(asked: int | None, ranks_here: int) -> int:
     """Return how many processes a rank converts with: as asked, or its part of the cores."""
-    return max(1, asked if asked is not None else len(os.sched_getaffinity(0)) // ranks_here)
+    return max(1, asked if asked is not None else cores() // ranks_here)
 
 
 def convert(

@@ -17,6 +17,13 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of the settings of CUDA's allocator: since torch 2.9, and before."""
 
 
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def prepare(*, one_queue: bool = False) -> None:
     """Set what runs need and the user has not set; before the first use of CUDA and of gloo.
 

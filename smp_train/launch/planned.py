@@ -49,6 +49,11 @@ def check(
     if search and code == 0:
         best = json.loads(first)["best"][0]
         print(f"smp-train: --auto would choose {best['words']}, by plan", file=sys.stderr)
+    if search and code and not first.startswith("{"):
+        said = output.splitlines()[-1].partition("error: ")[2] if output else ""
+        if code == ConfigError.exit_code:
+            raise ConfigError(f"--auto: {said}")
+        return [f"--auto was not planned here ({said or f'exit code {code}'}); the run will plan when it starts"]
     if code != ConfigError.exit_code or not first.startswith("{"):
         return []
     found = f"the plan {last.splitlines()[-1].partition('error: ')[2]}"

@@ -306,3 +306,10 @@ def _our_name(config: PretrainedConfig) -> str:
     if config.model_type == "llama":
         return "llama_v3" if config.vocab_size >= 100_000 else "llama_v2"
     return config.model_type
+
+
+def row_length(args: Any, spec: ModelSpec) -> int:
+    """Return the tokens of a row: --max_context_width, else what the model has positions for, at most the default."""
+    return args.max_context_width or min(
+        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
+    )

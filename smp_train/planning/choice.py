@@ -15,9 +15,9 @@ from smp_train.arguments import Arguments
 from smp_train.errors import SmpTrainError
 from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
-from smp_train.models.resolve import resolve
+from smp_train.models.resolve import resolve, row_length
 from smp_train.planning.best import search
-from smp_train.planning.cli import check, length
+from smp_train.planning.cli import check
 from smp_train.planning.search import Plan, Search
 from smp_train.planning.space import Setting, Space
 from smp_train.planning.step_time import Machine, machine_of
@@ -41,7 +41,7 @@ def choose(request: dict[str, Any]) -> dict[str, Any]:
     trust_code(args.trust_remote_code)
     spec = resolve(args)
     space = Space(
-        args, frozenset(request["given"]), spec, request["devices"], request["per_node"], length(args, spec),
+        args, frozenset(request["given"]), spec, request["devices"], request["per_node"], row_length(args, spec),
         bool(request["gpu"]), request["batch"],
     )  # fmt: skip
     rates = rates_of(request["gpu"], request["memory"], space) if request["gpu"] else None

@@ -20,7 +20,7 @@ from smp_train.distributed.degrees import plan as layout
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
-from smp_train.models.resolve import DEFAULT_CONTEXT, ModelSpec, resolve
+from smp_train.models.resolve import ModelSpec, resolve, row_length
 from smp_train.models.state_memory import CHECKPOINT_BYTES
 from smp_train.planning import cost, fitting
 from smp_train.planning.best import search
@@ -68,9 +68,9 @@ def main(argv: Sequence[str]) -> int:
     check(args)
     trust_code(args.trust_remote_code)
     spec = resolve(args)
-    seq_len = length(args, spec)
+    seq_len = row_length(args, spec)
     rates = machine_of(instances.find(own.instance_type)) if own.instance_type and gpu else None
-    if own.search:
+    if own.search or args.auto != "off":
         if own.tokens is not None:
             raise ConfigError("plan: --tokens is of one plan: give it with the flags that --search finds")
         space = Space(args, given(resolved), spec, devices, per_node, seq_len, gpu)
@@ -97,13 +97,6 @@ def main(argv: Sequence[str]) -> int:
             + ("give " + ", or ".join(_changes(found)) if found["lower"] else "take more or larger devices")
         )
     return 0
-
-
-def length(args: Arguments, spec: ModelSpec) -> int:
-    """Return the tokens of a row."""
-    return args.max_context_width or min(
-        DEFAULT_CONTEXT, getattr(spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
-    )
 
 
 def machine(own: argparse.Namespace) -> tuple[int, int, int | None]:

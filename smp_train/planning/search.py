@@ -14,11 +14,13 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from smp_train.arguments import Arguments
+from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError
 from smp_train.planning.estimate import estimate
 from smp_train.planning.fitting import STATE, at_peak, needed
@@ -95,11 +97,13 @@ class Search:
         left, self.lost = self.space.settings()
         best: dict[Kind, Plan] = {}
         with workers(self.space) as pool:
-            while len(self.stepped) < STEPS and (some := self._next(left, best, len(os.sched_getaffinity(0)))):
+            while len(self.stepped) < STEPS and (some := self._next(left, best, cores())):
                 for one, future in [(one, pool.submit(_step, one)) for one in some]:
                     left.remove(one)
                     try:
                         plan = self.stepped[one] = self._plan(one, future.result())
+                    except BrokenProcessPool:
+                        raise ConfigError("planning ran out of this machine's memory; plan on a larger one") from None
                     except ConfigError as problem:
                         same = [each for each in left if kind(each) == kind(one)]
                         self.lost[refused(problem)] += 1 + len(same)
@@ -197,7 +201,7 @@ _open: dict[str, Any] = {}
 @contextmanager
 def workers(space: Space) -> Iterator[ProcessPoolExecutor]:
     """Start processes that step settings, one on each core; forked, as importing takes longer than a step."""
-    count, context = min(MOST_AT_ONCE, len(os.sched_getaffinity(0))), multiprocessing.get_context("fork")
+    count, context = min(MOST_AT_ONCE, cores()), multiprocessing.get_context("fork")
     with ProcessPoolExecutor(count, context, initializer=_begin, initargs=(space,)) as pool:
         yield pool
 

@@ -75,7 +75,7 @@ def tried(folder: str) -> dict[str, Any]:
     args = arguments.parse(flags(Path(folder)), {}).args
     with group() as (ranks, _):
         candidates = [{"train_batch_size": rows} for rows in (1, 10**12, 10**13)]
-        return trial.run(args, ranks, candidates, Path(folder))
+        return trial.run(args, ranks, candidates, candidates[1], Path(folder))
 
 
 WORKERS = """

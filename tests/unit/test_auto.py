@@ -104,6 +104,18 @@ def test_a_setting_is_as_fast_as_its_slowest_rank_and_fails_with_any() -> None:
     assert "not tried" in third["failed"]
 
 
+def test_a_trial_prefers_to_the_plan_only_what_is_faster_than_noise() -> None:
+    def took(*seconds: float) -> list[dict[str, Any]]:
+        return [{"flags": {"train_batch_size": index}, "step_seconds": each} for index, each in enumerate(seconds)]
+
+    planned = {"train_batch_size": 1}
+    assert trial.fastest(took(0.99, 1.0, 1.5), planned) == planned
+    assert trial.fastest(took(0.9, 1.0, 1.5), planned) == {"train_batch_size": 0}
+    failed = [*took(1.0), {"flags": planned, "failed": "CUDA out of memory"}]
+    assert trial.fastest(failed, planned) == {"train_batch_size": 0}
+    assert trial.fastest(failed[1:], planned) is None
+
+
 @pytest.mark.parametrize(
     ("gpu", "gib", "peak"),
     [("NVIDIA H100 80GB HBM3", 79, "H100"), ("NVIDIA A100-SXM4-40GB", 39, "A100"), ("NVIDIA H200", 139, "H200")],

@@ -65,3 +65,12 @@ def test_with_auto_what_would_be_chosen_is_printed_or_that_nothing_fits(
     assert "--hybrid_shard_degree 2" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"--auto.*nothing fits 8 devices"):
         said("--auto")
+
+
+def test_with_auto_what_cannot_be_planned_is_refused_and_what_is_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = (2, "smp-train: error: --fp8 1: needs a GPU that has it, so there is no plan")
+    answers = [refused, (124, "no answer within 600 s")]
+    monkeypatch.setattr(planned, "ask", lambda *command, seconds: answers.pop(0))
+    with pytest.raises(ConfigError, match=r"--auto: --fp8 1"):
+        said("--auto")
+    assert "--auto was not planned here (exit code 124)" in said("--auto")[0]

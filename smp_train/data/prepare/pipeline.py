@@ -32,6 +32,7 @@ from smp_train.data.prepare.writing import Block, write_block
 from smp_train.data.text.conversations import Conversations
 from smp_train.data.text.fields import Document, Fields, texts_of
 from smp_train.data.text.read import TextFile
+from smp_train.distributed.host import cores
 from smp_train.errors import SmpTrainError
 from smp_train.models.hugging_face import load_tokenizer, trust_code
 
@@ -81,7 +82,7 @@ def processes_for(asked: int | None, files: Sequence[TextFile]) -> int:
         return asked
     known = sum(file.size for file in files)
     enough = known >= WORTH_BYTES or any(file.size == 0 for file in files)
-    return len(os.sched_getaffinity(0)) if enough else 1
+    return cores() if enough else 1
 
 
 @dataclass

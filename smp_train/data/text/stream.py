@@ -25,6 +25,7 @@ from smp_train.data.source import Row
 from smp_train.data.text.conversations import Conversations
 from smp_train.data.text.fields import TEXTS, Document, Fields, texts_of
 from smp_train.data.text.read import TextFile, documents
+from smp_train.distributed.host import cores
 from smp_train.errors import DataError
 
 if TYPE_CHECKING:
@@ -320,5 +321,5 @@ def spread_tokenizing(processes: int) -> None:
 
     Call it before the first text is tokenised.
     """
-    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores() // processes)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
