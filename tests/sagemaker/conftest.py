@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import moto
 import pytest
 
+from smp_train.launch import planned
 from tests.sagemaker.jobs import ENVIRON, furnish
 
 
@@ -16,8 +17,12 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+PLANNED = "the plan does not fit"
+
+
 @pytest.fixture
-def aws(environ: None) -> Iterator[None]:
+def aws(environ: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(planned, "check", lambda *run: [PLANNED])  # which takes ten seconds, and has tests of its own
     with moto.mock_aws():
         furnish()
         yield

@@ -14,12 +14,15 @@ from smp_train import cli
 from smp_train.errors import ConfigError
 from smp_train.launch import sagemaker
 from smp_train.launch.sagemaker import account
+from tests.sagemaker.conftest import PLANNED
 from tests.sagemaker.jobs import FLAGS, OPTIONS, REGION, command
 
 
 def test_command_submits(aws: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command(), "--check", "--env", "NCCL_PROTO=simple"]) == 0
-    assert "NCCL_PROTO=simple is set" in capsys.readouterr().err
+    warned = capsys.readouterr().err
+    assert "NCCL_PROTO=simple is set" in warned
+    assert PLANNED in warned
     assert boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
     assert cli.main(command()) == 0
     (job,) = boto3.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]

@@ -68,8 +68,9 @@ def main(words: Sequence[str]) -> int:
         job.resolved, limit=job.max_run, margin=STOP_SECONDS, instance=job.instance, nodes=job.instance_count,
         processes=job.instance.gpus,
     )  # fmt: skip
-    found += planned.check(job.resolved, training, job.instance, job.instance_count, job.instance.gpus)
-    warn([*found, *check_account(job, session)])
+    found += check_account(job, session)
+    found += planned.check(job.resolved, training, job.instance, job.instance_count, job.instance.gpus)  # takes longest
+    warn(found)
     print(f"smp-train: {job.instance_count} x {job.instance_type}: role, data and limits are in order", file=sys.stderr)
     if check:
         return 0
