@@ -122,8 +122,6 @@ def test_the_loss_is_that_of_transformers(here: Path, tmp_path: Path, case: str)
 
 
 @pytest.mark.slow
-@pytest.mark.core
-@pytest.mark.slow
 def test_a_model_learns_to_answer_and_not_to_ask(here: Path, tmp_path: Path) -> None:
     """Questions are noise that cannot be learnt; answers follow from them. The model then gives them by itself."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
