@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from smp_train import distributed, trial
 from smp_train.arguments import Resolved, validate
 from smp_train.arguments.chosen import given, words
 from smp_train.distributed import Runtime
+from smp_train.distributed.host import python_path
 from smp_train.distributed.host_memory import free_host_bytes
 from smp_train.errors import ConfigError
 from smp_train.models.resolve import names_model
@@ -99,9 +99,7 @@ def _planned(
         "Choosing settings for %d devices of %.2f GiB (--auto); it takes a minute or two", asked["devices"],
         memory / 2**30,
     )  # fmt: skip
-    root = str(Path(__file__).parents[1])
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(
-        [root, *filter(None, [os.environ.get("PYTHONPATH")])])}  # fmt: skip
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path()}
     seconds = 60 * WAITED_FOR * args.distributed_timeout_minutes
     try:
         done = subprocess.run(

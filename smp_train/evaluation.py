@@ -25,7 +25,7 @@ from smp_train.data.pipelines.data_pipeline import ValidationData
 from smp_train.data.source import Source
 from smp_train.errors import ConfigError
 from smp_train.models.hugging_face import trust_code
-from smp_train.models.resolve import DEFAULT_CONTEXT
+from smp_train.models.resolve import row_length
 from smp_train.progress import Progress
 from smp_train.telemetry.logging_utils import perplexity, setup_logging
 
@@ -159,8 +159,7 @@ def take_over(args: Arguments, described: inference.Described, given: set[str]) 
         if name not in given and before.get(name) is not None:
             setattr(args, name, before[name])
     if args.max_context_width is None:
-        positions = getattr(described.spec.config, "max_position_embeddings", DEFAULT_CONTEXT)
-        args.max_context_width = min(DEFAULT_CONTEXT, positions)
+        args.max_context_width = row_length(args, described.spec)
 
 
 def evaluate(

@@ -26,7 +26,7 @@ from smp_train.arguments import Arguments
 from smp_train.arguments.chosen import words
 from smp_train.data.pipelines.data_pipeline import Batch
 from smp_train.distributed import Runtime
-from smp_train.distributed.host import free_port
+from smp_train.distributed.host import free_port, python_path
 from smp_train.errors import ConfigError, explained, no_memory
 from smp_train.models.hugging_face import trust_code
 from smp_train.models.resolve import ModelSpec, resolve, row_length
@@ -55,7 +55,7 @@ def run(
         **os.environ, "RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size),
         "LOCAL_RANK": str(ranks.local_rank), "LOCAL_WORLD_SIZE": str(ranks.local_world_size),
         "MASTER_ADDR": ranks.master_addr, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(),
     }  # fmt: skip
     written, errors = logs / f"trial-rank{ranks.rank}.jsonl", logs / f"trial-rank{ranks.rank}.log"
     log.info("--auto trial: %d settings, %d steps of each; what they say is in %s", len(candidates), STEPS, errors)

@@ -17,6 +17,12 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of the settings of CUDA's allocator: since torch 2.9, and before."""
 
 
+def python_path() -> str:
+    """Return PYTHONPATH of a process of this Python that is to import this package."""
+    further = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, further)])
+
+
 def cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS

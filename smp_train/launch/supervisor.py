@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
+from smp_train.distributed.host import cores
 from smp_train.errors import CAUSE_VARIABLE, LOST_PEER
 from smp_train.launch.srun_step import node_name, say
 
@@ -57,8 +58,7 @@ class Place:
     def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of one worker: ``environ`` with torchrun's variables for it."""
         kept = {name: value for name, value in environ.items() if name not in STALE}
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        kept.setdefault("OMP_NUM_THREADS", str(max(1, cpus // self.processes // 2)))
+        kept.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self.processes // 2)))
         return kept | {
             "RANK": str(self.first_rank + local_rank),
             "WORLD_SIZE": str(self.nodes * self.processes),

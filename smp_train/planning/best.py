@@ -6,7 +6,7 @@ from typing import Any
 
 from smp_train.arguments.chosen import words
 from smp_train.errors import ConfigError
-from smp_train.planning.fitting import GIB
+from smp_train.planning.fitting import gib
 from smp_train.planning.search import Plan, Search
 from smp_train.planning.space import Space
 from smp_train.planning.step_time import Machine
@@ -68,8 +68,3 @@ def text(found: dict[str, Any]) -> str:
     rows += ["", f"  not among them, after {found['stepped']} were stepped:"]
     rows += [f"  {count:>8}  {reason}" for reason, count in found["lost"].items()]
     return "\n".join(rows)
-
-
-def gib(size: int) -> str:
-    """Return a size as it is printed."""
-    return f"{size / GIB:.2f} GiB"

@@ -26,7 +26,7 @@ from smp_train.planning import cost, fitting
 from smp_train.planning.best import search
 from smp_train.planning.best import text as table
 from smp_train.planning.estimate import estimate
-from smp_train.planning.fitting import GIB
+from smp_train.planning.fitting import GIB, gib
 from smp_train.planning.lower import lower
 from smp_train.planning.space import Space
 from smp_train.planning.step_time import machine_of, predict
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     print(json.dumps(found) if own.json else text(found), flush=True)
     if found["fits"] is False:
         raise ConfigError(
-            f"does not fit: {_gib(found['needed'])} on each of {devices} devices, which have {_gib(found['memory'])}; "
+            f"does not fit: {gib(found['needed'])} on each of {devices} devices, which have {gib(found['memory'])}; "
             + ("give " + ", or ".join(_changes(found)) if found["lower"] else "take more or larger devices")
         )
     return 0
@@ -160,28 +160,24 @@ def text(found: dict[str, Any]) -> str:
     """Return the plan as a table."""
     mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items() if size > 1) or "not shared"
     rows = [f"{found['model']} on {found['devices']} devices ({mesh}), on each:", ""]
-    rows += [f"  {use:<40}{_gib(size):>14}" for use, size in sorted(found["at_peak"].items(), key=lambda row: -row[1])
+    rows += [f"  {use:<40}{gib(size):>14}" for use, size in sorted(found["at_peak"].items(), key=lambda row: -row[1])
              if size > 0.001 * found["peak"]]  # fmt: skip
     rows += [
-        f"  {'peak: ' + found['phase']:<40}{_gib(found['peak']):>14}",
-        f"  {'slack (driver, libraries, fragments)':<40}{_gib(found['slack']):>14}",
-        f"  {'needed':<40}{_gib(found['needed']):>14}", "",
-        f"  {'parameters, gradients and optimizer':<40}{_gib(sum(found['state'].values())):>14}",
-        f"  {'host memory':<40}{_gib(found['host']):>14}",
-        f"  {'host memory, more while a save runs':<40}{_gib(found['host_while_saving']):>14}",
-        f"  {'checkpoint, of all devices':<40}{_gib(found['checkpoint']):>14}", "",
+        f"  {'peak: ' + found['phase']:<40}{gib(found['peak']):>14}",
+        f"  {'slack (driver, libraries, fragments)':<40}{gib(found['slack']):>14}",
+        f"  {'needed':<40}{gib(found['needed']):>14}", "",
+        f"  {'parameters, gradients and optimizer':<40}{gib(sum(found['state'].values())):>14}",
+        f"  {'host memory':<40}{gib(found['host']):>14}",
+        f"  {'host memory, more while a save runs':<40}{gib(found['host_while_saving']):>14}",
+        f"  {'checkpoint, of all devices':<40}{gib(found['checkpoint']):>14}", "",
     ]  # fmt: skip
     if found["lower"]:
         rows.append("  lower: " + "; ".join(_changes(found)))
     rows += cost.text(found)
     if found["fits"] is not None:
-        rows.append(f"  {'fits' if found['fits'] else 'does not fit'} into {_gib(found['memory'])}")
+        rows.append(f"  {'fits' if found['fits'] else 'does not fit'} into {gib(found['memory'])}")
     return "\n".join(rows)
 
 
 def _changes(found: dict[str, Any]) -> list[str]:
-    return [change if size is None else f"{change} ({_gib(size)})" for change, size in found["lower"].items()]
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+    return [change if size is None else f"{change} ({gib(size)})" for change, size in found["lower"].items()]

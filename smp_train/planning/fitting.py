@@ -15,6 +15,11 @@ cannot use for fragments. Both are assumptions, and printed."""
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 
+def gib(size: int) -> str:
+    """Return a size as it is printed."""
+    return f"{size / GIB:.2f} GiB"
+
+
 def uses(args: Arguments, memory: Memory, *, gpu: bool) -> dict[Phase, dict[str, int]]:
     """Return what is on the device, by phase and use; without what --cpu_offload keeps on the host."""
     away = STATE if args.cpu_offload and gpu else ()

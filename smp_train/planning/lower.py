@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from smp_train.arguments import Arguments
-from smp_train.arguments.flag import show
+from smp_train.arguments.chosen import words
 from smp_train.distributed import Runtime
 from smp_train.distributed.degrees import plan as layout
 from smp_train.errors import ConfigError
@@ -59,7 +59,7 @@ def lower(
         tried += 1
         needed = fitting.needed(changed, least, gpu=gpu)
         if needed < now:
-            found[" ".join(f"--{name} {show(value)}" for name, value in flags.items())] = needed
+            found[words(flags)] = needed
         if tried == TRIED or (there is not None and needed <= there):
             break
     return found
