@@ -35,6 +35,17 @@ from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
 from smp_train.planning.work import Counter as WorkCounter
 from smp_train.planning.work import Work
 
+ON_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors, whose operations on storages are not cached: the keys would hold what offloading gives up."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+        """Run an operation."""
+        self.cache_enabled = func not in ON_STORAGES
+        return super().dispatch(func, types, args, kwargs or {})
+
 
 class FakeBackend(NativeBackend):
     """The native backend, whose parameters have a layout and no memory."""
@@ -113,9 +124,7 @@ def balanced(per_rank: Tensor, rows: int) -> list[list[int]]:
 def step(args: Arguments, spec: ModelSpec, ranks: Runtime, *, seq_len: int) -> Memory:
     """Build the model of ``spec`` and take two steps, in a `world`."""
     backend = FakeBackend(args, ranks, torch.device("cpu"))
-    backend.mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Its keys would hold the storages that offloading gives up.
-    backend.mode.cache_enabled = not args.sm_activation_offloading
+    backend.mode = FakeMode(allow_non_fake_inputs=True)
     backend.check(spec, seq_len=seq_len)
     model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=False)
     counter = WorkCounter(backend.mesh.dimensions(), ranks.local_world_size)
