@@ -43,12 +43,16 @@ def choose(
     if args.auto == OFF or args.evaluate_only:
         return resolved, None
     what = f"choosing settings (--auto {args.auto})"
-    memory = min(distributed.gather(what, lambda: memory_of(device, ranks)))
+    of_device, of_host = zip(*distributed.gather(what, lambda: memory_of(device, ranks)), strict=True)
+    memory = min(of_device)
+    host = min(of_host) if device.type == "cuda" else None
     asked: dict[str, Any] = {
         "given": {name: getattr(args, name) for name in sorted(given(resolved))},
         "devices": ranks.world_size, "per_node": ranks.local_world_size,
     }  # fmt: skip
-    found = distributed.on_main(what, lambda: _kept(folder, asked) or _planned(resolved, device, memory, asked, folder))
+    found = distributed.on_main(
+        what, lambda: _kept(folder, asked) or _planned(resolved, device, memory, host, asked, folder)
+    )  # fmt: skip
     if not found.get("kept"):
         candidates = found.pop("trial")
         if args.auto == TRIAL:
@@ -64,14 +68,13 @@ def choose(
     return resolved, found
 
 
-def memory_of(device: torch.device, ranks: Runtime) -> int:
-    """Return the bytes that this rank may take: of its GPU as the driver says, else of the host's free memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+def memory_of(device: torch.device, ranks: Runtime) -> tuple[int, int]:
+    """Return the bytes that this rank may take: of its device, which is the host without a GPU, and of the host."""
     free = free_host_bytes()
     if free is None:
         raise ConfigError("--auto: this system does not say how much memory is free; give the settings, without --auto")
-    return free // ranks.local_world_size
+    host = free // ranks.local_world_size
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else host, host
 
 
 def _kept(folder: RunFolder, asked: dict[str, Any]) -> dict[str, Any] | None:
@@ -83,7 +86,8 @@ def _kept(folder: RunFolder, asked: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _planned(
-    resolved: Resolved, device: torch.device, memory: int, asked: dict[str, Any], folder: RunFolder
+    resolved: Resolved, device: torch.device, memory: int, host: int | None, asked: dict[str, Any],
+    folder: RunFolder,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the choice of a process of its own, which the fake process group does not leave; not collective."""
     args = resolved.args
@@ -91,7 +95,7 @@ def _planned(
         raise ConfigError(f"--auto {args.auto} needs the flags of the model, such as --model_type and --model_size")
     before = folder.read_run().get("auto") or {}
     request = {
-        **asked, "args": asdict(args), "memory": memory,
+        **asked, "args": asdict(args), "memory": memory, "host_memory": host,
         "batch": before.get("rows") if before.get("given") == asked["given"] else None,
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
     }  # fmt: skip

@@ -20,15 +20,16 @@ TABLE = Path(__file__).with_name("instances.json")
 class Instance:
     """One EC2 instance type.
 
-    ``gpu_memory_gb`` is of one GPU, in 10^9 bytes; ``efa`` counts Elastic Fabric Adapters; ``network_gbit_s`` is of all
-    adapters together, 10^9 bits; ``rdma``: GPUs read and
-    write through them without the host; ``min_cuda`` is the oldest CUDA release that knows the GPU.
+    ``gpu_memory_gb`` is of one GPU, in 10^9 bytes; ``host_memory_gib`` of the instance, in 2^30; ``efa`` counts Elastic
+    Fabric Adapters; ``network_gbit_s`` is of all adapters together, 10^9 bits; ``rdma``: GPUs read and write through
+    them without the host; ``min_cuda`` is the oldest CUDA release that knows the GPU.
     """
 
     name: str
     gpus: int
     gpu: str
     gpu_memory_gb: int
+    host_memory_gib: int
     efa: int
     network_gbit_s: int
     rdma: bool

@@ -6,8 +6,8 @@ from typing import Any
 
 from smp_train.arguments.chosen import words
 from smp_train.errors import ConfigError
-from smp_train.planning.fitting import gib
-from smp_train.planning.search import Plan, Search
+from smp_train.planning.fitting import gib, on_host
+from smp_train.planning.search import NO_HOST, Plan, Search
 from smp_train.planning.space import Space
 from smp_train.planning.step_time import Machine
 
@@ -34,6 +34,8 @@ def search(
         return found, "", of, plans
     least = min((plan.needed for plan in of.stepped.values()), default=None)
     why = f"the least of those stepped needs {gib(least)}" if least else "; ".join(of.lost)
+    if space.host is not None and of.lost[NO_HOST]:
+        why += f", others more than the {gib(space.host)} of host memory that there are for each"
     complaint = f"nothing fits {space.devices} devices of {gib(there)}: {why}; take more or larger devices"
     return found, complaint, of, plans
 
@@ -42,7 +44,8 @@ def described(space: Space, plan: Plan) -> dict[str, Any]:
     """Return one plan, sizes in bytes."""
     flags = space.flags(plan.setting)
     found: dict[str, Any] = {
-        "flags": flags, "words": words(flags), "needed": plan.needed, "host": plan.memory.host,
+        "flags": flags, "words": words(flags), "needed": plan.needed,
+        "host": on_host(plan.args, plan.memory, gpu=space.gpu),
     }  # fmt: skip
     if plan.time is not None:
         found |= {

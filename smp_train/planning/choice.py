@@ -32,8 +32,9 @@ MAY_FIT = 1.1
 def choose(request: dict[str, Any]) -> dict[str, Any]:
     """Return ``flags`` and ``plan`` of the best setting, ``rows`` of a step, and what a ``trial`` is to compare.
 
-    ``request`` holds ``args``, ``given``, ``devices``, ``per_node``, ``memory`` in bytes of each device, ``gpu`` (the
-    name of the GPU, "" on a CPU) and ``batch``, rows of a step or None. Raises `ConfigError` where nothing fits.
+    ``request`` holds ``args``, ``given``, ``devices``, ``per_node``, ``memory`` in bytes of each device,
+    ``host_memory`` of a node for each (None on a CPU), ``gpu`` (the name of the GPU, "" on a CPU) and ``batch`` (rows
+    of a step or None). Raises `ConfigError` where nothing fits.
     """
     args = Arguments(**request["args"])
     compiled = bool(request["gpu"]) and args.use_torch_compile is not False
@@ -42,7 +43,7 @@ def choose(request: dict[str, Any]) -> dict[str, Any]:
     spec = resolve(args)
     space = Space(
         args, frozenset(request["given"]), spec, request["devices"], request["per_node"], row_length(args, spec),
-        bool(request["gpu"]), request["batch"],
+        bool(request["gpu"]), request["batch"], request["host_memory"],
     )  # fmt: skip
     rates = rates_of(request["gpu"], request["memory"], space) if request["gpu"] else None
     found, complaint, of, plans = search(space, request["memory"], rates, compiled=compiled)
@@ -72,7 +73,7 @@ def beside(search: Search, best: Plan) -> list[Plan]:
         return one._replace(checkpointing="", rows=0, micro_steps=0)
 
     plans = (search.known(one) for one in search.space.settings()[0] if layout(one) == layout(best.setting))
-    same = [plan for plan in plans if plan is not None and plan.needed <= MAY_FIT * search.there]
+    same = [plan for plan in plans if plan is not None and search.fits(plan, MAY_FIT)]
     return sorted(sorted(same, key=lambda plan: plan.rank)[:TRIED], key=lambda plan: plan.needed)
 
 

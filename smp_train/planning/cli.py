@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     setup_logging(0, level="WARNING")
     resolved = parse(rest, environ={})
     args = resolved.args
-    devices, per_node, there = machine(own)
+    devices, per_node, there, host = machine(own)
     cost.check(own)
     gpu = args.distributed_backend != "gloo"
     compiled = gpu and args.use_torch_compile is not False  # where it is left open, a GPU compiles
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if own.search or args.auto != "off":
         if own.tokens is not None:
             raise ConfigError("plan: --tokens is of one plan: give it with the flags that --search finds")
-        space = Space(args, given(resolved), spec, devices, per_node, seq_len, gpu)
+        space = Space(args, given(resolved), spec, devices, per_node, seq_len, gpu, host=host)
         best, nothing, *_ = search(space, there, rates, compiled=compiled)
         print(json.dumps(best) if own.json else table(best), flush=True)
         if nothing:
@@ -81,10 +81,12 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with world(devices, per_node, gpu=gpu) as ranks:
         memory = estimate(args, spec, devices=devices, per_node=per_node, seq_len=seq_len, gpu=gpu, ranks=ranks)
-        found = described(args, spec, memory, devices=devices, per_node=per_node, there=there, gpu=gpu)
+        found = described(
+            args, spec, memory, devices=devices, per_node=per_node, there=there, host=host if gpu else None, gpu=gpu
+        )
         found["least"] = fitting.least(args, memory, gpu=gpu, compiled=compiled)
-        if not found["fits"]:
-            found["lower"] = lower(args, spec, memory, ranks, seq_len=seq_len, gpu=gpu, there=there)
+        if there is None or found["needed"] > there:
+            found["lower"] = lower(args, spec, memory, ranks, seq_len=seq_len, gpu=gpu, there=there, host=host)
     if rates is not None:
         fast = predict(args, spec, memory, rates, devices=devices, seq_len=seq_len, compiled=compiled)
         found |= {"time": fast.described(), **cost.described(own, args, fast, rates, memory, found["checkpoint"])}
@@ -92,26 +94,24 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("plan: --tokens: there is no time on gloo, nor of an instance type whose rates are not known")
     print(json.dumps(found) if own.json else text(found), flush=True)
     if found["fits"] is False:
-        raise ConfigError(
-            f"does not fit: {gib(found['needed'])} on each of {devices} devices, which have {gib(found['memory'])}; "
-            + ("give " + ", or ".join(_changes(found)) if found["lower"] else "take more or larger devices")
-        )
+        raise ConfigError(f"does not fit: {_complaint(found)}")
     return 0
 
 
-def machine(own: argparse.Namespace) -> tuple[int, int, int | None]:
-    """Return (devices, devices of a node, bytes of each or None) of this verb's own flags."""
+def machine(own: argparse.Namespace) -> tuple[int, int, int | None, int | None]:
+    """Return (devices, devices of a node, bytes of each or None, of its host or None) of this verb's own flags."""
     if (own.devices is None) == (own.instance_type is None):
         raise ConfigError("plan: give either --devices and --memory_gib, or --instance_type and --nodes")
     if own.instance_type is None:
         memory = own.memory_gib
         if own.devices < 1 or own.nodes != 1 or (memory is not None and not 0 < memory < math.inf):
             raise ConfigError("plan: --devices and --memory_gib are positive, and --nodes goes with --instance_type")
-        return own.devices, min(own.devices, 8), None if memory is None else int(memory * GIB)
+        return own.devices, min(own.devices, 8), None if memory is None else int(memory * GIB), None
     instance = instances.find(own.instance_type)
     if own.nodes < 1 or own.memory_gib is not None:
         raise ConfigError("plan: --nodes must be at least 1, and --memory_gib goes with --devices")
-    return own.nodes * instance.gpus, instance.gpus, instance.gpu_memory_gb * 10**9
+    host = instance.host_memory_gib * GIB // instance.gpus
+    return own.nodes * instance.gpus, instance.gpus, instance.gpu_memory_gb * 10**9, host
 
 
 def check(args: Arguments) -> None:
@@ -126,10 +126,11 @@ def check(args: Arguments) -> None:
 
 
 def described(
-    args: Arguments, spec: ModelSpec, memory: Memory, *, devices: int, per_node: int, there: int | None, gpu: bool
+    args: Arguments, spec: ModelSpec, memory: Memory, *, devices: int, per_node: int, there: int | None,
+    host: int | None, gpu: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the plan as what ``--json`` prints, sizes in bytes."""
-    state = sum(memory.state.values())
+    on_host = fitting.host_needed(args, memory)
     uses = fitting.uses(args, memory, gpu=gpu)
     peaks = {phase: sum(each.values()) for phase, each in uses.items()}
     phase = max(peaks, key=lambda each: peaks[each])
@@ -140,8 +141,9 @@ def described(
     return {
         "model": spec.name, "devices": devices, "mesh": vars(degrees),
         "peak": peaks[phase], "phase": named(phase), "at_peak": at_peak, "slack": slack, "needed": needed,
-        "memory": there, "fits": None if there is None else needed <= there,
-        "state": memory.state, "host": memory.host + (state if args.cpu_offload and gpu else 0),
+        "memory": there, "host_memory": host,
+        "fits": None if there is None else needed <= there and (host is None or on_host <= host),
+        "state": memory.state, "host": fitting.on_host(args, memory, gpu=gpu), "host_needed": on_host,
         "host_while_saving": memory.state[PARAMETERS] + memory.state[OPTIMIZER],
         "checkpoint": CHECKPOINT_BYTES * memory.trained,
         "phases": {named(each): size for each, size in peaks.items()},
@@ -167,7 +169,7 @@ def text(found: dict[str, Any]) -> str:
         f"  {'slack (driver, libraries, fragments)':<40}{gib(found['slack']):>14}",
         f"  {'needed':<40}{gib(found['needed']):>14}", "",
         f"  {'parameters, gradients and optimizer':<40}{gib(sum(found['state'].values())):>14}",
-        f"  {'host memory':<40}{gib(found['host']):>14}",
+        f"  {'host memory, of tensors':<40}{gib(found['host']):>14}",
         f"  {'host memory, more while a save runs':<40}{gib(found['host_while_saving']):>14}",
         f"  {'checkpoint, of all devices':<40}{gib(found['checkpoint']):>14}", "",
     ]  # fmt: skip
@@ -175,8 +177,20 @@ def text(found: dict[str, Any]) -> str:
         rows.append("  lower: " + "; ".join(_changes(found)))
     rows += cost.text(found)
     if found["fits"] is not None:
-        rows.append(f"  {'fits' if found['fits'] else 'does not fit'} into {gib(found['memory'])}")
+        host = f", and {gib(found['host_memory'])} of host memory" if found["host_memory"] else ""
+        rows.append(f"  {'fits' if found['fits'] else 'does not fit'} into {gib(found['memory'])}{host}")
     return "\n".join(rows)
+
+
+def _complaint(found: dict[str, Any]) -> str:
+    devices = f"each of {found['devices']} devices, which have"
+    if found["needed"] > found["memory"]:
+        remedy = "give " + ", or ".join(_changes(found)) if found["lower"] else "take more or larger devices"
+        return f"{gib(found['needed'])} on {devices} {gib(found['memory'])}; {remedy}"
+    return (
+        f"{gib(found['host_needed'])} of host memory for {devices} {gib(found['host_memory'])} each; offload less "
+        "(--sm_activation_offloading, --cpu_offload), or take instances with more memory"
+    )
 
 
 def _changes(found: dict[str, Any]) -> list[str]:

@@ -12,6 +12,8 @@ GIB = 2**30
 FIXED_SLACK, SHARE_SLACK = 2 * GIB, 0.05
 """Beside tensors, on a GPU: the driver, libraries' workspaces and NCCL's buffers; and of the peak, what the allocator
 cannot use for fragments. Both are assumptions, and printed."""
+HOST_SLACK = 4 * GIB
+"""Of the host's memory, beside tensors, for each process on a GPU: Python, torch, CUDA's libraries. An assumption."""
 STATE = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 
@@ -55,3 +57,13 @@ def needed(args: Arguments, memory: Memory, *, gpu: bool) -> int:
     """Return the bytes that each device must have."""
     peak = sum(at_peak(args, memory, gpu=gpu).values())
     return peak + slack(peak, gpu=gpu)
+
+
+def on_host(args: Arguments, memory: Memory, *, gpu: bool) -> int:
+    """Return the bytes of this rank's tensors in the memory of its host, beside a GPU."""
+    return memory.host + (sum(memory.state.values()) if args.cpu_offload and gpu else 0)
+
+
+def host_needed(args: Arguments, memory: Memory) -> int:
+    """Return the bytes that the host of a GPU must have for its process."""
+    return on_host(args, memory, gpu=True) + HOST_SLACK

@@ -26,7 +26,8 @@ MORE_DEVICES = "more devices"
 
 
 def lower(
-    args: Arguments, spec: ModelSpec, memory: Memory, ranks: Runtime, *, seq_len: int, gpu: bool, there: int | None
+    args: Arguments, spec: ModelSpec, memory: Memory, ranks: Runtime, *, seq_len: int, gpu: bool, there: int | None,
+    host: int | None = None,
 ) -> dict[str, int | None]:  # fmt: skip
     """Return what each device needs with one change each, in bytes: those that lower it, up to one that fits.
 
@@ -41,6 +42,7 @@ def lower(
         seq_len: Tokens of a row.
         gpu: The run is on GPUs.
         there: Bytes of each device; None: unknown.
+        host: Of the host's memory for each; None: unknown.
     """
     now, tried = fitting.needed(args, memory, gpu=gpu), 0
     found: dict[str, int | None] = {}
@@ -58,9 +60,11 @@ def lower(
             continue
         tried += 1
         needed = fitting.needed(changed, least, gpu=gpu)
-        if needed < now:
+        if needed < now and (host is None or fitting.host_needed(changed, least) <= host):
             found[words(flags)] = needed
-        if tried == TRIED or (there is not None and needed <= there):
+            if there is not None and needed <= there:
+                break
+        if tried == TRIED:
             break
     return found
 

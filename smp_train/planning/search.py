@@ -23,7 +23,7 @@ from smp_train.arguments import Arguments
 from smp_train.distributed.host import cores
 from smp_train.errors import ConfigError
 from smp_train.planning.estimate import estimate
-from smp_train.planning.fitting import STATE, at_peak, needed
+from smp_train.planning.fitting import STATE, at_peak, host_needed, needed
 from smp_train.planning.proportion import distance, scaled
 from smp_train.planning.space import MODES, Setting, Space, refused
 from smp_train.planning.step_time import Machine, Prediction, predict
@@ -39,6 +39,7 @@ to any other, and to one of the same degrees and checkpointing."""
 MOST_AT_ONCE = 4
 STEPS = 40
 """Settings that are stepped, at most; the rest is then judged by proportion alone."""
+NO_HOST = "does not fit: host memory"
 NO_FASTER = "no faster than the best of the same degrees and checkpointing"
 COMPUTING = (PRODUCTS, ATTENTION, ELEMENTWISE)
 Kind = tuple[int | str, int, str]
@@ -53,6 +54,8 @@ class Plan:
     memory: Memory
     needed: int
     """Bytes on each device."""
+    host: int
+    """Bytes of the host's memory for each device."""
     time: Prediction | None
     """None where the rates of the machine are not known."""
 
@@ -110,7 +113,7 @@ class Search:
                         left = [each for each in left if each not in same]
                         continue
                     known = best.get(kind(one))
-                    if plan.needed <= self.there and (known is None or plan.rank < known.rank):
+                    if self.fits(plan) and (known is None or plan.rank < known.rank):
                         best[kind(one)] = plan
         found = sorted(best.values(), key=lambda plan: plan.rank)[:BEST]
         self._explain(left, found)
@@ -125,7 +128,14 @@ class Search:
                 args, space.spec, memory, self.machine, devices=space.devices, seq_len=space.seq_len,
                 compiled=self.compiled,
             )  # fmt: skip
-        return Plan(one, args, memory, needed(args, memory, gpu=space.gpu), time)
+        return Plan(one, args, memory, needed(args, memory, gpu=space.gpu), host_needed(args, memory), time)
+
+    def fits(self, plan: Plan, over: float = 1.0) -> bool:
+        """Return whether devices and their host, each of them ``over`` times as large, have the memory."""
+        return plan.needed <= over * self.there and self._fits_host(plan, over)
+
+    def _fits_host(self, plan: Plan, over: float = 1.0) -> bool:
+        return self.space.host is None or plan.host <= over * self.space.host
 
     def _guess(self, one: Setting) -> Plan | None:
         """Return what a setting takes in proportion to the nearest that was stepped; None where there is none."""
@@ -155,7 +165,7 @@ class Search:
             guess, known = self._guess(one), best.get(kind(one))
             if guess is None:  # the smallest of a mode of checkpointing, by which the others are judged
                 order: tuple[float, ...] = (-1, one.tensor, one.context, one.offload, -one.shard, one.rows)
-            elif guess.needed > self.there * (CLOSE if self._is_close(one) else SURE):
+            elif not self.fits(guess, CLOSE if self._is_close(one) else SURE):
                 continue
             else:
                 order = guess.rank
@@ -176,15 +186,17 @@ class Search:
             self.lost[self._reason(plan, found[0] if found else None, kinds)] += 1
 
     def _reason(self, plan: Plan, best: Plan | None, kinds: set[Kind]) -> str:
-        if plan.needed > self.there or best is None:
+        if plan.needed > self.there:
             uses = at_peak(plan.args, plan.memory, gpu=self.space.gpu)
             state = sum(uses.get(use, 0) for use in STATE)
             if state > self.there:
                 return "does not fit: parameters, gradients and optimizer alone"
             return f"does not fit: most of it is {max(uses, key=lambda use: uses[use])}"
+        if not self._fits_host(plan):
+            return NO_HOST
         if kind(plan.setting) in kinds:
             return NO_FASTER
-        if plan.time is None or best.time is None:
+        if best is None or plan.time is None or best.time is None:
             return "fits, and comes later by the rule"
         more = {part: seconds - best.time.parts.get(part, 0) for part, seconds in plan.time.parts.items()}
         part = max(more, key=lambda each: more[each])

@@ -62,6 +62,8 @@ class Space:
     gpu: bool = True
     batch: int | None = None
     """Rows of a step, over all devices; None for those of the flags on this number of devices."""
+    host: int | None = None
+    """Bytes of a node's memory for each of its GPUs; None: unknown, or it is the devices' own."""
 
     @cached_property
     def rows(self) -> int:

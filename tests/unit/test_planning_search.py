@@ -15,11 +15,11 @@ from smp_train.launch import instances
 from smp_train.models.resolve import resolve
 from smp_train.planning import search as searching
 from smp_train.planning.best import search, text
-from smp_train.planning.fitting import GIB
+from smp_train.planning.fitting import GIB, HOST_SLACK
 from smp_train.planning.search import Plan, Search, kind
 from smp_train.planning.space import Setting, Space
 from smp_train.planning.step_time import machine_of
-from smp_train.planning.tracker import ACTIVATIONS, BACKWARD, GRADIENTS, OPTIMIZER, PARAMETERS
+from smp_train.planning.tracker import ACTIVATIONS, BACKWARD, GRADIENTS, HOST, OPTIMIZER, PARAMETERS
 from smp_train.planning.work import ELEMENTWISE, GATHER, PRODUCTS, SUM, Collective, Cost, Work
 from smp_train.planning.world import Memory
 
@@ -89,7 +89,8 @@ def pretended(args: Any, spec: Any, *, devices: int, per_node: int, **_: Any) ->
     peak: Counter[str] = Counter({PARAMETERS: int(state), GRADIENTS: int(state), OPTIMIZER: int(2 * state)})
     stays = mode == "selective:op" or not args.sm_activation_offloading
     saved = KEPT[mode] * tokens * TOKEN_BYTES * (1.0 if stays else 0.1)
-    back = Counter({ACTIVATIONS: int(saved), BACKWARD: int(0.5 * tokens * TOKEN_BYTES + fixed)})
+    away = KEPT[mode] * tokens * TOKEN_BYTES - saved
+    back = Counter({ACTIVATIONS: int(saved), HOST: int(away), BACKWARD: int(0.5 * tokens * TOKEN_BYTES + fixed)})
     phase, update = ("backward", -3), ("update", 0)
     work = Work()
     flops = OPERATIONS[mode] * tokens * steps * 2e12
@@ -110,11 +111,14 @@ def pretended(args: Any, spec: Any, *, devices: int, per_node: int, **_: Any) ->
     return Memory({phase: peak + back, update: peak}, 10**9, work)
 
 
-@pytest.mark.parametrize("gib", [4, 6, 12, 40])
+@pytest.mark.parametrize(("gib", "host"), [(4, None), (6, None), (12, None), (40, None), (12, 5)])
 @pytest.mark.parametrize("flags", [[], ["--train_batch_size=8"], ["--sm_activation_offloading=0"]])
-def test_a_search_finds_what_trying_all_finds(gib: int, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_finds_what_trying_all_finds(
+    gib: int, host: int | None, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(searching, "estimate", pretended)
-    space = space_of("--gradient_accumulation_steps=1", *flags) if not flags else space_of(*flags)
+    known = {"host": None if host is None else host * GIB}
+    space = space_of("--gradient_accumulation_steps=1", **known) if not flags else space_of(*flags, **known)
     machine = machine_of(instances.find("p5.48xlarge"))
     found = Search(space, gib * GIB, machine)
     best = found.run()
@@ -122,7 +126,7 @@ def test_a_search_finds_what_trying_all_finds(gib: int, flags: list[str], monkey
     every = Search(space, gib * GIB, machine)
     settings, _ = space.settings()
     plans = [every._plan(one, pretended(space.applied(one), None, devices=16, per_node=8)) for one in settings]
-    fitting = [each for each in plans if each.needed <= gib * GIB]
+    fitting = [each for each in plans if each.needed <= gib * GIB and (host is None or each.host <= host * GIB)]
     assert bool(best) == bool(fitting)
     assert len(found.stepped) < max(0.5 * len(settings), 12)
     assert sum(found.lost.values()) == len(settings) + sum(space.settings()[1].values()) - len(best)
@@ -133,10 +137,27 @@ def test_a_search_finds_what_trying_all_finds(gib: int, flags: list[str], monkey
         assert plan.time is not None
         return plan.time.step_seconds
 
-    assert all(plan.needed <= gib * GIB for plan in best)
+    assert all(plan in fitting for plan in best)
     assert len({kind(plan.setting) for plan in best}) == len(best)
     assert [seconds(plan) for plan in best] == sorted(map(seconds, best))
     assert seconds(best[0]) <= min(map(seconds, fitting)) / searching.ALIKE
+
+
+def test_what_the_host_has_no_memory_for_is_not_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "estimate", pretended)
+    machine = machine_of(instances.find("p5.48xlarge"))
+    found = {
+        host: search(space_of(host=host), 6 * GIB, machine, compiled=True)[:2] for host in (None, HOST_SLACK, GIB)
+    }
+    offloaded = {
+        host: [plan["flags"].get("sm_activation_offloading", False) for plan in plans["best"]]
+        for host, (plans, _) in found.items()
+    }
+    assert any(offloaded[None])
+    assert offloaded[HOST_SLACK]
+    assert not any(offloaded[HOST_SLACK])
+    assert found[HOST_SLACK][0]["lost"][searching.NO_HOST] > 0
+    assert "others more than the 1.00 GiB of host memory" in found[GIB][1]
 
 
 def test_nothing_fits_is_said_with_what_would_be_needed(monkeypatch: pytest.MonkeyPatch) -> None:
