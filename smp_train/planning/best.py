@@ -57,17 +57,20 @@ def described(space: Space, plan: Plan) -> dict[str, Any]:
 
 def text(found: dict[str, Any]) -> str:
     """Return what is found as a table."""
-    timed = any("step_seconds" in plan for plan in found["best"])
+    best = found["best"]
+    untimed = "; no times are known for this machine: by the rule of docs/planning.md"
     rows = [
         f"{found['model']} on {found['devices']} devices of {gib(found['memory'])}, {found['tokens']:,} tokens a step"
-        + ("" if timed else "; no times are known for this machine: by the rule of docs/planning.md"), "",
-        f"  {'tokens/s':>10} {'step':>9} {'memory':>11}  flags",
+        + (untimed if best and "step_seconds" not in best[0] else ""), "",
     ]  # fmt: skip
-    for plan in found["best"]:
+    if best:
+        rows.append(f"  {'tokens/s':>10} {'step':>9} {'memory':>11}  flags")
+    for plan in best:
         speed, step = "-", "-"
         if "step_seconds" in plan:
             speed, step = f"{plan['tokens_per_second']:,.0f}", f"{plan['step_seconds']:.2f} s"
         rows.append(f"  {speed:>10} {step:>9} {gib(plan['needed']):>11}  {plan['words'] or '(as given)'}")
-    rows += ["", f"  not among them, after {found['stepped']} were stepped:"]
+    left = "not among them" if best else "nothing fits"
+    rows += [""] * bool(best) + [f"  {left}, after {found['stepped']} were stepped:"]
     rows += [f"  {count:>8}  {reason}" for reason, count in found["lost"].items()]
     return "\n".join(rows)
