@@ -43,6 +43,12 @@ def number(text: str) -> float:
     return float(text[:-1]) * unit if unit else float(text)
 
 
+def short(tokens: float) -> str:
+    """Return a number as `number` reads it: 1.5T; in full where it has no unit."""
+    unit = max((name for name, size in UNITS.items() if size <= tokens), key=UNITS.__getitem__, default="")
+    return f"{tokens / UNITS.get(unit, 1):.4g}{unit}"
+
+
 def check(own: argparse.Namespace) -> None:
     """Raise `ConfigError` for flags of `add_flags` that cannot be."""
     above = ("tokens", "price_per_hour", "device_hours_per_failure", "write_gb_per_s")
@@ -123,9 +129,10 @@ def text(found: dict[str, Any]) -> list[str]:
         rows += [
             (f"{cost['steps']:,.0f} steps", f"{cost['training']:,.1f} h"), ("saves", f"{cost['saving']:,.1f} h"),
             (f"{cost['failures']:,.1f} failures, expected", f"{cost['lost']:,.1f} h"),
-            (f"{cost['tokens']:.3g} tokens", f"{cost['hours']:,.1f} h"),
+            (f"all {short(cost['tokens'])} tokens", f"{cost['hours']:,.1f} h"),
         ]  # fmt: skip
         if cost["price"] is not None:
-            rows.append(("price", f"{cost['price']:,.0f}"))
+            hourly = cost["price"] / cost["hours"]
+            rows.append((f"price, at {hourly:,.2f} an hour", f"{cost['price']:,.0f}"))
         rows.append(("", ""))
     return [f"  {name:<36}{value:>18}".rstrip() for name, value in rows]

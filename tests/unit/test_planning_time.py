@@ -131,6 +131,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="never done"):
         spent(interruptions_per_hour=1.0)
     assert (cost.number("1T"), cost.number("15e12"), cost.number("300b")) == (1e12, 15e12, 300e9)
+    assert [*map(cost.short, (1e12, 1.5e13, 3e11, 500))] == ["1T", "15T", "300B", "500"]
     good = {"tokens": None, "price_per_hour": None, "device_hours_per_failure": 1.0, "write_gb_per_s": None,
             "interruptions_per_hour": 0.0, "restart_minutes": 1.0, "instance_type": None}  # fmt: skip
     cost.check(SimpleNamespace(**good))  # type: ignore[arg-type]
