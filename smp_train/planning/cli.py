@@ -20,7 +20,7 @@ from smp_train.distributed.degrees import plan as layout
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
-from smp_train.models.resolve import ModelSpec, resolve, row_length
+from smp_train.models.resolve import ModelSpec, names_model, resolve, row_length
 from smp_train.models.state_memory import CHECKPOINT_BYTES
 from smp_train.planning import cost, fitting
 from smp_train.planning.best import search
@@ -61,6 +61,11 @@ def main(argv: Sequence[str]) -> int:
     setup_logging(0, level="WARNING")
     resolved = parse(rest, environ={})
     args = resolved.args
+    if not names_model(args):
+        raise ConfigError(
+            "plan: no model; give --model_type and --model_size, widths such as --hidden_width, or "
+            "--hf_pretrained_model_name_or_dir"
+        )
     devices, per_node, there, host = machine(own)
     cost.check(own)
     gpu = args.distributed_backend != "gloo"

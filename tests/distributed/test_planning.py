@@ -264,6 +264,10 @@ def test_the_verb(tmp_path: Path) -> None:
         assert "does not fit into 40.00 GiB" in command.out
     assert all(part in line for part in ("does not fit", "40.00 GiB", "more devices", "--cpu_offload 1"))
 
+    with warm(tmp_path, "plan", "--devices", "2") as command:
+        assert command.code() == 2
+        assert "no model; give --model_type" in command.err
+
 
 @pytest.mark.slow
 def test_what_the_host_has_no_memory_for_does_not_fit(tmp_path: Path) -> None:
