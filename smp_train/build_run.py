@@ -191,6 +191,9 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         log.info("Adapters: %d parameters, %.2f%% of the model's, are trained", trained, 100 * trained / parameters)
     log.info(where_weights_are_from(args, backend, spec, found))
+    optimizer = train_utils.build_optimizer(args, backend, model)
+    # A background save copies the state during the next forward and backward pass; the update waits for the copy.
+    optimizer.register_step_pre_hook(lambda *_: checkpoints.staged())
     on_gpu = device.type == "cuda"
     throughput = Throughput(
         devices=ranks.world_size,
@@ -200,7 +203,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     )
     run = Run(
         resolved=resolved, start=start, runtime=ranks, backend=backend, spec=spec, model=model,
-        optimizer=build_optimizer(args, backend, model, checkpoints), train_data=train_data, validation=validation,
+        optimizer=optimizer, train_data=train_data, validation=validation,
         schedule=choose_schedule(args, total_steps), total_steps=total_steps, checkpoints=checkpoints, folder=folder,
         metrics=metrics, throughput=throughput, stop=stop, audit=audit, found=found, own=resolved.own,
         spikes=Spikes(args.on_spike, args.spike_threshold, args.spike_window),
@@ -305,19 +308,6 @@ def open_checkpoints(
     if not args.evaluate_only:
         checkpoints.lock(force=args.break_checkpoint_lock)
     return checkpoints
-
-
-def build_optimizer(
-    args: Arguments, backend: Backend, model: torch.nn.Module, checkpoints: CheckpointManager
-) -> torch.optim.Optimizer:
-    """Return AdamW over the model's parameters."""
-    optimizer = train_utils.build_optimizer(
-        model, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay,
-        decays=backend.decays,
-    )  # fmt: skip
-    # A background save copies the state during the next forward and backward pass; the update waits for the copy.
-    optimizer.register_step_pre_hook(lambda *_: checkpoints.staged())
-    return optimizer
 
 
 def open_audit(folder: RunFolder, ranks: Runtime, topology: Topology) -> DataAudit:

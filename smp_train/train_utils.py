@@ -33,11 +33,8 @@ READ_TOGETHER = 16
 """Validation batches read between two checks that no rank has failed or was asked to stop."""
 
 
-def build_optimizer(
-    model: nn.Module, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-    decays: Callable[[str, Tensor], bool] = lambda name, parameter: parameter.ndim >= 2,
-) -> torch.optim.AdamW:  # fmt: skip
-    """Return AdamW with weight decay on what ``decays`` selects: by default matrices, not norms and biases.
+def build_optimizer(args: Arguments, backend: Backend, model: nn.Module) -> torch.optim.AdamW:
+    """Return AdamW over the trained parameters, with weight decay on those that `Backend.decays` selects.
 
     The kernel is fused: one per group instead of thousands.
     """
@@ -45,9 +42,12 @@ def build_optimizer(
     no_decay: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (decay if decays(name, parameter) else no_decay).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-    return ShardedAdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+            (decay if backend.decays(name, parameter) else no_decay).append(parameter)
+    groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+    return ShardedAdamW(
+        [group for group in groups if group["params"]], lr=args.lr, betas=(args.beta1, args.beta2),
+        eps=args.adam_epsilon, fused=True,
+    )  # fmt: skip
 
 
 def seed_step(seed: int, step: int, stream: int) -> None:

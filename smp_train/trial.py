@@ -159,10 +159,7 @@ def seconds(args: Arguments, spec: ModelSpec, ranks: Runtime, device: torch.devi
     backend, _ = backends.select(args, ranks, device)
     backend.check(spec, seq_len=length)
     model = backend.build(spec, seed=args.seed, seq_len=length, initial=spec.pretrained is None)
-    optimizer = train_utils.build_optimizer(
-        model, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay,
-        decays=backend.decays,
-    )  # fmt: skip
+    optimizer = train_utils.build_optimizer(args, backend, model)
     many = min(args.gradient_accumulation_steps, MICRO_STEPS)
     ids = torch.zeros(args.train_batch_size, length, dtype=torch.int64)
     batches = [Batch(input_ids=ids, labels=ids, attention_mask=None, samples=[])] * many

@@ -29,7 +29,7 @@ def train(
 
     args, backend, spec = built(ranks, device, **{**DEEP, **changes})
     model = backend.build(spec, seed=args.seed, seq_len=args.max_context_width)
-    optimizer = train_utils.build_optimizer(model, lr=args.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = train_utils.build_optimizer(args, backend, model)
     generator = torch.Generator().manual_seed(7 + ranks.rank)
     watch = watch or (lambda *_: None)
     watch(name, 0, model, backend, optimizer)

@@ -109,10 +109,10 @@ class Backend(ABC):
         """Return the context of a micro-batch's forward and backward pass; ``last``: of the global batch."""
 
     @abstractmethod
-    def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
-        """Clip gradients to a global 2-norm of ``max_norm`` (0: no clipping) and return the norm before clipping.
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer) -> Tensor:
+        """Clip gradients to a global 2-norm of ``max_norm`` (0: no clipping) and return the norm before; collective.
 
-        A backend may leave it to the next step of a fused ``optimizer`` to scale the gradients as it reads them.
+        A backend may leave the scaling to the next step of ``optimizer``, whose fused kernel does it on reading them.
         """
 
     def decays(self, name: str, parameter: Tensor) -> bool:

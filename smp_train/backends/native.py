@@ -278,15 +278,12 @@ class NativeBackend(Backend):
         fsdp.accumulate(model, last=last)
         yield
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer) -> Tensor:
         """See `Backend.clip_grad_norm`."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norm = grad_norm.global_norm(gradients)
-        if optimizer is not None:
-            # The attribute that `torch.amp.GradScaler` sets: the fused kernel divides gradients by it.
-            optimizer.grad_scale = grad_norm.divisor(max_norm, norm) if max_norm > 0 else None  # type: ignore[attr-defined]
-        elif max_norm > 0:
-            grad_norm.clip(gradients, max_norm, norm)
+        # The attribute that `torch.amp.GradScaler` sets: the fused kernel divides gradients by it.
+        optimizer.grad_scale = grad_norm.divisor(max_norm, norm) if max_norm > 0 else None  # type: ignore[attr-defined]
         return norm
 
     def sum_over_data(self, values: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ class SmpBackend(Backend):
         """See `Backend.accumulation`: gradients are reduced to shards in each micro-batch, never whole on a rank."""
         yield
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, optimizer: Optimizer) -> Tensor:
         """See `Backend.clip_grad_norm`; without the offloading wrapper, which SMP accepts from 2.8 on."""
         clip = importlib.import_module("torch.sagemaker.grad_norm").clip_grad_norm_
         norm: Tensor = clip(self._root, max_norm if max_norm > 0 else math.inf)

@@ -1,4 +1,4 @@
-"""Norm and clipping of the whole gradient over any mixture of meshes."""
+"""Norm of the whole gradient over any mixture of meshes, and the divisor that clips it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_train.distributed.dtensor import DTensor, local_tensor
+from smp_train.distributed.dtensor import DTensor
 
 CPU_RUN = 1024
 
@@ -38,19 +38,11 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     return total.sqrt().float()
 
 
-def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale all gradients in place so that their `global_norm`, which is ``norm``, is at most ``max_norm``.
-
-    The factor is `torch.nn.utils.clip_grads_with_norm_`'s: min(1, max_norm / (norm + 1e-6)). Each rank scales the part
-    that it holds, as in `ShardedAdamW`.
-    """
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    parts = [local_tensor(gradient) for gradient in gradients]
-    torch._foreach_mul_(parts, factor)
-
-
 def divisor(max_norm: float, norm: Tensor) -> Tensor:
-    """Return what gradients are to be divided by for what `clip` does, but for rounding: a scalar on the device."""
+    """Return the number by which to divide gradients of `global_norm` ``norm`` to clip them, a scalar on the device.
+
+    The inverse of the factor in `torch.nn.utils.clip_grads_with_norm_`: min(1, max_norm / (norm + 1e-6)).
+    """
     return torch.clamp((norm + 1e-6) / max_norm, min=1.0)
 
 

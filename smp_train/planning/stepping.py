@@ -44,10 +44,7 @@ def peaks(
         seq_len: Tokens of a row.
         counter: Of what the second step does.
     """
-    optimizer = train_utils.build_optimizer(
-        model, lr=args.lr, betas=(args.beta1, args.beta2), eps=args.adam_epsilon, weight_decay=args.weight_decay,
-        decays=backend.decays,
-    )  # fmt: skip
+    optimizer = train_utils.build_optimizer(args, backend, model)
     device = backend.topology.device
     tracker = LiveMemory()
     handles = _mark(model, tracker)

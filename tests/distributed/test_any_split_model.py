@@ -90,7 +90,7 @@ def train_one(family: str, mesh: str, ranks: Any, device: Any) -> list[tuple[flo
     backend = NativeBackend(args, ranks, device)
     backend.check(spec, seq_len=WIDTH)
     model = backend.build(spec, seed=3, seq_len=WIDTH)
-    optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = train_utils.build_optimizer(args, backend, model)
     results = []
     for step in range(STEPS):
         ids = torch.randint(3, 64, (ROWS, WIDTH), generator=torch.Generator().manual_seed(step))

@@ -53,7 +53,7 @@ def waits(families: list[str]) -> dict[tuple[str, str], Any]:
         for family in families:
             args, backend, spec = built(ranks, device, arguments_of(family, "one", ("full", 0, 1), 1))
             model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
-            optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+            optimizer = train_utils.build_optimizer(args, backend, model)
             for kind in ("whole", "short", "packed"):
                 batch, tokens = batch_of(kind, 0), torch.tensor(100)
                 with Waits() as seen:
@@ -89,7 +89,7 @@ def train_packed(modes: dict[str, Any], by_bounds: bool) -> dict[str, Any]:
             command_line = arguments_of("mistral", mesh, mode, ranks.world_size, short="pack", **changes)
             args, backend, spec = built(ranks, device, command_line)
             model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
-            optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+            optimizer = train_utils.build_optimizer(args, backend, model)
             found[name] = []
             for step, kind in enumerate(("packed", "whole", "packed")):
                 batch = batch_of(kind, step, backend.topology.dp_rank, args.train_batch_size)

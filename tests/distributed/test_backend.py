@@ -184,15 +184,14 @@ def used(backend_name: str) -> Iterator[tuple[str, Any]]:
     if backend_name == "smp":
         install()
     with group() as (ranks, device):
-        _, backend, spec = built(ranks, device, backend=backend_name)
+        args, backend, spec = built(ranks, device, backend=backend_name, lr=1e-2)
         topology = backend.topology
         yield "data ranks", (topology.dp_rank, topology.dp_size)
         yield "mesh", int(torch.tensor(list(topology.mesh.values())).prod())
 
         def make(initial: bool) -> tuple[Any, Any]:
             model = backend.build(spec, seed=3, seq_len=16, initial=initial)
-            values = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decays": backend.decays}
-            return model, train_utils.build_optimizer(model, **values)
+            return model, train_utils.build_optimizer(args, backend, model)
 
         def backward(model: Any, optimizer: Any, labels: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
@@ -203,15 +202,17 @@ def used(backend_name: str) -> Iterator[tuple[str, Any]]:
 
         ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(ranks.rank))
         model, optimizer = make(True)
-        yield "nothing counted", (
-            float(backward(model, optimizer, torch.full_like(ids, -100))), float(backend.clip_grad_norm(model, 1.0)),
-        )  # fmt: skip
+        nothing = backward(model, optimizer, torch.full_like(ids, -100))
+        yield "nothing counted", (float(nothing), float(backend.clip_grad_norm(model, 1.0, optimizer)))
         loss = backward(model, optimizer, ids)
-        norms = [float(backend.clip_grad_norm(model, limit)) for limit in (0.0, 1.0, 0.0)]
+        norms = [float(backend.clip_grad_norm(model, limit, optimizer)) for limit in (0.0, 1.0)]
         yield "loss", float(loss)
         yield "norms", norms
         yield "sum over data", float(backend.sum_over_data(torch.ones(())))
         optimizer.step()
+        moments = [local_tensor(state["exp_avg"]) for state in optimizer.state.values()]
+        squares = torch.stack([moment.double().square().sum() for moment in moments]).sum()
+        yield "applied norm", float(backend.sum_over_data(squares).sqrt()) / (1 - args.beta1)
         decayed = {name for name, p in model.named_parameters() if backend.decays(name, p)}
         yield "decays", sorted(name for name, _ in model.named_parameters() if name not in decayed)
 
@@ -250,9 +251,9 @@ def test_one_interface() -> None:
         for rank, facts in enumerate(by_rank):
             assert (facts["data ranks"], facts["mesh"], facts["sum over data"]) == ((rank, 2), 2, 2.0)
             assert facts["nothing counted"] == (0.0, 0.0)
-            before, same, after = facts["norms"]
+            before, same = facts["norms"]
             assert before == same > 1  # a limit of 0 clips nothing
-            assert after == pytest.approx(1.0, rel=1e-5)
+            assert facts["applied norm"] == pytest.approx(1.0, rel=1e-5)
             assert facts["decays"]
             assert all("norm" in name for name in facts["decays"])
             assert facts["loaded"]

@@ -39,7 +39,7 @@ def by_transformers(kind: str) -> dict[str, float]:
         backend = NativeBackend(args, ranks, device)
         backend.check(spec, seq_len=WIDTH)
         model: Any = backend.build(spec, seed=3, seq_len=WIDTH)
-        optimizer = train_utils.build_optimizer(model, lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        optimizer = train_utils.build_optimizer(args, backend, model)
         batch, tokens = rows_of(0, 0, 4)
         counted = torch.tensor(tokens)
         # As a batch of the data has it where its padding is on the right.
@@ -63,7 +63,7 @@ def by_transformers(kind: str) -> dict[str, float]:
         targets[:, :-1] = batch.labels[:, 1:]
         loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten(), reduction="sum") / tokens
         (loss + added).backward()
-        norm = backend.clip_grad_norm(model, 0.0)
+        norm = backend.clip_grad_norm(model, 0.0, optimizer)
         ours = train_utils.Reading(result).of_routers()
         return {"loss": result.loss.item(), "norm": result.grad_norm.item(), "router": ours["router_loss"],
                 "load": ours["expert_load"], "their loss": loss.item(), "their norm": norm.item(),

@@ -124,7 +124,7 @@ def train_cell(
     args, backend, spec = built(ranks, device, command_line)
     model = backend.build(spec, seed=args.seed, seq_len=WIDTH)
     change(model)
-    optimizer = train_utils.build_optimizer(model, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = train_utils.build_optimizer(args, backend, model)
     results = []
     for step in range(STEPS):
         batch, tokens = rows_of(step, backend.topology.dp_rank, args.train_batch_size)
