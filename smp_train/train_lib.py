@@ -150,8 +150,7 @@ def fit(run: Run) -> bool:
     if progress.step >= run.total_steps or ended_early(run):
         save(run, force=True)  # it may be on the nodes' own disks only
         return False
-    if run.runtime.is_main:
-        run.folder.reopen()
+    distributed.on_main("opening the run again", run.folder.reopen)
     if progress.step == 0:
         run.metrics.event("start", step=0, total_steps=run.total_steps)
     log.info(
@@ -216,6 +215,8 @@ def step(run: Run, batches: Generator[list[Batch], None, None]) -> bool:
     heartbeat.at(heartbeat.DATA, progress.step + 1)
     with run.throughput.data_wait():
         try:
+            if run.audit is not None:
+                run.audit.check()
             micro_batches = next(batches)
             for batch in micro_batches:
                 run.backend.check_rows(batch.attention_mask, batch.samples)
@@ -378,15 +379,18 @@ def put_prompt(run: Run, prompt: str) -> None:
 
 
 def finish(run: Run) -> None:
-    """Write the final model if asked for, and the marker that tells a launcher how the run ended."""
+    """Write the final model if asked for, and the marker that tells a launcher how the run ended; collective."""
     at, stopped = run.progress.step, run.stopped
     heartbeat.at(heartbeat.SAVE)
     if run.args.save_final_model and not stopped and not run.args.evaluate_only:
         save_final_model(run)
     if run.args.prompt and not stopped:
         put_prompt(run, run.args.prompt)
-    if run.runtime.is_main:
-        (run.folder.mark_stopped if stopped else run.folder.mark_done)(at)
+    with distributed.together("writing the audit"):
+        if run.audit is not None:
+            run.audit.check()
+    mark = run.folder.mark_stopped if stopped else run.folder.mark_done
+    distributed.on_main("writing how the run ended", lambda: mark(at))
     run.metrics.event("stop" if stopped else "finish", step=at)
     if stopped:
         how = how_to_resume(run.resolved, run.runtime)

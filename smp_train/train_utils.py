@@ -222,7 +222,7 @@ class Unread(NamedTuple):
 
 
 COLLECT_EVERY = 50
-"""Steps between two collections of cyclic garbage."""
+"""Steps, or batches of a validation, between two collections of cyclic garbage."""
 
 
 @contextmanager
@@ -245,8 +245,11 @@ def garbage_collected_together() -> Iterator[None]:
 
 
 def collect_garbage(step: int) -> None:
-    """Collect cyclic garbage after every `COLLECT_EVERY`-th step, on all ranks after the same."""
-    if step % COLLECT_EVERY == 0:
+    """Collect cyclic garbage after every `COLLECT_EVERY`-th step, or batch, on all ranks after the same.
+
+    Outside `garbage_collected_together` Python collects when it likes.
+    """
+    if step % COLLECT_EVERY == 0 and not gc.isenabled():
         gc.collect()
 
 
@@ -263,7 +266,8 @@ def evaluate(backend: Backend, model: nn.Module, batches: Iterable[Batch]) -> tu
     device = backend.topology.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     try:
-        for batch in batches:
+        for index, batch in enumerate(batches, 1):
+            collect_garbage(index)
             sums[0] += loss_sum(backend, model, batch).double()
             sums[1] += batch.counted_tokens() * _counts_its_rows(backend, among_tensor_ranks=False)
     finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from smp_train.errors import ConfigError
 
@@ -21,22 +23,37 @@ class DataAudit:
 
     def __init__(self, run_dir: str | Path, rank: int, attempt: int, dp_rank: int, dp_size: int) -> None:
         self._writer = {"attempt": attempt, "dp_rank": dp_rank, "dp_size": dp_size}
-        path = Path(run_dir) / f"data_audit-rank{rank}.jsonl"
+        self._path = Path(run_dir) / f"data_audit-rank{rank}.jsonl"
+        self._failure: ConfigError | None = None
         try:
-            self._file = path.open("a", encoding="utf-8")
+            self._file = self._path.open("a", encoding="utf-8")
         except OSError as failure:
-            raise ConfigError(f"{path}: cannot write the audit there ({failure.strerror}); set --run_dir") from None
+            raise self._unwritable(failure) from None
 
     def step(self, step: int, samples: Sequence[str]) -> None:
-        """Record the samples of one finished update."""
-        self._file.write(json.dumps({"step": step, "samples": list(samples), **self._writer}) + "\n")
-        self._file.flush()
+        """Record the samples of one finished update; raises nothing, as other ranks go on: see `check`."""
+        self._write({"step": step, "samples": list(samples)})
 
     def skip(self, first: int, last: int) -> None:
-        """Record that the updates of the steps ``first`` to ``last`` are not in the weights."""
-        self._file.write(json.dumps({"skipped": [first, last], **self._writer}) + "\n")
-        self._file.flush()
+        """Record that the updates of the steps ``first`` to ``last`` are not in the weights; raises nothing."""
+        self._write({"skipped": [first, last]})
+
+    def check(self) -> None:
+        """Raise `ConfigError` where something was not recorded."""
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of what `check` tells
+            self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(record | self._writer) + "\n")
+            self._file.flush()
+        except OSError as failure:
+            self._failure = self._failure or self._unwritable(failure)
+
+    def _unwritable(self, failure: OSError) -> ConfigError:
+        return ConfigError(f"{self._path}: cannot write the audit there ({failure.strerror}); set --run_dir")

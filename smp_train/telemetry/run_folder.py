@@ -96,22 +96,29 @@ class RunFolder:
 
     def mark_done(self, step: int) -> None:
         """Record that the run has finished, with ``step`` updates done."""
-        self._mark(self.done, step)
-        self.stopped.unlink(missing_ok=True)
+        self._mark(self.done, step, self.stopped)
 
     def mark_stopped(self, step: int) -> None:
         """Record that the run has saved and stopped on request, with ``step`` updates done."""
-        self._mark(self.stopped, step)
-        self.done.unlink(missing_ok=True)
-        self.stop.unlink(missing_ok=True)
+        self._mark(self.stopped, step, self.done, self.stop)
 
     def reopen(self) -> None:
         """Remove `DONE` and `STOPPED`: the run continues, for example to a higher ``--max_steps``."""
-        self.done.unlink(missing_ok=True)
-        self.stopped.unlink(missing_ok=True)
+        self._remove(self.done, self.stopped)
 
-    def _mark(self, marker: Path, step: int) -> None:
-        write_atomic(marker, json.dumps({"step": step, "time": time.time()}) + "\n")
+    def _mark(self, marker: Path, step: int, *others: Path) -> None:
+        try:
+            write_atomic(marker, json.dumps({"step": step, "time": time.time()}) + "\n")
+        except OSError as failure:
+            raise self._unwritable(failure) from None
+        self._remove(*others)
+
+    def _remove(self, *markers: Path) -> None:
+        try:
+            for marker in markers:
+                marker.unlink(missing_ok=True)
+        except OSError as failure:
+            raise self._unwritable(failure) from None
 
     def _unwritable(self, failure: OSError) -> ConfigError:
         return ConfigError(f"{self.path}: cannot write the run folder ({failure.strerror}); set --run_dir")

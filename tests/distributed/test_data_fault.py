@@ -83,6 +83,18 @@ def test_data_that_fails_before_a_step_and_in_validation(tmp_path: Path) -> None
         assert not list((tmp_path / name / "checkpoints").glob("*steps")), "no step was completed"
 
 
+@pytest.mark.parametrize("steps", slow([4, 1], lambda steps: steps > 1))
+def test_an_audit_that_cannot_be_written_ends_all_ranks_and_saves(tmp_path: Path, steps: int) -> None:
+    audit = tmp_path / "run" / "data_audit-rank1.jsonl"
+    audit.parent.mkdir()
+    audit.symlink_to("/dev/full")
+    message = fails(tmp_path, 2, data_audit=1, max_steps=steps)
+    assert "rank 1" in message
+    assert f"{audit}: cannot write the audit there (No space left on device)" in message
+    assert (tmp_path / "checkpoints" / "llama_v2-1steps" / "COMMITTED").exists()
+    assert not (tmp_path / "run" / "DONE").exists()
+
+
 @pytest.mark.slow
 def test_a_broken_line_of_streamed_text_saves_the_step_before(tmp_path: Path) -> None:
     """The peers have read ahead, and have been handed a step that is not made."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,28 @@ def test_garbage_is_collected_after_every_fiftieth_step_and_at_no_other_time() -
             gc.callbacks.remove(note)
     assert collected == [50, 100]
     assert gc.isenabled()
+
+
+def test_a_long_validation_collects_its_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gc
+
+    import torch
+
+    from smp_train import train_utils
+
+    collected: list[int] = []
+    batches = iter(range(120))
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(120 - batches.__length_hint__()))
+    monkeypatch.setattr(train_utils, "loss_sum", lambda *_: torch.ones(()))
+    topology = SimpleNamespace(device=torch.device("cpu"), cp_rank=0, tp_rank=0)
+    backend: Any = SimpleNamespace(topology=topology, sum_over_data=lambda sums: sums)
+    with train_utils.garbage_collected_together():
+        collected.clear()
+        loss, _ = train_utils.evaluate(
+            backend, torch.nn.Identity(), (SimpleNamespace(counted_tokens=lambda: 1) for _ in batches),  # type: ignore[misc]
+        )
+    assert loss == 1
+    assert collected == [50, 100]
 
 
 def test_a_save_in_the_background_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,13 @@ def test_an_attempt_takes_the_folder_over_and_withdraws_the_markers_once_it_trai
     assert markers(folder) == (None, None, False)
 
 
+def test_a_marker_that_cannot_be_written_or_removed_names_the_run_folder(folder):
+    (folder.done / "in the way").mkdir(parents=True)
+    for failing in (lambda: folder.mark_done(9), folder.reopen):
+        with pytest.raises(ConfigError, match=r"cannot write the run folder .*--run_dir"):
+            failing()
+
+
 def test_a_stop_that_is_meant_for_this_start_stays(folder, monkeypatch):
     monkeypatch.setenv("SMP_TRAIN_KEEP_STOP", "1")  # what a batch job exports
     folder.stop.touch()
