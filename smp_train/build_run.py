@@ -31,9 +31,9 @@ from smp_train.learning_rates import Schedule, schedule
 from smp_train.models.flops import count_parameters, flops_per_token
 from smp_train.models.resolve import ModelSpec, names_model, resolve, row_length
 from smp_train.models.state_memory import check_state, in_short
-from smp_train.naming import Start, described, how_to_resume, output, settle
+from smp_train.naming import Start, checkpoints_line, how_to_resume, output, settle
 from smp_train.parallel import compile
-from smp_train.progress import Progress as Shown
+from smp_train.progress import Progress
 from smp_train.spikes import Spikes
 from smp_train.stop import StopRequest
 from smp_train.telemetry.audit import DataAudit
@@ -49,7 +49,7 @@ log = get_logger()
 
 
 @dataclass
-class Progress:
+class Position:
     """Position of the run; with weights and optimizer state, all that a resume needs."""
 
     step: int = 0
@@ -82,7 +82,7 @@ class Run:
     audit: DataAudit | None
     found: Checkpoint | None
     """The checkpoint to resume from; None for a fresh start."""
-    progress: Progress = field(default_factory=Progress)
+    progress: Position = field(default_factory=Position)
     best: Best = field(default_factory=Best)
     own: Own = field(default_factory=Own)
     """What a program gave besides flags; without callbacks once one has failed."""
@@ -165,14 +165,14 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
                 tokenizer.set_ends(spec.config, checkpoints.tokenizer)
             if args.prompt and not checkpoints.tokenizer:
                 raise ConfigError("--prompt: the run has no tokenizer; give --tokenizer")
-            if args.prompt:  # what is wrong with it is to be known before the run, not when it ends
+            if args.prompt:  # reject a bad prompt now, not at the end of the run
                 with tokenizer.from_files(checkpoints.tokenizer) as known:
                     ids_of(known, args.prompt, spec.config)
     with distributed.together("looking at the checkpoint folders"):
         if ranks.is_main:
-            log.info(described(args, start, found))
+            log.info(checkpoints_line(args, start, found))
             if not args.evaluate_only:
-                log.info("Should this run be cut short, %s", how_to_resume(resolved, ranks))
+                log.info("If this run is interrupted, %s", how_to_resume(resolved, ranks))
     total_steps = count_steps(resolved, train_data, found)
     if found is not None:
         with distributed.together("comparing the models"):
@@ -180,7 +180,7 @@ def build_run(resolved: Resolved, ranks: Runtime, device: torch.device, opened: 
     memory = MemoryRows(device, folder.logs, ranks.rank, on=args.enable_memory_profiling)
     smp = backend.name == "smp"
     shown = ranks.is_main and smp  # native shows what takes long
-    with while_building(args, ranks, device, folder.logs, smp=smp), Shown("Building the model", shown=shown):
+    with while_building(args, ranks, device, folder.logs, smp=smp), Progress("Building the model", shown=shown):
         model = backend.build(spec, seed=args.seed, seq_len=seq_len, initial=found is None)
     memory.row("model built")
     if any(map(is_node_local, args.checkpoint_dir)):
@@ -245,7 +245,7 @@ def choose_backend(resolved: Resolved, ranks: Runtime, device: torch.device) -> 
     backend, why = backends.select(resolved.args, ranks, device)
     for line in arguments.ineffective(resolved, backend.name):
         log.info(line)
-    log.info("Backend: %s (%s); mesh: %s", backend.name, why, layout(backend.topology.mesh))
+    log.info("Backend: %s (%s); mesh: %s", backend.name, why, mesh_sizes(backend.topology.mesh))
     return backend
 
 
@@ -377,6 +377,6 @@ def where_weights_are_from(args: Arguments, backend: Backend, spec: ModelSpec, f
     return f"Initial weights: read from {spec.pretrained}"
 
 
-def layout(mesh: dict[str, int]) -> str:
+def mesh_sizes(mesh: dict[str, int]) -> str:
     """Return the size of each dimension of a mesh, for the log."""
     return " x ".join(f"{name} {size}" for name, size in mesh.items())

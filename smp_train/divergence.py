@@ -62,7 +62,7 @@ def respond(run: Run, of: train_utils.Unread, loss: float, grad_norm: float, *, 
     what = f"step {of.step}: the loss is {loss:.5g} and the gradient norm {grad_norm:.5g}"
     if finite:
         what += f", where {limits.loss:.5g} and {limits.grad_norm:.5g} are the limits"
-    what += "; " + described(parts, of, finite=finite)
+    what += "; " + where_from(parts, of, finite=finite)
     to = run.saved_path if spikes.policy == "rollback" else None
     damaged = any(part.damaged for part in parts)
     action = "warn"
@@ -172,7 +172,7 @@ def first_layer(parts: list[Part]) -> str | None:
     return f"{first.layer and first.layer[1]} of rank {first.rank}"
 
 
-def described(parts: list[Part], of: train_utils.Unread, *, finite: bool) -> str:
+def where_from(parts: list[Part], of: train_utils.Unread, *, finite: bool) -> str:
     """Return in words which samples and which layer a step's numbers are from."""
 
     def place(part: Part, number: int) -> str:

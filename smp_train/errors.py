@@ -3,6 +3,7 @@
 from __future__ import annotations  # the host's Python that runs batch jobs may be 3.8
 
 import re
+from collections.abc import Sequence
 
 _URL_SECRETS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^\s/?'\"\\@]*@)?([^\s?'\"\\]*)(\?[^\s'\"\\]+)?")
 
@@ -54,6 +55,12 @@ def one_line(failure: BaseException) -> str:
     """
     failure = _broken_import(failure) or failure
     return " ".join(str(failure).split()) or type(failure).__name__
+
+
+def first_few(items: Sequence[str], separator: str = ", ", most: int = 3) -> str:
+    """Return the first items for a message, and how many there are besides."""
+    more = len(items) - most
+    return separator.join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def no_memory(failure: BaseException) -> str | None:

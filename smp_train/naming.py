@@ -107,7 +107,7 @@ def output(args: Arguments) -> str:
     )
 
 
-def described(args: Arguments, start: Start, found: Checkpoint | None) -> str:
+def checkpoints_line(args: Arguments, start: Start, found: Checkpoint | None) -> str:
     """Return a line on the content of the checkpoint folders and the run's use of them. Not collective."""
     run = start.run
     held = [f"{folder} holds {summary(folder, run)}" for folder in args.checkpoint_dir if not is_node_local(folder)]

@@ -13,7 +13,7 @@ from smp_train import distributed, divergence, generation, train_utils
 from smp_train.arguments import Arguments, Resolved
 from smp_train.arguments.validation import prompts_only
 from smp_train.best import Best
-from smp_train.build_run import Progress, Run, build_run, layout
+from smp_train.build_run import Position, Run, build_run, mesh_sizes
 from smp_train.checkpoints import Checkpoint
 from smp_train.checkpoints.tokenizer import from_files
 from smp_train.data.pipelines.data_pipeline import Batch
@@ -21,8 +21,7 @@ from smp_train.distributed import Runtime, heartbeat
 from smp_train.errors import ConfigError, DataError
 from smp_train.naming import how_to_resume, output
 from smp_train.parallel import compile
-from smp_train.progress import MOVED
-from smp_train.progress import Progress as Shown
+from smp_train.progress import MOVED, Progress
 from smp_train.resume import imported_position
 from smp_train.saving import complete_models, notify, report_saves, save, save_final_model, save_last
 from smp_train.storage import normal
@@ -93,24 +92,24 @@ def resume(run: Run) -> None:
         track(run)
         return
     saver = run.backend.saver
-    with Shown(f"Loading {found.path}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
+    with Progress(f"Loading {found.path}, rank 0's part", unit="B", shown=run.runtime.is_main, moved=MOVED):
         run.backend.load_state(run.model, run.optimizer, lambda state: found.load(state, saver))
     with distributed.together(f"resuming from {found.path}"):
         consumed = data_position(run, found)
     if run.start.continues:  # another run's best checkpoint is not among this one's
         run.best = Best.of_meta(found.meta)
     run.spikes.restore(found.meta.get("spikes"))
-    run.progress = Progress(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
+    run.progress = Position(step=found.step, consumed=consumed, tokens=found.meta["tokens"])
     if found.durable:
         run.saved_step, run.saved_path = found.step, found.path
     if normal(run.args.resume_from_checkpoint or "") == found.path:  # the checkpoint itself was named, not its folder
         run.checkpoints.go_back(found)
     log.info("Resumed from %s at step %d, %d samples in", found.path, found.step, consumed)
-    then, here = (layout(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))
+    then, here = (mesh_sizes(mesh) for mesh in (found.meta.get("mesh", {}), run.backend.topology.mesh))
     if then != here and "data" in found.meta:
         log.info(
             "It was saved on another mesh (%s; here %s): weights, moments and the order of samples are the same; "
-            "dropout is drawn by step and rank, so otherwise than there", then, here,
+            "dropout masks differ, because they depend on the rank", then, here,
         )  # fmt: skip
     track(run)
     run.metrics.event("resume", step=found.step, checkpoint=found.path, consumed=consumed)
@@ -136,8 +135,8 @@ def data_position(run: Run, found: Checkpoint) -> int:
         return run.train_data.check_state(found.meta["data"], allow_data_change=run.args.allow_data_change)
     consumed, by = imported_position(found, run.train_data)
     log.info(
-        "Data: begins at sample %d (by %s); the order is this run's own, so in this epoch some rows come again and "
-        "others do not", consumed, by,
+        "Data: begins at sample %d (by %s); this run has its own sample order: within this epoch some rows repeat and "
+        "others are skipped", consumed, by,
     )  # fmt: skip
     return consumed
 
@@ -169,7 +168,7 @@ def fit(run: Run) -> bool:
         shown = run.runtime.is_main and progress.step == first
         with (
             profiler.step(progress.step + 1),
-            Shown(f"First step{', with compilation' * compiled}", shown=shown),
+            Progress(f"First step{', with compilation' * compiled}", shown=shown),
         ):
             # A request during the last step changes nothing: the run is finished.
             stopped = step(run, batches) and progress.step < run.total_steps
@@ -345,7 +344,7 @@ def validate(run: Run) -> bool:
         raise ConfigError("there is no validation data; give --test_dir")
     heartbeat.at(heartbeat.VALIDATION)
     try:
-        shown = Shown(f"Validation at step {run.progress.step}", len(run.validation), "batches", run.runtime.is_main)
+        shown = Progress(f"Validation at step {run.progress.step}", len(run.validation), "batches", run.runtime.is_main)
         with run.throughput.pause(), shown:
             loss, _ = train_utils.evaluate(
                 run.backend, run.model, shown.over(train_utils.read_together(

@@ -114,8 +114,8 @@ class StepResult:
     grad_norm: Tensor
     """Global 2-norm of the gradient before clipping."""
     judged: Tensor
-    """float32 [4], the same on all ranks but for rounding of the second: global mean loss, gradient norm, and, above 0
-    where so, whether one is beyond the limits, and whether one is not finite."""
+    """float32 [4], equal on all ranks up to rounding of the norm: mean loss, gradient norm, > 0 if either exceeds its
+    limit, > 0 if either is not finite."""
     routers: Tensor | None = None
     """Router loss and load, means over micro-batches of the figures of `Backend.router_loss`."""
 
@@ -135,10 +135,9 @@ def train_step(
         tokens: Number of counted tokens of the *global* batch, a scalar on the device.
         lr: Learning rate of this update.
         max_grad_norm: Clip the global gradient norm to this; 0 does not clip.
-        held: `Vote.held`: above 0 leaves weights and moments as they are, as a loss or gradient norm does that is not
-            finite.
+        held: `Vote.held`: > 0 skips the update; so does a non-finite loss or norm.
         limits: Of loss and gradient norm.
-        hold_spikes: Leave weights and moments as they are also beyond the limits.
+        hold_spikes: Skip the update also where loss or norm exceeds its limit.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -227,10 +226,10 @@ COLLECT_EVERY = 50
 
 @contextmanager
 def garbage_collected_together() -> Iterator[None]:
-    """Leave cyclic garbage of the body to `collect_garbage`, and what was made before it out of all collections.
+    """Disable automatic collection in the body; freeze objects allocated before it.
 
-    With transformers loaded a collection takes 0.1 to 0.3 s; where each rank made its own when Python likes, one of
-    many ranks would always keep the others waiting.
+    With transformers loaded a collection takes 0.1 to 0.3 s. If each rank collected at its own time, some rank would
+    delay the others in nearly every step; `collect_garbage` lets all ranks collect after the same step.
     """
     was_on = gc.isenabled()
     gc.collect()

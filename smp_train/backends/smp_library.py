@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from smp_train import distributed
 from smp_train.arguments.parse import launched_by_smp
 from smp_train.distributed.degrees import plan
-from smp_train.errors import ConfigError, one_line
+from smp_train.errors import ConfigError, first_few, one_line
 
 if TYPE_CHECKING:
     from smp_train.arguments import Arguments
@@ -42,9 +42,8 @@ def load() -> tuple[Any, str]:
     failures = [failed for _, failed in causes if failed]
     if 0 < len(failures) < len(causes):
         where = [f"{host} (rank {', '.join(map(str, ranks))})" for host, ranks in without.items()]
-        more = f" and {len(where) - 3} more nodes" if len(where) > 3 else ""
         raise ConfigError(
-            f"torch.sagemaker can be imported on some ranks only, not on {', '.join(where[:3])}{more}: "
+            f"torch.sagemaker can be imported on some ranks only, not on {first_few(where)}: "
             f"{failures[0].partition(';')[0]}; run the same image on every node, or give --backend native"
         )
     return library, failures[0] if failures else ""

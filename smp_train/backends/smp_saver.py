@@ -21,13 +21,13 @@ from smp_train.models.smp_names import HubModel, Ranks
 logger = logging.getLogger("smp_train.smp")
 
 
-def each_tree_once(layout: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
+def each_tree_once(by_rank: list[tuple[str, bool, tuple[int, ...]]]) -> bool:
     """Return whether the writers of each tree are exactly one shard group.
 
-    ``layout``: for each rank its tree, whether it writes, and the ranks of its shard group.
+    ``by_rank``: for each rank its tree, whether it writes, and the ranks of its shard group.
     """
-    for tree in {name for name, _, _ in layout}:
-        writers = [(rank, group) for rank, (name, writes, group) in enumerate(layout) if writes and name == tree]
+    for tree in {name for name, _, _ in by_rank}:
+        writers = [(rank, group) for rank, (name, writes, group) in enumerate(by_rank) if writes and name == tree]
         groups = {group for _, group in writers}
         if len(groups) != 1 or set(groups.pop()) != {rank for rank, _ in writers}:
             return False

@@ -13,14 +13,14 @@ from smp_train.errors import CheckpointError, SmpTrainError
 T = TypeVar("T")
 
 
-def one_line(error: BaseException) -> str:
-    """Say ``error`` in one line, naming the operating system's reason where there is one in its chain."""
+def root_cause(error: BaseException) -> str:
+    """Return the cause of ``error`` in one line: the first `OSError` in its chain, or what a rank raised inside DCP."""
     if isinstance(error, SmpTrainError):
         return str(error)
     if isinstance(error, CheckpointException):
         # DCP gathers what each rank raised, wraps it, and raises the same everywhere.
         failed, (cause, _) = min(error.failures.items())
-        return one_line(cause) if isinstance(cause, SmpTrainError) else f"rank {failed}: {one_line(cause)}"
+        return root_cause(cause) if isinstance(cause, SmpTrainError) else f"rank {failed}: {root_cause(cause)}"
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, OSError):
         seen = seen.__cause__ or seen.__context__
@@ -42,4 +42,4 @@ def _worded(what: str, work: Callable[[], T]) -> T:
     try:
         return work()
     except Exception as error:
-        raise CheckpointError(f"{what}: {one_line(error)}") from error
+        raise CheckpointError(f"{what}: {root_cause(error)}") from error

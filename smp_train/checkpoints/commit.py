@@ -1,9 +1,9 @@
 """How a checkpoint becomes one, in a folder and in S3: the file that is written last decides.
 
 ``<name>/<attempt>/...`` are the files of one attempt at a save, under names that no other attempt uses.
-``<name>/COMMITTED`` is put last, at once, and names the attempt that counts. So a step that is saved again is replaced
-at once, and a writer that its own job has given up does no harm with what it still writes. An attempt is eight random
-digits and `RunId.key`; its first file says which run's it is.
+``<name>/COMMITTED`` is put last, atomically, and names the attempt that counts. So saving a step again replaces it
+atomically, and late writes of an abandoned save cannot damage the committed checkpoint. An attempt is eight random
+digits and `RunId.key`; its first file names the run.
 
 Versions before wrote a checkpoint's files beside COMMITTED where it was in a folder, and set it aside by renaming the
 folder: such are read, replaced and deleted alike.

@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from smp_train.checkpoints.collective import gather, one_line
+from smp_train.checkpoints.collective import gather, root_cause
 from smp_train.checkpoints.manifest import METADATA
 from smp_train.checkpoints.save_planner import SavePlanner
 from smp_train.checkpoints.state import State, present
 from smp_train.distributed.agree import ALL_RANKS, group, is_alone, unless
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, first_few
 
 if TYPE_CHECKING:
     from smp_train.checkpoints.dcp_storage import TreeWriter
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DCP_METADATA = METADATA
-NAMED_IN_MESSAGES = 3
 NOT_NEEDED = ("optim.param_groups",)
 """Part of torch's own optimizer state dicts; hyper-parameters come from the arguments of the run."""
 
@@ -234,13 +233,8 @@ def compare(wanted: Mapping[str, Any], saved: Mapping[str, Any], ignored: Contai
             other.append(f"{key} is a tensor on one side only")
         elif entry is not None and is_tensor and entry.size != value.size():
             other.append(f"{key} is {list(entry.size)} there and {list(value.size())} here")
-    found = (("it lacks ", missing), ("it has, unasked for, ", extra), ("", other))
-    return [label + _first(keys) for label, keys in found if keys]
-
-
-def _first(keys: list[str]) -> str:
-    more = len(keys) - NAMED_IN_MESSAGES
-    return ", ".join(keys[:NAMED_IN_MESSAGES]) + (f" and {more} more" if more > 0 else "")
+    found = (("it lacks ", missing), ("it has unexpected entries ", extra), ("", other))
+    return [label + first_few(keys) for label, keys in found if keys]
 
 
 def _warn_of_other_dtypes(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -273,7 +267,7 @@ def save_state(state: dict[str, Any], writer: TreeWriter, save: Callable[..., No
     try:
         save(state, storage_writer=writer)
     except CheckpointException as error:
-        raise CheckpointError(one_line(error)) from error
+        raise CheckpointError(root_cause(error)) from error
 
 
 def load_state(
@@ -296,7 +290,7 @@ def load_state(
     try:
         load(state, storage_reader=reader, planner=StrictLoadPlanner(ignored))
     except CheckpointException as error:
-        failure = CheckpointError(one_line(error))
+        failure = CheckpointError(root_cause(error))
     gather(f"cannot load {label}", partial(unless, failure, None))  # ranks that read another tree do not know of it
 
 
@@ -330,7 +324,7 @@ def plain_value(reader: Reader, key: str) -> Any:
     try:
         _load_state_dict(state, storage_reader=reader, planner=PlainLoadPlanner(), no_dist=True)
     except CheckpointException as error:
-        raise CheckpointError(f"{key} cannot be read: {one_line(error)}") from error
+        raise CheckpointError(f"{key} cannot be read: {root_cause(error)}") from error
     return state[key]
 
 
@@ -344,5 +338,5 @@ def read_tensor(reader: Reader, key: str) -> torch.Tensor:
         planner.set_up_planner({key: value}, metadata)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
     except Exception as error:
-        raise CheckpointError(f"{key} cannot be read: {one_line(error)}") from error
+        raise CheckpointError(f"{key} cannot be read: {root_cause(error)}") from error
     return value

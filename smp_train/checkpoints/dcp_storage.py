@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from smp_train.checkpoints.collective import one_line
+from smp_train.checkpoints.collective import root_cause
 from smp_train.checkpoints.dcp import DCP_METADATA, Reader, parsed_index
 from smp_train.checkpoints.manifest import Checksum, FileRecord, checksum_of
 from smp_train.distributed.agree import here
@@ -156,7 +156,7 @@ class TreeWriter(FileSystemWriter):
         return done
 
     def _explained(self, error: Exception) -> str:
-        said = one_line(error)
+        said = root_cause(error)
         try:
             free = shutil.disk_usage(self._storage.location).free
         except OSError:  # as in S3
@@ -193,7 +193,7 @@ class TreeReader(Reader, FileSystemReader):
             data = next(self._whole([(DCP_METADATA, 0, self.files[DCP_METADATA])]))
             self._metadata = parsed_index(data, self.files)
         except Exception as error:
-            raise CheckpointError(f"{self._storage.location}/{index} cannot be read: {one_line(error)}") from error
+            raise CheckpointError(f"{self._storage.location}/{index} cannot be read: {root_cause(error)}") from error
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read and load this rank's share, in the order in which `FileSystemReader` asks for it."""

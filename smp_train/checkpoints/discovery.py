@@ -31,7 +31,7 @@ from smp_train.checkpoints.runs import committed, committed_names, last_run, run
 from smp_train.checkpoints.saver import HUGGING_FACE, Saver
 from smp_train.checkpoints.translated import RankReader, TranslatedReader, Tree
 from smp_train.distributed.agree import rank, world_size
-from smp_train.errors import CheckpointError, one_line
+from smp_train.errors import CheckpointError, first_few, one_line
 from smp_train.models.hugging_face import config_of
 from smp_train.models.smp_names import HubModel, Ranks
 from smp_train.storage import is_s3, normal
@@ -296,7 +296,7 @@ def open_intact(storage: CheckpointFolder, name: str, checksums: bool) -> Checkp
         shares = gather("cannot verify", lambda: checkpoint.verify(rank(), world_size()))
         problems = [problem for share in shares for problem in share]
         if problems:
-            raise Damaged(f"checkpoint {label} is damaged: {_first(problems)}")
+            raise Damaged(f"checkpoint {label} is damaged: {first_few(problems, '; ')}")
     return checkpoint
 
 
@@ -318,7 +318,7 @@ def _open(storage: CheckpointFolder, name: str) -> tuple[Committed, dict[str, An
     folder = posixpath.join(name, committed.root)
     problems = committed.size_problems(storage.sizes(folder))
     if problems:
-        return _first(problems)
+        return first_few(problems, "; ")
     data = storage.read(folder, META)
     if checksum_of([data]) != committed.files[META]:
         return f"{META} is not what was written (CRC-32)"
@@ -344,12 +344,7 @@ def _set_aside(storage: CheckpointFolder, name: str, why: str) -> None:
         logger.warning("%s; kept as %s, trying the next older one", why, kept)
 
 
-def _first(problems: list[str]) -> str:
-    more = len(problems) - 3
-    return "; ".join(problems[:3]) + (f"; and {more} more" if more > 0 else "")
-
-
 def _others(names: list[str], folder: str) -> str:
     if not names:
         return f"; no other complete one is in {folder}"
-    return f"; complete ones in {folder}: {', '.join(names[:3])}"
+    return f"; complete ones in {folder}: {first_few(names)}"

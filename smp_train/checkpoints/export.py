@@ -18,7 +18,7 @@ from smp_train.checkpoints.model_folder import put, put_made, stream, writing
 from smp_train.checkpoints.pretrained import load_weights
 from smp_train.checkpoints.state import gather_state
 from smp_train.checkpoints.tokenizer import tokenizer_files
-from smp_train.errors import CheckpointError, ConfigError
+from smp_train.errors import CheckpointError, ConfigError, first_few
 from smp_train.models.build import build_meta, materialise
 from smp_train.models.hub_names import canonical_name, hub_names, named_once, note, to_hub
 from smp_train.models.hugging_face import GENERATION_FILE, model_of
@@ -174,7 +174,7 @@ def export_weights(
     config, plain = _plain_model(config)
     missing = [name for name in named_once(plain) if name not in weights]
     if missing:
-        raise CheckpointError(f"what was exported is not the whole model: it lacks {', '.join(missing[:3])}")
+        raise CheckpointError(f"what was exported is not the whole model: it lacks {first_few(missing)}")
     found = (to_hub(plain, {name: weights[name]}) for name in named_once(plain))
     items = [Item(tensors, partial(dict, tensors)) for tensors in found]
     with writing(folder, replace) as out:
@@ -228,7 +228,7 @@ def _items_of_model(plain: Any, reader: Reader, dtype: torch.dtype | None, label
     if missing and saved >= needed.keys():
         raise CheckpointError(f"{label}: transformers stores several parameters of this model as one; not exported")
     if missing:
-        raise CheckpointError(f"{label} does not hold the whole model: it lacks {', '.join(missing[:3])}")
+        raise CheckpointError(f"{label} does not hold the whole model: it lacks {first_few(missing)}")
     return items
 
 

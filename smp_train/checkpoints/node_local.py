@@ -59,7 +59,7 @@ def check_saver(saver: Saver) -> None:
         raise ConfigError(f"--checkpoint_dir {PREFIX}DIR is not available on this backend; leave it out")
 
 
-def layout(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
+def compatible_with(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
     """Return what must be the same for a rank's part to be of use: who saves how, and for which durable folders."""
     ours = {"world_size": world_size(), "rank": rank(), "mesh": mesh, "durable": sorted(map(normal, durable))}
     return {**ours, "names": HUGGING_FACE}
@@ -96,7 +96,7 @@ def find_newest(
     durable = [folder for folder in folders if not is_node_local(folder)]
     if near and normal(location) in map(normal, durable):
         step = -1 if found is None else found.step
-        found = _find_near(near, layout(durable, mesh), run, step) or found
+        found = _find_near(near, compatible_with(durable, mesh), run, step) or found
     return found
 
 

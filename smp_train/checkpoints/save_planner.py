@@ -1,4 +1,4 @@
-"""Which of its tensors a rank writes, decided on each rank: what is sent to rank 0 does not grow with the replicas."""
+"""Which replicated tensors each rank writes, decided without communication: rank 0 gets one plan item per tensor."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Replicas = tuple[tuple[int, ...], int, int]
 class SavePlanner(DefaultSavePlanner):
     """Leaves out of this rank's plan the copies that other ranks write; every rank of the tensors' meshes takes part.
 
-    torch's sends every copy to rank 0, which drops all but one: at 2,048 ranks millions of items, and minutes. Here the
-    holders of a copy agree without a word: they hold equal lists, and give each item in turn to the least loaded.
-    What lies on no mesh is left to rank 0, as ever.
+    torch's planner sends every copy to rank 0, which drops all but one: millions of items at 2,048 ranks, and minutes.
+    Here the holders of copies decide without communication: they hold equal lists, and assign each item in turn to the
+    least loaded holder. What lies on no mesh is deduplicated by DCP on rank 0.
     """
 
     def create_local_plan(self) -> SavePlan:

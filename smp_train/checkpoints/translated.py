@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from smp_train.checkpoints.dcp import Reader
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, first_few
 from smp_train.models.hf_weights import NOT_WEIGHTS
 from smp_train.models.hub_names import canonical_name
 from smp_train.models.layouts import SMP_LAYERS
@@ -206,10 +206,9 @@ class TranslatedReader(_Rearranged):
                     shape = shapes.get(plain(moment["name"]), entry.size)
                     unknown += self._take(tree, key, moment["name"], to, entry, shape)
         if unknown:
-            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise CheckpointError(
-                f"it has, unasked for, {unknown[0]}{more}: no name of the hub's or SMP's for this {self.model.kind} "
-                "(another --num_layers? Else have SMP write a full checkpoint, and start from that)"
+                f"it has unexpected entries {first_few(unknown)}: no name of the hub's or SMP's for this "
+                f"{self.model.kind} (another --num_layers? Else have SMP write a full checkpoint, and start from that)"
             )
         entries: dict[str, Any] = {}
         for key, (properties, chunks) in self._found.items():

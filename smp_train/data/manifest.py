@@ -11,11 +11,10 @@ from typing import Any
 
 from smp_train.data import s3
 from smp_train.data.utils import is_shard_name
-from smp_train.errors import DataError
+from smp_train.errors import DataError, first_few
 
 MANIFEST = "_manifest.json"
 BLOCK_BYTES = 1 << 22
-SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,8 @@ def check(location: str) -> None:
     refuse_root(location)
     found = differences(location, checksums=False)
     if found:
-        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise DataError(
-            f"{location}: is not what its {MANIFEST} lists: {'; '.join(found[:SHOWN])}{more}: copy or prepare it "
+            f"{location}: is not what its {MANIFEST} lists: {first_few(found, '; ')}: copy or prepare it "
             f"again, or remove the {MANIFEST} if it is meant to be as it is"
         )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_train.distributed.dtensor import local_tensor, part_of
-from smp_train.errors import CheckpointError
+from smp_train.errors import CheckpointError, first_few
 from smp_train.models.hub_names import HubTensor, canonical_name, hub_names
 from smp_train.models.lora import is_adapter
 from smp_train.models.weight_files import Block, WeightFiles
@@ -69,11 +69,8 @@ def _counted(
 
 
 def _problems(missing: list[str], left: list[str]) -> str:
-    def few(names: list[str]) -> str:
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    problems = [f"it lacks {few(missing)}"] if missing else []
-    problems += [f"it has {few(left)}, which the model does not"] if left else []
+    problems = [f"it lacks {first_few(missing)}"] if missing else []
+    problems += [f"it has {first_few(left)}, which the model does not"] if left else []
     return "; ".join(problems)
 
 

@@ -112,7 +112,8 @@ def apply(layers: list[nn.Module], *, backend: str) -> None:
 
 
 def loss_kernels(backend: str) -> losses.Kernels:
-    """Return what the chunked loss computes of each logit, compiled: one kernel reads them, one makes their slope.
+    """Return what the chunked loss computes of each logit, compiled: one kernel reduces the logits, one computes their
+    gradient.
 
     The last chunk may have fewer tokens, and validation other batches: their number is dynamic.
     """

@@ -175,7 +175,7 @@ def _router(moe: nn.Module, experts: Any) -> nn.Module:
     """Return the one part of the block beside its experts; raise `ValueError` for a block of another make."""
     parts = {name: child for name, child in moe.named_children() if child is not experts and list(child.parameters())}
     if len(parts) != 1 or list(moe.parameters(recurse=False)):
-        raise ValueError(f"has {', '.join(parts) or 'nothing'} beside its experts, where a router is known alone")
+        raise ValueError(f"has {', '.join(parts) or 'nothing'} beside its experts; only a single router is supported")
     (router,) = parts.values()
     check_stacked(router, len(next(experts.parameters())))
     return router
@@ -185,4 +185,4 @@ def check_stacked(module: nn.Module, count: int) -> None:
     """Raise `ValueError` unless every parameter has one row or matrix for each of ``count`` experts."""
     for key, parameter in module.named_parameters():
         if "." in key or parameter.shape[0] != count:
-            raise ValueError(f"holds {key}, which is not of one part per expert")
+            raise ValueError(f"holds {key}, whose first dimension is not the number of experts")

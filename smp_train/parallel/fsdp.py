@@ -86,7 +86,7 @@ def shard(
 
 
 def measure(units: Iterable[FSDPModule]) -> None:
-    """Let whoever measures take the time of all-gathers and reduce-scatters, as torch allows since 2.9."""
+    """Time all-gathers and reduce-scatters through `heartbeat.collective`, where torch allows it (2.9 and newer)."""
     with suppress(ImportError, AttributeError):
         from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 

@@ -59,8 +59,8 @@ class Routers:
         routers = [module for module in model.modules() if kind is not None and type(module) is kind]
         if not routers:
             raise ConfigError(
-                f"a router loss (--moe 1, or output_router_logits in config.json): transformers tells no routers of a "
-                f"{model.config.model_type}; give --moe 0, and set output_router_logits to false"
+                f"a router loss (--moe 1, or output_router_logits in config.json): transformers does not expose the "
+                f"routers of {model.config.model_type}; give --moe 0, and set output_router_logits to false"
             )
         self._loss, self._used = loss, int(model.config.num_experts_per_tok)
         self._seen: list[Tensor] | None = None

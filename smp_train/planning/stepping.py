@@ -31,7 +31,7 @@ SOME = 2
 
 
 def peaks(
-    args: Arguments, backend: Backend, model: nn.Module, *, seq_len: int, counter: work.Counter | None = None
+    args: Arguments, backend: Backend, model: nn.Module, *, seq_len: int, counter: work.WorkCounter | None = None
 ) -> dict[Phase, Counter[str]]:  # fmt: skip
     """Return the largest bytes of live tensors of two steps on this rank, by phase and use; collective.
 
@@ -80,7 +80,7 @@ def peaks(
 class MicroBatches(list[Batch]):
     """A rank's micro-batches of a step; while one runs, the counter knows how many it stands for."""
 
-    def __init__(self, args: Arguments, seq_len: int, counter: work.Counter | None) -> None:
+    def __init__(self, args: Arguments, seq_len: int, counter: work.WorkCounter | None) -> None:
         self.planned, self.counter = args.gradient_accumulation_steps, counter
         ids = [torch.zeros(args.train_batch_size, seq_len, dtype=torch.int64) for _ in range(min(self.planned, SOME))]
         super().__init__(Batch(input_ids=each, labels=each, attention_mask=None, samples=[]) for each in ids)

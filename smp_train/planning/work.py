@@ -76,7 +76,7 @@ class Work:
         return functools.reduce(Cost.plus, found, Cost())
 
 
-class Counter:
+class WorkCounter:
     """Counts what is dispatched into `Work`."""
 
     def __init__(self, dimensions: Mapping[tuple[int, ...], str], per_node: int) -> None:

@@ -32,8 +32,7 @@ from smp_train.parallel import activation_offloading, expert_parallel, grad_norm
 from smp_train.planning import stepping
 from smp_train.planning.stepping import UPDATE, Phase
 from smp_train.planning.tracker import GRADIENTS, HOST, OPTIMIZER, PARAMETERS
-from smp_train.planning.work import Counter as WorkCounter
-from smp_train.planning.work import Work
+from smp_train.planning.work import Work, WorkCounter
 
 ON_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 

@@ -272,3 +272,8 @@ def history(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             kept = [earlier for earlier in kept if earlier.get("step", 0) <= record["step"]]
         kept.append(record)
     return kept
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a field of a record is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

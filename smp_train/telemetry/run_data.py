@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from smp_train.errors import ConfigError
-from smp_train.telemetry.metrics import FILE_NAME, NAMED_FROM, history, read_metrics
+from smp_train.telemetry.metrics import FILE_NAME, NAMED_FROM, history, is_number, read_metrics
 from smp_train.telemetry.run_folder import RunFolder
 
 POINTS = 1000
@@ -95,7 +95,7 @@ class RunData:
         kept = thinned(self.steps)
         fields = dict.fromkeys(key for record in kept for key in record if key not in NOT_SHOWN)
         columns = {key: [record.get(key) for record in kept] for key in fields}
-        columns = {key: values for key, values in columns.items() if any(map(_is_number, values))}
+        columns = {key: values for key, values in columns.items() if any(map(is_number, values))}
         losses = [record["loss"] for record in self.steps if record.get("loss") is not None]
         window = max(1, len(losses) // 40) | 1
         means = iter(smooth(losses, window))
@@ -209,7 +209,7 @@ def _shares(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts of a step's time in per cent: ``time_shares`` where recorded, else the wait for data alone."""
     if isinstance(record.get("time_shares"), Mapping):
         found = {str(name).replace("_", " "): share for name, share in record["time_shares"].items()}
-        return {name: 100 * share for name, share in found.items() if _is_number(share)}
+        return {name: 100 * share for name, share in found.items() if is_number(share)}
     seconds, waited = record.get("step_sec"), record.get("data_wait_sec")
     return {"data": 100 * waited / seconds} if seconds and waited is not None else {}
 
@@ -218,7 +218,3 @@ def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
     facts = {f"mesh.{name}": size for name, size in (run.get("mesh") or {}).items()}
     facts |= {f"version.{name}": each for name, each in (run.get("versions") or {}).items()}
     return {**(run.get("config") or {}), **facts}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import math
 import os
 import queue
 import re
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 from smp_train.arguments import Arguments
 from smp_train.errors import first_line, install, redacted
 from smp_train.telemetry.logging_utils import get_logger
+from smp_train.telemetry.metrics import is_number
 
 EXTRAS = {"tensorboard": "tracking", "wandb": "wandb", "mlflow": "mlflow"}
 """Trackers, and the package's extra that brings each."""
@@ -82,7 +82,7 @@ class TensorBoard:
 
     def event(self, record: Mapping[str, Any]) -> None:
         """See `Tracker`."""
-        self._writer.add_text(f"event/{record['event']}", described(record), record["step"])
+        self._writer.add_text(f"event/{record['event']}", event_text(record), record["step"])
 
     def close(self, ended: str) -> None:
         """See `Tracker`."""
@@ -127,7 +127,7 @@ class WeightsAndBiases:
 
     def event(self, record: Mapping[str, Any]) -> None:
         """See `Tracker`."""
-        self._run.log({f"event/{record['event']}": described(record), "step": record["step"]})
+        self._run.log({f"event/{record['event']}": event_text(record), "step": record["step"]})
 
     def close(self, ended: str) -> None:
         """See `Tracker`."""
@@ -175,7 +175,7 @@ class MLflow:
 
     def event(self, record: Mapping[str, Any]) -> None:
         """See `Tracker`."""
-        self._client.set_tag(self._run, f"last.{record['event']}", described(record))
+        self._client.set_tag(self._run, f"last.{record['event']}", event_text(record))
 
     def close(self, ended: str) -> None:
         """See `Tracker`."""
@@ -250,7 +250,7 @@ class Trackers:
             feed.close(ended, until)
 
     def _log(self, group: str, record: Mapping[str, Any]) -> None:
-        numbers = {f"{group}/{name}": value for name, value in flat(record).items() if _is_number(value)}
+        numbers = {f"{group}/{name}": value for name, value in flat(record).items() if is_number(value)}
         for name in ("step", "time"):
             numbers.pop(f"{group}/{name}", None)
         for tracker, feed in self._feeds if numbers else ():
@@ -279,7 +279,7 @@ def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return {name: value for key, each in record.items() for name, value in _leaves(f"{prefix}{key}", each)}
 
 
-def described(record: Mapping[str, Any]) -> str:
+def event_text(record: Mapping[str, Any]) -> str:
     """Return an event's fields on one line, cut off at `MAX_TEXT`, without secrets of URLs."""
     rest = (f"{name} {value}" for name, value in record.items() if name not in ("event", "time"))
     return redacted(f"{record['event']}: {', '.join(rest)}")[:MAX_TEXT]
@@ -292,5 +292,3 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
