@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from smp_train.errors import ConfigError
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the ``type`` of an argument that is a whole number from ``least`` on."""
+
+    def read(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
+        return int(text)
+
+    read.__name__ = "int"  # argparse names it where the text is no number
+    return read
+
+
+def positive(text: str) -> float:
+    """Be the ``type`` of an argument that is a finite number above 0."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0, and finite")
+    return float(text)
 
 
 class VerbParser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from smp_train.arguments.verb_parser import VerbParser
+from smp_train.arguments.verb_parser import VerbParser, at_least, positive
 from smp_train.checkpoints import foreign
 from smp_train.checkpoints.commit import CheckpointFolder, absent, open_folder, parent_of
 from smp_train.checkpoints.discovery import Checkpoint, is_checkpoint_folder, is_one_checkpoint, open_checkpoint
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         made = verb(name, help, source, "folder to write")
         made.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as stored")
         made.add_argument("--tokenizer", help="folder or name of the tokenizer to write beside the model")
-        made.add_argument("--max_shard_gb", type=float, default=5.0, help="size of one file (default: 5)")
+        made.add_argument("--max_shard_gb", type=positive, default=5.0, help="size of one file (default: 5)")
         made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a model that is there")
         if name == "export":
             made.add_argument("--merge", type=int, choices=(0, 1), default=0, help="add adapters into the weights")
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run a tokenizer's own code")
     made = verb("import", "make a checkpoint of weights of any form", "see --pretrained_checkpoint_file", "folder")
     made.add_argument("--model", help="folder or name of the model; default: config.json beside the weights")
-    made.add_argument("--step", type=int, help="step of the checkpoint; default: what the source says, else 0")
+    made.add_argument("--step", type=at_least(0), help="step of the checkpoint; default: what the source says, else 0")
     made.add_argument("--overwrite", type=int, choices=(0, 1), default=0, help="replace a checkpoint of that step")
     made.add_argument("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the model's own code")
     made = verb("prune", "delete all but a run's newest committed checkpoints, and its best", "folder of checkpoints")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from smp_train.arguments.verb_parser import VerbParser
+from smp_train.arguments.verb_parser import VerbParser, at_least
 from smp_train.data import manifest
 from smp_train.data.audit import audit
 from smp_train.data.survey import ANY_VOCABULARY, look
@@ -27,8 +27,10 @@ def parser() -> argparse.ArgumentParser:
     ):
         one = verbs.add_parser(name, help=about, description=about)
         one.add_argument("path", help="folder or file of shards, Hugging Face data set, or prepared tokens; or s3://")
-        one.add_argument("--vocab_size", type=int, default=ANY_VOCABULARY, help="ids must be below it")
-        one.add_argument("--max_context_width", type=int, help="rows that it cuts to nothing to learn are problems")
+        one.add_argument("--vocab_size", type=at_least(1), default=ANY_VOCABULARY, help="ids must be below it")
+        one.add_argument(
+            "--max_context_width", type=at_least(2), help="rows that it cuts to nothing to learn are problems"
+        )
         one.add_argument("--cache_dir", help="where objects of S3 are put for a while")
         if name == "inspect":
             one.add_argument(
@@ -38,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--chat_template", metavar="FILE", help="of chats: as of smp-train prepare")
     one = verbs.add_parser("audit", help="check the data_audit files of a run for repeats and gaps")
     one.add_argument("run", help="run folder of a run with --data_audit 1")
-    one.add_argument("--rows", type=int, help="samples in the data set; default: as run.json says")
+    one.add_argument("--rows", type=at_least(1), help="samples in the data set; default: as run.json says")
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from smp_train.arguments.verb_parser import VerbParser
+from smp_train.arguments.verb_parser import VerbParser, positive
 from smp_train.errors import ConfigError, install
 from smp_train.telemetry import page
 from smp_train.telemetry.run_data import PALETTE, RunData, read_runs, smooth
@@ -254,15 +254,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder: what --run_dir was, or runs/<run_name>")
     parser.add_argument("--out", help="the page, with pictures beside it (default: RUN/report.html)")
     parser.add_argument(
-        "--live", nargs="?", type=float, const=LIVE_SECONDS, metavar="SECONDS",
+        "--live", nargs="?", type=positive, const=LIVE_SECONDS, metavar="SECONDS",
         help=f"write the page again every so often (default {LIVE_SECONDS:g} s) until the run ends",
     )  # fmt: skip
     options = parser.parse_args(argv)
     alone = len(options.runs) == 1
     out = Path(options.out or (Path(options.runs[0]) / page.FILE_NAME if alone else page.FILE_NAME))
     if options.live is not None:
-        if options.live <= 0:
-            raise ConfigError(f"--live {options.live:g}: must be above 0 seconds")
         print(out, flush=True)
         page.follow(options.runs, out, options.live)
     runs = read_runs(options.runs)

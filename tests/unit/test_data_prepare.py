@@ -200,7 +200,7 @@ BAD_CALLS = {
     "no tokenizer": ("--input i --output o", ConfigError, "--tokenizer --train_tokenizer is required"),
     "unknown": ("--nonsense 1", ConfigError, "see smp-train prepare --help"),
     "nowhere": ("--input /nowhere --output o --train_tokenizer 400", DataError, "/nowhere: "),
-    "short rows": ("--input {here} --output o --train_tokenizer 400 --seq_len 1", ConfigError, "--seq_len 1"),
+    "short rows": ("--input {here} --output o --train_tokenizer 400 --seq_len 1", ConfigError, "--seq_len: 1: must"),
     "fraction": ("--input {here} --output o --tokenizer t --validation_fraction 1", ConfigError, "--validation_f"),
     "special": ("--input i --output o --tokenizer t --special_tokens <x>", ConfigError, "--train_tokenizer"),
     "many special": ("--input {here} --output {out} --train_tokenizer 258 --special_tokens a b", ConfigError, "259"),

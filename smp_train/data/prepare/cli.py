@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smp_train.arguments.verb_parser import VerbParser
+from smp_train.arguments.verb_parser import VerbParser, at_least
 from smp_train.data import token_file
 from smp_train.data.atomic_file import atomic_file
 from smp_train.data.bad_rows import LeftOut
@@ -63,25 +63,31 @@ def parser() -> argparse.ArgumentParser:
     add("--exclude", nargs="+", default=[], help="names of files and folders to leave out, as 'test*'")
     which = found.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", help="tokenizer.json, a folder with one, or a name on the hub")
-    which.add_argument("--train_tokenizer", type=int, metavar="SIZE", help="train a byte-level BPE here")
+    which.add_argument("--train_tokenizer", type=at_least(1), metavar="SIZE", help="train a byte-level BPE here")
     add("--special_tokens", nargs="+", default=[], help="for --train_tokenizer: entries that are never split")
-    add("--min_frequency", type=int, default=0, help="for --train_tokenizer: of a pair that is merged (default: 0)")
+    add(
+        "--min_frequency", type=at_least(0), default=0,
+        help="for --train_tokenizer: of a pair that is merged (default: 0)",
+    )  # fmt: skip
     add("--trust_remote_code", type=int, choices=(0, 1), default=0, help="run the tokenizer's own code")
     add(
         "--bad_rows", choices=("stop", "skip"), default="stop",
         help="a document that is broken, no text, not UTF-8 or has a NUL stops this, or is left out (default: stop)",
     )  # fmt: skip
     add("--eos_token", help="token that ends a document; default: the tokenizer's own")
-    add("--seq_len", type=int, help=f"tokens per row of text (default: {SEQ_LEN}); a conversation is a row of its own")
-    add("--rows_per_shard", type=int, default=1024, help="rows per file (default: %(default)s)")
-    add("--max_rows", type=int, help="training rows to make at most; default: all there are")
+    add(
+        "--seq_len", type=at_least(2),
+        help=f"tokens per row of text (default: {SEQ_LEN}); a conversation is a row of its own",
+    )  # fmt: skip
+    add("--rows_per_shard", type=at_least(1), default=1024, help="rows per file (default: %(default)s)")
+    add("--max_rows", type=at_least(1), help="training rows to make at most; default: all there are")
     add("--validation_fraction", type=float, default=0.1, help="share of documents held out (default: 0.1)")
-    add("--validation_shards", type=int, help="validation files to make at most; default: no limit")
+    add("--validation_shards", type=at_least(0), help="validation files to make at most; default: no limit")
     add(
         "--output_type", choices=writing.KINDS, default="shards",
         help="JSON lines, the token cache training makes of them, or a Hugging Face data set (default: %(default)s)",
     )  # fmt: skip
-    add("--processes", type=int, help="to tokenise and write in; default: one for each core, where worth it")
+    add("--processes", type=at_least(1), help="to tokenise and write in; default: one for each core, where worth it")
     add("--zip", type=int, choices=(0, 1), default=1, help="gzip the shards (default: %(default)s)")
     add("--overwrite", type=int, choices=(0, 1), default=0, help="replace an earlier preparation")
     return found
@@ -91,9 +97,6 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; return the exit code. Raises ConfigError and DataError."""
     args = parser().parse_args([_underscored(word) for word in argv])
     trust_code(bool(args.trust_remote_code))
-    for flag, least in (("seq_len", 2), ("rows_per_shard", 1), ("processes", 1)):
-        if getattr(args, flag) is not None and getattr(args, flag) < least:
-            raise ConfigError(f"--{flag} {getattr(args, flag)}: must be at least {least}")
     if not 0 <= args.validation_fraction < 1:
         raise ConfigError(f"--validation_fraction {args.validation_fraction}: must be in [0, 1)")
     for flag in ("special_tokens", "min_frequency"):

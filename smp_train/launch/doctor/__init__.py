@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from smp_train.arguments.verb_parser import positive
 from smp_train.distributed import detect
 from smp_train.errors import ConfigError
 from smp_train.launch import network_check
@@ -41,8 +42,9 @@ def main(words: Sequence[str]) -> int:
     options.add_argument("--json", action="store_true", help="one JSON list instead of lines")
     options.add_argument("--folder", type=Path, default=Path(), help="where runs are to be written (default: here)")
     options.add_argument(
-        "--network", type=float, metavar="SECONDS", help="under srun, torchrun, mpiexec: do all ranks reach each other?"
-    )
+        "--network", type=positive, metavar="SECONDS",
+        help="under srun, torchrun, mpiexec: do all ranks reach each other?",
+    )  # fmt: skip
     try:
         given = options.parse_args(list(words))
     except SystemExit as leaving:

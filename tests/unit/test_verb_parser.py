@@ -1,0 +1,38 @@
+"""Numbers of the verbs' own flags: those that make no sense are refused before anything is read or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smp_train.cli import main
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "values"),
+    [
+        ("checkpoint import SOURCE TARGET", "--step", ["-1", "1.5"]),
+        ("checkpoint export SOURCE TARGET", "--max_shard_gb", ["0", "nan", "inf"]),
+        ("checkpoint convert SOURCE TARGET", "--max_shard_gb", ["-5"]),
+        ("checkpoint prune SOURCE", "--keep", ["0", "-1"]),
+        ("data verify SOURCE", "--vocab_size", ["0"]),
+        ("data inspect SOURCE", "--max_context_width", ["1"]),
+        ("data audit SOURCE", "--rows", ["-1"]),
+        ("prepare --input SOURCE --output TARGET", "--train_tokenizer", ["0"]),
+        ("prepare --input SOURCE --output TARGET --tokenizer SOURCE", "--seq_len", ["1"]),
+        ("prepare --input SOURCE --output TARGET --tokenizer SOURCE", "--max_rows", ["0"]),
+        ("report SOURCE", "--live", ["0", "nan"]),
+        ("doctor", "--network", ["-1"]),
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    words: str, flag: str, values: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "source").mkdir()
+    line = words.replace("SOURCE", str(tmp_path / "source")).replace("TARGET", str(tmp_path / "target")).split()
+    for value in values:
+        assert main([*line, f"{flag}={value}"]) == 2
+        assert f"{flag}" in (said := capsys.readouterr().err)
+        assert value in said
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
