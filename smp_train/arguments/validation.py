@@ -41,7 +41,8 @@ def validate(
     elif args.auto != "off" and not args.evaluate_only:
         raise ConfigError(f"--auto {args.auto} plans the native backend; give --backend native, or leave it out")
     plan(args, world_size, local_world_size or world_size, smp=not natively)
-    for problems in (_model(args), _finetuning(args), _computation(args), _checkpoints(args), _data(args, own)):
+    check_together(args)
+    for problems in (_checkpoints(args), _data(args, own)):
         _refuse(problems)
 
 
@@ -61,6 +62,12 @@ def refuse_natively(args: Arguments) -> None:
 def check_values(args: Arguments) -> None:
     """Raise `ConfigError` for a value that its flag does not allow."""
     _refuse(_values(args))
+
+
+def check_together(args: Arguments) -> None:
+    """Raise `ConfigError` for flags of the model and of what it computes that contradict each other."""
+    for problems in (_model(args), _finetuning(args), _computation(args)):
+        _refuse(problems)
 
 
 def _refuse(problems: Iterator[str]) -> None:
@@ -142,6 +149,11 @@ def _computation(args: Arguments) -> Iterator[str]:
             f"--activation_checkpointing {setting} and --selective_checkpointing {show(selective)} contradict each "
             "other; give one of them"
         )
+    if args.short == "pack" and args.context_parallel_degree > 1:
+        yield (
+            f"--short pack does not go with --context_parallel_degree {args.context_parallel_degree}: packed documents "
+            "are not split over ranks; use --short concat"
+        )
     if args.min_lr > args.lr and args.lr_decay_style != "constant":
         yield f"--min_lr {show(args.min_lr)} is above --lr {show(args.lr)}; give a lower --min_lr"
     if args.warmup < 1 and args.warmup + args.plateau > 1:
@@ -219,11 +231,6 @@ def _data(args: Arguments, own: Own) -> Iterator[str]:
         yield f"--shuffle {args.shuffle}: is not one of global, none, window:K (K shards)"
     if args.short != "pad" and args.long == "crop":
         yield f"--long crop leaves tokens out, --short {args.short} keeps all; use --long split"
-    if args.short == "pack" and args.context_parallel_degree > 1:
-        yield (
-            f"--short pack does not go with --context_parallel_degree {args.context_parallel_degree}: packed documents "
-            "are not split over ranks; use --short concat"
-        )
     if prompts_only(args):
         return
     if args.dataset:

@@ -1,7 +1,7 @@
 """``smp-train plan``: memory, time and cost of a run, from stepping its own model with fake tensors.
 
 Needs no GPU, no data and no memory: a run on thousands of devices is planned on a laptop. Exit code 2 where it does not
-fit.
+fit: then at most four changes of flags are planned, too, up to one that fits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from smp_train.arguments import Arguments, parse
 from smp_train.arguments.chosen import given
-from smp_train.arguments.validation import check_values, refuse_natively
+from smp_train.arguments.validation import check_together, check_values, refuse_natively
 from smp_train.arguments.verb_parser import VerbParser
-from smp_train.distributed.degrees import plan as layout
+from smp_train.distributed import degrees
 from smp_train.errors import ConfigError
 from smp_train.launch import instances
 from smp_train.models.hugging_face import trust_code
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("plan: --tokens: there is no time on gloo, nor of an instance type whose rates are not known")
     print(json.dumps(found) if own.json else text(found), flush=True)
     if found["fits"] is False:
-        raise ConfigError(f"does not fit: {_complaint(found)}")
+        raise ConfigError(f"does not fit: {complaint(found)}")
     return 0
 
 
@@ -128,6 +128,7 @@ def check(args: Arguments) -> None:
     check_values(args)
     args.backend, args.use_torch_compile = "native", False
     refuse_natively(args)
+    check_together(args)
 
 
 def described(
@@ -142,9 +143,8 @@ def described(
     at_peak = uses[phase]
     slack = fitting.slack(peaks[phase], gpu=gpu)
     needed = peaks[phase] + slack
-    degrees = layout(args, devices, per_node, smp=False)
     return {
-        "model": spec.name, "devices": devices, "mesh": vars(degrees),
+        "model": spec.name, "devices": devices, "mesh": vars(degrees.plan(args, devices, per_node, smp=False)),
         "peak": peaks[phase], "phase": named(phase), "at_peak": at_peak, "slack": slack, "needed": needed,
         "memory": there, "host_memory": host,
         "fits": None if there is None else needed <= there and (host is None or on_host <= host),
@@ -179,24 +179,36 @@ def text(found: dict[str, Any]) -> str:
         f"  {'checkpoint, of all devices':<40}{gib(found['checkpoint']):>14}", "",
     ]  # fmt: skip
     if found["lower"]:
-        rows.append("  lower: " + "; ".join(_changes(found)))
+        sizes = (("-" if size is None else gib(size), change) for change, size in found["lower"].items())
+        rows += ["  lower, with one change each:", *(f"  {size:>14}  {change}" for size, change in sizes), ""]
     rows += cost.text(found)
     if found["fits"] is not None:
-        host = f", and {gib(found['host_memory'])} of host memory" if found["host_memory"] else ""
-        rows.append(f"  {'fits' if found['fits'] else 'does not fit'} into {gib(found['memory'])}{host}")
-    return "\n".join(rows)
+        rows.append(_verdict(found["needed"], found["memory"]))
+        if found["host_memory"]:
+            rows.append(_verdict(found["host_needed"], found["host_memory"], " of host memory"))
+    return "\n".join(rows).rstrip()
 
 
-def _complaint(found: dict[str, Any]) -> str:
-    devices = f"each of {found['devices']} devices, which have"
-    if found["needed"] > found["memory"]:
-        remedy = "give " + ", or ".join(_changes(found)) if found["lower"] else "take more or larger devices"
-        return f"{gib(found['needed'])} on {devices} {gib(found['memory'])}; {remedy}"
-    return (
-        f"{gib(found['host_needed'])} of host memory for {devices} {gib(found['host_memory'])} each; offload less "
-        "(--sm_activation_offloading, --cpu_offload), or take instances with more memory"
-    )
+def _verdict(needed: int, there: int, where: str = "") -> str:
+    return f"  {gib(needed)} {'fits' if needed <= there else 'does not fit'} into {gib(there)}{where}"
 
 
-def _changes(found: dict[str, Any]) -> list[str]:
-    return [change if size is None else f"{change} ({gib(size)})" for change, size in found["lower"].items()]
+def complaint(found: dict[str, Any]) -> str:
+    """Return why it does not fit and what would: the one change that suffices, else all that lower it."""
+    each = f"each of {found['devices']} devices" if found["devices"] > 1 else "the device"
+    if found["needed"] <= found["memory"]:
+        return (
+            f"{each} needs {gib(found['host_needed'])} of its host's memory, which has "
+            f"{gib(found['host_memory'])} for each; offload less (--sm_activation_offloading, --cpu_offload), or take "
+            "instances with more memory"
+        )
+    sizes = {change: size for change, size in found["lower"].items() if size is not None}
+    enough = [change for change, size in sizes.items() if size <= found["memory"]]
+    if enough:
+        remedy = f"give {enough[0]} ({gib(sizes[enough[0]])})"
+    elif sizes:
+        all_of_them = "; ".join(f"{change} ({gib(size)})" for change, size in sizes.items())
+        remedy = f"none of these changes alone is enough: {all_of_them}; combine them, or take more or larger devices"
+    else:
+        remedy = "take more or larger devices"
+    return f"{each} needs {gib(found['needed'])} and has {gib(found['memory'])}; {remedy}"

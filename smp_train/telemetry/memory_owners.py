@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from smp_train.arguments import Arguments
+from smp_train.arguments.chosen import words
+from smp_train.arguments.remedies import MORE_DEVICES, Uses, remedies
 from smp_train.distributed import ALL_RANKS, Runtime, heartbeat
-from smp_train.distributed.degrees import plan
 from smp_train.distributed.dtensor import local_tensor
 from smp_train.errors import SmpTrainError, no_memory
 from smp_train.telemetry.memory_tracker import dump, rss_gib
@@ -95,31 +96,19 @@ def _of_width(widths: Collection[int], device: torch.device) -> int:
 
 
 def changes(
-    args: Arguments, held: list[tuple[str, float]], *, sharing: int, world_size: int, on_gpu: bool
-) -> list[str]:
-    """Return the changes that lower what is largest, the first to be tried first.
-
-    ``sharing`` is the number of ranks among which the model's state is shared.
-    """
-    for_state = [
-        (sharing < world_size, f"--hybrid_shard_degree {world_size}"),
-        (on_gpu and not args.cpu_offload, "--cpu_offload 1"),
-        (True, "more GPUs"),
-    ]
-    half, steps = max(1, args.train_batch_size // 2), 2 * args.gradient_accumulation_steps
-    for_activations = [
-        (not args.chunked_loss, "--chunked_loss 1"),
-        (args.activation_checkpointing != "full", "--activation_checkpointing full"),
-        (args.train_batch_size > 1, f"--train_batch_size {half} --gradient_accumulation_steps {steps}"),
-        (not args.sm_activation_offloading, "--sm_activation_offloading 1"),
-        (True, "a smaller --max_context_width or a larger --context_parallel_degree"),
-    ]
+    args: Arguments, held: list[tuple[str, float]], ranks: Runtime, *, on_gpu: bool, smp: bool = False
+) -> list[str]:  # fmt: skip
+    """Return the changes that lower what is largest, the first to be tried first."""
     total = sum(size for _, size in held)
     pieces = dict(held).get(PIECES, 0.0) >= PIECES_FROM * total
     activations = sum(size for name, size in held if name.startswith((OTHERS, LOGITS)))
     state = sum(size for name, size in held if name.startswith(("weights", "gradients", "optimizer")))
-    first, second = (for_activations, for_state) if activations >= state else (for_state, for_activations)
-    named = [text for applies, text in (*first[:-1], *second[:-1], first[-1], second[-1]) if applies]
+    # What was not allocated is not among what is held: it may be logits as well as activations.
+    uses = Uses(state, working=activations, head=activations)
+    found = remedies(args, uses, ranks.world_size, ranks.local_world_size, gpu=on_gpu, smp=smp)
+    named = [words(flags) for flags in found if flags is not None]
+    last = ["a smaller --max_context_width", MORE_DEVICES]
+    named += last if activations >= state else last[::-1]
     return [*["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"] * pieces, *named][:FLAGS]
 
 
@@ -146,8 +135,7 @@ def out_of_memory(
     for row in table(held):
         log.error("%s", row, extra=ALL_RANKS)
     dump(folder, ranks.rank)
-    sharing = plan(args, ranks.world_size, ranks.local_world_size, smp=smp).sharing
-    change = changes(args, held, sharing=sharing, world_size=ranks.world_size, on_gpu=device.type == "cuda")
+    change = changes(args, held, ranks, on_gpu=device.type == "cuda", smp=smp)
     largest = ", ".join(f"{name} {size:.3g} GiB" for name, size in held[:OWNERS])
     where = "while the model is built" if model is None else f"in step {step}, {heartbeat.PHASES[heartbeat.phase]}"
     return SmpTrainError(

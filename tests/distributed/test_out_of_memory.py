@@ -65,7 +65,7 @@ def test_out_of_memory_in_set_up_names_what_shares_the_state(tmp_path: Path) -> 
     said = harness.run(build_until_out_of_memory, 2, flags(tmp_path, hybrid_shard_degree=1))[0]
     assert "out of memory while the model is built: CUDA out of memory" in said
     assert "held by weights made so far" in said
-    assert "in this order: --hybrid_shard_degree 2;" in said
+    assert "in this order: --sharding_strategy full_shard --hybrid_shard_degree 0;" in said
 
 
 def test_memory_profiling_has_rows_of_set_up_phases_and_saves(tmp_path: Path) -> None:

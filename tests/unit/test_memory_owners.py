@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from smp_train.arguments import parse
-from smp_train.distributed import heartbeat
-from smp_train.errors import no_memory
+from smp_train.arguments import Arguments, parse, validate
+from smp_train.arguments.remedies import MORE_DEVICES, Uses, remedies
+from smp_train.distributed import Runtime, heartbeat
+from smp_train.distributed.degrees import plan
+from smp_train.errors import ConfigError, no_memory
 from smp_train.telemetry import memory_owners, memory_tracker
 from smp_train.telemetry.memory_owners import changes, owners
 
@@ -67,24 +72,82 @@ STATE = [("optimizer state", 40.0), (memory_owners.OTHERS, 20.0)]
 FRAGMENTS = [*STATE, (memory_owners.PIECES, 10.0)]
 
 
+WHOLE = "--sharding_strategy full_shard --hybrid_shard_degree 0"
+
+
+def of(flags: str) -> Arguments:
+    return parse(["--use_synthetic_data=1", *flags.split()], {}).args
+
+
+def ranks(world_size: int) -> Runtime:
+    return Runtime("plan", 0, world_size, 0, 8, 0, world_size // 8, "localhost", 0, "localhost", False)
+
+
 @pytest.mark.parametrize(
     ("held", "flags", "first"),
     [
         (ACTIVATIONS, "--activation_checkpointing none --chunked_loss 0", "--chunked_loss 1"),
         (ACTIVATIONS, "--activation_checkpointing none", "--activation_checkpointing full"),
+        (ACTIVATIONS, "--selective_checkpointing 2",
+         "--activation_checkpointing full --selective_checkpointing 1"),
         (ACTIVATIONS, "--train_batch_size 6", "--train_batch_size 3 --gradient_accumulation_steps 2"),
+        (ACTIVATIONS, "--train_batch_size 9 --gradient_accumulation_steps 2",
+         "--train_batch_size 3 --gradient_accumulation_steps 6"),
         (ACTIVATIONS, "--train_batch_size 1", "--sm_activation_offloading 1"),
-        (STATE, "", "--hybrid_shard_degree 8"),
+        (STATE, "--hybrid_shard_degree 2", WHOLE),
+        (STATE, "--sharding_strategy no_shard --tensor_parallel_degree 2", WHOLE),
+        (STATE, "", "--cpu_offload 1"),
         (FRAGMENTS, "", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"),
     ],
-)
+)  # fmt: skip
 def test_what_to_change_first(held: list[tuple[str, float]], flags: str, first: str) -> None:
-    args = parse(["--use_synthetic_data=1", *flags.split()], {}).args
-    named = changes(args, held, sharing=2, world_size=8, on_gpu=True)
+    named = changes(of(flags), held, ranks(8), on_gpu=True)
     assert named[0] == first
-    assert len(named) == memory_owners.FLAGS
-    everything = changes(args, STATE, sharing=8, world_size=8, on_gpu=True)
-    assert everything[0] == "--cpu_offload 1"
+    assert len(named) <= memory_owners.FLAGS
+
+
+def test_what_the_machine_or_the_backend_does_not_do_is_not_named() -> None:
+    one_row = of("--train_batch_size 1")
+    for held in (ACTIVATIONS, STATE):
+        assert set(changes(one_row, held, ranks(8), on_gpu=False)) == {"a smaller --max_context_width", MORE_DEVICES}
+    assert "--cpu_offload 1" in changes(one_row, STATE, ranks(8), on_gpu=True)
+    assert "--cpu_offload 1" not in changes(one_row, STATE, ranks(8), on_gpu=True, smp=True)
+    fp8 = of("--fp8 1 --train_batch_size 1")
+    assert "--sm_activation_offloading 1" in changes(fp8, STATE, ranks(8), on_gpu=True)
+    assert "--sm_activation_offloading 1" not in changes(fp8, STATE, ranks(8), on_gpu=True, smp=True)
+
+
+DEGREES = st.tuples(*[st.sampled_from([1, 2, 3, 4, 8])] * 4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    degrees=DEGREES, world_size=st.sampled_from([8, 24, 64]), rows=st.integers(1, 15), steps=st.integers(1, 3),
+    more=st.sampled_from(["", "--short pack", "--fp8 1", "--selective_checkpointing 0.5", "--chunked_loss 0",
+                          *(f"--sharding_strategy {each}" for each in ("no_shard", "shard_grad_op"))]),
+)  # fmt: skip
+def test_every_remedy_is_accepted_and_keeps_the_global_batch(
+    degrees: tuple[int, ...], world_size: int, rows: int, steps: int, more: str
+) -> None:
+    names = ("tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "hybrid_shard_degree")
+    words = " ".join(f"--{name} {value}" for name, value in zip(names, degrees, strict=True) if value > 1)
+    args = of(f"--backend native --train_batch_size {rows} --gradient_accumulation_steps {steps} {words} {more}")
+    try:
+        validate(args, world_size, 8)
+    except ConfigError:
+        assume(False)
+    uses = Uses(1, 1, 1, 1)
+
+    def batch(of: Arguments) -> int:
+        readers = plan(of, world_size, 8, smp=False).data_parallel
+        return of.train_batch_size * of.gradient_accumulation_steps * readers
+
+    for flags in remedies(args, uses, world_size, 8, gpu=True, experts=8):
+        if flags is not None:
+            changed = replace(args, **flags)
+            validate(changed, world_size, 8)
+            assert changed != args
+            assert batch(changed) == batch(args)
 
 
 def test_a_snapshot_of_the_first_steps_and_none_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
