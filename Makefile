@@ -101,7 +101,7 @@ test-smp-container-versions: venv .venv-smp/.installed
 
 test-gpu-versions: venv .venv-gpu/.installed
 	.venv-gpu/bin/python -m pytest tests/distributed/test_bench_gpu.py tests/distributed/test_activations.py \
-		tests/distributed/test_planning.py \
+		tests/distributed/test_planning.py tests/distributed/test_auto.py \
 		tests/distributed/test_same_numbers.py tests/distributed/test_expert_parallel.py tests/distributed/test_router_loss.py \
 		tests/distributed/test_any_split_model.py tests/unit/test_attention.py tests/unit/test_losses.py
 
