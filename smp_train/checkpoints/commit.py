@@ -43,17 +43,17 @@ from smp_train.storage.s3 import PART_BYTES
 logger = logging.getLogger(__name__)
 
 ASIDE = f"{COMMITTED}."
-"""How COMMITTED is called once the checkpoint has been set aside; the reason comes after it."""
+"""Name of COMMITTED once the checkpoint has been set aside; the reason follows."""
 CLAIM = ".run"
-"""First file of an attempt: two runs that begin the same name at the same time see each other by it."""
+"""First file of an attempt, with the run's id: two runs that begin one name at once see each other by it."""
 DELETING = ".deleting"
-"""How COMMITTED is called while a checkpoint is deleted whose files lie beside it."""
+"""Name of COMMITTED while a checkpoint whose files lie beside it is being deleted."""
 PROBE = ".probe-"
-"""How files are called that are there for a moment, to see who can write to the folder, or sees it."""
+"""Prefix of short-lived files that test whether a rank can write to the folder and sees other ranks' files."""
 PROBE_SECONDS = 60.0
-"""A probe, or a temporary file, that has not been touched for so long is nobody's."""
+"""A probe or temporary file older than this belongs to no process."""
 IN_FLIGHT_SECONDS = 60.0
-"""The last request of a killed process to S3, which may be its COMMITTED, may still take effect for so long."""
+"""For so long the last request of a killed process, perhaps its COMMITTED, may still take effect in S3."""
 UNKNOWN = RunId()
 ATTEMPT = re.compile("[0-9a-f]{8}(-(?P<key>[0-9a-f]{8}))?")
 """Names of the sub-folders of a checkpoint, one for each attempt to save it."""

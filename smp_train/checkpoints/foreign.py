@@ -67,7 +67,7 @@ class Foreign(Checkpoint):
 
     @property
     def durable(self) -> bool:
-        """False: it is not this run's, and nothing that is to be written of the run is there."""
+        """False: it is another program's, so that this run's own first checkpoint is still to be written."""
         return False
 
     @property

@@ -111,9 +111,9 @@ class CheckpointManager:
         gather("cannot start", acquire)
 
     def go_back(self, to: Checkpoint) -> None:
-        """Let the run's checkpoints of later steps no longer count from the first save on, if ``to`` is the run's own.
+        """Set the run's checkpoints of later steps aside at the first save, if ``to`` is a checkpoint of this run.
 
-        Otherwise the next start would go on from what this one has left. They are renamed to ``*.abandoned``.
+        Otherwise the next start would resume from them. Their markers are renamed to ``COMMITTED.abandoned``.
         """
         if to.committed.run == self.run:
             self._back_to = to.step
@@ -195,7 +195,7 @@ class CheckpointManager:
             heartbeat.at(heartbeat.UPDATE)
 
     def busy(self) -> bool:
-        """Return whether a save of this rank's is still being written; peers may be further or less far."""
+        """Return whether this rank is still writing a save; its peers may be ahead or behind."""
         return self._pending is not None and self._pending.running()
 
     def poll(self) -> bool:
@@ -212,7 +212,7 @@ class CheckpointManager:
         return saved
 
     def close(self) -> None:
-        """Let the folders go; a save that is under way, as the run failed, is given a few seconds. Not collective."""
+        """Release the folders; where a failed run has a save under way, wait a few seconds for it. Not collective."""
         if self._pending is not None:
             self._pending.abandon(ABANDON_SECONDS)
         for target in self._targets:

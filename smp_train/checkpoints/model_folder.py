@@ -21,16 +21,16 @@ from smp_train.storage import Storage
 from smp_train.storage.paths import Place, names_in, place
 
 SCRATCH = ".partial"
-"""Sub-folder in which a model is written that is to replace another one."""
+"""Sub-folder in which a model is written before it replaces another one."""
 OF_A_MODEL = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)")
-"""What transformers calls the weights it writes; others beside them are none of ours."""
+"""Names that transformers gives to weights it writes; other files are not part of the model and stay."""
 OPENS = (CONFIG_FILE, ADAPTER_FILE)
 """Files without which a model, or an adapter, does not open. transformers opens an adapter before a model beside it."""
 OF_A_TOKENIZER = frozenset({
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json",
 })  # fmt: skip
-"""Of which one that is left over would be read with the files of another tokenizer."""
+"""Files of tokenizers: one left over from an earlier tokenizer would be read together with the new one's."""
 OF_AN_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
@@ -62,8 +62,8 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
             folder.delete_folder(SCRATCH)
         raise
     with _explained(there):
-        # The file without which the folder does not open goes first and comes last: the next time mends what a kill in
-        # between leaves.
+        # The file without which the folder does not open is removed first and written last: a kill in between leaves no
+        # folder that opens with wrong weights, and the next export completes it.
         new = sorted(folder.files(SCRATCH), key=lambda name: (name in OPENS, name))
         if "tokenizer_config.json" in new:  # which every tokenizer has
             old += sorted(names & OF_A_TOKENIZER)
@@ -76,9 +76,7 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
 
 
 def _files_of_the_model(there: Place, names: set[str]) -> list[str]:
-    """Return what it opens by, the weights that are transformers', peft's or in an index, then the indexes.
-
-    By these it is known.
+    """Return the names of a model's files: those it opens by, then weights, then indexes of weights.
     """
     found = {name for name in names if OF_A_MODEL.fullmatch(name)}
     found |= {name for name in names if ADAPTER_FILE in names and OF_AN_ADAPTER.fullmatch(name)}

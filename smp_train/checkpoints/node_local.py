@@ -60,7 +60,7 @@ def check_saver(saver: Saver) -> None:
 
 
 def compatible_with(durable: Sequence[str], mesh: Any) -> dict[str, Any]:
-    """Return what must be the same for a rank's part to be of use: who saves how, and for which durable folders."""
+    """Return the facts that must match for a rank's part to be loadable: ranks, mesh, durable folders and names."""
     ours = {"world_size": world_size(), "rank": rank(), "mesh": mesh, "durable": sorted(map(normal, durable))}
     return {**ours, "names": HUGGING_FACE}
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 OWNER = ".lock"
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
-"""An owner on another machine that has not been seen for so long is dead."""
+"""Without a sign of life for so long, an owner on another machine counts as dead."""
 POLL_SECONDS = 1.0
 ADVICE = "give another --run_name or --checkpoint_dir, or stop that job, or force it with --break_checkpoint_lock 1"
 JOBS = {"SLURM_JOB_ID": "Slurm job", "TRAINING_JOB_NAME": "training job", "PBS_JOBID": "PBS job"}
@@ -40,7 +40,7 @@ JOBS = {"SLURM_JOB_ID": "Slurm job", "TRAINING_JOB_NAME": "training job", "PBS_J
 
 @dataclass(frozen=True)
 class Token:
-    """What the owner file says: whose it is, and digits that no other job draws."""
+    """Content of the owner file: the owning job, and a random number that no other job has."""
 
     host: str
     pid: int
@@ -85,7 +85,7 @@ def _locked_file(token: str) -> str:
 
 def _hold(token: str) -> None:
     """Lock a file of this machine until the process ends; forked children do not inherit the lock."""
-    with contextlib.suppress(OSError, ConfigError):  # then others go by the beats
+    with contextlib.suppress(OSError, ConfigError):  # then other jobs rely on the beat file
         descriptor = os.open(_locked_file(token), os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _held[token] = descriptor

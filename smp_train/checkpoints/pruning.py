@@ -15,7 +15,7 @@ from smp_train.checkpoints.runs import committed, run_of
 from smp_train.errors import CheckpointError, ConfigError
 
 ABANDONED_SECONDS = 3600.0
-"""What an interrupted save left, and nobody has touched for as long, belongs to no save in progress."""
+"""Unfinished files that have not changed for so long belong to no save in progress."""
 
 
 def deleting(

@@ -109,14 +109,13 @@ def origin(
     near: Sequence[CheckpointFolder],
     model_type: Callable[[], str],
 ) -> Origin | None:
-    """Return whose checkpoints at which of ``places`` a start goes on from; None where there are none for it.
+    """Return which run's checkpoints, at which of ``places``, a start continues from; None where there are none.
 
     ``name`` is the run's, or empty; ``own`` are the folders that it saves to, and ``near`` those on this rank's disk,
-    which are looked at with them. A run with a name goes on from the checkpoints of that name; from those in its own
-    folders too, where ``places`` are others: what it began from has been used by then. Where there are none, and
-    ``places`` are its own, it goes on from those of no known run; else from the run that committed last, of several
-    model types from one of ``model_type``. Where there are none but damaged ones, their run counts: to begin afresh
-    would hide the loss.
+    which are looked at with them. A named run continues from checkpoints of its name: those in its own folders too
+    where ``places`` are others, because it has already used what it began from. Where it has none, and ``places`` are
+    its own, it continues from those of no known run; else from the run that committed last (of ``model_type``, where
+    there are several model types). Damaged checkpoints count for their run: to start afresh would hide the loss.
     """
     first = normal(places[0])
     folder, last = parent_of(first)

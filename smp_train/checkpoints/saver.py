@@ -16,7 +16,7 @@ from smp_train.models.smp_names import HubModel, Ranks
 
 HUGGING_FACE = "huggingface"
 SMP_NAMES = "smp"
-"""Whose names parameters have once ``torch.sagemaker.transform`` has made the model its own."""
+"""`Saver.names` of models that ``torch.sagemaker.transform`` has rebuilt under SMP's parameter names."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Tree:
 
 
 class _WholeReader(Reader):
-    """What readers need not do that have read their metadata ahead, and read all that a plan asks for."""
+    """The steps of a DCP reader that need no work where metadata is read ahead and plans are read whole."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to do."""
@@ -112,7 +112,7 @@ class _Source:
 
 
 _Answers = list[tuple[ReadItem, tuple[slice, ...]]]
-"""The original requests that one request to a reader answers, each with its part of what is read."""
+"""The original requests that one merged request to a reader answers, each with its slice of the result."""
 
 
 class _Rearranged(_WholeReader):
@@ -148,7 +148,7 @@ class _Rearranged(_WholeReader):
 
 
 def _last(dims: int, fill: int, values: Sequence[int]) -> list[int]:
-    """Return the last ``dims`` of the values; the dimensions that only one side has come first, and have one index."""
+    """Return the last ``dims`` values, with ``fill`` in front where there are fewer: extra dimensions have size 1."""
     return [*[fill] * dims, *values][len(values) :]
 
 
@@ -295,7 +295,7 @@ def _done() -> Future[None]:
 
 
 class _Targets(LoadPlanner):
-    """Stands between a reader and the planner: what is asked of the reader fills part of the original request."""
+    """The planner that a reader sees: it fills the original requests from what the reader reads for the merged ones."""
 
     def __init__(self, planner: LoadPlanner, requests: dict[ReadItem, _Answers]) -> None:
         self._planner, self._requests = planner, requests

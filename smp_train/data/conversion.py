@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 Group = list[tuple[Shard, str | None]]
 """Shards of one token file, each with its local copy where it is in S3."""
 WAIT_SECONDS = 1.0
-"""Between looks whether the conversion is to stop."""
+"""Seconds between checks whether the conversion is to stop."""
 FILE_BYTES = 64 << 20
-"""Of shards in one token file: so much is synced at once, and lost with a kill."""
+"""Bytes of shards in one token file, which is synced at once; a kill loses at most this much work."""
 WORTH_BYTES = 32 << 20
 """Below this, starting processes takes longer than they save."""
 

@@ -31,7 +31,7 @@ from smp_train.storage.prefetch import prefetched
 
 CHECKED = ".checked"
 CHECK_VERSION = 5
-"""Of `Checked` and what it means: a file that another version checked is checked again."""
+"""Version of `Checked`: a file that another version checked is checked again."""
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 
 

@@ -18,7 +18,7 @@ class Kept(View):
     def __init__(self, source: Source, left_out: np.ndarray) -> None:
         self.source = source
         self._left_out = left_out
-        # How many rows are kept before each of those left out: one number for each of these, however many are kept.
+        # For each row left out, the number of kept rows before it: memory grows with the former alone.
         self._kept_before = left_out - np.arange(left_out.size)
         self.fingerprint = hashlib.blake2b(
             source.fingerprint.encode() + left_out.astype("<i8").tobytes(), digest_size=16

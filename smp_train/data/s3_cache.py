@@ -24,7 +24,7 @@ logger = logging.getLogger("smp_train.data")
 
 PREFIX = "s3-"
 _locks: dict[str, tuple[str, FolderLock | None]] = {}
-"""Of each prefix the copy that this process reads, until it ends or takes another version."""
+"""By prefix: the lock on the copy that this process reads, until it ends or takes another version."""
 
 
 def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -> tuple[str, list[str]]:
@@ -48,7 +48,7 @@ def bring(location: str, cache_dir: str | None, rank: int = 0, world: int = 1) -
         os.makedirs(folder, exist_ok=True)
         _remove_earlier(place, folder, location)
         sweep(folder)
-        # Shared out before looking: what is there changes while ranks look, and they must agree on the shares.
+        # Partitioned before looking: files appear while ranks look, and all ranks must agree on the partition.
         missing = _missing(share(objects, rank, world), folder)
         size = sum(shard.size for shard in _missing(objects, folder)) if rank == 0 else 0
         free = shutil.disk_usage(folder).free

@@ -28,11 +28,11 @@ from smp_train.errors import DataError
 logger = logging.getLogger("smp_train.data")
 
 SLOT = "slot"
-"""What the folder of one job is called, with a number."""
+"""Name of a job's folder; a number follows."""
 SUFFIXES = (".tok", ".idx")
 WAIT_SECONDS = 1.0
 REPORT_SECONDS = 60.0
-"""Between lines about a window that is waited for."""
+"""Seconds between log lines while a window is waited for."""
 
 
 def claim_slot(folder: str) -> tuple[str, FolderLock | None]:

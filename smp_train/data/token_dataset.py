@@ -129,7 +129,7 @@ def convert(
     cache: TokenCache, shards: list[Shard], *, rank: int = 0, world: int = 1, processes: int = 1
 ) -> Generator[int, None, None]:
     """Convert this rank's share of the shards that have no token file, as `conversion.convert`. No collectives."""
-    # Shared out before looking for token files: those appear while ranks look, and all ranks must share out one list.
+    # Partitioned before looking for token files: those appear while ranks look, and all ranks must partition one list.
     missing = cache.missing(share(shards, rank, world))
     if missing:
         yield from convert_shards(cache.destination, missing, processes=processes, shown=rank == 0)

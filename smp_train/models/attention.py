@@ -29,14 +29,14 @@ except ImportError:
 
 _OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters if varlen is not None else ())
 _GROUPS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _OPTIONS else {}
-"""torch 2.11 takes fewer heads of keys without a word."""
+"""Options of `varlen_attn` for fewer key-value heads than query heads; torch 2.11 needs none."""
 LARGEST_HEAD = 256
-"""Of that kernel; sizes are multiples of 8."""
+"""Largest head size of `varlen_attn`; sizes are multiples of 8."""
 
 logger = logging.getLogger("smp_train.models")
 
 NAME = "smp_train"
-"""Of `attend` among transformers' attention functions."""
+"""Name of `attend` among transformers' attention functions."""
 
 KNOWN = frozenset(
     {

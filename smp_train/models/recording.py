@@ -35,7 +35,7 @@ class Step:
 
 Program = list[Step]
 
-# Operation that sets what a factory function returns; its memory is unset where that is None.
+# Operation that fills the result of a factory function; None: its memory stays uninitialised.
 FACTORIES: dict[str, Step | None] = {
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "new_empty")),
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), Step("fill_", (0.0,))),

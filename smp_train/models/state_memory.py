@@ -27,9 +27,10 @@ def of_preset(args: Any) -> int | None:
 
 
 def fewest_parameters(args: Any) -> int:
-    """Return the number of parameters of a preset; of others, of the embedding and two matrices of each feed-forward.
+    """Return the number of parameters of a preset; of other models a lower bound.
 
-    Which every family of ours has; 0 where flags and a local ``config.json`` do not give these widths. Needs no torch.
+    The bound is the embedding and two feed-forward matrices per layer, which every family has; 0 where flags and a
+    local ``config.json`` do not give these widths. Needs no torch.
     """
     known = of_preset(args)
     if known is not None:

@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Streamed:
-    """A stored tensor of which what is indexed is fetched; see `models.weight_files.Block`.
+    """A stored tensor of which only the indexed block is fetched; see `models.weight_files.Block`.
 
     ``etag`` is the version of its file, ``start`` the byte there at which its numbers begin: row by row without gaps,
     or ``strides`` apart, as those of a transposed tensor, which is fetched whole.

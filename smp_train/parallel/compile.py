@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def chosen(asked: bool | None, *, device: torch.device, backend: str, training: bool) -> bool:
-    """Return whether to compile: as asked, else on GPUs that have what it takes; log the reason where it is left open.
+    """Return whether to compile: as asked; by default on GPUs where a compiler works, with a log line that says why.
 
     Args:
         asked: --use_torch_compile; None leaves it open.
@@ -62,10 +62,10 @@ def _why_not(device: torch.device) -> str:
 
 
 def prepare(run_dir: str | os.PathLike[str], device: torch.device) -> None:
-    """Keep what inductor compiles in the run folder, and find the keys of its caches while the model is built.
+    """Put inductor's cache into the run folder, and compute its cache keys while the model is built.
 
-    So a restart finds it, on any node that sees the folder: in one that is this user's alone, as code from it is run.
-    Where that cannot be made, or the user has named another, compiled code stays there.
+    Restarts, and other nodes that see the folder, find it there. The cache folder belongs to this user alone, because
+    code from it is executed. Where it cannot be made, or the user has set another, inductor's own folder is used.
     """
     global _kept_in
     from torch._inductor import codecache, cpu_vec_isa

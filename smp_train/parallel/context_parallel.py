@@ -55,7 +55,7 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
 
 
 def _last_of(queries: int, keys: int) -> CausalBias:
-    """Return `causal_lower_right`, without the tensor, never filled, of 8 bytes for each pair that torch makes."""
+    """Return `causal_lower_right` without the tensor, 8 bytes per pair of tokens, that torch allocates unused."""
     bias = torch.Tensor._make_subclass(CausalBias, torch.empty(0))
     CausalBias.__init__(bias, CausalVariant.LOWER_RIGHT, queries, keys)
     return bias

@@ -17,7 +17,7 @@ from smp_train.distributed import heartbeat
 from smp_train.distributed.dtensor import Shard, local_tensor
 
 STACKED = 3
-"""Dimensions of the parameter that holds a matrix of each expert."""
+"""Number of dimensions of a parameter that stacks one matrix per expert."""
 
 
 def shard(
@@ -106,7 +106,7 @@ def _timed(kind: type) -> Any:
 
 
 def separate_head(model: nn.Module) -> nn.Module | None:
-    """Return the output layer of a causal LM whose weight is not that of its embedding, or None."""
+    """Return the output layer of a causal LM where its weight is not tied to the embedding, else None."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if not isinstance(head, nn.Linear) or embedding is None or head.weight is embedding.weight:
         return None

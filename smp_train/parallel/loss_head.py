@@ -19,8 +19,8 @@ def attach(
 ) -> None:  # fmt: skip
     """Give ``model`` a method ``loss_sum(input_ids, targets, **inputs)``; call it after sharding.
 
-    It is a forward method of the root, and the head's part of it one of the head: FSDP2 gathers parameters for those
-    only. A head whose weight is the embedding's is the root's.
+    FSDP2 gathers parameters for registered forward methods only: the method is registered on the root, and its last
+    part on a head that is sharded by itself. A tied head's weight belongs to the root.
 
     Args:
         model: A sharded causal LM.

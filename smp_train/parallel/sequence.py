@@ -51,10 +51,10 @@ def gather_whole(mesh: DeviceMesh) -> Hook:
 
 
 def wait_for_output(module: nn.Module, args: Any, output: Any) -> None:
-    """Hook that waits for a block's summed output, which torch keeps for as long as nobody has waited for it.
+    """Hook that waits for a block's reduced output: torch holds the result of a collective until it is waited for.
 
-    Recomputation stops at the last tensor that the backward pass needs: where two blocks are parallel (GPT-NeoX, Phi),
-    before anything reads the first one's output, so that every step would leave one of each layer behind.
+    Recomputation stops at the last tensor that the backward pass needs. With parallel blocks (GPT-NeoX, Phi) that is
+    before anything reads the first one's output, and every step would leak one tensor per layer.
     """
     for each in tree_leaves(output):
         if isinstance(each, AsyncCollectiveTensor):

@@ -59,7 +59,7 @@ def apply(model: Any, layers: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> 
         mesh: The tensor mesh.
 
     Raises:
-        ConfigError: The plan splits in a way, or leaves out a parameter, that is not known here.
+        ConfigError: The plan has a style that is not implemented here, or does not cover a parameter.
     """
     try:
         _apply(model, layers, mesh)

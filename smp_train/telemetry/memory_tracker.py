@@ -19,7 +19,7 @@ _GIB = 1024**3
 FIRST_STEPS = 3
 """Steps of each start whose phases have rows; saves and validations always have."""
 HISTORY = 100_000
-"""Allocations and releases that a snapshot knows the stack of."""
+"""Allocations and releases whose stacks a snapshot keeps."""
 
 log = logging.getLogger("smp_train.memory")
 

@@ -15,7 +15,7 @@ from smp_train.telemetry.run_folder import write_atomic
 
 FILE_NAME = "report.html"
 GRACE_SECONDS = 60.0
-"""A process that is gone may be started again by its launcher: so long its page is kept up to date."""
+"""Seconds for which the page of a run whose process is gone is still updated: a launcher may restart it."""
 
 
 def write_page(runs: Sequence[RunData], path: str | Path, *, live: float = 0) -> Path:

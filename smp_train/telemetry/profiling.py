@@ -23,7 +23,7 @@ log = get_logger()
 
 
 class Profiler:
-    """Records the steps given by the arguments on each rank; the verdict on what PyTorch's records is of all ranks."""
+    """Records the chosen steps on each rank; the verdict on PyTorch's profile is over all ranks."""
 
     def __init__(self, args: Arguments, run_dir: Path, rank: int, event: Callable[..., Any] = dict) -> None:
         """Prepare recording into ``<run_dir>/profile``; `ConfigError` where that folder cannot be created.

@@ -22,9 +22,9 @@ POINTS = 1000
 """About as many steps of a run are drawn: of more, those with the extremes of `EXTREMES` in each interval."""
 EXTREMES = ("loss", "grad_norm", "step_sec")
 SILENT_SECONDS = 900.0
-"""Without a record, after which a run on another host may be running or not."""
+"""Seconds without a record after which a run on another host is called silent."""
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#22303c", "#c8c8c8", "#f0e442")
-"""Of runs, or of the parts of a step: Okabe and Ito's and a light grey, which colour-blind readers tell apart too."""
+"""Colours of runs and of parts of a step: Okabe and Ito's palette for colour-blind readers, and a light grey."""
 NOT_SHOWN = ("event", "step", "time", "nonfinite", "perplexity")
 
 

@@ -1,4 +1,4 @@
-"""The screen of rank 0 during training: a progress line on a terminal, else the rest of the run in a line a minute."""
+"""The screen of rank 0 during training: a progress line on a terminal, else one status line a minute."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ EXTRAS = {"tensorboard": "tracking", "wandb": "wandb", "mlflow": "mlflow"}
 """Trackers, and the package's extra that brings each."""
 PROJECT = "smp-train"
 NOT_TRACKED = {"command", "sources", "pid", "samples"}
-"""Of `run.json`, besides the settings."""
+"""Fields of `run.json` that trackers do not get."""
 MAX_TEXT = 500
 """Characters of a text; MLflow takes no longer parameters everywhere."""
 BATCH = 100
@@ -42,7 +42,7 @@ log = get_logger()
 
 
 class Tracker(Protocol):
-    """Receives the numbers of one attempt. Whatever its methods raise ends it, and nothing else."""
+    """Receives the numbers of one attempt. An exception in a method ends this tracker alone."""
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin, or continue the curves of the run's earlier attempts, with the flat resolved configuration."""

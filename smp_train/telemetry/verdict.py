@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 DEAREST = 10
 IDLE_FROM, EXPOSED_FROM = 0.2, 0.15
-"""Parts of a step from which a step is bound by the host, or by communication."""
+"""Shares of a step, idle or in exposed communication, from which it is bound by the host or by communication."""
 LATE_FROM = 0.1
-"""Part of a step from which a rank that waits less in communication than the median of the others is named."""
+"""A rank is named that waits less in communication than the others' median by this share of a step."""
 ADVICE = {
     "the host or the data": "see data_wait_sec; give --use_torch_compile 1 or a larger --train_batch_size",
     "communication": (
@@ -21,7 +21,7 @@ ADVICE = {
 }
 
 RANGES = ("ProfilerStep", "FSDP::", "nccl:")
-"""Names of ranges of code, which stand among operators and on a GPU's timeline over the kernels."""
+"""Prefixes of annotated ranges, which a profile lists among operators and, on a GPU, above the kernels."""
 
 Spans = list[tuple[float, float]]
 
@@ -32,9 +32,9 @@ class Shares(NamedTuple):
     step: float
     compute: float
     communication: float
-    """While collectives run, those that wait for other ranks among them."""
+    """Time in collectives, waiting for other ranks included."""
     exposed: float
-    """The part of it beside which nothing is computed."""
+    """The part of it that no computation overlaps."""
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> Spans:

@@ -33,7 +33,7 @@ DATA_KEYS = {
     "layout": "samples are made by", "blend": "blend", "size": "samples", "fingerprint": "fingerprint",
     "long": "--long", "seq_len": "--max_context_width",
 }
-"""What in a state decides which sample is at a position, apart from seed and shuffle, with its name in messages."""
+"""Fields of a state, besides seed and shuffle, that decide which sample is at a position; their names in messages."""
 
 
 class TrainingData(Loader):

@@ -18,7 +18,7 @@ logger = logging.getLogger("smp_train.data")
 
 
 class Loader:
-    """What all training data has in common: which positions are whose, and the thread that reads ahead.
+    """Base of all training data: the assignment of positions to ranks, and prefetching in a thread.
 
     Optimizer step k of a run that has consumed c positions takes [c, c + global_batch), micro-batch j of
     data-parallel rank r takes c + j * micro_batch * dp_size + r * micro_batch + i. A subclass reads in `_steps` what is

@@ -55,7 +55,7 @@ class Prefetch(Iterator[Any]):
         # The collector may run this in the thread itself.
         if self._thread is not threading.current_thread():
             self._thread.join()
-        # With its traceback it would hold all that the iterator holds, until the collector comes by.
+        # Its traceback would keep the iterator's objects alive until the next garbage collection.
         self._error = None
 
     def __next__(self) -> Any:

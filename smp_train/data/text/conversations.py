@@ -18,7 +18,7 @@ from smp_train.storage.paths import place
 
 ASSISTANT = "assistant"
 MOST_TURNS = 512
-"""Of a chat whose answers are found by writing it again up to each of them, which takes seconds then."""
+"""Most turns of a chat whose template has no marks: answers are found by rendering it up to each of them."""
 SHOWN = 300
 """Characters of a message that a template raises."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -31,7 +31,7 @@ SAME_DAY = (
     + "".join(f"|replace('%{code}', '{TODAY.strftime('%' + code)}')" for code in (*"dbBmyYaAHMS", "-d", "-m"))
     + " -}}{%- endmacro %}\n"  # of which nothing is written: templates are compiled with trim_blocks
 )
-"""Stands before a template that asks for the date, and takes the place of `CLOCK`."""
+"""Prepended to a template that asks for the date: replaces `CLOCK`."""
 
 Encoded = Row | str
 """A row, or why there is none: reason; what to do."""
