@@ -225,9 +225,9 @@ def convert(options: argparse.Namespace) -> int:
         raise ConfigError(f"{source} is a checkpoint of this program: smp-train checkpoint export {source} FOLDER")
     folder = source if source.is_dir() else source.parent
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json, without which nobody can open the weights; put it there")
+        raise ConfigError(f"{folder} has no config.json, without which the weights cannot be opened; put it there")
     if os.path.realpath(normal(options.target)) == os.path.realpath(normal(folder)):
-        raise ConfigError(f"{options.target} is where the weights are that are read; give another folder to write")
+        raise ConfigError(f"{options.target} holds the weights that are read; give another folder to write")
     with ExitStack() as stack:
         location = options.tokenizer or tokenizer.beside(str(source))
         files_of_tokenizer = {} if location is None else tokenizer.tokenizer_files(location)

@@ -68,7 +68,8 @@ class Reader(StorageReader):
 
 
 def parsed_index(data: bytes, files: Mapping[str, int]) -> Metadata:
-    """Return the index of a tree that consists of ``files`` (name: size in bytes). Raises whatever is wrong with it."""
+    """Return the index of a tree that consists of ``files`` (name: size in bytes). Raises any exception where it is
+    invalid."""
     collecting = gc.isenabled()
     gc.disable()  # a third of the time: it goes through all records again and again, and finds nothing
     try:
@@ -121,7 +122,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         elif type(record) is TensorProperties:
             super().load_build()  # type: ignore[misc]
         else:
-            raise pickle.UnpicklingError("it changes what is no record of a checkpoint's index")
+            raise pickle.UnpicklingError("it sets attributes on an object that is not a record of a checkpoint's index")
 
     del dispatch[pickle.BYTEARRAY8[0]]  # it allocates whatever length it is given; no index has one
     dispatch |= {pickle.FRAME[0]: load_frame, pickle.BUILD[0]: load_build}

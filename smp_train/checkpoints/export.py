@@ -174,7 +174,7 @@ def export_weights(
     config, plain = _plain_model(config)
     missing = [name for name in named_once(plain) if name not in weights]
     if missing:
-        raise CheckpointError(f"what was exported is not the whole model: it lacks {first_few(missing)}")
+        raise CheckpointError(f"the export is not the whole model: it lacks {first_few(missing)}")
     found = (to_hub(plain, {name: weights[name]}) for name in named_once(plain))
     items = [Item(tensors, partial(dict, tensors)) for tensors in found]
     with writing(folder, replace) as out:

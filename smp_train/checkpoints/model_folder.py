@@ -76,8 +76,7 @@ def writing(location: str | os.PathLike[str], replace: bool = False) -> Iterator
 
 
 def _files_of_the_model(there: Place, names: set[str]) -> list[str]:
-    """Return the names of a model's files: those it opens by, then weights, then indexes of weights.
-    """
+    """Return the names of a model's files: those it opens by, then weights, then indexes of weights."""
     found = {name for name in names if OF_A_MODEL.fullmatch(name)}
     found |= {name for name in names if ADAPTER_FILE in names and OF_AN_ADAPTER.fullmatch(name)}
     for index in names & set(INDEXES):

@@ -203,7 +203,7 @@ class Owner:
     def check(self) -> None:
         """Raise `CheckpointError` where another job has become the owner meanwhile, or this one has given up."""
         if self._ended.is_set():
-            raise CheckpointError(f"checkpoint folder {self._folder.location} has been let go; nothing is committed")
+            raise CheckpointError(f"checkpoint folder {self._folder.location} was released; nothing is committed")
         if self._storage.put_if_absent(self._file, self._mine.to_bytes()):  # somebody has tidied up by hand
             return
         data = self._read()

@@ -16,7 +16,7 @@ from smp_train.models.weight_files import refuse_compressed
 
 
 class _Inert:
-    """Stands for any object of a pickle that is no tensor or plain value; keeps the state that it would be given."""
+    """Inert placeholder for a pickled object that is not a tensor or plain value; keeps the state it would be given."""
 
     state: Any = None
 
@@ -30,7 +30,7 @@ class _Inert:
         pass
 
     def extend(self, values: Any) -> None:
-        """Take nothing in."""
+        """Ignore the arguments."""
 
     append = extend
 

@@ -134,7 +134,7 @@ def _elsewhere(shape: Sequence[int], value: torch.Tensor) -> torch.Tensor:
 
 
 def present(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries without the tensors that other ranks hold, and without what is empty then."""
+    """Return nested dictionaries without the tensors that other ranks hold, and without dictionaries then empty."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:

@@ -228,7 +228,7 @@ class TranslatedReader(_Rearranged):
         if found is None:
             if self.model.tied and _TIED.search(name):
                 if to != _WEIGHT:  # optimizers have no moments of a parameter under its second name
-                    raise CheckpointError(f"it has {key}: embedding and head are not one there (--tie_word_embeddings)")
+                    raise CheckpointError(f"it has {key}, but embedding and head are tied here (--tie_word_embeddings)")
                 return []
             return [] if NOT_WEIGHTS.search(name) or _NO_PARAMETER.search(name) else [key]
         if not entry.size:  # AdamW's step, one for each tensor

@@ -12,7 +12,8 @@ logger = logging.getLogger("smp_train.data")
 
 
 class LeftOut:
-    """Counts the documents of streamed text that are left out (--bad_rows skip), and says so ever more rarely."""
+    """Counts the documents of streamed text that are left out (--bad_rows skip); logs the count at growing
+    intervals."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -50,7 +50,7 @@ def convert(
         file_bytes: shards share a token file up to so many bytes; 0: none does.
         copies: folder for objects of S3 on their way; default: that of ``to``.
         at_once: objects of S3 to fetch meanwhile.
-        apart: parse much data in another process even when in one: this one has something better to do.
+        apart: parse much data in another process even where ``processes`` is 1, so that this one stays free.
         stop: asked often whether to give up.
 
     Raises DataError at the first malformed line, and InterruptedError when ``stop`` says so.

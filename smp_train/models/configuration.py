@@ -215,6 +215,6 @@ def _check_widths(family: Family, fields: dict[str, Any], name: str) -> None:
     rotary = int(hidden // heads * next(share for share in shares if share is not None))
     if family.hf_model_type != "gpt2" and not fields.get("alibi") and (rotary % 2 or rotary == 0):
         raise ConfigError(
-            f"{name}: rotary embeddings turn pairs of dimensions, but --hidden_width {hidden} with "
-            f"--num_heads {heads} leaves {rotary} a head to turn"
+            f"{name}: rotary embeddings rotate pairs of dimensions, but --hidden_width {hidden} with "
+            f"--num_heads {heads} leaves {rotary} dimensions per head"
         )

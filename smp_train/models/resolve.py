@@ -103,7 +103,7 @@ def resolve(args: Any) -> ModelSpec:
             raise ConfigError(f"--hf_pretrained_model_name_or_dir: {failure}") from None
         laid = with_flags(config, given, weights, location)
         return ModelSpec(name or config.model_type, _our_name(config), laid, weights, _lora(args, weights), generation)
-    if weights is not None and not _described(args, given):
+    if weights is not None and not _by_flags(args, given):
         raise ConfigError(
             f"{weights} has no {CONFIG_FILE} beside it; say which model it is by --pretrained_model_name, or by "
             "--model_type and its widths"
@@ -176,11 +176,11 @@ def _configuration_and_weights(args: Any, given: dict[str, Any]) -> tuple[str | 
         return location or (str(own / CONFIG_FILE) if here else name), str(own)
     if file is not None:
         path = place(file)
-        return location or name or (None if _described(args, given) else beside(path)), str(path)
+        return location or name or (None if _by_flags(args, given) else beside(path)), str(path)
     return location or name, None
 
 
-def _described(args: Any, given: dict[str, Any]) -> bool:
+def _by_flags(args: Any, given: dict[str, Any]) -> bool:
     return bool(args.model_type or args.model_size or any(flag in given for flag in SHAPES))
 
 
@@ -243,7 +243,7 @@ def settled_flags(args: Any) -> dict[str, tuple[Any, str]]:
         return {}
     given = _given(args)
     location, weights = _configuration_and_weights(args, given)
-    if weights is not None and location is None and not _described(args, given):
+    if weights is not None and location is None and not _by_flags(args, given):
         return {}  # of a folder of checkpoints
     if location:
         settled = _of_config_file(Path(location))

@@ -184,7 +184,7 @@ def _by_head(name: str, part: str, shape: Sequence[int], ranks: Ranks, model: Hu
     width = model.shapes[name][0] // (3 * model.heads)
     heads = shape[0] // width
     if heads * width != shape[0] or heads not in (model.heads, model.heads // ranks.tensors):
-        raise CheckpointError(f"{name}: {part} is {list(shape)} on a rank there, which is no number of heads here")
+        raise CheckpointError(f"{name}: {part} is {list(shape)} on a rank there, not a whole number of heads")
     first = 0 if heads == model.heads else ranks.tensor * heads
     row = ("query", "key", "value").index(part)
     rest = [0] * (len(shape) - 1)

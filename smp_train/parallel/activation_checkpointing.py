@@ -53,8 +53,8 @@ def apply(layers: list[nn.Module], setting: str) -> int:
     Random numbers drawn again are the same, so dropout is that of a run without checkpointing.
 
     Raises:
-        ConfigError: a setting that is none; or, at the first forward pass with selective:op, a layer that changes a
-            kept result in place.
+        ConfigError: an invalid setting; or, at the first forward pass with selective:op, a layer that changes a kept
+        result in place.
     """
     share, per_operation = checkpointing.read(setting)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}

@@ -38,7 +38,7 @@ def check(degree: int, seq_len: int, attn_implementation: str, config: Any) -> N
     if against is not None:
         raise ConfigError(
             f"--context_parallel_degree {degree}: {against}; use --hybrid_shard_degree, or --tensor_parallel_degree "
-            "where it is to be had"
+            "where it is available"
         )
     scaled = _rope_types(config) & BY_LENGTH
     if scaled:
